@@ -1,0 +1,106 @@
+"""Checkpoints that are never half-written, resume exactly, and do not make training wait.
+
+Names are imported when they are first used, so that the command `ckpt` starts without importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ckpt.version import __version__
+
+if TYPE_CHECKING:
+    from ckpt.catalog import Checkpoint, list_checkpoints, verify
+    from ckpt.errors import (
+        AbsentError,
+        CheckpointError,
+        CkptError,
+        ConfigError,
+        DamagedError,
+        FullError,
+        LockedError,
+        MetricError,
+        MismatchError,
+        MissingError,
+        Preempted,
+        RanksError,
+        SchemeError,
+        StateError,
+        StorageError,
+        TransientError,
+        UnsupportedError,
+        VersionError,
+    )
+    from ckpt.manager import StateManager
+    from ckpt.progress import Progress
+    from ckpt.restored import Restored
+    from ckpt.retention import Keep
+
+_HOMES = {
+    "ckpt.catalog": ("Checkpoint", "list_checkpoints", "verify"),
+    "ckpt.errors": (
+        "AbsentError",
+        "CheckpointError",
+        "CkptError",
+        "ConfigError",
+        "DamagedError",
+        "FullError",
+        "LockedError",
+        "MetricError",
+        "MismatchError",
+        "MissingError",
+        "Preempted",
+        "RanksError",
+        "SchemeError",
+        "StateError",
+        "StorageError",
+        "TransientError",
+        "UnsupportedError",
+        "VersionError",
+    ),
+    "ckpt.manager": ("StateManager",),
+    "ckpt.progress": ("Progress",),
+    "ckpt.restored": ("Restored",),
+    "ckpt.retention": ("Keep",),
+}
+
+__all__ = [
+    "AbsentError",
+    "Checkpoint",
+    "CheckpointError",
+    "CkptError",
+    "ConfigError",
+    "DamagedError",
+    "FullError",
+    "Keep",
+    "LockedError",
+    "MetricError",
+    "MismatchError",
+    "MissingError",
+    "Preempted",
+    "Progress",
+    "RanksError",
+    "Restored",
+    "SchemeError",
+    "StateError",
+    "StateManager",
+    "StorageError",
+    "TransientError",
+    "UnsupportedError",
+    "VersionError",
+    "__version__",
+    "list_checkpoints",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

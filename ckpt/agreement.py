@@ -1,0 +1,91 @@
+"""What came of something on one rank, and what all ranks make of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt import errors
+from ckpt.errors import CkptError, RanksError
+from ckpt.ranks import MAIN, Ranks
+
+
+@dataclass
+class Outcome:
+    """A value, or an error that every rank shall raise."""
+
+    value: Any = None
+    error: Exception | None = None
+
+    @classmethod
+    def of(cls, do: Callable[[], Any]) -> Outcome:
+        """Do it here, and keep what it raises until the other ranks have been told."""
+        try:
+            return cls(do())
+        except Exception as error:
+            return cls(error=error)
+
+    def then(self, do: Callable[[Any], Any]) -> Outcome:
+        """Go on with the value; an error stays as it is."""
+        return self if self.error is not None else Outcome.of(lambda: do(self.value))
+
+    def get(self) -> Any:
+        """The value; raises the error if there is one."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+    def to_json(self, call: str) -> bytes:
+        if self.error is None:
+            return json.dumps({"call": call, "value": self.value}).encode()
+        ours = isinstance(self.error, CkptError)
+        text = str(self.error) if ours else f"{type(self.error).__name__}: {self.error}"
+        return json.dumps(
+            {"call": call, "kind": type(self.error).__name__ if ours else "CkptError", "text": text}
+        ).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Outcome:
+        told = json.loads(data)
+        return cls(error=_made(told["kind"], told["text"])) if "kind" in told else cls(told["value"])
+
+
+def agree(ranks: Ranks, call: str, mine: Outcome, decide: Callable[[list[Any]], Any]) -> Any:
+    """Every rank tells what came of its work; the main rank decides from the values of all; everybody gets the decision.
+
+    If anything failed on any rank, or the decision does, every rank raises it. Values and decision must be JSON.
+    """
+    told = ranks.gather(call, mine.to_json(call))
+    if ranks.rank == MAIN:
+        decision = Outcome.of(lambda: decide(_joined(call, [mine.to_json(call), *told[1:]])))
+        ranks.share(call, decision.to_json(call))
+    else:
+        decision = Outcome.from_json(ranks.share(call, b""))
+    mine.get()  # where it failed, the error has its traceback
+    return decision.get()
+
+
+def _joined(call: str, told: list[bytes]) -> list[Any]:
+    """The values of all ranks; raises one error for whatever went wrong, with the ranks where it did."""
+    calls = {rank: json.loads(one)["call"] for rank, one in enumerate(told)}
+    if any(other != call for other in calls.values()):
+        listed = "; ".join(f"rank {rank} called {one}" for rank, one in calls.items())
+        raise RanksError(
+            f"the ranks do different things: {listed}. Every rank must make the same calls in the same order."
+        )
+    outcomes = [Outcome.from_json(one) for one in told]
+    failed = {rank: one.error for rank, one in enumerate(outcomes) if one.error is not None}
+    if not failed:
+        return [one.value for one in outcomes]
+    kind = type(next(iter(failed.values()))).__name__
+    texts = list(dict.fromkeys(str(error) for error in failed.values()))
+    if len(failed) == len(told) and len(texts) == 1:
+        raise _made(kind, texts[0])
+    raise _made(kind, "; ".join(f"rank {rank}: {error}" for rank, error in failed.items()))
+
+
+def _made(kind: str, text: str) -> CkptError:
+    made: CkptError = getattr(errors, kind, CkptError)(text)
+    return made

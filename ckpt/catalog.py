@@ -1,0 +1,175 @@
+"""Which checkpoints are there, and are they whole?
+
+Imports no torch: a shell asks the same questions.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ckpt.console import bar, size
+from ckpt.errors import AbsentError, CheckpointError, ConfigError, DamagedError, MissingError, StorageError
+from ckpt.formats.blocks import digest
+from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
+from ckpt.storage import Storage, open_storage
+
+MARKER = ".saving"  # in a checkpoint's folder while it is being written
+_STATE = "state.json"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,199}")
+_THREADS = min(8, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint as it lies in its root. One without a manifest was never committed; `problem` says what is wrong."""
+
+    name: str
+    url: str
+    manifest: Manifest | None = None
+    problem: CheckpointError | None = None
+
+    @property
+    def committed(self) -> bool:
+        return self.manifest is not None
+
+    @property
+    def step(self) -> int | None:
+        return self.manifest.step if self.manifest else None
+
+
+def check_name(name: str) -> str:
+    """A checkpoint's name is one plain name: it becomes a folder below the root, and must stay there."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
+        raise ConfigError(
+            f"{name!r} cannot name a checkpoint: use letters, digits and . _ - + = @, starting with a letter, a digit "
+            "or '_', without '..' or '/'. For another folder, give StateManager another root."
+        )
+    return name
+
+
+def scan(storage: Storage) -> list[Checkpoint]:
+    """Every checkpoint below the root, the newest first; those that were never committed come last."""
+    files: dict[str, set[str]] = defaultdict(set)
+    for entry in storage.list():
+        name, _, file = entry.key.partition("/")
+        files[name].add(file)
+    ours = [name for name, inside in files.items() if inside & {FILE_NAME, MARKER, _STATE}]
+    return sorted((find(storage, name) for name in ours), key=_age, reverse=True)
+
+
+def find(storage: Storage, name: str) -> Checkpoint:
+    """One checkpoint, by its name. Only its manifest is read."""
+    url = f"{storage.url}/{name}"
+    try:
+        return Checkpoint(name, url, read_manifest(storage, name))
+    except CheckpointError as error:
+        return Checkpoint(name, url, problem=error)
+
+
+def read_manifest(storage: Storage, name: str) -> Manifest:
+    where = f"{name}/{FILE_NAME}"
+    try:
+        return Manifest.from_bytes(storage.read(where), where)
+    except AbsentError:
+        pass
+    if not any(True for _ in storage.list(name)):
+        known = ", ".join(one.name for one in scan(storage) if one.committed) or "none"
+        raise MissingError(f"there is no checkpoint {name!r} in {storage.url}. There are: {known}.")
+    raise DamagedError(f"{name} was never committed: its save was cut off before the manifest was written.")
+
+
+def _age(checkpoint: Checkpoint) -> tuple[int, str, str]:
+    manifest = checkpoint.manifest
+    return (manifest.sequence, manifest.created, "") if manifest else (-1, "", checkpoint.name)
+
+
+def size_problems(storage: Storage, manifest: Manifest) -> list[str]:
+    """Files that are missing or have another size than the manifest says. Reads no file."""
+    found = {entry.key.partition("/")[2]: entry.size for entry in storage.list(manifest.name)}
+    problems = []
+    for file in manifest.files:
+        if file.path not in found:
+            problems.append(f"{file.path} is missing")
+        elif found[file.path] != file.size:
+            problems.append(f"{file.path} is {size(found[file.path])} of {size(file.size)} ({found[file.path]} bytes)")
+    return problems
+
+
+def problems(
+    storage: Storage, manifest: Manifest, *, only: Callable[[str], bool] = lambda path: True, show: bool = False
+) -> list[str]:
+    """Whatever is wrong with a checkpoint's files: sizes first, then every byte against its hash."""
+    wrong = size_problems(storage, manifest)
+    if wrong:
+        return wrong
+    files = [file for file in manifest.files if only(file.path)]
+    blocks = [(file, index) for file in files for index in range(len(file.blocks))]
+    with bar(f"verifying {manifest.name}" if show else "", sum(file.size for file in files), in_bytes=True) as advance:
+
+        def altered(block: tuple[FileRecord, int]) -> str | None:
+            file, index = block
+            start = index * file.block_size
+            stop = min(file.size, start + file.block_size)
+            found = storage.read(f"{manifest.name}/{file.path}", start, stop)
+            advance(stop - start)
+            return None if digest(found) == file.blocks[index] else f"{file.path} was altered (bytes {start} to {stop})"
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return [problem for problem in pool.map(altered, blocks) if problem]
+
+
+def require_intact(
+    storage: Storage, manifest: Manifest, *, only: Callable[[str], bool] = lambda path: True, show: bool = False
+) -> None:
+    """Raise a `DamagedError` that names everything that is wrong with a checkpoint's files."""
+    try:
+        wrong = problems(storage, manifest, only=only, show=show)
+    except StorageError as error:
+        wrong = [str(error)]
+    if wrong:
+        raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}.")
+
+
+def list_checkpoints(root: str | os.PathLike[str] | Storage) -> list[Checkpoint]:
+    """The checkpoints below a root, newest first. Those without a manifest were never committed and come last.
+
+    Reads manifests only; `verify` looks at every byte.
+    """
+    return scan(open_storage(root))
+
+
+def verify(url: str | os.PathLike[str]) -> dict[str, list[str]]:
+    """What is wrong with a checkpoint, or with each checkpoint of a root, by name: an empty list means intact.
+
+    Every file is read and compared with the hashes in its manifest.
+    """
+    storage, names = locate(url)
+    return {name: _verify_one(storage, name) for name in names}
+
+
+def locate(url: str | os.PathLike[str]) -> tuple[Storage, list[str]]:
+    """The root that a URL means, and the names of the checkpoints: all of them, or the one it points at."""
+    storage = open_storage(url)
+    text = os.fspath(url).rstrip("/")
+    root, _, name = text.rpartition("/")
+    is_one = any(entry.key in (FILE_NAME, MARKER, _STATE) for entry in storage.list())
+    names = [] if is_one else [one.name for one in scan(storage)]
+    if names:
+        return storage, names
+    if name and not root.endswith(":/"):
+        parent = open_storage(root or ("/" if text.startswith("/") else "."))
+        if any(True for _ in parent.list(name)):
+            return parent, [name]
+    raise MissingError(f"there is no checkpoint at {text}: it is neither a root with checkpoints nor one itself.")
+
+
+def _verify_one(storage: Storage, name: str) -> list[str]:
+    try:
+        return problems(storage, read_manifest(storage, name), show=True)
+    except (CheckpointError, StorageError) as error:
+        return [str(error)]

@@ -1,0 +1,121 @@
+"""From the files of a checkpoint to a commit: every file first, the manifest last."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+
+from ckpt.catalog import MARKER, Checkpoint, find, scan
+from ckpt.errors import LockedError, StorageError, VersionError
+from ckpt.formats.blocks import BlockHasher
+from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
+from ckpt.formats.state import Image
+from ckpt.retention import Keep
+from ckpt.storage import Storage
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try at writing a checkpoint. Until `commit`, a checkpoint of the same name stands as it was.
+
+    Where an older checkpoint of that name has files, those of the try have other names: nothing that a committed
+    manifest lists is ever written to.
+    """
+
+    name: str
+    replaces: tuple[str, ...] = ()
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def begin(self, storage: Storage, paths: Iterable[str]) -> None:
+        """Leave a mark with the names of all files to come, so that a later save knows what a crash left behind."""
+        files = [self.path_for(path) for path in paths]
+        mark = {"files": files, "replaces": self.replaces, "process": os.getpid(), "host": socket.gethostname()}
+        storage.write(f"{self.name}/{MARKER}", [json.dumps(mark).encode()])
+
+    def write(self, storage: Storage, images: Iterable[Image], alive: Callable[[], None]) -> list[FileRecord]:
+        """Write files, and hash their bytes as they pass."""
+        return [self._write_one(storage, image, alive) for image in images]
+
+    def commit(self, storage: Storage, manifest: Manifest) -> None:
+        """From here on the checkpoint exists, and an older one of its name does not."""
+        storage.write(f"{self.name}/{FILE_NAME}", [manifest.to_bytes()])
+        with suppress(StorageError):  # it is committed: what could not be cleaned up is cleaned up before a later save
+            clean(storage, self.name)
+
+    def path_for(self, path: str) -> str:
+        if path not in self.replaces:
+            return path
+        stem, _, suffix = path.rpartition(".")
+        return f"{stem}.{self.id[:8]}.{suffix}"
+
+    def _write_one(self, storage: Storage, image: Image, alive: Callable[[], None]) -> FileRecord:
+        path = self.path_for(image.path)
+        hasher = BlockHasher()
+
+        def pieces() -> Iterator[memoryview]:
+            for piece in hasher.through(image.pieces()):
+                alive()
+                yield piece
+
+        storage.write(f"{self.name}/{path}", pieces())
+        return FileRecord(name=image.path, path=path, size=hasher.size, blocks=hasher.digests)
+
+
+def clean(storage: Storage, name: str) -> None:
+    """Remove the files of a try that its checkpoint does not list, and at last the try's mark.
+
+    A file that neither a mark nor a manifest of ours names is somebody else's, and stays.
+    """
+    mark = json.loads(storage.read(f"{name}/{MARKER}"))
+    checkpoint = find(storage, name)
+    if isinstance(checkpoint.problem, VersionError):
+        return
+    listed = {file.path for file in checkpoint.manifest.files} if checkpoint.manifest else set()
+    stray = [path for path in [*mark["files"], *mark["replaces"]] if path not in listed]
+    if stray and not _is_altered(storage, checkpoint):
+        storage.delete([f"{name}/{path}" for path in stray])
+    storage.sweep(name)
+    storage.delete([f"{name}/{MARKER}"])
+
+
+def _is_altered(storage: Storage, checkpoint: Checkpoint) -> bool:
+    """Whether there is a manifest that cannot be read: what it lists is not ours to remove."""
+    there = any(entry.key == f"{checkpoint.name}/{FILE_NAME}" for entry in storage.list(checkpoint.name))
+    return there and checkpoint.manifest is None
+
+
+def sweep(storage: Storage) -> list[Checkpoint]:
+    """Remove what earlier crashes left, and return the checkpoints that are there. Call it while the root is ours."""
+    marks = [entry.key for entry in storage.list() if entry.key.count("/") == 1 and entry.key.endswith(f"/{MARKER}")]
+    for mark in marks:
+        clean(storage, mark.partition("/")[0])
+    storage.sweep()
+    return scan(storage)
+
+
+def remove(storage: Storage, manifest: Manifest) -> bool:
+    """Remove a checkpoint, unless somebody is reading it. Its manifest goes first: no moment shows half of it."""
+    files = [FILE_NAME, *(file.path for file in manifest.files), MARKER]
+    try:
+        with storage.lock(manifest.name):
+            storage.delete([f"{manifest.name}/{path}" for path in files])
+    except LockedError:
+        return False
+    return True
+
+
+def retain(keep: Keep, storage: Storage, newest_first: list[Manifest], damaged: Iterable[str]) -> list[Manifest]:
+    """Remove what `keep` lets go. Returns the checkpoints that are left."""
+    going = keep.removable(newest_first, set(damaged))
+    gone = {one.name for one in newest_first if one.name in going and remove(storage, one)}
+    return [manifest for manifest in newest_first if manifest.name not in gone]
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")

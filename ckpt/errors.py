@@ -1,0 +1,107 @@
+"""Everything that ckpt raises on purpose.
+
+CkptError
+├── ConfigError            an option, name or URL that cannot be used (also a ValueError)
+│   └── SchemeError        a URL whose scheme no storage serves
+├── StateError             the live objects and a checkpoint do not go together
+│   ├── UnsupportedError   a value that cannot be held in a checkpoint, named by its path
+│   ├── MismatchError      missing or unexpected keys, other shapes, other dtypes
+│   └── MetricError        a metric that cannot be ranked
+├── CheckpointError        something is wrong with a checkpoint
+│   ├── MissingError       there is none by that name (also a LookupError)
+│   ├── DamagedError       uncommitted, truncated, altered, or a file is missing
+│   └── VersionError       written by a newer ckpt
+├── StorageError           bytes could not be read or written (also an OSError)
+│   ├── AbsentError        no such key
+│   ├── FullError          no space left, or a quota or size limit reached
+│   ├── LockedError        somebody else holds it
+│   └── TransientError     may well work if tried again
+└── RanksError             ranks did not answer in time, or disagree
+
+Preempted (a SystemExit)   training was told to stop; the state has been saved
+"""
+
+from __future__ import annotations
+
+
+class CkptError(Exception):
+    """The root of every error that ckpt raises on purpose."""
+
+
+class ConfigError(CkptError, ValueError):
+    """An option, a name or a URL that cannot be used."""
+
+
+class SchemeError(ConfigError):
+    """A URL whose scheme no storage serves."""
+
+
+class StateError(CkptError):
+    """The live objects and a checkpoint do not go together."""
+
+
+class UnsupportedError(StateError):
+    """A value that a checkpoint cannot hold. `problems` names every one by its path."""
+
+    def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.problems = problems
+
+
+class MismatchError(StateError):
+    """A checkpoint does not fit the live objects. `problems` lists every difference."""
+
+    def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.problems = problems
+
+
+class MetricError(StateError):
+    """A metric by which no checkpoint can be ranked."""
+
+
+class CheckpointError(CkptError):
+    """Something is wrong with a checkpoint."""
+
+
+class MissingError(CheckpointError, LookupError):
+    """There is no checkpoint by that name, or none at all."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that was never committed, or is truncated, altered or lacks a file."""
+
+
+class VersionError(CheckpointError):
+    """A checkpoint in a format newer than this ckpt reads."""
+
+
+class StorageError(CkptError, OSError):
+    """Bytes could not be read or written."""
+
+
+class AbsentError(StorageError):
+    """There is nothing under that key."""
+
+
+class FullError(StorageError):
+    """No space is left, or a quota or a file size limit is reached."""
+
+
+class LockedError(StorageError):
+    """Another process, or another manager in this one, holds it."""
+
+
+class TransientError(StorageError):
+    """It may well work if tried again."""
+
+
+class RanksError(CkptError):
+    """Ranks did not answer within the deadline, or disagree about what to do."""
+
+
+class Preempted(SystemExit):
+    """Training was told to stop (SIGTERM) and its state has been saved.
+
+    Leaves the loop and the process with the exit status a scheduler expects of a terminated job.
+    """

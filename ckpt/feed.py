@@ -1,0 +1,242 @@
+"""A loader under the manager's care: it hands out batches, knows its position, and can go back to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ckpt import order, rng
+from ckpt.console import bar
+from ckpt.order import Course
+
+
+@dataclass
+class Position:
+    """Where a loader is in its epoch, and what it takes to get there again."""
+
+    rng: dict[str, Any] = field(default_factory=dict)  # as the epoch began
+    generators: list[Any] = field(default_factory=list)  # the loader's own, as the epoch began
+    generators_now: list[Any] = field(default_factory=list)
+    samplers: list[Any] = field(default_factory=list)  # those with a state_dict, as the epoch began
+    batches: int = 0
+    samples: int = 0  # of this rank, since `start`
+    start: int = 0  # samples of all ranks that an earlier number of ranks had taken from this epoch
+    digest: str = ""  # of the indices handed out
+    dataset_size: int | None = None
+    done: bool = False
+    state: Any = None  # of a loader or dataset that keeps its own
+
+    @classmethod
+    def from_saved(cls, saved: dict[str, Any]) -> Position:
+        known = {one.name for one in fields(cls)}
+        return cls(**{key: value for key, value in saved.items() if key in known})
+
+
+class Feed:
+    """One loader. `take` goes through an epoch of it, from where it was left.
+
+    How a loader is brought back to its position depends on what it is: by its indices where data is map-style, by its
+    own `state_dict` where it has one, and by going through the batches once more where nothing else is left.
+    """
+
+    def __init__(self, loader: Iterable[Any], rank: int, world_size: int) -> None:
+        self.loader = loader
+        self.inside = False
+        self.position: Position | None = None
+        self._rank = rank
+        self._world_size = world_size
+        self._resumed = False
+        self._ready: Callable[[], None] = lambda: None
+        self._warn: Callable[[str], None] = lambda text: None
+        self._course: Course | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.position is not None and self.position.done and not self.inside
+
+    def state(self) -> dict[str, Any] | None:
+        """The position, to be saved; none if this epoch has not come to this loader yet."""
+        if self.position is None:
+            return None
+        self.position.generators_now = [rng.capture_one(one) for one in self._generators()]
+        if self._course is not None:
+            self.position.digest = self._course.digest.hexdigest()
+        keeper = self._keeper()
+        if keeper is not None:
+            self.position.state = keeper.state_dict()
+        return dict(vars(self.position))
+
+    def rewind(self) -> None:
+        """Forget the position: the next epoch starts afresh."""
+        self.position = None
+        self._resumed = False
+
+    def go_back(
+        self, saved: dict[str, Any], world_size: int, ready: Callable[[], None], warn: Callable[[str], None]
+    ) -> dict[str, str]:
+        """Let the next `take` go on from a saved position. Returns what will not be as it was, and why."""
+        self.position = Position.from_saved(saved)
+        self._resumed = True
+        self._ready, self._warn = ready, warn
+        changes = self._reshape(world_size) if world_size != self._world_size else {}
+        size = _size(getattr(self.loader, "dataset", None))
+        if None not in (size, self.position.dataset_size) and size != self.position.dataset_size:
+            changes["dataset"] = f"has {size} samples now and had {self.position.dataset_size} when it was saved"
+        return changes
+
+    def take(self, epoch: int) -> Iterator[tuple[Any, int]]:
+        """The rest of the epoch: each batch with its number of samples."""
+        for one in [self.loader, *order.samplers(self.loader), getattr(self.loader, "dataset", None)]:
+            if callable(getattr(one, "set_epoch", None)):
+                one.set_epoch(epoch)
+        position = self._begin()
+        if position.done:
+            self._arrive()
+            return
+        self.inside = True
+        try:
+            for batch in self._iterator(position, epoch):
+                samples = self._course.taken() if self._course else _batch_size(batch)
+                position.batches += 1
+                position.samples += samples
+                yield batch, samples
+            position.done = True
+        finally:
+            self.inside = False
+
+    def _begin(self) -> Position:
+        if self._resumed and self.position is not None:
+            rng.restore(self.position.rng)
+            self._set_generators(self.position.generators)
+            for sampler, state in zip(self._stateful_samplers(), self.position.samplers, strict=False):
+                sampler.load_state_dict(state)
+        else:
+            dataset_size = _size(getattr(self.loader, "dataset", None))
+            generators = [rng.capture_one(one) for one in self._generators()]
+            samplers = [sampler.state_dict() for sampler in self._stateful_samplers()]
+            self.position = Position(
+                rng=rng.capture(), generators=generators, samplers=samplers, dataset_size=dataset_size
+            )
+        return self.position
+
+    def _arrive(self) -> None:
+        """The position is reached: generators are as they were when it was saved."""
+        if self._resumed and self.position is not None:
+            self._resumed = False
+            self._set_generators(self.position.generators_now)
+            self._ready()
+            keeper = self._keeper()
+            if self._course and keeper is not None and self.position.state is not None:
+                keeper.load_state_dict(self.position.state)
+            if self._course and self.position.digest not in ("", self._course.skipped):
+                self._warn(
+                    f"{type(self.loader).__name__}: its sampler gave another order than before the resume, so samples "
+                    "of this epoch may repeat or be missed. Give the sampler a generator of its own, or a state_dict."
+                )
+
+    def _iterator(self, position: Position, epoch: int) -> Iterator[Any]:
+        self._course = None
+        if _by_index(self.loader):
+            return self._by_index(self.loader, position, epoch)
+        keeper = self._keeper()
+        if keeper is not None and self._resumed and position.state is not None:
+            keeper.load_state_dict(position.state)
+            iterator = iter(self.loader)
+            self._arrive()
+            return iterator
+        return self._by_replay(position)
+
+    def _by_index(self, loader: DataLoader[Any], position: Position, epoch: int) -> Iterator[Any]:
+        seed = rng.number(position.rng["torch"], epoch, self._rank) if loader.num_workers else None
+        sampler = order.distributed_sampler(loader)
+        rest = order.Rest(sampler, position.start) if sampler is not None and position.start else None
+        self._course = Course(skip=position.batches, seed=seed, ready=self._arrive, rest=rest)
+        order.steer(loader).course = self._course
+        return iter(loader)
+
+    def _by_replay(self, position: Position) -> Iterator[Any]:
+        iterator = iter(self.loader)
+        if position.batches:
+            name = type(self.loader).__name__
+            with bar(f"going through {position.batches} batches of {name} again", position.batches) as advance:
+                for _ in range(position.batches):
+                    next(iterator, None)
+                    advance(1)
+        self._arrive()
+        return iterator
+
+    def _reshape(self, world_size: int) -> dict[str, str]:
+        """Go on with another number of ranks than saved the position."""
+        position = self.position
+        assert position is not None
+        if not _by_index(self.loader):
+            if self._keeper() is None:
+                return {"data": f"each of {self._world_size} ranks goes on at batch {position.batches} of its own data"}
+            position.state = None
+            return {
+                "data": "the loader's own state fits only the number of ranks that saved it; it is gone through again"
+            }
+        if order.distributed_sampler(self.loader) is None:
+            return {"data": "the sampler is not distributed: every rank goes on in an order of its own, as before"}
+        position.start += position.samples * world_size
+        position.batches = position.samples = 0
+        position.digest = ""
+        return {}
+
+    def _keeper(self) -> Any:
+        """Who keeps the position itself, if anybody does: the loader, or a dataset that lives in this process."""
+        dataset = getattr(self.loader, "dataset", None)
+        if _is_stateful(self.loader) and not _by_index(self.loader):
+            return self.loader
+        return dataset if _is_stateful(dataset) and getattr(self.loader, "num_workers", 0) == 0 else None
+
+    def _stateful_samplers(self) -> list[Any]:
+        return [sampler for sampler in order.samplers(self.loader) if _is_stateful(sampler)]
+
+    def _generators(self) -> list[Any]:
+        found: list[Any] = []
+        for owner in [self.loader, *order.samplers(self.loader)]:
+            generator = getattr(owner, "generator", None)
+            if rng.is_generator(generator) and not any(generator is other for other in found):
+                found.append(generator)
+        return found
+
+    def _set_generators(self, states: list[Any]) -> None:
+        for generator, state in zip(self._generators(), states, strict=False):
+            rng.restore_one(generator, state)
+
+
+def _by_index(loader: Any) -> bool:
+    """Whether a loader is brought back by its indices: map-style data, unless the loader keeps the state of its parts."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    parts = [loader.dataset, *order.samplers(loader)]
+    return not (_is_stateful(loader) and any(_is_stateful(part) for part in parts))
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _size(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _batch_size(batch: Any) -> int:
+    """The number of samples in a batch: the length of the first tensor or sequence found in it."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    if isinstance(batch, dict):
+        return _batch_size(next(iter(batch.values()))) if batch else 0
+    if isinstance(batch, list | tuple):
+        return (
+            _batch_size(batch[0]) if batch and isinstance(batch[0], torch.Tensor | list | tuple | dict) else len(batch)
+        )
+    return 1

@@ -1,0 +1,1 @@
+"""The manager in the training code that people already have."""

@@ -1,0 +1,375 @@
+"""`StateManager`: the one object that a training loop touches."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt import loading, rng
+from ckpt.agreement import Outcome, agree
+from ckpt.capture import Captured, capture
+from ckpt.catalog import check_name
+from ckpt.config import read_config
+from ckpt.console import say
+from ckpt.errors import ConfigError, MissingError, Preempted
+from ckpt.loading import Choice, Opened
+from ckpt.loop import Loop
+from ckpt.parts import GradientsPart, ModelPart, Notes, ObjectPart, OptimizerPart, Part, named
+from ckpt.preemption import EXIT_STATUS, Preemption
+from ckpt.progress import Progress
+from ckpt.ranks import MAIN, find_ranks
+from ckpt.restored import Restored
+from ckpt.retention import Keep
+from ckpt.saving import Saver
+from ckpt.storage import Storage, open_storage
+from ckpt.unwrap import unwrap
+
+
+class StateManager:
+    """Keeps the whole state of a training run: saves it atomically, and resumes it exactly.
+
+        with ckpt.StateManager("runs/x", model=model, optimizer=optimizer, save_every=500) as manager:
+            for epoch in manager.epochs(3):
+                for batch in manager.batches(loader):
+                    loss = train_step(batch)
+                    manager.step(metrics={"loss": loss})
+
+    `root` is a path, a URL or a storage. `model`, `optimizer`, `scheduler`, `scaler` and `dataloader` are one object
+    each, a sequence, or a dict of named objects; `register` adds others. With several processes, every one of them
+    builds the manager and makes the same calls; the main one writes.
+
+    `save_every`: steps between saves. `keep`: which checkpoints stay (all, if none). `gradients`: also save gradients,
+    so that a save in the middle of an accumulation window resumes exactly. `timeout`: seconds to wait for a rank that
+    does not answer. `handle_sigterm`: save and stop when the process is told to terminate.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | Storage,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+        dataloader: Any = None,
+        save_every: int | None = None,
+        keep: Keep | None = None,
+        gradients: bool = False,
+        timeout: float = 300.0,
+        handle_sigterm: bool = True,
+    ) -> None:
+        _check_options(save_every=save_every, keep=keep, timeout=timeout)
+        self._storage = open_storage(root)
+        self._ranks = find_ranks(self._storage.url, timeout)
+        self._saver = Saver(self._storage, self._ranks, keep)
+        self._save_every = save_every
+        self._keep = keep
+        self._models: dict[str, nn.Module] = named("model", model)
+        self._parts = _parts(self._models, optimizer, scheduler, scaler)
+        self._gradients = gradients
+        self._generators: dict[str, Any] = {}
+        self._loop = Loop(self._ranks, named("dataloader", dataloader))
+        self._loop.late = self._note_late  # type: ignore[method-assign]
+        self._metrics: dict[str, Any] = {}
+        self._restored: Restored | None = None
+        self._started = False
+        self._saved_step: int | None = None
+        self._handle_sigterm = handle_sigterm
+        self._preemption = Preemption(self._ranks)
+        weakref.finalize(self, self._preemption.close)
+
+    @classmethod
+    def from_config(cls, path: str | os.PathLike[str], **objects: Any) -> StateManager:
+        """A manager with the options of a YAML file (`root`, `save_every`, `keep`, ...) for these objects."""
+        known = inspect.signature(cls.__init__).parameters.keys() - {"self", *_OBJECTS}
+        options = read_config(path, known)
+        return cls(options.pop("root"), **{**options, **objects})
+
+    def __repr__(self) -> str:
+        return f"StateManager({self._storage.url!r}, parts={sorted([*self._parts, *self._generators])})"
+
+    def __enter__(self) -> StateManager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def progress(self) -> Progress:
+        """Epoch, batch, step and samples so far."""
+        return self._loop.progress
+
+    @property
+    def restored(self) -> Restored | None:
+        """What the last load brought back; none if this run began afresh."""
+        return self._restored
+
+    def register(self, **objects: Any) -> None:
+        """Manage more objects, each under its name: anything with `state_dict` and `load_state_dict`, or a generator.
+
+        Generators (of torch, NumPy or Python) are kept for every rank; of other objects the main rank's state is.
+        """
+        wrong = []
+        for name, value in objects.items():
+            if name in self._parts or name in self._generators or name in _RESERVED:
+                wrong.append(f"{name}: there is such a part already")
+            elif rng.is_generator(value):
+                self._generators[name] = value
+            elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+                self._parts[name] = ModelPart(name, value) if isinstance(value, nn.Module) else ObjectPart(name, value)
+            else:
+                wrong.append(f"{name}: a {type(value).__name__} has no state_dict and load_state_dict")
+        if wrong:
+            raise ConfigError("cannot register " + "; ".join(wrong) + ".")
+
+    def unwrap(self, model: nn.Module | None = None) -> nn.Module:
+        """The model without DistributedDataParallel, DataParallel and torch.compile; the managed one if none is given."""
+        if model is None and len(self._models) != 1:
+            raise ConfigError(f"this manager has {len(self._models)} models: say which, unwrap(model).")
+        return unwrap(model if model is not None else next(iter(self._models.values())))
+
+    def epochs(self, total: int) -> Iterator[int]:
+        """The epochs that are left of `total`. Goes on where the last run stopped, or starts afresh.
+
+        When they are done and `save_every` is set, the final state is saved.
+        """
+        self._start()
+        yield from self._loop.epochs(total)
+        self._preemption.close()
+        if self._save_every and self._saved_step != self.progress.step:
+            self.save_state()
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The batches of this epoch that are left, in the same order as ever."""
+        self._start()
+        yield from self._loop.batches(loader)
+
+    def step(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """A step of training is done: count it, save when that is due, and stop if the process was told to.
+
+        Tensors among the metrics are looked at only when a checkpoint is saved.
+        """
+        self._start()
+        self.progress.step += 1
+        self._metrics = {key: _detached(value) for key, value in (metrics or {}).items()}
+        stop = self._preemption.due(self.progress.step)
+        if stop or (self._save_every and self.progress.step % self._save_every == 0):
+            self.save_state()
+        if stop:
+            self._stop()
+
+    def save_state(self, name: str | None = None, *, metrics: Mapping[str, Any] | None = None) -> str:
+        """Save everything, and return the checkpoint's name (`step-00001000` if none is given).
+
+        When it returns the checkpoint is committed and durable. One of the same name is replaced, and stands until the
+        new one is committed. Every rank must make this call.
+        """
+        self._started = True
+        name = check_name(name) if name is not None else f"step-{self.progress.step:08d}"
+        self._saver.save(name, lambda: self._capture(name, metrics), self._facts(metrics))
+        self._saved_step = self.progress.step
+        return name
+
+    def load_state(self, name: str | None = None, *, strict: bool = True) -> Restored:
+        """Load a checkpoint: the one by that name, or the newest that is intact. Prints and returns what was restored.
+
+        With `strict` everything must fit, or nothing is changed and one error lists what does not. Without it, what
+        fits is restored, and the rest is listed as skipped.
+        """
+        restored = self._load(check_name(name) if name is not None else None, strict=strict)
+        if restored is None:
+            raise MissingError(
+                f"there is no checkpoint in {self._storage.url}. resume() starts afresh where there is none."
+            )
+        return restored
+
+    def resume(self, *, strict: bool = True) -> Restored | None:
+        """Take the root for this run, and load the newest intact checkpoint if there is one; none if there is not."""
+        self._started = True
+        restored = self._load(None, strict=strict)
+        self._saver.hold()
+        if restored is None and self._ranks.rank == MAIN:
+            say(f"no checkpoint in {self._storage.url}: starting afresh")
+        return restored
+
+    def wait(self) -> None:
+        """Return when every save is committed. Saves do not run in the background yet: nothing is ever under way."""
+
+    def close(self) -> None:
+        """Let go of the root, the loaders and SIGTERM. A manager that is used as a context does this itself."""
+        self.wait()
+        self._loop.release()
+        self._preemption.close()
+        self._saver.close()
+
+    def _start(self) -> None:
+        if not self._started:
+            self.resume()
+        if self._handle_sigterm:
+            self._preemption.listen()
+
+    def _stop(self) -> None:
+        if self._ranks.rank == MAIN:
+            say(f"told to terminate: saved step {self.progress.step} in {self._storage.url}, stopping")
+        raise Preempted(EXIT_STATUS)
+
+    def _own_parts(self) -> dict[str, Part]:
+        if not self._gradients:
+            return {}
+        key = f"gradients-{self._ranks.rank:05d}"
+        return {key: GradientsPart(key, self._models)}
+
+    def _capture(self, name: str, metrics: Mapping[str, Any] | None) -> Captured:
+        if self._keep is not None:
+            self._keep.check(self._numbers(metrics), name)
+        generators = {key: rng.capture_one(one) for key, one in self._generators.items()}
+        rank_state = {"rng": rng.capture(), "generators": generators, "loaders": self._loop.state()}
+        shared = self._parts.values() if self._ranks.rank == MAIN else ()
+        return capture(shared, self._own_parts(), rank_state)
+
+    def _facts(self, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
+        return {"progress": self._loop.saved_progress().to_json(), "metrics": self._numbers(metrics)}
+
+    def _numbers(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
+        """Metrics as plain numbers. This waits for the device, so it is done for saves only."""
+        given = self._metrics if metrics is None else metrics
+        return {key: float(_detached(value)) for key, value in given.items()}
+
+    def _load(self, name: str | None, *, strict: bool) -> Restored | None:
+        with ExitStack() as held:
+            choice = loading.choose(self._storage, self._ranks, name, held)
+            if choice is None:
+                return None
+            self._started = True
+            return self._take(choice, strict=strict)
+
+    def _take(self, choice: Choice, *, strict: bool) -> Restored:
+        call = f"load_state({choice.manifest.name!r})"
+        parts = {**self._parts, **self._own_parts()}
+
+        def look() -> None:
+            found["opened"] = opened = Opened(self._storage, choice.manifest, self._ranks.rank)
+            found["unfit"] = loading.check(opened, parts)
+            if strict:
+                loading.require_fit(opened, found["unfit"])
+
+        found: dict[str, Any] = {}
+        agree(self._ranks, call, Outcome.of(look), lambda _: None)
+        notes = Notes()
+        done = Outcome.of(lambda: loading.restore(found["opened"], parts, found["unfit"], notes))
+        agree(self._ranks, call, done, lambda _: None)
+        return self._tell(choice, found["opened"], done.value, notes)
+
+    def _tell(self, choice: Choice, opened: Opened, parts: list[str], notes: Notes) -> Restored:
+        manifest = choice.manifest
+        self._take_rank_state(opened, notes)
+        self._saver.run, self._saver.parent = manifest.run, manifest.id
+        self._saver.damaged |= choice.passed_over.keys()
+        self._saved_step = manifest.step
+        self._restored = Restored(
+            name=manifest.name,
+            url=f"{self._storage.url}/{manifest.name}",
+            run=manifest.run,
+            progress=Progress(**manifest.progress),
+            metrics=manifest.metrics,
+            restored=(*parts, "rng", "progress"),
+            approximated=notes.approximated,
+            skipped=notes.skipped,
+            passed_over=choice.passed_over,
+        )
+        if self._ranks.rank == MAIN:
+            say(str(self._restored))
+        return self._restored
+
+    def _take_rank_state(self, opened: Opened, notes: Notes) -> None:
+        """What is each rank's own: generators, and where its loaders are."""
+        then, now, rank = opened.manifest.world_size, self._ranks.world_size, self._ranks.rank
+        state = opened.state
+        if then != now:
+            left = (
+                f"ranks {now} to {then - 1} are gone"
+                if now < then
+                else f"ranks {then} to {now - 1} are new, seeded from rank 0's"
+            )
+            notes.approximated["rng"] = f"saved by {then} ranks, resumed by {now}: {left}"
+
+        def ready() -> None:
+            if rank < then:
+                rng.restore(state["rng"])
+            else:
+                rng.derive(state["rng"], rank)
+
+        ready()
+        for key, generator in self._generators.items():
+            if key in state["generators"]:
+                rng.restore_one(generator, state["generators"][key])
+            else:
+                notes.skipped[key] = "the checkpoint has no such generator"
+        progress = Progress(**opened.manifest.progress)
+        notes.approximated |= self._loop.go_back(progress, state["loaders"], then, ready, self._warn)
+
+    def _note_late(self, what: str, why: str) -> None:
+        if self._restored is not None:
+            self._restored.approximated[what] = why
+        self._warn(f"{what}: {why}")
+
+    def _warn(self, text: str) -> None:
+        if self._restored is not None:
+            self._restored.approximated.setdefault("data order", text)
+        say(f"ckpt: {text}")
+
+
+_OBJECTS = ("model", "optimizer", "scheduler", "scaler", "dataloader")
+_RESERVED = (*_OBJECTS, "rng", "generators", "loaders", "gradients", "state", "manifest")
+
+
+def _detached(value: Any) -> Any:
+    """Without the graph behind it, which would otherwise live until the next step."""
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _check_options(*, save_every: int | None, keep: Keep | None, timeout: float) -> None:
+    wrong = []
+    if save_every is not None and (not isinstance(save_every, int) or save_every < 1):
+        wrong.append(f"save_every={save_every!r} must be a number of steps, 1 or more")
+    if keep is not None and not isinstance(keep, Keep):
+        wrong.append(f"keep={keep!r} must be a ckpt.Keep, for example Keep(last=3)")
+    if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
+        wrong.append(f"timeout={timeout!r} must be a number of seconds")
+    if wrong:
+        raise ConfigError("StateManager: " + "; ".join(wrong) + ".")
+
+
+def _parts(models: dict[str, nn.Module], optimizer: Any, scheduler: Any, scaler: Any) -> dict[str, Part]:
+    # a single model's parameters go by their own names, those of several by the model's name and their own
+    prefixed = {"" if len(models) == 1 else key.partition(".")[2]: model for key, model in models.items()}
+    parts: dict[str, Part] = {key: ModelPart(key, model) for key, model in models.items()}
+    for key, value in named("optimizer", optimizer).items():
+        is_torch = isinstance(value, torch.optim.Optimizer)
+        parts[key] = OptimizerPart(key, value, prefixed) if is_torch else ObjectPart(key, value)
+    for kind, objects in (("scheduler", scheduler), ("scaler", scaler)):
+        parts |= {key: ObjectPart(key, value, same_class=True) for key, value in named(kind, objects).items()}
+    wrong = [
+        f"{key} is a {type(model).__name__}, not a torch.nn.Module"
+        for key, model in models.items()
+        if not isinstance(model, nn.Module)
+    ]
+    wrong += [
+        f"{key} is a {type(p.value).__name__}, which has no state_dict"
+        for key, p in parts.items()
+        if isinstance(p, ObjectPart) and not hasattr(p.value, "state_dict")
+    ]
+    if wrong:
+        raise ConfigError("StateManager: " + "; ".join(wrong) + ".")
+    return parts

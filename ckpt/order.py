@@ -1,0 +1,190 @@
+"""The order of samples: followed, recorded, and gone back to without reading the samples in between."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+@dataclass
+class Course:
+    """Which way an epoch goes: how many batches to leave out, and what to do when that is done.
+
+    `rest` is what a distributed sampler has left to give, where the number of ranks has changed in mid-epoch.
+    """
+
+    skip: int = 0
+    seed: int | None = None
+    ready: Callable[[], None] = lambda: None
+    rest: Rest | None = None
+    digest: Any = field(default_factory=xxhash.xxh3_64)
+    ahead: deque[tuple[int, bytes]] = field(default_factory=deque)
+    skipped: str = ""
+
+    def follow(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches of indices to read, each noted down before it is handed out."""
+        count = 0
+        for batch in batches:
+            if count < self.skip:
+                self.digest.update(repr(batch).encode())
+                count += 1
+                continue
+            if count == self.skip:
+                self._arrive()
+            count += 1
+            self.ahead.append((len(batch) if isinstance(batch, list | tuple) else 1, repr(batch).encode()))
+            yield self._seeded(batch, count)
+        if count <= self.skip:
+            self._arrive()
+
+    def taken(self) -> int:
+        """A batch has reached the training loop: how many samples it has."""
+        samples, indices = self.ahead.popleft()
+        self.digest.update(indices)
+        return samples
+
+    def _arrive(self) -> None:
+        self.skipped = self.digest.hexdigest()
+        self.ready()
+
+    def _seeded(self, batch: Any, count: int) -> Any:
+        if self.seed is None or type(batch) is not list:
+            return batch
+        return SeededBatch(batch, xxhash.xxh3_64_intdigest(f"{self.seed}/{count}") >> 1)
+
+
+class SeededBatch(list[Any]):
+    """Indices that seed a worker's generators when it starts to read them.
+
+    A worker's generators otherwise depend on every batch it has read before, which nobody can go back to without
+    reading them all again: random augmentations would differ after a resume.
+    """
+
+    def __init__(self, indices: Iterable[Any], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        if torch.utils.data.get_worker_info() is not None:
+            torch.default_generator.manual_seed(self.seed)
+            random.seed(self.seed)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(self.seed % (1 << 32))
+        return super().__iter__()
+
+    def __reduce__(self) -> Any:
+        return SeededBatch, (self[:], self.seed)
+
+
+class SteeredSampler:
+    """Stands in a loader for its batch sampler, and does as it does until a course is set for the next epoch."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.course: Course | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator, so that the course is taken when the first index is asked for: a loader with workers makes one
+        # iterator too many and drops it unused.
+        course, self.course = self.course, None
+        if course is None:
+            yield from self.inner
+        elif course.rest is None:
+            yield from course.follow(self.inner)
+        else:
+            yield from self._follow_rest(course, course.rest)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not there yet, as while a copy of this object is being made
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def _follow_rest(self, course: Course, rest: Rest) -> Iterator[Any]:
+        if self.inner is rest.sampler:
+            yield from course.follow(rest)
+            return
+        self.inner.sampler = rest
+        try:
+            yield from course.follow(self.inner)
+        finally:
+            self.inner.sampler = rest.sampler
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What a distributed sampler has left after `start` samples of all ranks together, for the ranks there are now."""
+
+    sampler: DistributedSampler[Any]
+    start: int
+
+    def __iter__(self) -> Iterator[int]:
+        left = whole_order(self.sampler)[self.start :]
+        ranks = self.sampler.num_replicas
+        total = len(self) * ranks
+        padded = left + (left * (total // max(1, len(left)) + 1))[: max(0, total - len(left))]
+        return iter(padded[self.sampler.rank : total : ranks])
+
+    def __len__(self) -> int:
+        left = max(0, len(self.sampler.dataset) - self.start)  # type: ignore[arg-type]
+        ranks = self.sampler.num_replicas
+        return left // ranks if self.sampler.drop_last else -(-left // ranks)
+
+
+def whole_order(sampler: DistributedSampler[Any]) -> list[int]:
+    """The order of this epoch over all ranks, without padding."""
+    names = ("num_replicas", "rank", "num_samples", "total_size")
+    kept = {name: getattr(sampler, name) for name in names}
+    size = len(sampler.dataset)  # type: ignore[arg-type]
+    vars(sampler).update(num_replicas=1, rank=0, num_samples=size, total_size=size)
+    try:
+        return list(sampler)
+    finally:
+        vars(sampler).update(kept)
+
+
+def steer(loader: DataLoader[Any]) -> SteeredSampler:
+    """Put a `SteeredSampler` into the loader, once, and return it."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    current = getattr(loader, name)
+    if isinstance(current, SteeredSampler):
+        return current
+    steered = SteeredSampler(current)
+    object.__setattr__(loader, name, steered)  # the loader itself refuses; it means users who swap data in mid-epoch
+    return steered
+
+
+def release(loader: DataLoader[Any]) -> None:
+    """Give the loader its own sampler back."""
+    for name in ("sampler", "batch_sampler"):
+        current = getattr(loader, name)
+        if isinstance(current, SteeredSampler):
+            object.__setattr__(loader, name, current.inner)
+
+
+def samplers(loader: Any) -> list[Any]:
+    """The loader's samplers, outermost first."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    batch_sampler = batch_sampler.inner if isinstance(batch_sampler, SteeredSampler) else batch_sampler
+    sampler = getattr(loader, "sampler", None)
+    sampler = sampler.inner if isinstance(sampler, SteeredSampler) else sampler
+    inside = getattr(batch_sampler, "sampler", None)
+    found: list[Any] = []
+    for one in (batch_sampler, inside, sampler):
+        if one is not None and not any(one is other for other in found):
+            found.append(one)
+    return found
+
+
+def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
+    return next((sampler for sampler in samplers(loader) if isinstance(sampler, DistributedSampler)), None)

@@ -1,0 +1,43 @@
+"""What a load has brought back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ckpt.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What was restored, what could only be approximated, what was left out, and from where.
+
+    `passed_over` names the newer checkpoints that could not be used, each with the reason.
+    """
+
+    name: str
+    url: str
+    run: str
+    progress: Progress
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    restored: tuple[str, ...] = ()
+    approximated: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    passed_over: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        return self.progress.step
+
+    @property
+    def epoch(self) -> int:
+        return self.progress.epoch
+
+    def __str__(self) -> str:
+        at = self.progress
+        lines = [f"resumed from {self.url}: step {at.step}, epoch {at.epoch}, batch {at.batch}, {at.samples} samples"]
+        lines.append(f"  restored      {', '.join(self.restored) or 'nothing'}")
+        tables = (("approximated", self.approximated), ("skipped", self.skipped), ("passed over", self.passed_over))
+        for title, table in tables:
+            lines += [f"  {title:<13} {what}: {why}" for what, why in table.items()]
+        return "\n".join(lines)

@@ -1,0 +1,89 @@
+"""Random number generators: those of Python, NumPy, torch and its accelerators, and the user's own."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+import xxhash
+
+
+def capture() -> dict[str, Any]:
+    """The state of every global generator of this process."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        state["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
+    for kind, module in _accelerators().items():
+        if not getattr(module, "is_initialized", lambda: True)():
+            continue  # nobody has drawn from it yet, and asking would wake the device
+        state[kind] = module.get_rng_state_all() if hasattr(module, "get_rng_state_all") else [module.get_rng_state()]
+    return state
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Put every global generator back. An accelerator that is not here now is passed over."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+    for kind, module in _accelerators().items():
+        for index, device_state in enumerate(state.get(kind, [])[: module.device_count()]):
+            if hasattr(module, "get_rng_state_all"):
+                module.set_rng_state(device_state, index)
+            else:
+                module.set_rng_state(device_state)
+
+
+def derive(state: dict[str, Any], rank: int) -> None:
+    """Seed every global generator of a rank that has no state of its own, from another's and the rank's number."""
+    seed = number(state["torch"], rank)
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % (1 << 32))
+
+
+def number(state: torch.Tensor, *more: int) -> int:
+    """A 63-bit number that follows from a generator's state and further numbers."""
+    digest = xxhash.xxh3_64(bytes(state.tolist()))
+    for one in more:
+        digest.update(one.to_bytes(8, "little", signed=True))
+    return digest.intdigest() >> 1
+
+
+def is_generator(value: Any) -> bool:
+    """Whether `capture_one` and `restore_one` know what this is."""
+    return isinstance(value, torch.Generator | random.Random) or _is_numpy(value)
+
+
+def capture_one(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.get_state(legacy=False)
+
+
+def restore_one(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _accelerators() -> dict[str, Any]:
+    modules = {kind: getattr(torch, kind, None) for kind in ("cuda", "xpu", "mps")}
+    return {kind: module for kind, module in modules.items() if module is not None and module.is_available()}
+
+
+def _is_numpy(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.random.Generator | numpy.random.RandomState)

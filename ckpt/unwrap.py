@@ -1,0 +1,57 @@
+"""Models without their wrappers, and names without the wrappers' prefixes."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel, DataParallel and torch.compile, in any order."""
+    while (name := _inner_name(model)) is not None:
+        model = getattr(model, name)
+    return model
+
+
+def clean_name(module: nn.Module, name: str) -> str:
+    """A name as `module.state_dict()` has it, without what wrappers further down put into it."""
+    kept = []
+    node: nn.Module | None = module
+    for word in name.split("."):
+        if node is not None and _inner_name(node) == word:
+            node = getattr(node, word)
+            continue
+        kept.append(word)
+        node = node._modules.get(word) if node is not None else None
+    return ".".join(kept)
+
+
+def parameter_names(module: nn.Module) -> dict[int, str]:
+    """The clean name of every parameter by its identity; a tied one has the name that comes first."""
+    names: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), clean_name(module, name))
+    return names
+
+
+def _inner_name(module: nn.Module) -> str | None:
+    """The attribute under which a wrapper holds its model; none for a model."""
+    if isinstance(module, DistributedDataParallel | DataParallel):
+        return "module"
+    # importing dynamo takes a second; whoever has compiled a model has imported it
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        return "_orig_mod"
+    return None
+
+
+def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients that are there, by parameter name."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            found[clean_name(module, name)] = parameter.grad
+    return found

@@ -1,0 +1,3 @@
+"""The version of ckpt."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,30 @@
+"""The bytes behind a tensor."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, not copied. The view keeps the tensor alive."""
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return memoryview(b"")
+    array = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    array.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bytes can be read and written in place through `host_bytes`."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where its bytes can be read in place, a plain copy on the CPU otherwise."""
+    plain = tensor.detach()
+    if not is_plain(plain):
+        plain = plain.resolve_conj().resolve_neg().contiguous().cpu()
+    return plain

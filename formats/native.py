@@ -1,0 +1,196 @@
+"""Tensors in safetensors files.
+
+A file is what the safetensors specification says: eight bytes of header length, a JSON header padded with spaces, the
+data without gaps. On top of that, for those who read closer (docs/format.md):
+
+- the header is padded so that the data starts at a multiple of 4096, and tensors stand in the order of their alignment;
+- `__metadata__["DCP_SHARDING_INFO"]` says where a piece of a larger tensor belongs, in the words that PyTorch uses;
+- `__metadata__["ckpt"]` holds what safetensors cannot say: dtypes it does not know (their bytes stand there as U8),
+  the shapes of the wholes of pieces, and tensors that are views of others.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ckpt.errors import DamagedError
+from ckpt.formats import dtypes
+from ckpt.formats.memory import host_bytes, is_plain, on_host
+from ckpt.formats.state import Image, Shard
+from ckpt.formats.ties import View, untie
+
+ALIGNMENT = 4096
+SUFFIX = ".safetensors"
+_LENGTH = struct.Struct("<Q")
+_MAX_HEADER = 100_000_000  # safetensors refuses a longer one
+
+
+class ByteReader(Protocol):
+    """All that this format needs of a file."""
+
+    def read(self, start: int, stop: int) -> bytes:
+        """The bytes from `start` up to `stop`."""
+
+    def read_into(self, start: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `start` on."""
+
+
+def image(path: str, shards: Mapping[str, Shard]) -> Image:
+    """The file that holds these tensors. Plain tensors on the CPU are read from where they lie when it is written."""
+    stored, views = untie({name: shard.tensor for name, shard in shards.items()})
+    order = sorted(stored, key=lambda name: -stored[name].element_size())
+    header = _header([(name, stored[name]) for name in order], shards, views)
+    size = len(header) + sum(stored[name].nbytes for name in order)
+
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(header)
+        for name in order:
+            yield host_bytes(on_host(stored[name]))
+
+    return Image(path, size, pieces)
+
+
+def _header(tensors: list[tuple[str, torch.Tensor]], shards: Mapping[str, Shard], views: Mapping[str, View]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": _metadata(tensors, shards, views)}
+    end = 0
+    for name, tensor in tensors:
+        start, end = end, end + tensor.nbytes
+        spelling, shape = _spelled(tensor)
+        entries[name] = {"dtype": spelling, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return _LENGTH.pack(_padded(len(text))) + text.ljust(_padded(len(text)))
+
+
+def _padded(length: int) -> int:
+    return -(-(length + _LENGTH.size) // ALIGNMENT) * ALIGNMENT - _LENGTH.size
+
+
+def _spelled(tensor: torch.Tensor) -> tuple[str, list[int]]:
+    if tensor.dtype in dtypes.SPELLED:
+        return dtypes.SPELLED[tensor.dtype], list(tensor.shape)
+    return "U8", [*tensor.shape, tensor.element_size()]
+
+
+def _metadata(
+    tensors: list[tuple[str, torch.Tensor]], shards: Mapping[str, Shard], views: Mapping[str, View]
+) -> dict[str, str]:
+    metadata = {"format": "pt"}
+    pieces = {name: shard for name, shard in shards.items() if not shard.is_whole}
+    ours = {
+        "dtypes": {name: dtypes.name_of(t.dtype) for name, t in tensors if t.dtype not in dtypes.SPELLED},
+        "shapes": {name: list(shard.shape) for name, shard in pieces.items()},
+        "views": {name: _view_to_json(view) for name, view in views.items()},
+    }
+    if pieces:
+        offsets = {name: {"saved_offsets": list(shard.offsets)} for name, shard in pieces.items()}
+        metadata["DCP_SHARDING_INFO"] = json.dumps(offsets)
+    if any(ours.values()):
+        metadata["ckpt"] = json.dumps({key: value for key, value in ours.items() if value})
+    return metadata
+
+
+def _view_to_json(view: View) -> dict[str, Any]:
+    geometry = {"shape": list(view.shape), "stride": list(view.stride), "start": view.start}
+    return {"of": view.of, "dtype": dtypes.name_of(view.dtype), **geometry}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A tensor in a file: what it is, and where its bytes are."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass
+class TensorFile:
+    """A safetensors file, opened: its tensors by name, read when asked for."""
+
+    reader: ByteReader
+    where: str
+    stored: dict[str, Saved] = field(default_factory=dict)
+    views: dict[str, View] = field(default_factory=dict)
+    offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    _bases: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, reader: ByteReader, where: str) -> TensorFile:
+        file = cls(reader, where)
+        try:
+            file._read_header()
+        except (ValueError, KeyError, TypeError, struct.error) as error:
+            raise DamagedError(f"{where} is no safetensors file that ckpt reads: {error}.") from error
+        return file
+
+    def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """The dtype and shape of a tensor, without reading it."""
+        entry = self.views.get(name) or self._saved(name)
+        return entry.dtype, entry.shape
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor, read into new memory. Tensors that shared memory share it again."""
+        view = self.views.get(name)
+        base_name = view.of if view else name
+        if base_name not in self._bases:
+            self._bases[base_name] = self._read(base_name)
+        base = self._bases[base_name]
+        return view.on(base) if view else base
+
+    def read_into(self, name: str, target: torch.Tensor) -> None:
+        """Fill `target`, which has the tensor's shape: straight from the file where bytes fit, by a copy elsewhere."""
+        saved = self.stored.get(name)
+        target = target.detach()
+        if saved and saved.dtype == target.dtype and is_plain(target):
+            self.reader.read_into(saved.start, host_bytes(target))
+        elif saved:
+            target.copy_(self._read(name))
+        else:
+            target.copy_(self.tensor(name))
+
+    def _saved(self, name: str) -> Saved:
+        try:
+            return self.stored[name]
+        except KeyError:
+            raise DamagedError(f"{self.where} has no tensor {name!r}, though the checkpoint refers to it.") from None
+
+    def _read(self, name: str) -> torch.Tensor:
+        saved = self._saved(name)
+        tensor = torch.empty(saved.shape, dtype=saved.dtype)
+        self.reader.read_into(saved.start, host_bytes(tensor))
+        return tensor
+
+    def _read_header(self) -> None:
+        (length,) = _LENGTH.unpack(self.reader.read(0, _LENGTH.size))
+        if length > _MAX_HEADER:
+            raise ValueError(f"its header claims {length} bytes")
+        data = _LENGTH.size + length
+        entries = json.loads(self.reader.read(_LENGTH.size, data))
+        metadata = entries.pop("__metadata__", {})
+        ours = json.loads(metadata.get("ckpt", "{}"))
+        foreign = {name: dtypes.by_name(dtype) for name, dtype in ours.get("dtypes", {}).items()}
+        for name, entry in entries.items():
+            self.stored[name] = _saved_from_json(entry, data, foreign.get(name))
+        self.views = {name: _view_from_json(view) for name, view in ours.get("views", {}).items()}
+        self.shapes = {name: tuple(shape) for name, shape in ours.get("shapes", {}).items()}
+        sharding = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
+        self.offsets = {name: tuple(info["saved_offsets"]) for name, info in sharding.items()}
+
+
+def _saved_from_json(entry: Mapping[str, Any], data: int, foreign: torch.dtype | None) -> Saved:
+    shape = tuple(entry["shape"][:-1] if foreign else entry["shape"])
+    start, stop = entry["data_offsets"]
+    return Saved(foreign or dtypes.BY_SPELLING[entry["dtype"]], shape, data + start, data + stop)
+
+
+def _view_from_json(fields: Mapping[str, Any]) -> View:
+    shape, stride = tuple(fields["shape"]), tuple(fields["stride"])
+    return View(fields["of"], dtypes.by_name(fields["dtype"]), shape, stride, fields["start"])

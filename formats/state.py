@@ -1,0 +1,47 @@
+"""The neutral state: what a checkpoint holds, without a word about who held it or where it will lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rectangular piece of a tensor: its data, and where it belongs in the whole."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> Shard:
+        return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+
+    @property
+    def is_whole(self) -> bool:
+        return tuple(self.tensor.shape) == self.shape
+
+
+@dataclass(frozen=True)
+class PartState:
+    """The state of one part: JSON in which tensors stand as references, and the tensors by their names."""
+
+    values: Any
+    tensors: Mapping[str, Shard] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Image:
+    """The bytes of a file that is to be written: how many, and a way to go through them once more."""
+
+    path: str
+    size: int
+    pieces: Callable[[], Iterator[memoryview]]
+
+    @classmethod
+    def of(cls, path: str, data: bytes) -> Image:
+        return cls(path, len(data), lambda: iter((memoryview(data),)))

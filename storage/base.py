@@ -1,0 +1,82 @@
+"""What a storage promises."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from ckpt.errors import ConfigError
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stored object: its key below the root and its size in bytes."""
+
+    key: str
+    size: int
+
+
+@runtime_checkable
+class Storage(Protocol):
+    """Objects under keys, below one root.
+
+    A key is a relative path of names joined by `/`. What holds for every storage:
+
+    - `write` is atomic and durable: a reader sees the old object or the whole new one, never a part, and when
+      `write` has returned the object outlives a crash of the machine. A `write` that fails leaves the old object.
+    - `list` is never cached: an object is listed from the moment its `write` returned until its `delete` did.
+    - Nothing outside the root is read, written or removed.
+    - Whatever fails raises a `StorageError`; nothing under a key is an `AbsentError`, no space left a `FullError`.
+    """
+
+    @property
+    def url(self) -> str:
+        """The root, as a user would write it. Holds no secret."""
+
+    def write(self, key: str, pieces: Iterable[Buffer]) -> None:
+        """Store the pieces, one after the other, as the object `key`; an older one is replaced."""
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """The bytes of `key` from `start` up to `stop` (its end if none); fewer where the object ends earlier."""
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+        """Fill the whole of `buffer` with the bytes of `key` from `start`; an object too short is an error."""
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Every object whose key is below `prefix`, at any depth, in no particular order."""
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove the objects, in the order given. A key that is not there is no error."""
+
+    def sweep(self, prefix: str = "") -> None:
+        """Remove what unfinished writes below `prefix` left behind. Call it only while nobody writes there."""
+
+    def lock(self, key: str, *, shared: bool = False, note: str = "") -> AbstractContextManager[None]:
+        """Hold `key` until the context is left or this process is gone, however it goes.
+
+        Many may hold it shared, or one alone. Never waits: if somebody else is in the way, a `LockedError` quotes the
+        holder's `note`. Where the place below has no locks, nothing is held and a warning is logged once.
+        """
+
+
+_SEGMENT = re.compile(r"[^/\\\0]+")
+
+
+def check_key(key: str) -> str:
+    """Return `key` if it stays below the root, refuse it otherwise."""
+    segments = key.split("/")
+    if any(segment in (".", "..") or not _SEGMENT.fullmatch(segment) for segment in segments):
+        raise ConfigError(
+            f"{key!r} is not a key: it must be names joined by '/', without '.', '..', backslashes or empty names."
+        )
+    return key
+
+
+def below(key: str, prefix: str) -> bool:
+    """Whether `key` lies below the folder `prefix` (everything lies below the empty one)."""
+    return not prefix or key.startswith(prefix.rstrip("/") + "/")

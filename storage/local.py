@@ -1,0 +1,231 @@
+"""Files below a directory."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ckpt.errors import AbsentError, ConfigError, FullError, LockedError, StorageError
+from ckpt.storage.base import Buffer, Entry, check_key
+
+_log = logging.getLogger("ckpt")
+
+TEMPORARY = ".ckpt-tmp"
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EINVAL, errno.EISDIR}
+_READ_AT_ONCE = 1 << 30
+
+
+class LocalStorage:
+    """A directory, made when the first object is written."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = Path(os.path.abspath(os.fspath(root)))
+        self._shown = os.fspath(root)
+        if self._root.exists() and not self._root.is_dir():
+            raise ConfigError(f"{self._shown} is a file. The root of checkpoints must be a directory: choose another.")
+
+    @property
+    def url(self) -> str:
+        return self._shown
+
+    def __repr__(self) -> str:
+        return f"LocalStorage({self._shown!r})"
+
+    def write(self, key: str, pieces: Iterable[Buffer]) -> None:
+        path = self._path(key)
+        with self._explained("write", key):
+            _make_directories(path.parent)
+            temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY}")
+            try:
+                _write_file(temporary, pieces)
+                os.replace(temporary, path)
+            except BaseException:
+                # also on KeyboardInterrupt; only a killed process leaves it to `sweep`
+                with suppress(OSError):
+                    temporary.unlink()
+                raise
+            _sync_directory(path.parent)
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        with self._explained("read", key), open(self._path(key), "rb") as file:
+            file.seek(start)
+            return file.read(-1 if stop is None else max(0, stop - start))
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+        with self._explained("read", key), open(self._path(key), "rb", buffering=0) as file:
+            done = 0
+            while done < len(buffer):
+                got = os.preadv(file.fileno(), [buffer[done : done + _READ_AT_ONCE]], start + done)
+                if not got:
+                    raise StorageError(f"{self._shown}/{key} ends {len(buffer) - done} bytes too early.")
+                done += got
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        top = self._path(prefix) if prefix else self._root
+        for folder, _, names in os.walk(top):
+            for name in names:
+                path = os.path.join(folder, name)
+                with suppress(FileNotFoundError):  # removed while we walk
+                    if not name.endswith(TEMPORARY):
+                        yield Entry(path[len(str(self._root)) + 1 :], os.lstat(path).st_size)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            path = self._path(key)
+            with self._explained("delete", key), suppress(FileNotFoundError):
+                path.unlink()
+            self._drop_empty(path.parent)
+
+    def sweep(self, prefix: str = "") -> None:
+        top = self._path(prefix) if prefix else self._root
+        for folder, _, names in os.walk(top, topdown=False):
+            left = [name for name in names if name.endswith(TEMPORARY)]
+            for name in left:
+                with suppress(FileNotFoundError):
+                    os.unlink(os.path.join(folder, name))
+            if left:
+                self._drop_empty(Path(folder))
+
+    @contextmanager
+    def lock(self, key: str, *, shared: bool = False, note: str = "") -> Iterator[None]:
+        """An flock on the file or directory itself: the kernel lets go of it when the process dies."""
+        descriptor = self._flock(key, shared=shared)
+        if descriptor is None:
+            yield
+            return
+        _held.add(descriptor)
+        try:
+            if note:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, note.encode(), 0)
+            yield
+        finally:
+            if descriptor in _held:  # a forked child has closed its copy already
+                _held.discard(descriptor)
+                os.close(descriptor)
+
+    def _flock(self, key: str, *, shared: bool) -> int | None:
+        path = self._path(key)
+        with self._explained("lock", key):
+            descriptor = self._open_to_lock(path, shared=shared)
+            try:
+                fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            except OSError as error:
+                holder = "" if path.is_dir() else os.pread(descriptor, 4096, 0).decode(errors="replace")
+                os.close(descriptor)
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise LockedError(f"{self._shown}/{key} is held: {holder or 'by a reader'}") from None
+                if error.errno in _NO_LOCKS:
+                    _warn_without_locks(str(self._root))
+                    return None
+                raise
+        return descriptor
+
+    def _open_to_lock(self, path: Path, *, shared: bool) -> int:
+        if path.is_dir():
+            return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        if shared:
+            return os.open(path, os.O_RDONLY)
+        _make_directories(path.parent)
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+
+    def _path(self, key: str) -> Path:
+        path = self._root / check_key(key)
+        root = os.path.realpath(self._root)
+        if os.path.commonpath([root, os.path.realpath(path.parent)]) != root:
+            raise ConfigError(f"{self._shown}/{key} leads out of the root through a symbolic link. It is not touched.")
+        return path
+
+    def _drop_empty(self, folder: Path) -> None:
+        while folder != self._root and self._root in folder.parents:
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+            folder = folder.parent
+
+    @contextmanager
+    def _explained(self, verb: str, key: str) -> Iterator[None]:
+        """Turn the system's errors into ours: what, where, why, what to do."""
+        where = f"{self._shown}/{key}"
+        try:
+            yield
+        except StorageError:
+            raise
+        except FileNotFoundError as error:
+            raise AbsentError(f"{where} does not exist.") from error
+        except OSError as error:
+            if error.errno in _FULL:
+                raise FullError(f"could not {verb} {where}: {error.strerror}. {self._room()}") from error
+            if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+                raise StorageError(
+                    f"could not {verb} {where}: {error.strerror}. "
+                    f"Make {self._shown} writable for this user, or choose another root."
+                ) from error
+            raise StorageError(f"could not {verb} {where}: {error.strerror or error}.") from error
+
+    def _room(self) -> str:
+        try:
+            status = os.statvfs(self._root)
+        except OSError:
+            return "Free some space, then save again."
+        free = status.f_bavail * status.f_frsize
+        return f"{free / 1e9:.2f} GB are free there. Free some space (or lower Keep(last=...)), then save again."
+
+
+_held: set[int] = set()
+
+
+def _let_go_in_child() -> None:
+    # A data loader's worker is a fork that may outlive a killed trainer for seconds. With a copy of the descriptor it
+    # would keep the lock, and the restarted trainer would be refused.
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+_warned: set[str] = set()
+
+
+def _warn_without_locks(root: str) -> None:
+    if root not in _warned:
+        _warned.add(root)
+        _log.warning("%s: this filesystem has no locks. See to it that only one run writes there at a time.", root)
+
+
+def _write_file(path: Path, pieces: Iterable[Buffer]) -> None:
+    with open(path, "xb", buffering=0) as file:
+        for piece in pieces:
+            view = memoryview(piece)
+            while view:
+                view = view[file.write(view) :]
+        os.fsync(file.fileno())
+
+
+def _make_directories(folder: Path) -> None:
+    """Like mkdir -p, with every new name made durable in its parent."""
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for new in reversed(missing):
+        with suppress(FileExistsError):
+            new.mkdir()
+        _sync_directory(new.parent)
+
+
+def _sync_directory(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,94 @@
+"""Objects in this process's memory: for tests, notebooks and dry runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ckpt.errors import AbsentError, LockedError, StorageError
+from ckpt.storage.base import Buffer, Entry, below, check_key
+
+
+@dataclass
+class _Holders:
+    shared: int = 0
+    alone: bool = False
+    note: str = ""
+
+
+@dataclass
+class _Space:
+    objects: dict[str, bytes] = field(default_factory=dict)
+    held: dict[str, _Holders] = field(default_factory=dict)
+    guard: threading.Lock = field(default_factory=threading.Lock)
+
+
+_spaces: dict[str, _Space] = {}
+
+
+class MemoryStorage:
+    """`memory://name`: every storage of the same name in this process shares its objects."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._space = _spaces.setdefault(name, _Space())
+
+    @property
+    def url(self) -> str:
+        return f"memory://{self._name}"
+
+    def __repr__(self) -> str:
+        return f"MemoryStorage({self._name!r})"
+
+    def write(self, key: str, pieces: Iterable[Buffer]) -> None:
+        check_key(key)
+        self._space.objects[key] = b"".join(pieces)
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        return self._object(key)[start:stop]
+
+    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+        piece = self._object(key)[start : start + len(buffer)]
+        if len(piece) < len(buffer):
+            raise StorageError(f"{self.url}/{key} ends {len(buffer) - len(piece)} bytes too early.")
+        buffer[:] = piece
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        for key, data in list(self._space.objects.items()):
+            if below(key, prefix):
+                yield Entry(key, len(data))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._space.objects.pop(check_key(key), None)
+
+    def sweep(self, prefix: str = "") -> None:
+        """Nothing to do: an unfinished write leaves nothing."""
+
+    @contextmanager
+    def lock(self, key: str, *, shared: bool = False, note: str = "") -> Iterator[None]:
+        holders = self._hold(check_key(key), shared=shared, note=note)
+        try:
+            yield
+        finally:
+            with self._space.guard:
+                holders.shared -= shared
+                holders.alone = False
+
+    def _hold(self, key: str, *, shared: bool, note: str) -> _Holders:
+        with self._space.guard:
+            holders = self._space.held.setdefault(key, _Holders())
+            if holders.alone or (holders.shared and not shared):
+                raise LockedError(f"{self.url}/{key} is held: {holders.note or 'by a reader'}")
+            holders.shared += shared
+            holders.alone = not shared
+            holders.note = note
+            return holders
+
+    def _object(self, key: str) -> bytes:
+        try:
+            return self._space.objects[check_key(key)]
+        except KeyError:
+            raise AbsentError(f"{self.url}/{key} does not exist.") from None
