@@ -160,9 +160,15 @@ class StateManager:
 
         Tensors among the metrics are looked at only when a checkpoint is saved.
         """
-        self._start()
+        if not self._started:  # loading now would undo the step that was just made
+            raise ConfigError(
+                "step() came before the state was resumed. Go through manager.epochs(...) or manager.batches(...), or "
+                "call manager.resume() before the loop."
+            )
         self.progress.step += 1
         self._metrics = {key: _detached(value) for key, value in (metrics or {}).items()}
+        if self._handle_sigterm:  # from the first step on: only then is there somebody to answer it
+            self._preemption.listen()
         stop = self._preemption.due(self.progress.step)
         if stop or (self._save_every and self.progress.step % self._save_every == 0):
             self.save_state()
@@ -216,8 +222,6 @@ class StateManager:
     def _start(self) -> None:
         if not self._started:
             self.resume()
-        if self._handle_sigterm:
-            self._preemption.listen()
 
     def _stop(self) -> None:
         if self._ranks.rank == MAIN:

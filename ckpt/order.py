@@ -58,7 +58,7 @@ class Course:
     def _seeded(self, batch: Any, count: int) -> Any:
         if self.seed is None or type(batch) is not list:
             return batch
-        return SeededBatch(batch, xxhash.xxh3_64_intdigest(f"{self.seed}/{count}") >> 1)
+        return SeededBatch(batch, xxhash.xxh3_64_intdigest(f"{self.seed}/{count}".encode()) >> 1)
 
 
 class SeededBatch(list[Any]):
@@ -164,10 +164,10 @@ def steer(loader: DataLoader[Any]) -> SteeredSampler:
     return steered
 
 
-def release(loader: DataLoader[Any]) -> None:
+def release(loader: Any) -> None:
     """Give the loader its own sampler back."""
     for name in ("sampler", "batch_sampler"):
-        current = getattr(loader, name)
+        current = getattr(loader, name, None)
         if isinstance(current, SteeredSampler):
             object.__setattr__(loader, name, current.inner)
 

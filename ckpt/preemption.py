@@ -52,7 +52,8 @@ class Preemption:
         Nobody waits here. The ranks are at most one step apart, since each step of training brings them together; a
         rank that waited for the others would keep them from ever getting here.
         """
-        if not self.asked and not self._others_were_asked():
+        self.asked = self.asked or self._others_were_asked()
+        if not self.asked:
             return False
         if self._heard_at is None:
             self._heard_at = step

@@ -33,6 +33,7 @@ class BlockHasher:
             yield view
 
     def update(self, view: memoryview) -> None:
+        view = view.cast("B")
         self.size += len(view)
         while view:
             part, view = view[: self._room], view[self._room :]

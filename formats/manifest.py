@@ -85,29 +85,35 @@ class Manifest:
         claimed, lines = data[len(_HEAD) : start - len(_HEAD_END)], data[start:]
         if data[:start] != _HEAD + claimed + _HEAD_END or digest(lines).encode() != claimed:
             raise DamagedError(f"{where} was altered: its bytes do not match its digest.")
-        fields = json.loads(b"{" + lines)
-        if fields.get("format") != FORMAT:
-            raise DamagedError(f"{where} is no manifest of ckpt.")
-        if fields["version"] > VERSION:
-            writer = fields.get("versions", {}).get("ckpt", "?")
-            raise VersionError(
-                f"{where} has format version {fields['version']}, written by ckpt {writer}; this ckpt reads up to "
-                f"{VERSION}. Upgrade with 'pip install -U torch-ckpt', or load an older checkpoint by its name."
-            )
-        return cls(**_known(cls, fields))
+        try:
+            fields = json.loads(b"{" + lines)
+            _check_version(fields, where)
+            return cls(**_known(cls, fields))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedError(f"{where} is no manifest of ckpt: {error}.") from error
+
+
+def _check_version(fields: Mapping[str, Any], where: str) -> None:
+    if fields["format"] != FORMAT:
+        raise ValueError(f"its format is {fields['format']!r}")
+    if fields["version"] > VERSION:
+        writer = fields.get("versions", {}).get("ckpt", "?")
+        raise VersionError(
+            f"{where} has format version {fields['version']}, written by ckpt {writer}; this ckpt reads up to "
+            f"{VERSION}. Upgrade with 'pip install -U torch-ckpt', or load an older checkpoint by its name."
+        )
 
 
 def _known(cls: type[Manifest], fields: dict[str, Any]) -> dict[str, Any]:
     known = {key: value for key, value in fields.items() if key in cls.__dataclass_fields__}
-    known["files"] = tuple(
-        FileRecord(**{key: tuple(v) if key == "blocks" else v for key, v in file.items() if key in _FILE_FIELDS})
-        for file in known["files"]
-    )
+    known["files"] = tuple(_file_record(file) for file in known["files"])
     known["metrics"] = {key: float(value) for key, value in known["metrics"].items()}
     return known
 
 
-_FILE_FIELDS = frozenset(FileRecord.__dataclass_fields__)
+def _file_record(fields: dict[str, Any]) -> FileRecord:
+    known = {key: value for key, value in fields.items() if key in FileRecord.__dataclass_fields__}
+    return FileRecord(**{**known, "blocks": tuple(known["blocks"])})
 
 
 def _json_number(value: float) -> float | str:

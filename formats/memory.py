@@ -26,5 +26,11 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where its bytes can be read in place, a plain copy on the CPU otherwise."""
     plain = tensor.detach()
     if not is_plain(plain):
-        plain = plain.resolve_conj().resolve_neg().contiguous().cpu()
+        resolved = plain.resolve_conj().resolve_neg()
+        plain = movable(resolved).contiguous().cpu().view(resolved.dtype)
     return plain
+
+
+def movable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory under a dtype that torch can copy: it has no copy for int4 and its like."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -12,6 +12,7 @@ data without gaps. On top of that, for those who read closer (docs/format.md):
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats import dtypes
-from ckpt.formats.memory import host_bytes, is_plain, on_host
+from ckpt.formats.memory import host_bytes, is_plain, movable, on_host
 from ckpt.formats.state import Image, Shard
 from ckpt.formats.ties import View, untie
 
@@ -127,7 +128,7 @@ class TensorFile:
         file = cls(reader, where)
         try:
             file._read_header()
-        except (ValueError, KeyError, TypeError, struct.error) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
             raise DamagedError(f"{where} is no safetensors file that ckpt reads: {error}.") from error
         return file
 
@@ -151,10 +152,11 @@ class TensorFile:
         target = target.detach()
         if saved and saved.dtype == target.dtype and is_plain(target):
             self.reader.read_into(saved.start, host_bytes(target))
-        elif saved:
-            target.copy_(self._read(name))
-        else:
-            target.copy_(self.tensor(name))
+            return
+        source = self._read(name) if saved else self.tensor(name)
+        if source.dtype == target.dtype:
+            source, target = movable(source), movable(target)
+        target.copy_(source)
 
     def _saved(self, name: str) -> Saved:
         try:
@@ -179,18 +181,32 @@ class TensorFile:
         foreign = {name: dtypes.by_name(dtype) for name, dtype in ours.get("dtypes", {}).items()}
         for name, entry in entries.items():
             self.stored[name] = _saved_from_json(entry, data, foreign.get(name))
-        self.views = {name: _view_from_json(view) for name, view in ours.get("views", {}).items()}
-        self.shapes = {name: tuple(shape) for name, shape in ours.get("shapes", {}).items()}
+        self.views = {name: _view_from_json(view, self.stored) for name, view in ours.get("views", {}).items()}
+        self.shapes = {name: _sizes(shape) for name, shape in ours.get("shapes", {}).items()}
         sharding = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
-        self.offsets = {name: tuple(info["saved_offsets"]) for name, info in sharding.items()}
+        self.offsets = {name: _sizes(info["saved_offsets"]) for name, info in sharding.items()}
 
 
 def _saved_from_json(entry: Mapping[str, Any], data: int, foreign: torch.dtype | None) -> Saved:
-    shape = tuple(entry["shape"][:-1] if foreign else entry["shape"])
-    start, stop = entry["data_offsets"]
-    return Saved(foreign or dtypes.BY_SPELLING[entry["dtype"]], shape, data + start, data + stop)
+    dtype = foreign or dtypes.BY_SPELLING[entry["dtype"]]
+    shape = _sizes(entry["shape"][:-1] if foreign else entry["shape"])
+    start, stop = _sizes(entry["data_offsets"])
+    if stop - start != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{stop - start} bytes are no {dtype} of shape {list(shape)}")
+    return Saved(dtype, shape, data + start, data + stop)
 
 
-def _view_from_json(fields: Mapping[str, Any]) -> View:
-    shape, stride = tuple(fields["shape"]), tuple(fields["stride"])
-    return View(fields["of"], dtypes.by_name(fields["dtype"]), shape, stride, fields["start"])
+def _view_from_json(fields: Mapping[str, Any], stored: Mapping[str, Saved]) -> View:
+    dtype, base = dtypes.by_name(fields["dtype"]), stored[fields["of"]]
+    shape, stride, (start,) = _sizes(fields["shape"]), _sizes(fields["stride"]), _sizes([fields["start"]])
+    reach = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
+    if start % dtype.itemsize or start + reach * dtype.itemsize > base.stop - base.start:
+        raise ValueError(f"a view leads out of {fields['of']!r}")
+    return View(fields["of"], dtype, shape, stride, start)
+
+
+def _sizes(values: list[Any]) -> tuple[int, ...]:
+    """Lengths or offsets from a header. Torch and the readers are never handed anything else."""
+    if any(type(value) is not int or not 0 <= value < 1 << 63 for value in values):
+        raise ValueError(f"{values!r} are no sizes or offsets")
+    return tuple(values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -46,9 +46,8 @@ def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
     stored = dict(tensors)
     views: dict[str, View] = {}
     for cluster in _clusters(_spans(tensors)):
-        base = _base(cluster)
-        if base.name not in stored:
-            stored[base.name] = base.tensor
+        base = _base(cluster, tensors)
+        stored[base.name] = base.tensor
         for span in cluster:
             if span.name != base.name:
                 del stored[span.name]
@@ -60,7 +59,8 @@ def _spans(tensors: Mapping[str, torch.Tensor]) -> Iterable[list[_Span]]:
     """The tensors that have memory, by storage, in the order of their first byte."""
     by_storage: dict[tuple[torch.device, int], list[_Span]] = defaultdict(list)
     for name, tensor in tensors.items():
-        if tensor.numel() and tensor.device.type != "meta":
+        # one whose values are not its bytes (a lazy conjugate) cannot be a view of them
+        if tensor.numel() and tensor.device.type != "meta" and not tensor.is_conj() and not tensor.is_neg():
             by_storage[tensor.device, tensor.untyped_storage().data_ptr()].append(_span(name, tensor))
     for spans in by_storage.values():
         yield sorted(spans, key=lambda span: (span.first, -span.last))
@@ -68,7 +68,7 @@ def _spans(tensors: Mapping[str, torch.Tensor]) -> Iterable[list[_Span]]:
 
 def _span(name: str, tensor: torch.Tensor) -> _Span:
     size = tensor.element_size()
-    first = tensor.storage_offset() * size
+    first = int(tensor.storage_offset()) * size
     reach = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
     return _Span(name, tensor, first, first + (reach + 1) * size)
 
@@ -92,7 +92,7 @@ def _tied(cluster: list[_Span]) -> Iterable[list[_Span]]:
         yield cluster
 
 
-def _base(cluster: list[_Span]) -> _Span:
+def _base(cluster: list[_Span], taken: Container[str]) -> _Span:
     """The tensor to store for all: one that covers the others byte by byte, or the bare bytes below them."""
     first, last = cluster[0].first, max(span.last for span in cluster)
     if len({_geometry(span) for span in cluster}) == 1:
@@ -103,8 +103,11 @@ def _base(cluster: list[_Span]) -> _Span:
             return span
     first -= first % _ALIGNMENT  # so that a view of any dtype starts at a whole element
     raw = torch.empty(0, dtype=torch.uint8, device=cluster[0].tensor.device)
-    raw.set_(cluster[0].tensor.untyped_storage(), first, (last - first,))
-    return _Span(f"{cluster[0].name}@storage", raw, first, last)
+    raw.set_(cluster[0].tensor.untyped_storage(), first, (last - first,), (1,))
+    name = f"{cluster[0].name}@storage"
+    while name in taken:
+        name += "+"
+    return _Span(name, raw, first, last)
 
 
 def _view(span: _Span, base: _Span) -> View:

@@ -22,8 +22,10 @@ from ckpt.errors import DamagedError, UnsupportedError
 from ckpt.formats import dtypes
 
 _SAFE_INT = 1 << 63
-_NAME = re.compile(r"[^\[\]'\"\s]+")
-_TOO_DEEP = 200
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_NAME = re.compile("[^\\[\\]'\"\\s\ud800-\udfff]+")
+_RESERVED = "__metadata__"  # no name for a tensor in a safetensors file
+_TOO_DEEP = 100  # levels; with more, reading the JSON back could end in a RecursionError
 
 
 @dataclass
@@ -33,29 +35,40 @@ class Encoder:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     prefix: str = ""
+    _around: set[int] = field(default_factory=set)  # the containers that the value in hand is inside
 
     def encode(self, value: Any, path: str = "") -> Any:
         return self._encode(value, path, 0)
 
     def _encode(self, value: Any, path: str, depth: int) -> Any:
         kind = type(value)
-        if depth > _TOO_DEEP:
-            return self._refuse(path[:80] + "...", "nested too deeply, or inside itself")
-        if value is None or kind is bool or kind is str:
+        if value is None or kind is bool:
             return value
+        if depth > _TOO_DEEP:
+            return self._refuse(path[:80] + "...", f"nested more than {_TOO_DEEP} levels deep")
+        if id(value) in self._around:
+            return self._refuse(path, f"{describe(value)} inside itself")
         if kind is defaultdict and value.default_factory not in _FACTORIES:
             return self._refuse(path, f"a defaultdict whose factory is {describe(value.default_factory)}")
         if kind in _CODECS:
-            tag, parts, _ = _CODECS[kind]
-            return {tag: self._parts(parts(value), path, depth)} if tag else self._parts(parts(value), path, depth)
+            return self._coded(value, path, depth)
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if _is_numpy(value):
             return self._numpy(value, path)
         return self._refuse(path, describe(value))
 
+    def _coded(self, value: Any, path: str, depth: int) -> Any:
+        tag, parts, _ = _CODECS[type(value)]
+        self._around.add(id(value))
+        data = self._parts(parts(value), path, depth)
+        self._around.discard(id(value))
+        return {tag: data} if tag else data
+
     def _parts(self, plain: Any, path: str, depth: int) -> Any:
         """Go on below a value that its codec has turned into lists and dicts."""
+        if isinstance(plain, _Headed):
+            return [plain.head, self._parts(plain.body, path, depth)]
         if isinstance(plain, _Items):
             return self._items(plain, path, depth)
         if isinstance(plain, list):
@@ -64,14 +77,14 @@ class Encoder:
 
     def _items(self, items: _Items, path: str, depth: int) -> Any:
         below = [(key, self._encode(value, step(path, key), depth + 1)) for key, value in items]
-        if all(type(key) is str and not key.startswith("$") for key, _ in items):
+        if all(type(key) is str and not key.startswith("$") and not _SURROGATE.search(key) for key, _ in items):
             return dict(below)
         return {"$items": [[self._encode(key, f"{path}(key)", depth + 1), value] for key, value in below]}
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             return self._refuse(path, f"a {type(tensor).__module__}.{type(tensor).__qualname__}")
-        if tensor.layout is not torch.strided or tensor.is_quantized:
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             return self._refuse(path, f"a tensor of layout {tensor.layout} and dtype {tensor.dtype}; only dense ones")
         if tensor.device.type == "meta":
             return self._refuse(path, "a tensor on the meta device, which has no data")
@@ -80,7 +93,10 @@ class Encoder:
     def _numpy(self, value: Any, path: str) -> Any:
         if value.dtype.hasobject:
             return self._refuse(path, f"a NumPy value of dtype {value.dtype}, which holds Python objects")
-        dtype = value.dtype.str if value.dtype.fields is None else value.dtype.descr
+        try:
+            dtype = value.dtype.str if value.dtype.fields is None else value.dtype.descr
+        except ValueError as error:
+            return self._refuse(path, f"a NumPy value of dtype {value.dtype}: {error}")
         tag = "$ndarray" if isinstance(value, sys.modules["numpy"].ndarray) else "$numpy"
         stored = {"dtype": self._encode(dtype, path, 0), "shape": list(value.shape)}
         if tag == "$numpy":
@@ -91,14 +107,15 @@ class Encoder:
 
     def _add(self, path: str, tensor: torch.Tensor) -> str:
         name, again = path or "value", 1
-        while name in self.tensors:
+        while name in self.tensors or name == _RESERVED:
             again += 1
             name = f"{path}#{again}"
         self.tensors[name] = tensor
         return name
 
     def _refuse(self, path: str, what: str) -> None:
-        self.problems.append(f"{self.prefix}{'.' if self.prefix and not path.startswith('[') else ''}{path}: {what}")
+        dot = "." if self.prefix and path and not path.startswith(("[", "(")) else ""
+        self.problems.append(f"{self.prefix}{dot}{path}: {what}")
 
 
 def step(path: str, key: Any) -> str:
@@ -161,20 +178,29 @@ class Decoder:
     def _numpy(self, tag: str, inner: Mapping[str, Any]) -> Any:
         import numpy as np
 
-        dtype = np.dtype(self.decode(inner["dtype"]))
+        array = np.zeros(inner["shape"], dtype=np.lib.format.descr_to_dtype(self.decode(inner["dtype"])))
         if tag == "$numpy":
-            return np.frombuffer(from_base64(inner["bytes"]), dtype=dtype)[0]
-        tensor = self.tensor(inner["tensor"])
-        if not isinstance(tensor, torch.Tensor):  # somebody looks before reading
-            return tensor
-        array = np.empty(inner["shape"], dtype=dtype)
-        if array.nbytes:
-            array.reshape(-1).view(np.uint8)[:] = tensor.numpy()
-        return array
+            data = np.frombuffer(from_base64(inner["bytes"]), dtype=np.uint8)
+        else:
+            tensor = self.tensor(inner["tensor"])
+            if not isinstance(tensor, torch.Tensor):  # somebody looks before reading
+                return tensor
+            data = tensor.numpy()
+        if data.size:
+            array.reshape(-1).view(np.uint8)[:] = data
+        return array[()] if tag == "$numpy" else array
 
 
 class _Items(list[tuple[Any, Any]]):
     """The items of a dict, on their way to JSON."""
+
+
+@dataclass
+class _Headed:
+    """A container with one fact more than what is in it, on its way to JSON."""
+
+    head: Any
+    body: Any
 
 
 def to_base64(data: bytes | bytearray) -> str:
@@ -183,6 +209,11 @@ def to_base64(data: bytes | bytearray) -> str:
 
 def from_base64(text: str) -> bytes:
     return base64.b64decode(text)
+
+
+def _str(value: str) -> Any:
+    # JSON makes one character of two surrogates that stand side by side, and other readers refuse a lone one
+    return {"$str": to_base64(value.encode("utf-8", "surrogatepass"))} if _SURROGATE.search(value) else value
 
 
 def _float(value: float) -> Any:
@@ -220,17 +251,18 @@ def _last_name(value: Any) -> str:
 _CODECS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     int: ("", _int, int),
     float: ("", _float, float),
+    str: ("", _str, str),
     list: ("", list, list),
     dict: ("", lambda value: _Items(value.items()), dict),
     tuple: ("$tuple", list, tuple),
     set: ("$set", _sorted, set),
     frozenset: ("$frozenset", _sorted, frozenset),
-    deque: ("$deque", lambda value: [value.maxlen, list(value)], lambda d: deque(d[1], maxlen=d[0])),
+    deque: ("$deque", lambda value: _Headed(value.maxlen, list(value)), lambda d: deque(d[1], maxlen=d[0])),
     OrderedDict: ("$ordered", lambda value: _Items(value.items()), OrderedDict),
     Counter: ("$counter", lambda value: _Items(value.items()), Counter),
     defaultdict: (
         "$defaultdict",
-        lambda value: [_FACTORIES[value.default_factory], dict(value)],
+        lambda value: _Headed(_FACTORIES[value.default_factory], _Items(value.items())),
         lambda d: defaultdict(_FACTORY_BY_NAME[d[0]], d[1]),
     ),
     bytes: ("$bytes", to_base64, from_base64),
@@ -248,9 +280,10 @@ _CODECS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
 _BY_TAG = {tag: back for tag, _, back in _CODECS.values() if tag} | {
     "$float": float,
     "$int": lambda text: int(text, 16),
+    "$str": lambda text: from_base64(text).decode("utf-8", "surrogatepass"),
 }
 
 
 def _is_numpy(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
-    return numpy is not None and type(value).__module__ == "numpy" and isinstance(value, numpy.ndarray | numpy.generic)
+    return numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))

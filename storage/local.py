@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import secrets
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ _log = logging.getLogger("ckpt")
 TEMPORARY = ".ckpt-tmp"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EINVAL, errno.EISDIR}
+_NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _READ_AT_ONCE = 1 << 30
 
 
@@ -28,7 +30,7 @@ class LocalStorage:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(os.path.abspath(os.fspath(root)))
         self._shown = os.fspath(root)
-        if self._root.exists() and not self._root.is_dir():
+        if os.path.exists(self._root) and not os.path.isdir(self._root):
             raise ConfigError(f"{self._shown} is a file. The root of checkpoints must be a directory: choose another.")
 
     @property
@@ -54,12 +56,12 @@ class LocalStorage:
             _sync_directory(path.parent)
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        with self._explained("read", key), open(self._path(key), "rb") as file:
+        with self._explained("read", key), open(self._path(key, followed=True), "rb") as file:
             file.seek(start)
             return file.read(-1 if stop is None else max(0, stop - start))
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        with self._explained("read", key), open(self._path(key), "rb", buffering=0) as file:
+        with self._explained("read", key), open(self._path(key, followed=True), "rb", buffering=0) as file:
             done = 0
             while done < len(buffer):
                 got = os.preadv(file.fileno(), [buffer[done : done + _READ_AT_ONCE]], start + done)
@@ -68,51 +70,61 @@ class LocalStorage:
                 done += got
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        top = self._path(prefix) if prefix else self._root
-        for folder, _, names in os.walk(top):
-            for name in names:
-                path = os.path.join(folder, name)
-                with suppress(FileNotFoundError):  # removed while we walk
-                    if not name.endswith(TEMPORARY):
-                        yield Entry(path[len(str(self._root)) + 1 :], os.lstat(path).st_size)
+        with self._explained("list", prefix):
+            for folder, names in self._walk(prefix):
+                for name in names:
+                    path = os.path.join(folder, name)
+                    with suppress(FileNotFoundError):  # removed while we walk
+                        if not name.endswith(TEMPORARY):
+                            yield Entry(path[len(str(self._root)) + 1 :], os.lstat(path).st_size)
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             path = self._path(key)
-            with self._explained("delete", key), suppress(FileNotFoundError):
+            with self._explained("delete", key), suppress(*_NOTHING_THERE):
                 path.unlink()
             self._drop_empty(path.parent)
 
     def sweep(self, prefix: str = "") -> None:
-        top = self._path(prefix) if prefix else self._root
-        for folder, _, names in os.walk(top, topdown=False):
-            left = [name for name in names if name.endswith(TEMPORARY)]
-            for name in left:
-                with suppress(FileNotFoundError):
-                    os.unlink(os.path.join(folder, name))
-            if left:
-                self._drop_empty(Path(folder))
+        with self._explained("sweep", prefix):
+            for folder, names in self._walk(prefix):
+                left = [name for name in names if name.endswith(TEMPORARY)]
+                for name in left:
+                    with suppress(FileNotFoundError):
+                        os.unlink(os.path.join(folder, name))
+                if left:
+                    self._drop_empty(Path(folder))
 
     @contextmanager
     def lock(self, key: str, *, shared: bool = False, note: str = "") -> Iterator[None]:
-        """An flock on the file or directory itself: the kernel lets go of it when the process dies."""
+        """An flock on the file or directory itself: the kernel lets go of it when the process dies.
+
+        A file's content is the note of the one who holds it alone. Directories and readers leave none.
+        """
         descriptor = self._flock(key, shared=shared)
         if descriptor is None:
             yield
             return
         _held.add(descriptor)
+        noted = bool(note) and not shared and stat.S_ISREG(os.fstat(descriptor).st_mode)
         try:
-            if note:
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, note.encode(), 0)
+            if noted:
+                self._leave_note(key, descriptor, note)
             yield
         finally:
             if descriptor in _held:  # a forked child has closed its copy already
                 _held.discard(descriptor)
+                if noted:
+                    os.ftruncate(descriptor, 0)  # the next holder may leave no note
                 os.close(descriptor)
 
+    def _leave_note(self, key: str, descriptor: int, note: str) -> None:
+        with self._explained("lock", key):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, note.encode(), 0)
+
     def _flock(self, key: str, *, shared: bool) -> int | None:
-        path = self._path(key)
+        path = self._path(key, followed=True)
         with self._explained("lock", key):
             descriptor = self._open_to_lock(path, shared=shared)
             try:
@@ -121,7 +133,7 @@ class LocalStorage:
                 holder = "" if path.is_dir() else os.pread(descriptor, 4096, 0).decode(errors="replace")
                 os.close(descriptor)
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise LockedError(f"{self._shown}/{key} is held: {holder or 'by a reader'}") from None
+                    raise LockedError(f"{self._shown}/{key} is held: {holder or 'by somebody else.'}") from None
                 if error.errno in _NO_LOCKS:
                     _warn_without_locks(str(self._root))
                     return None
@@ -136,12 +148,24 @@ class LocalStorage:
         _make_directories(path.parent)
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
 
-    def _path(self, key: str) -> Path:
+    def _path(self, key: str, *, followed: bool = False) -> Path:
+        """Where `key` is. Unless it is `followed`, a link by that name is itself what is replaced or removed."""
         path = self._root / check_key(key)
         root = os.path.realpath(self._root)
-        if os.path.commonpath([root, os.path.realpath(path.parent)]) != root:
+        if os.path.commonpath([root, os.path.realpath(path if followed else path.parent)]) != root:
             raise ConfigError(f"{self._shown}/{key} leads out of the root through a symbolic link. It is not touched.")
         return path
+
+    def _walk(self, prefix: str) -> Iterator[tuple[str, Iterable[str]]]:
+        """The folders below `prefix`, deepest first, with the names of their files. One it may not read is an error."""
+
+        def failed(error: OSError) -> None:
+            if not isinstance(error, _NOTHING_THERE):  # or a run would start anew beside its checkpoints
+                raise error
+
+        top = self._path(prefix, followed=True) if prefix else self._root
+        for folder, _, names in os.walk(top, topdown=False, onerror=failed):
+            yield folder, names
 
     def _drop_empty(self, folder: Path) -> None:
         while folder != self._root and self._root in folder.parents:
@@ -159,15 +183,16 @@ class LocalStorage:
             yield
         except StorageError:
             raise
-        except FileNotFoundError as error:
-            raise AbsentError(f"{where} does not exist.") from error
         except OSError as error:
+            if isinstance(error, _NOTHING_THERE) and verb != "write":
+                raise AbsentError(f"{where} does not exist.") from error
             if error.errno in _FULL:
                 raise FullError(f"could not {verb} {where}: {error.strerror}. {self._room()}") from error
             if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+                access = "readable" if verb in ("read", "list") else "writable"
                 raise StorageError(
                     f"could not {verb} {where}: {error.strerror}. "
-                    f"Make {self._shown} writable for this user, or choose another root."
+                    f"Make {self._shown} {access} for this user, or choose another root."
                 ) from error
             raise StorageError(f"could not {verb} {where}: {error.strerror or error}.") from error
 
@@ -205,7 +230,7 @@ def _warn_without_locks(root: str) -> None:
 def _write_file(path: Path, pieces: Iterable[Buffer]) -> None:
     with open(path, "xb", buffering=0) as file:
         for piece in pieces:
-            view = memoryview(piece)
+            view = memoryview(piece).cast("B")
             while view:
                 view = view[file.write(view) :]
         os.fsync(file.fileno())

@@ -32,8 +32,8 @@ class MemoryStorage:
     """`memory://name`: every storage of the same name in this process shares its objects."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._space = _spaces.setdefault(name, _Space())
+        self._name = name.rstrip("/")
+        self._space = _spaces.setdefault(self._name, _Space())
 
     @property
     def url(self) -> str:
@@ -56,8 +56,9 @@ class MemoryStorage:
         buffer[:] = piece
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
+        top = prefix and check_key(prefix)
         for key, data in list(self._space.objects.items()):
-            if below(key, prefix):
+            if below(key, top):
                 yield Entry(key, len(data))
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -81,7 +82,7 @@ class MemoryStorage:
         with self._space.guard:
             holders = self._space.held.setdefault(key, _Holders())
             if holders.alone or (holders.shared and not shared):
-                raise LockedError(f"{self.url}/{key} is held: {holders.note or 'by a reader'}")
+                raise LockedError(f"{self.url}/{key} is held: {holders.note or 'by somebody else.'}")
             holders.shared += shared
             holders.alone = not shared
             holders.note = note

@@ -1,0 +1,91 @@
+"""Real processes for tests: ranks of a job, forked from a server that has imported torch once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DEADLINE = 120.0
+
+_context: ForkServerContext = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch._dynamo", "numpy", "tests.processes", "tests.training", "ckpt.manager"])
+
+
+def run_ranks(world_size: int, function: Callable[..., None], *args: Any) -> list[int]:
+    """Run `function(rank, *args)` in as many processes, and return their exit codes (-9 for a killed one)."""
+    # the store lives here, as it lives in torchrun's agent: it outlasts any rank
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = [start_rank(rank, world_size, store.port, folder, function, *args) for rank in range(world_size)]
+        try:
+            codes = [_exit_code(job) for job in jobs]
+        finally:
+            for job in jobs:
+                job.kill()
+        failures = [path.read_text() for path in sorted(Path(folder).glob("failure-*"))]
+    assert not failures, "\n".join(failures)
+    return codes
+
+
+def run_alone(function: Callable[..., None], *args: Any) -> int:
+    """Run `function(rank, *args)` in one process, without a process group."""
+    return run_ranks(1, function, *args)[0]
+
+
+def start_alone(folder: str, function: Callable[..., None], *args: Any) -> BaseProcess:
+    """Start `function(rank, *args)` in one process, and return it running."""
+    return start_rank(0, 1, 0, folder, function, *args)
+
+
+def start_rank(
+    rank: int, world_size: int, port: int, folder: str, function: Callable[..., None], *args: Any
+) -> BaseProcess:
+    job = _context.Process(target=_main, args=(rank, world_size, port, folder, function, *args))
+    job.start()
+    return job
+
+
+def _exit_code(job: BaseProcess) -> int:
+    job.join(DEADLINE)
+    assert job.exitcode is not None, f"a process did not end within {DEADLINE:g} s"
+    return job.exitcode
+
+
+def _main(
+    rank: int, world_size: int, port: int, folder: str, function: Callable[..., None], *args: Any
+) -> None:
+    torch.set_num_threads(1)
+    seed_everything(rank)
+    try:
+        if world_size > 1:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        function(rank, *args)
+        if world_size > 1:
+            dist.destroy_process_group()
+    except SystemExit:
+        raise
+    except BaseException:
+        Path(folder, f"failure-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        sys.exit(1)
+
+
+def seed_everything(rank: int) -> None:
+    """Every rank its own streams, so that a rank that took another's would be noticed."""
+    torch.manual_seed(100 + rank)
+    random.seed(100 + rank)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(100 + rank)

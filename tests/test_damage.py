@@ -1,0 +1,112 @@
+"""Bits flip, files are cut short or vanish: it is noticed, and the checkpoint before is taken."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two checkpoints: step 1 and step 2."""
+    model = nn.Linear(40, 40)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ckpt.StateManager(tmp_path / "run", model=model, optimizer=optimizer) as manager:
+        manager.resume()
+        for step in (1, 2):
+            model(torch.ones(1, 40)).sum().backward()
+            optimizer.step()
+            nn.init.constant_(model.weight, step)
+            manager.step()
+            manager.save_state()
+    return tmp_path / "run"
+
+
+def _load(root: Path, name: str | None = None) -> tuple[ckpt.Restored, nn.Linear]:
+    model = nn.Linear(40, 40)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ckpt.StateManager(root, model=model, optimizer=optimizer) as manager:
+        return manager.load_state(name), model
+
+
+def test_a_hundred_random_flips_and_truncations_are_all_noticed(root: Path, tmp_path: Path) -> None:
+    chance = random.Random(7)
+    files = sorted(path.name for path in (root / "step-00000002").iterdir())
+    assert len(files) == 5
+    for _ in range(100):
+        shutil.copytree(root, tmp_path / "hurt", dirs_exist_ok=True)
+        hurt = tmp_path / "hurt" / "step-00000002" / chance.choice(files)
+        data = bytearray(hurt.read_bytes())
+        if chance.random() < 0.7:
+            bit = chance.randrange(8 * len(data))
+            data[bit // 8] ^= 1 << bit % 8
+            hurt.write_bytes(data)
+        else:
+            hurt.write_bytes(data[: chance.randrange(len(data))])
+        restored, model = _load(tmp_path / "hurt")
+        assert restored.name == "step-00000001", hurt.name
+        assert hurt.name in restored.passed_over["step-00000002"]
+        assert torch.equal(model.weight, torch.ones(40, 40))
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "rank-00000.json"])
+def test_a_missing_file_is_named_and_the_checkpoint_before_is_taken(root: Path, file: str) -> None:
+    (root / "step-00000002" / file).unlink()
+    restored, _ = _load(root)
+    assert restored.name == "step-00000001"
+    assert restored.passed_over == {"step-00000002": f"step-00000002 is damaged: {file} is missing."}
+    assert "passed over" in str(restored)
+
+
+def test_without_its_manifest_a_checkpoint_does_not_exist(root: Path) -> None:
+    (root / "step-00000002" / "manifest.json").unlink()
+    restored, _ = _load(root)
+    assert restored.name == "step-00000001"
+    assert "never committed" in restored.passed_over["step-00000002"]
+
+
+def test_a_damaged_checkpoint_asked_for_by_name_is_refused(root: Path) -> None:
+    (root / "step-00000002" / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(ckpt.DamagedError, match=r"model\.safetensors is 5 bytes of"):
+        _load(root, "step-00000002")
+
+
+def test_when_none_is_intact_it_says_so_and_never_starts_afresh(root: Path) -> None:
+    for path in root.glob("*/model.safetensors"):
+        path.write_bytes(b"")
+    model = nn.Linear(40, 40)
+    with (
+        ckpt.StateManager(root, model=model) as manager,
+        pytest.raises(ckpt.DamagedError, match=r"no checkpoint in .* is intact") as caught,
+    ):
+        manager.resume()
+    assert "step-00000001" in str(caught.value)
+    assert "step-00000002" in str(caught.value)
+
+
+def test_a_damaged_checkpoint_is_replaced_when_training_comes_to_its_step_again(root: Path) -> None:
+    (root / "step-00000002" / "model.safetensors").write_bytes(b"")
+    model = nn.Linear(40, 40)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ckpt.StateManager(root, model=model, optimizer=optimizer) as manager:
+        manager.resume()
+        manager.step()
+        assert manager.save_state() == "step-00000002"
+    assert ckpt.verify(root) == {"step-00000002": [], "step-00000001": []}
+
+
+def test_verify_names_what_is_wrong(root: Path) -> None:
+    data = bytearray((root / "step-00000001" / "state.json").read_bytes())
+    data[10] ^= 1
+    (root / "step-00000001" / "state.json").write_bytes(data)
+    report = ckpt.verify(root)
+    assert report["step-00000002"] == []
+    assert report["step-00000001"] == [f"state.json was altered (bytes 0 to {len(data)})"]
+    assert ckpt.verify(root / "step-00000001").keys() == {"step-00000001"}

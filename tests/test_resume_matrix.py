@@ -1,0 +1,47 @@
+"""A run that is killed and resumed equals one that was never interrupted, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run_ranks
+from tests.training import SAMPLES, Job, records, train
+
+KILLS = ("boundary", "mid-epoch", "mid-accumulation")
+
+
+def _batches_per_epoch(data: str, world_size: int) -> int:
+    share = -(-SAMPLES // world_size) if data == "distributed" else SAMPLES
+    return -(-share // 4)
+
+
+def _doomed(job: Job, kill: str, per_epoch: int) -> Job:
+    if kill == "boundary":  # killed after a save at the very end of the first epoch
+        return Job(**{**vars(job), "save_every": per_epoch, "kill": (per_epoch, "after")})
+    if kill == "mid-epoch":  # killed one step after a save: that step is done again
+        return Job(**{**vars(job), "save_every": 2, "kill": (3, "after")})
+    # killed between backward and optimizer, in a window of which a part is saved
+    return Job(**{**vars(job), "save_every": 1, "kill": (5, "before")})
+
+
+@pytest.mark.parametrize("numerics", ["fp32", "scaler", "accumulation"])
+@pytest.mark.parametrize("data", ["shuffle", "distributed", "stateful", "workers"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, world_size: int, data: str, numerics: str) -> None:
+    straight = Job(str(tmp_path / "straight"), data, numerics, record=str(tmp_path / "record"))
+    assert run_ranks(world_size, train, straight) == [0] * world_size
+    expected = records(str(tmp_path / "record"), world_size)
+    for kill in KILLS:
+        job = Job(str(tmp_path / kill), data, numerics, record=str(tmp_path / kill))
+        doomed = _doomed(job, kill, _batches_per_epoch(data, world_size))
+        assert run_ranks(world_size, train, doomed) == [-9] * world_size
+        assert run_ranks(world_size, train, Job(**{**vars(doomed), "kill": None})) == [0] * world_size
+        for was, now in zip(expected, records(str(tmp_path / kill), world_size), strict=True):
+            assert doomed.kill is not None
+            assert 0 < len(now["steps"]) < len(was["steps"]), kill
+            assert now["steps"] == {step: was["steps"][step] for step in now["steps"]}, kill
+            assert now["final"] == was["final"], kill
+            assert now["samples"] == was["samples"], kill
+            assert now["approximated"] == {}, kill
