@@ -37,23 +37,21 @@ class Outcome:
             raise self.error
         return self.value
 
-    def to_json(self, call: str) -> bytes:
+    def to_json(self, call: str) -> str:
         if self.error is None:
-            return json.dumps({"call": call, "value": self.value}).encode()
+            return json.dumps({"call": call, "value": self.value})
         ours = isinstance(self.error, CkptError)
         text = str(self.error) if ours else f"{type(self.error).__name__}: {self.error}"
-        return json.dumps(
-            {"call": call, "kind": type(self.error).__name__ if ours else "CkptError", "text": text}
-        ).encode()
+        return json.dumps({"call": call, "kind": type(self.error).__name__ if ours else "CkptError", "text": text})
 
     @classmethod
-    def from_json(cls, data: bytes) -> Outcome:
+    def from_json(cls, data: str) -> Outcome:
         told = json.loads(data)
         return cls(error=_made(told["kind"], told["text"])) if "kind" in told else cls(told["value"])
 
 
 def agree(ranks: Ranks, call: str, mine: Outcome, decide: Callable[[list[Any]], Any]) -> Any:
-    """Every rank tells what came of its work; the main rank decides from the values of all; everybody gets the decision.
+    """Every rank tells what came of its work, the main rank decides from the values of all, all get the decision.
 
     If anything failed on any rank, or the decision does, every rank raises it. Values and decision must be JSON.
     """
@@ -62,12 +60,12 @@ def agree(ranks: Ranks, call: str, mine: Outcome, decide: Callable[[list[Any]], 
         decision = Outcome.of(lambda: decide(_joined(call, [mine.to_json(call), *told[1:]])))
         ranks.share(call, decision.to_json(call))
     else:
-        decision = Outcome.from_json(ranks.share(call, b""))
+        decision = Outcome.from_json(ranks.share(call, ""))
     mine.get()  # where it failed, the error has its traceback
     return decision.get()
 
 
-def _joined(call: str, told: list[bytes]) -> list[Any]:
+def _joined(call: str, told: list[str]) -> list[Any]:
     """The values of all ranks; raises one error for whatever went wrong, with the ranks where it did."""
     calls = {rank: json.loads(one)["call"] for rank, one in enumerate(told)}
     if any(other != call for other in calls.values()):

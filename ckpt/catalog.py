@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt.console import bar, size
 from ckpt.errors import AbsentError, CheckpointError, ConfigError, DamagedError, MissingError, StorageError
@@ -74,9 +74,11 @@ def find(storage: Storage, name: str) -> Checkpoint:
 def read_manifest(storage: Storage, name: str) -> Manifest:
     where = f"{name}/{FILE_NAME}"
     try:
-        return Manifest.from_bytes(storage.read(where), where)
+        manifest = Manifest.from_bytes(storage.read(where), where)
     except AbsentError:
         pass
+    else:
+        return replace(manifest, name=name)  # a checkpoint may be moved or copied to another name
     if not any(True for _ in storage.list(name)):
         known = ", ".join(one.name for one in scan(storage) if one.committed) or "none"
         raise MissingError(f"there is no checkpoint {name!r} in {storage.url}. There are: {known}.")
@@ -153,23 +155,25 @@ def verify(url: str | os.PathLike[str]) -> dict[str, list[str]]:
 
 
 def locate(url: str | os.PathLike[str]) -> tuple[Storage, list[str]]:
-    """The root that a URL means, and the names of the checkpoints: all of them, or the one it points at."""
+    """The root that a URL means, and the names of its checkpoints; or the one checkpoint that it points at."""
     storage = open_storage(url)
-    text = os.fspath(url).rstrip("/")
-    root, _, name = text.rpartition("/")
-    is_one = any(entry.key in (FILE_NAME, MARKER, _STATE) for entry in storage.list())
-    names = [] if is_one else [one.name for one in scan(storage)]
-    if names:
-        return storage, names
+    text = os.fspath(url)
+    if any(True for _ in storage.list()):
+        names = [one.name for one in scan(storage)]
+        if not any(entry.key in (FILE_NAME, MARKER, _STATE) for entry in storage.list()):
+            return storage, names
+        text = text if "://" in text else os.path.abspath(text)
+    root, _, name = text.rstrip("/").rpartition("/")
     if name and not root.endswith(":/"):
         parent = open_storage(root or ("/" if text.startswith("/") else "."))
         if any(True for _ in parent.list(name)):
             return parent, [name]
-    raise MissingError(f"there is no checkpoint at {text}: it is neither a root with checkpoints nor one itself.")
+    raise MissingError(f"there is no checkpoint at {os.fspath(url)}: it is neither a root nor a checkpoint.")
 
 
 def _verify_one(storage: Storage, name: str) -> list[str]:
     try:
-        return problems(storage, read_manifest(storage, name), show=True)
+        with storage.lock(name, shared=True):  # a run that goes on meanwhile must not remove what is being read
+            return problems(storage, read_manifest(storage, name), show=True)
     except (CheckpointError, StorageError) as error:
         return [str(error)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -20,14 +20,16 @@ class Position:
 
     rng: dict[str, Any] = field(default_factory=dict)  # as the epoch began
     generators: list[Any] = field(default_factory=list)  # the loader's own, as the epoch began
-    generators_now: list[Any] = field(default_factory=list)
     samplers: list[Any] = field(default_factory=list)  # those with a state_dict, as the epoch began
     batches: int = 0
     samples: int = 0  # of this rank, since `start`
     start: int = 0  # samples of all ranks that an earlier number of ranks had taken from this epoch
     digest: str = ""  # of the indices handed out
     dataset_size: int | None = None
+    worn: bool = False  # the workers have served an earlier epoch, and their generators go on from there
     done: bool = False
+    exhausted: bool = False  # the data is at its end, though the loop has not asked for more yet
+    generators_now: list[Any] = field(default_factory=list)
     state: Any = None  # of a loader or dataset that keeps its own
 
     @classmethod
@@ -50,9 +52,11 @@ class Feed:
         self._rank = rank
         self._world_size = world_size
         self._resumed = False
+        self._epochs_begun = 0
         self._ready: Callable[[], None] = lambda: None
         self._warn: Callable[[str], None] = lambda text: None
         self._course: Course | None = None
+        self._iterator: Any = None
 
     @property
     def done(self) -> bool:
@@ -68,6 +72,8 @@ class Feed:
         keeper = self._keeper()
         if keeper is not None:
             self.position.state = keeper.state_dict()
+        if keeper is not self.loader:  # such a loader knows it itself
+            self.position.exhausted = getattr(getattr(self._iterator, "_dataset_fetcher", None), "ended", False)
         return dict(vars(self.position))
 
     def rewind(self) -> None:
@@ -82,10 +88,12 @@ class Feed:
         self.position = Position.from_saved(saved)
         self._resumed = True
         self._ready, self._warn = ready, warn
-        changes = self._reshape(world_size) if world_size != self._world_size else {}
+        changes = self._reshape(self.position, world_size) if world_size != self._world_size else {}
         size = _size(getattr(self.loader, "dataset", None))
         if None not in (size, self.position.dataset_size) and size != self.position.dataset_size:
             changes["dataset"] = f"has {size} samples now and had {self.position.dataset_size} when it was saved"
+        if self.position.worn and not _by_index(self.loader):
+            changes["workers"] = "persistent workers are new, and what they draw at random differs from here on"
         return changes
 
     def take(self, epoch: int) -> Iterator[tuple[Any, int]]:
@@ -93,13 +101,12 @@ class Feed:
         for one in [self.loader, *order.samplers(self.loader), getattr(self.loader, "dataset", None)]:
             if callable(getattr(one, "set_epoch", None)):
                 one.set_epoch(epoch)
-        position = self._begin()
-        if position.done:
-            self._arrive()
-            return
+        position = self.position = self.position if self._resumed and self.position else Position()
+        self._course = None
         self.inside = True
         try:
-            for batch in self._iterator(position, epoch):
+            self._iterator = self._open(position, epoch)
+            for batch in self._iterator:
                 samples = self._course.taken() if self._course else _batch_size(batch)
                 position.batches += 1
                 position.samples += samples
@@ -108,53 +115,39 @@ class Feed:
         finally:
             self.inside = False
 
-    def _begin(self) -> Position:
-        if self._resumed and self.position is not None:
-            rng.restore(self.position.rng)
-            self._set_generators(self.position.generators)
-            for sampler, state in zip(self._stateful_samplers(), self.position.samplers, strict=False):
-                sampler.load_state_dict(state)
-        else:
-            dataset_size = _size(getattr(self.loader, "dataset", None))
-            generators = [rng.capture_one(one) for one in self._generators()]
-            samplers = [sampler.state_dict() for sampler in self._stateful_samplers()]
-            self.position = Position(
-                rng=rng.capture(), generators=generators, samplers=samplers, dataset_size=dataset_size
-            )
-        return self.position
-
-    def _arrive(self) -> None:
-        """The position is reached: generators are as they were when it was saved."""
-        if self._resumed and self.position is not None:
-            self._resumed = False
-            self._set_generators(self.position.generators_now)
-            self._ready()
-            keeper = self._keeper()
-            if self._course and keeper is not None and self.position.state is not None:
-                keeper.load_state_dict(self.position.state)
-            if self._course and self.position.digest not in ("", self._course.skipped):
-                self._warn(
-                    f"{type(self.loader).__name__}: its sampler gave another order than before the resume, so samples "
-                    "of this epoch may repeat or be missed. Give the sampler a generator of its own, or a state_dict."
-                )
-
-    def _iterator(self, position: Position, epoch: int) -> Iterator[Any]:
-        self._course = None
+    def _open(self, position: Position, epoch: int) -> Iterator[Any]:
+        """An iterator that stands at the position."""
+        self._epochs_begun += 1
+        if position.done or position.exhausted:
+            return self._at_end(position)
         if _by_index(self.loader):
             return self._by_index(self.loader, position, epoch)
+        self._begin(position)
         keeper = self._keeper()
-        if keeper is not None and self._resumed and position.state is not None:
+        if keeper is None or not self._resumed or position.state is None:
+            return self._by_replay(position)
+        keeper.load_state_dict(position.state)
+        iterator = iter(self.loader)
+        self._arrive(position)
+        return iterator
+
+    def _at_end(self, position: Position) -> Iterator[Any]:
+        keeper = self._keeper()
+        if keeper is not None and position.state is not None:
             keeper.load_state_dict(position.state)
-            iterator = iter(self.loader)
-            self._arrive()
-            return iterator
-        return self._by_replay(position)
+        self._set_generators(position.generators_now)
+        self._arrive(position)
+        return iter(())
 
     def _by_index(self, loader: DataLoader[Any], position: Position, epoch: int) -> Iterator[Any]:
-        seed = rng.number(position.rng["torch"], epoch, self._rank) if loader.num_workers else None
         sampler = order.distributed_sampler(loader)
         rest = order.Rest(sampler, position.start) if sampler is not None and position.start else None
-        self._course = Course(skip=position.batches, seed=seed, ready=self._arrive, rest=rest)
+
+        def begin() -> int | None:
+            self._begin(position)
+            return rng.number(position.rng["torch"], epoch, self._rank) if loader.num_workers else None
+
+        self._course = Course(begin, lambda: self._arrive(position), skip=position.batches, rest=rest)
         order.steer(loader).course = self._course
         return iter(loader)
 
@@ -166,20 +159,43 @@ class Feed:
                 for _ in range(position.batches):
                     next(iterator, None)
                     advance(1)
-        self._arrive()
+        self._arrive(position)
         return iterator
 
-    def _reshape(self, world_size: int) -> dict[str, str]:
+    def _begin(self, position: Position) -> None:
+        """The first index or batch is about to be drawn: note everything it depends on, or put it back as it was."""
+        if self._resumed:
+            rng.restore(position.rng)
+            self._set_generators(position.generators)
+            for sampler, state in zip(self._stateful_samplers(), position.samplers, strict=False):
+                sampler.load_state_dict(state)
+            return
+        position.rng = rng.capture()
+        position.generators = [rng.capture_one(one) for one in self._generators()]
+        position.samplers = [sampler.state_dict() for sampler in self._stateful_samplers()]
+        position.dataset_size = _size(getattr(self.loader, "dataset", None))
+        position.worn = self._epochs_begun > 1 and bool(getattr(self.loader, "persistent_workers", False))
+
+    def _arrive(self, position: Position) -> None:
+        """The position is reached: all is as it was when it was saved."""
+        if not self._resumed:
+            return
+        self._resumed = False
+        self._ready()
+        keeper = self._keeper()
+        if self._course and keeper is not None and position.state is not None:
+            keeper.load_state_dict(position.state)
+        if self._course and position.digest not in ("", self._course.skipped):
+            self._warn(
+                f"the sampler of {type(self.loader).__name__} gave another order than before the resume, so samples of "
+                "this epoch may repeat or be missed. Give the sampler a generator of its own, or a state_dict."
+            )
+
+    def _reshape(self, position: Position, world_size: int) -> dict[str, str]:
         """Go on with another number of ranks than saved the position."""
-        position = self.position
-        assert position is not None
         if not _by_index(self.loader):
-            if self._keeper() is None:
-                return {"data": f"each of {self._world_size} ranks goes on at batch {position.batches} of its own data"}
             position.state = None
-            return {
-                "data": "the loader's own state fits only the number of ranks that saved it; it is gone through again"
-            }
+            return {"data": f"each of {self._world_size} ranks goes on at batch {position.batches} of its own data"}
         if order.distributed_sampler(self.loader) is None:
             return {"data": "the sampler is not distributed: every rank goes on in an order of its own, as before"}
         position.start += position.samples * world_size
@@ -210,8 +226,8 @@ class Feed:
             rng.restore_one(generator, state)
 
 
-def _by_index(loader: Any) -> bool:
-    """Whether a loader is brought back by its indices: map-style data, unless the loader keeps the state of its parts."""
+def _by_index(loader: Any) -> TypeGuard[DataLoader[Any]]:
+    """Whether a loader is brought back by its indices: map-style data, unless the loader keeps its parts' state."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     parts = [loader.dataset, *order.samplers(loader)]

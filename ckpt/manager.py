@@ -134,7 +134,7 @@ class StateManager:
             raise ConfigError("cannot register " + "; ".join(wrong) + ".")
 
     def unwrap(self, model: nn.Module | None = None) -> nn.Module:
-        """The model without DistributedDataParallel, DataParallel and torch.compile; the managed one if none is given."""
+        """The model, or the managed one, without DistributedDataParallel, DataParallel and torch.compile."""
         if model is None and len(self._models) != 1:
             raise ConfigError(f"this manager has {len(self._models)} models: say which, unwrap(model).")
         return unwrap(model if model is not None else next(iter(self._models.values())))
@@ -343,7 +343,7 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def _check_options(*, save_every: int | None, keep: Keep | None, timeout: float) -> None:
+def _check_options(*, save_every: Any, keep: Any, timeout: Any) -> None:
     wrong = []
     if save_every is not None and (not isinstance(save_every, int) or save_every < 1):
         wrong.append(f"save_every={save_every!r} must be a number of steps, 1 or more")

@@ -16,32 +16,33 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 @dataclass
 class Course:
-    """Which way an epoch goes: how many batches to leave out, and what to do when that is done.
+    """Which way an epoch goes: how many batches to leave out, and what to do at its begin and when they are left out.
 
-    `rest` is what a distributed sampler has left to give, where the number of ranks has changed in mid-epoch.
+    `begin` is called when the first index is asked for, and returns what to seed workers from, or None. `rest` is what
+    a distributed sampler has left to give, where the number of ranks has changed in mid-epoch.
     """
 
+    begin: Callable[[], int | None]
+    arrive: Callable[[], None]
     skip: int = 0
-    seed: int | None = None
-    ready: Callable[[], None] = lambda: None
     rest: Rest | None = None
-    digest: Any = field(default_factory=xxhash.xxh3_64)
+    digest: Any = field(default_factory=xxhash.xxh3_64)  # of the indices that have reached the training loop
+    skipped: str = ""  # the digest, when those to leave out were left out
     ahead: deque[tuple[int, bytes]] = field(default_factory=deque)
-    skipped: str = ""
 
     def follow(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches of indices to read, each noted down before it is handed out."""
+        seed = self.begin()
         count = 0
         for batch in batches:
-            if count < self.skip:
-                self.digest.update(repr(batch).encode())
-                count += 1
-                continue
-            if count == self.skip:
-                self._arrive()
             count += 1
+            if count <= self.skip:
+                self.digest.update(repr(batch).encode())
+                continue
+            if count == self.skip + 1:
+                self._arrive()
             self.ahead.append((len(batch) if isinstance(batch, list | tuple) else 1, repr(batch).encode()))
-            yield self._seeded(batch, count)
+            yield batch if seed is None else _seeded(batch, seed, count)
         if count <= self.skip:
             self._arrive()
 
@@ -53,12 +54,13 @@ class Course:
 
     def _arrive(self) -> None:
         self.skipped = self.digest.hexdigest()
-        self.ready()
+        self.arrive()
 
-    def _seeded(self, batch: Any, count: int) -> Any:
-        if self.seed is None or type(batch) is not list:
-            return batch
-        return SeededBatch(batch, xxhash.xxh3_64_intdigest(f"{self.seed}/{count}".encode()) >> 1)
+
+def _seeded(batch: Any, seed: int, count: int) -> Any:
+    if type(batch) is not list:
+        return batch
+    return SeededBatch(batch, xxhash.xxh3_64_intdigest(f"{seed}/{count}".encode()) >> 1)
 
 
 class SeededBatch(list[Any]):

@@ -19,6 +19,7 @@ from ckpt.formats.dtypes import name_of
 from ckpt.formats.values import describe
 from ckpt.unwrap import clean_name, gradients, parameter_names, unwrap
 
+_MOMENTS = ("exp_avg", "momentum_buffer", "square_avg", "sum")  # state with the shape of its parameter
 _PART_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -162,7 +163,7 @@ class OptimizerPart:
         live_groups, saved_groups = self._groups(), [group["params"] for group in saved["param_groups"]]
         if len(live_groups) != len(saved_groups):
             return {"param_groups": f"{len(saved_groups)} in the checkpoint, {len(live_groups)} here"}
-        unfit = {}
+        unfit: dict[str, str] = {}
         for index, (live, old) in enumerate(zip(live_groups, saved_groups, strict=True)):
             where = f"param_groups[{index}]"
             unfit |= {f"{where}.{name}": "missing in the checkpoint" for name in live if name not in old}
@@ -189,7 +190,7 @@ class OptimizerPart:
         self._keep_dtypes(known)
 
     def _keep_dtypes(self, saved: Mapping[int, Any]) -> None:
-        """`load_state_dict` casts state to the parameter's dtype: fp32 moments of bf16 weights would lose their digits."""
+        """`load_state_dict` casts state to the parameter's dtype: fp32 moments of bf16 weights would lose digits."""
         for index, parameter in enumerate(self._parameters()):
             for key, value in saved.get(index, {}).items() if isinstance(saved.get(index), dict) else ():
                 live = self.optimizer.state[parameter].get(key)
@@ -201,9 +202,9 @@ class OptimizerPart:
         shapes = {name: tuple(p.shape) for name, p in zip(self._names().values(), self._parameters(), strict=True)}
         unfit = {}
         for name, entries in state.items():
-            for key in ("exp_avg", "momentum_buffer", "square_avg", "sum"):
-                saved = entries.get(key) if isinstance(entries, dict) else None
-                if name in shapes and hasattr(saved, "read_into") and saved.shape != shapes[name]:
+            moments = {key: entries[key] for key in _MOMENTS if isinstance(entries, dict) and key in entries}
+            for key, saved in moments.items():
+                if name in shapes and saved.shape != shapes[name]:
                     unfit[f"state.{name}"] = f"{key} has shape {list(saved.shape)}, the parameter {list(shapes[name])}"
         return unfit
 

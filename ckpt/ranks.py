@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Protocol
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from ckpt.errors import RanksError
 
@@ -30,10 +31,10 @@ class Ranks(Protocol):
     @property
     def world_size(self) -> int: ...
 
-    def gather(self, call: str, data: bytes) -> list[bytes]:
+    def gather(self, call: str, data: str) -> list[str]:
         """On the main rank: what every rank gave, in the order of ranks. On the others: nothing, at once."""
 
-    def share(self, call: str, data: bytes) -> bytes:
+    def share(self, call: str, data: str) -> str:
         """What the main rank gave, on every rank. Waits for as long as the main rank shows that it is alive."""
 
     def alive(self) -> None:
@@ -55,10 +56,10 @@ class Alone:
     def __init__(self) -> None:
         self._notes: dict[str, dict[int, str]] = {}
 
-    def gather(self, call: str, data: bytes) -> list[bytes]:
+    def gather(self, call: str, data: str) -> list[str]:
         return [data]
 
-    def share(self, call: str, data: bytes) -> bytes:
+    def share(self, call: str, data: str) -> str:
         return data
 
     def alive(self) -> None:
@@ -76,13 +77,15 @@ def _reachable() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RanksError(f"the ranks cannot reach each other any more: {error}. A rank or its launcher died.") from error
+        raise RanksError(
+            f"the ranks cannot reach each other any more: {error}. A rank or its launcher died."
+        ) from error
 
 
 class Together:
     """Several processes, through the store of the default process group."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: float) -> None:
         self.rank = rank
         self.world_size = world_size
         self._store = store
@@ -92,14 +95,14 @@ class Together:
         self._used: list[str] = []
 
     @_reachable()
-    def gather(self, call: str, data: bytes) -> list[bytes]:
+    def gather(self, call: str, data: str) -> list[str]:
         keys = [f"{self._turn}/from/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], data)
         if self.rank != MAIN:
             self._turn += 1
             return []
         self._await_all(keys, call)
-        answers = [self._store.get(key) for key in keys]
+        answers = [self._store.get(key).decode() for key in keys]
         for key in [*keys, *self._used]:  # whoever answered has read what was shared before
             self._store.delete_key(key)
         self._used.clear()
@@ -107,14 +110,14 @@ class Together:
         return answers
 
     @_reachable()
-    def share(self, call: str, data: bytes) -> bytes:
+    def share(self, call: str, data: str) -> str:
         key = f"{self._turn}/all"
         if self.rank == MAIN:
             self._store.set(key, data)
             self._used.append(key)
         else:
             self._await_main(key, call)
-            data = self._store.get(key)
+            data = self._store.get(key).decode()
         self._turn += 1
         return data
 
@@ -190,5 +193,5 @@ def find_ranks(root: str, timeout: float) -> Ranks:
         return Alone()
     _managers[root] += 1
     store = dist.distributed_c10d._get_default_store()
-    own = dist.PrefixStore(f"ckpt/{_managers[root]}/{root}", store)
+    own = PrefixStore(f"ckpt/{_managers[root]}/{root}", store)
     return Together(own, dist.get_rank(), dist.get_world_size(), timeout)

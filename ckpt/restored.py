@@ -39,5 +39,7 @@ class Restored:
         lines.append(f"  restored      {', '.join(self.restored) or 'nothing'}")
         tables = (("approximated", self.approximated), ("skipped", self.skipped), ("passed over", self.passed_over))
         for title, table in tables:
-            lines += [f"  {title:<13} {what}: {why}" for what, why in table.items()]
+            lines += [
+                f"  {title:<13} {why if why.startswith(what) else f'{what}: {why}'}" for what, why in table.items()
+            ]
         return "\n".join(lines)

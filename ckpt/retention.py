@@ -45,7 +45,7 @@ class Keep:
 
     def check(self, metrics: Mapping[str, float], where: str) -> None:
         """Refuse a metric that no checkpoint can be ranked by, before anything is written."""
-        if self.metric in metrics and math.isnan(metrics[self.metric]):
+        if self.metric is not None and math.isnan(metrics.get(self.metric, 0.0)):
             raise MetricError(
                 f"metric {self.metric!r} is NaN at {where}, and Keep(best={self.best}) ranks by it. Nothing was saved "
                 "and earlier checkpoints stand: look at the run from there. To save all the same, leave it out."

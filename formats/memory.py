@@ -11,7 +11,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, not copied. The view keeps the tensor alive."""
     size = tensor.numel() * tensor.element_size()
     if not size:
-        return memoryview(b"")
+        return memoryview(bytearray())
     array = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
     array.owner = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")

@@ -175,7 +175,10 @@ class TensorFile:
         if length > _MAX_HEADER:
             raise ValueError(f"its header claims {length} bytes")
         data = _LENGTH.size + length
-        entries = json.loads(self.reader.read(_LENGTH.size, data))
+        text = self.reader.read(_LENGTH.size, data)
+        if len(text) < length:
+            raise ValueError(f"its header has {len(text)} of {length} bytes")
+        entries = json.loads(text)
         metadata = entries.pop("__metadata__", {})
         ours = json.loads(metadata.get("ckpt", "{}"))
         foreign = {name: dtypes.by_name(dtype) for name, dtype in ours.get("dtypes", {}).items()}

@@ -122,7 +122,14 @@ def step(path: str, key: Any) -> str:
     """The path one key further down: `groups[0].lr`."""
     if type(key) is str and _NAME.fullmatch(key):
         return f"{path}.{key}" if path else key
-    return f"{path}[{key!r}]"
+    return f"{path}[{_shown(key)}]"
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python refuses to spell out very long numbers
+        return f"<{type(value).__name__}>"
 
 
 def describe(value: Any) -> str:
@@ -226,7 +233,7 @@ def _int(value: int) -> Any:
 
 
 def _sorted(values: Iterable[Any]) -> list[Any]:
-    return sorted(values, key=lambda value: (type(value).__name__, repr(value)))
+    return sorted(values, key=lambda value: (type(value).__name__, _shown(value)))
 
 
 _FACTORIES: dict[Any, str] = {None: "", int: "int", float: "float", list: "list", dict: "dict", set: "set", str: "str"}

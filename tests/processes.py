@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 DEADLINE = 120.0
 
@@ -26,7 +27,7 @@ _context.set_forkserver_preload(["torch._dynamo", "numpy", "tests.processes", "t
 def run_ranks(world_size: int, function: Callable[..., None], *args: Any) -> list[int]:
     """Run `function(rank, *args)` in as many processes, and return their exit codes (-9 for a killed one)."""
     # the store lives here, as it lives in torchrun's agent: it outlasts any rank
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         jobs = [start_rank(rank, world_size, store.port, folder, function, *args) for rank in range(world_size)]
         try:
@@ -63,15 +64,13 @@ def _exit_code(job: BaseProcess) -> int:
     return job.exitcode
 
 
-def _main(
-    rank: int, world_size: int, port: int, folder: str, function: Callable[..., None], *args: Any
-) -> None:
+def _main(rank: int, world_size: int, port: int, folder: str, function: Callable[..., None], *args: Any) -> None:
     torch.set_num_threads(1)
     seed_everything(rank)
     try:
         if world_size > 1:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            store = TCPStore("127.0.0.1", port, is_master=False)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         function(rank, *args)
         if world_size > 1:

@@ -18,7 +18,7 @@ from tests.processes import DEADLINE, start_alone
 KILLS = int(os.environ.get("CKPT_KILLS", "25"))
 
 
-def _objects() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def _objects() -> tuple[nn.Linear, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     """A model whose weights, an optimizer whose moments and a scheduler whose count all say the same step."""
     model = nn.Linear(64, 64, bias=False)
     nn.init.zeros_(model.weight)
@@ -26,8 +26,9 @@ def _objects() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_schedul
     return model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
 
 
-def _advance(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
-    assert isinstance(model.weight, torch.Tensor)
+def _advance(
+    model: nn.Linear, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler
+) -> None:
     model.weight.grad = -torch.ones_like(model.weight)
     optimizer.step()
     optimizer.state[model.weight]["count"] = model.weight.detach().clone()
@@ -66,7 +67,9 @@ def test_after_every_kill_the_newest_state_is_whole_and_agrees_with_itself(
         assert torch.equal(optimizer.state[model.weight]["count"], torch.full((64, 64), step))
         assert scheduler.last_epoch == restored.step
         reached = restored.step
-    leftovers = [path for path in root.rglob("*") if path.is_file() and path.name.startswith(".") and path.name != ".lock"]
+    leftovers = [
+        path for path in root.rglob("*") if path.is_file() and path.name.startswith(".") and path.name != ".lock"
+    ]
     assert len(leftovers) <= 3  # those of the last kill: earlier ones have been swept
     capfd.readouterr()
 

@@ -19,9 +19,9 @@ from tests.processes import run_ranks
 from tests.training import Job, records, train
 
 
-def _manager(root: str, timeout: float = 20.0) -> tuple[ckpt.StateManager, nn.Module]:
-    model = DistributedDataParallel(nn.Linear(3, 3))
-    return ckpt.StateManager(root, model=model, timeout=timeout), model.module
+def _manager(root: str, timeout: float = 20.0) -> tuple[ckpt.StateManager, nn.Linear]:
+    model = nn.Linear(3, 3)
+    return ckpt.StateManager(root, model=DistributedDataParallel(model), timeout=timeout), model
 
 
 def _save_then_load(rank: int, root: str) -> None:
@@ -63,7 +63,7 @@ def _train_where_only_the_main_rank_may_write(rank: int, job: Job) -> None:
         def refuse(self: LocalStorage, key: str, pieces: object) -> None:
             raise AssertionError(f"rank {rank} wrote {key}")
 
-        LocalStorage.write = refuse  # type: ignore[method-assign, assignment]
+        LocalStorage.write = refuse  # type: ignore[method-assign]
     train(rank, job)
 
 
@@ -86,7 +86,10 @@ def test_a_save_on_one_rank_only_is_noticed_and_the_other_is_named(tmp_path: Pat
 
 def _do_different_things(rank: int, root: str) -> None:
     manager, _ = _manager(root)
-    with manager, pytest.raises(ckpt.RanksError, match=r"rank 0 called save_state\('a'\); rank 1 called save_state\('b'\)"):
+    with (
+        manager,
+        pytest.raises(ckpt.RanksError, match=r"rank 0 called save_state\('a'\); rank 1 called save_state\('b'\)"),
+    ):
         manager.save_state("ab"[rank])
 
 

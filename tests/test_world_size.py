@@ -13,7 +13,9 @@ from tests.training import SAMPLES, Job, records, train
 
 
 def _seen(records: list[Any], epoch: int) -> Counter[int]:
-    return Counter(index for record in records for at, indices, _ in record["steps"].values() if at == epoch for index in indices)
+    return Counter(
+        index for record in records for at, indices, _ in record["steps"].values() if at == epoch for index in indices
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -27,7 +29,9 @@ def test_saved_by_two_ranks_every_sample_is_seen_once_per_epoch_by_another_numbe
     for record in before:  # what the killed run will have seen
         record["steps"] = {step: entry for step, entry in record["steps"].items() if int(step) <= save_at}
 
-    job = Job(str(tmp_path / "run"), "distributed", save_every=save_at, kill=(save_at, "after"), record=str(tmp_path / "run"))
+    job = Job(
+        str(tmp_path / "run"), "distributed", save_every=save_at, kill=(save_at, "after"), record=str(tmp_path / "run")
+    )
     assert run_ranks(2, train, job) == [-9, -9]
     run_ranks(world_size, train, Job(**{**vars(job), "kill": None}))
     after = records(job.record or "", world_size)

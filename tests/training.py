@@ -63,7 +63,7 @@ def build(numerics: str) -> tuple[nn.Module, torch.optim.Optimizer, Any, Any]:
 def loader_for(data: str) -> Iterable[Any]:
     if data == "distributed":
         world = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-        sampler = DistributedSampler(Samples(), num_replicas=world[0], rank=world[1], seed=3)
+        sampler: DistributedSampler[Any] = DistributedSampler(Samples(), num_replicas=world[0], rank=world[1], seed=3)
         return DataLoader(Samples(), batch_size=4, sampler=sampler)
     if data == "stateful":
         from torchdata.stateful_dataloader import StatefulDataLoader
@@ -98,7 +98,7 @@ def train(rank: int, job: Job) -> None:
                 _die_if(job, step, "before")
                 if job.numerics != "accumulation" or step % WINDOW == 0:
                     _update(optimizer, scheduler, scaler)
-                steps[step] = [epoch, indices.tolist(), loss.item().hex()]
+                steps[step] = [epoch, indices.tolist(), float(loss).hex()]
                 manager.step(metrics={"loss": loss})
                 _die_if(job, step, "after")
         if job.record:

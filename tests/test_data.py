@@ -1,0 +1,321 @@
+"""The data goes on where it stopped, whatever the loader."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import ckpt
+
+SIZE = 23
+_roots = iter(range(10_000))
+
+
+class Numbers(Dataset[Any]):
+    """Samples that say who they are, with a random augmentation; and which samples were read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        self.read.append(index)
+        return index, torch.rand(()).item() + random.random() + float(np.random.rand())
+
+
+class Stream(IterableDataset[Any]):
+    """The same samples, one after the other, without a word about the position."""
+
+    def __init__(self) -> None:
+        self.numbers = Numbers()
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        for index in range(worker.id if worker else 0, SIZE, worker.num_workers if worker else 1):
+            yield self.numbers[index]
+
+
+class StatefulStream(Stream):
+    """A stream that knows its position, as the datasets of Hugging Face do."""
+
+    position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.position < SIZE:
+            self.position += 1
+            yield self.numbers[self.position - 1]
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class StatefulNumbers(Numbers):
+    """Map-style data with state of its own."""
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        self.read.append(index)
+        return index, float(len(self.read))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"read": list(self.read)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.read = list(state["read"])
+
+
+class OwnSampler(Sampler[int]):
+    """Shuffles with Python's generator, all at once."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(SIZE))
+        random.shuffle(order)
+        return iter(order)
+
+    def __len__(self) -> int:
+        return SIZE
+
+
+class OwnBatchSampler(Sampler[list[int]]):
+    """Batches of growing length."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = np.random.permutation(SIZE).tolist()
+        length = 1
+        while order:
+            batch, order = order[:length], order[length:]
+            length += 1
+            yield batch
+
+    def __len__(self) -> int:
+        return 7
+
+
+class LazySampler(OwnSampler):
+    """Draws each index only when it is asked for, from a generator that training draws from as well."""
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(SIZE):
+            yield random.randrange(SIZE)
+
+
+class StatefulSampler(OwnSampler):
+    """Walks on from epoch to epoch by a rule of its own."""
+
+    turn = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.turn += 1
+        return iter([(index * 5 + self.turn) % SIZE for index in range(SIZE)])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"turn": self.turn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.turn = state["turn"]
+
+
+def _workers(**options: Any) -> DataLoader[Any]:
+    return DataLoader(Numbers(), 4, num_workers=2, multiprocessing_context="fork", **options)
+
+
+LOADERS: dict[str, Callable[[], Iterable[Any]]] = {
+    "in order": lambda: DataLoader(Numbers(), 4),
+    "shuffle": lambda: DataLoader(Numbers(), 4, shuffle=True),
+    "drop_last": lambda: DataLoader(Numbers(), 4, shuffle=True, drop_last=True),
+    "a generator": lambda: DataLoader(Numbers(), 4, shuffle=True, generator=torch.Generator().manual_seed(5)),
+    "with replacement": lambda: DataLoader(Numbers(), 4, sampler=RandomSampler(Numbers(), replacement=True)),
+    "a sampler's generator": lambda: DataLoader(
+        Numbers(), 4, sampler=RandomSampler(Numbers(), replacement=True, generator=torch.Generator().manual_seed(6))
+    ),
+    "a subset": lambda: DataLoader(Numbers(), 4, sampler=SubsetRandomSampler(range(3, 20))),
+    "weights": lambda: DataLoader(Numbers(), 4, sampler=WeightedRandomSampler([1.0] * SIZE, 21)),
+    "own sampler": lambda: DataLoader(Numbers(), 4, sampler=OwnSampler()),
+    "own sampler with state": lambda: DataLoader(Numbers(), 4, sampler=StatefulSampler()),
+    "own batch sampler": lambda: DataLoader(Numbers(), batch_sampler=OwnBatchSampler()),
+    "a batch sampler": lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(OwnSampler(), 5, drop_last=False)),
+    "no batches": lambda: DataLoader(Numbers(), batch_size=None, shuffle=True),
+    "distributed": lambda: DataLoader(Numbers(), 4, sampler=DistributedSampler(Numbers(), 2, 1)),
+    "data with state": lambda: DataLoader(StatefulNumbers(), 4, shuffle=True),
+    "workers": lambda: _workers(shuffle=True),
+    "workers and a generator": lambda: _workers(shuffle=True, generator=torch.Generator().manual_seed(5)),
+    "persistent workers": lambda: _workers(shuffle=True, persistent_workers=True),
+    "stateful loader": lambda: StatefulDataLoader(Numbers(), 4, shuffle=True),
+    "stateful loader with workers": lambda: StatefulDataLoader(
+        Numbers(), 4, shuffle=True, num_workers=2, multiprocessing_context="fork"
+    ),
+    "stateful loader of data with state": lambda: StatefulDataLoader(StatefulNumbers(), 4, shuffle=True),
+    "stateful loader of a stream": lambda: StatefulDataLoader(StatefulStream(), 4),
+    "a stream": lambda: DataLoader(Stream(), 4),
+    "a stream with workers": lambda: DataLoader(Stream(), 4, num_workers=2, multiprocessing_context="fork"),
+    "a stream with state": lambda: DataLoader(StatefulStream(), 4),
+    "a list": lambda: [torch.arange(4) + 4 * batch for batch in range(6)],
+}
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _train(manager: ckpt.StateManager, loader: Iterable[Any], epochs: int, stop: int | None) -> list[str]:
+    """Go through the loader; drawing from every generator in between, as a training step with dropout does."""
+    seen = []
+    for epoch in manager.epochs(epochs):
+        for batch in manager.batches(loader):
+            seen.append(f"{epoch} {batch} {torch.rand(()).item()} {random.random()} {np.random.rand()}")
+            manager.step()
+            if manager.progress.step == stop:
+                manager.save_state()
+                return seen
+    return seen
+
+
+def _interrupted(make: Callable[[], Iterable[Any]], stop: int, epochs: int) -> tuple[list[str], ckpt.Restored, Any]:
+    root = f"memory://data-{next(_roots)}"
+    _seed(1)
+    with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
+        seen = _train(manager, make(), epochs, stop)
+    _seed(999)
+    loader = make()
+    with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
+        seen += _train(manager, loader, epochs, None)
+        assert manager.restored is not None
+        return seen, manager.restored, loader
+
+
+@pytest.mark.parametrize("stop", ["in the first epoch", "at its end", "in the second epoch"])
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_resumed_loader_goes_on_exactly_where_it_stopped(name: str, stop: str) -> None:
+    make = LOADERS[name]
+    per_epoch = len(list(make()))
+    at = {"in the first epoch": 2, "at its end": per_epoch, "in the second epoch": per_epoch + 3}[stop]
+    _seed(1)
+    with ckpt.StateManager(f"memory://data-{next(_roots)}", model=nn.Linear(1, 1)) as manager:
+        straight = _train(manager, make(), 3, None)
+    seen, restored, _ = _interrupted(make, at, 3)
+    assert seen == straight
+    assert restored.approximated == {}
+
+
+def test_a_stream_of_persistent_workers_resumes_its_samples_and_says_what_it_cannot() -> None:
+    def make() -> Iterable[Any]:
+        return DataLoader(Stream(), 4, num_workers=2, persistent_workers=True, multiprocessing_context="fork")
+
+    _, restored, _ = _interrupted(make, len(list(make())) + 2, 2)
+    assert "workers" in restored.approximated["loader.0.workers"]
+
+
+@pytest.mark.parametrize("name", ["shuffle", "own sampler", "own batch sampler", "distributed", "stateful loader"])
+def test_samples_that_are_skipped_are_not_read(name: str) -> None:
+    _, _, loader = _interrupted(LOADERS[name], 2, 1)
+    skipped = 3 if name == "own batch sampler" else 8
+    whole = 12 if name == "distributed" else SIZE
+    assert len(loader.dataset.read) == whole - skipped
+
+
+def test_the_users_loader_is_as_it_was_when_the_manager_is_closed() -> None:
+    loader = DataLoader(Numbers(), 4, shuffle=True)
+    sampler = loader.batch_sampler
+    with ckpt.StateManager("memory://as-it-was", model=nn.Linear(1, 1)) as manager:
+        assert len(list(manager.batches(loader))) == len(loader) == 6
+        assert len(list(loader)) == 6  # between, without the manager
+    assert loader.batch_sampler is sampler
+
+
+def test_a_sampler_that_cannot_be_followed_is_named() -> None:
+    _, restored, _ = _interrupted(lambda: DataLoader(Numbers(), 4, sampler=LazySampler()), 3, 1)
+    assert "another order" in restored.approximated["data order"]
+
+
+def test_another_dataset_size_is_named() -> None:
+    root = "memory://other-size"
+    with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
+        _train(manager, DataLoader(Numbers(), 4), 1, 2)
+    with ckpt.StateManager(root, model=nn.Linear(1, 1), dataloader=DataLoader(torch.arange(9), 4)) as manager:  # type: ignore[arg-type]
+        restored = manager.resume()
+    assert restored is not None
+    assert restored.approximated == {}  # by another name: its position waits for the loader of the old one
+    with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
+        list(manager.batches(DataLoader(torch.arange(9), 4)))  # type: ignore[arg-type]
+        assert manager.restored is not None
+        assert "has 9 samples now and had 23" in manager.restored.approximated["loader.0.dataset"]
+
+
+def test_the_distributed_sampler_gets_its_epoch() -> None:
+    sampler: DistributedSampler[Any] = DistributedSampler(Numbers(), 2, 0, seed=4)
+    loader = DataLoader(Numbers(), 4, sampler=sampler)
+    orders = []
+    with ckpt.StateManager("memory://set-epoch", model=nn.Linear(1, 1)) as manager:
+        for epoch in manager.epochs(2):
+            orders.append([index.tolist() for index, _ in manager.batches(loader)])
+            assert sampler.epoch == epoch
+    assert orders[0] != orders[1]
+
+
+def test_two_loaders_in_an_epoch_are_told_apart_when_the_second_is_interrupted() -> None:
+    def train(root: str, stop: int | None) -> list[str]:
+        seen: list[str] = []
+        first, second = DataLoader(Numbers(), 8, shuffle=True), DataLoader(Numbers(), 6, shuffle=True)
+        with ckpt.StateManager(root, model=nn.Linear(1, 1), dataloader={"a": first, "b": second}) as manager:
+            for epoch in manager.epochs(2):
+                for loader in (first, second):
+                    for batch in manager.batches(loader):
+                        seen.append(f"{epoch} {batch}")
+                        manager.step()
+                        if manager.progress.step == stop:
+                            manager.save_state()
+                            return seen
+        return seen
+
+    _seed(1)
+    straight = train("memory://two-straight", None)
+    _seed(1)
+    before = train("memory://two", 5)
+    _seed(2)
+    assert before + train("memory://two", None) == straight
+
+
+def test_a_save_after_the_inner_loop_belongs_to_the_end_of_the_epoch() -> None:
+    root = "memory://end-of-epoch"
+    loader = DataLoader(Numbers(), 4, shuffle=True)
+    with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
+        for _ in manager.epochs(1):
+            for _ in manager.batches(loader):
+                manager.step()
+            manager.save_state()
+    with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
+        assert list(manager.epochs(3)) == [1, 2]
+
+
+def test_batches_alone_count_epochs() -> None:
+    loader = DataLoader(Numbers(), 4, shuffle=True)
+    with ckpt.StateManager("memory://batches-alone", model=nn.Linear(1, 1)) as manager:
+        for epoch in range(3):
+            assert manager.progress.epoch == epoch
+            assert len(list(manager.batches(loader))) == 6
+        assert manager.progress.samples == 3 * SIZE
