@@ -65,6 +65,13 @@ def agree(ranks: Ranks, call: str, mine: Outcome, decide: Callable[[list[Any]], 
     return decision.get()
 
 
+def together(ranks: Ranks, call: str, do: Callable[[], Any]) -> Any:
+    """Do something on every rank, each for itself. Returns this rank's value, or raises on all ranks alike."""
+    mine = Outcome.of(do)
+    agree(ranks, call, Outcome(error=mine.error), lambda _: None)
+    return mine.value
+
+
 def _joined(call: str, told: list[str]) -> list[Any]:
     """The values of all ranks; raises one error for whatever went wrong, with the ranks where it did."""
     calls = {rank: json.loads(one)["call"] for rank, one in enumerate(told)}

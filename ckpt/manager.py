@@ -14,16 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt import loading, rng
-from ckpt.agreement import Outcome, agree
+from ckpt import restoring, rng
+from ckpt.agreement import together
 from ckpt.capture import Captured, capture
 from ckpt.catalog import check_name
+from ckpt.choosing import Choice, choose
 from ckpt.config import read_config
 from ckpt.console import say
-from ckpt.errors import ConfigError, MissingError, Preempted
-from ckpt.loading import Choice, Opened
+from ckpt.errors import ConfigError, MetricError, MissingError, Preempted
 from ckpt.loop import Loop
-from ckpt.parts import GradientsPart, ModelPart, Notes, ObjectPart, OptimizerPart, Part, named
+from ckpt.managed import KINDS, Managed, named
+from ckpt.opened import Opened
+from ckpt.parts import Notes
 from ckpt.preemption import EXIT_STATUS, Preemption
 from ckpt.progress import Progress
 from ckpt.ranks import MAIN, find_ranks
@@ -73,10 +75,7 @@ class StateManager:
         self._saver = Saver(self._storage, self._ranks, keep)
         self._save_every = save_every
         self._keep = keep
-        self._models: dict[str, nn.Module] = named("model", model)
-        self._parts = _parts(self._models, optimizer, scheduler, scaler)
-        self._gradients = gradients
-        self._generators: dict[str, Any] = {}
+        self._managed = Managed(model, optimizer, scheduler, scaler, gradients=gradients)
         self._loop = Loop(self._ranks, named("dataloader", dataloader))
         self._loop.late = self._note_late  # type: ignore[method-assign]
         self._metrics: dict[str, Any] = {}
@@ -90,12 +89,12 @@ class StateManager:
     @classmethod
     def from_config(cls, path: str | os.PathLike[str], **objects: Any) -> StateManager:
         """A manager with the options of a YAML file (`root`, `save_every`, `keep`, ...) for these objects."""
-        known = inspect.signature(cls.__init__).parameters.keys() - {"self", *_OBJECTS}
+        known = inspect.signature(cls.__init__).parameters.keys() - {"self", *KINDS}
         options = read_config(path, known)
         return cls(options.pop("root"), **{**options, **objects})
 
     def __repr__(self) -> str:
-        return f"StateManager({self._storage.url!r}, parts={sorted([*self._parts, *self._generators])})"
+        return f"StateManager({self._storage.url!r}, parts={[*self._managed.parts, *self._managed.generators]})"
 
     def __enter__(self) -> StateManager:
         return self
@@ -120,24 +119,14 @@ class StateManager:
 
         Generators (of torch, NumPy or Python) are kept for every rank; of other objects the main rank's state is.
         """
-        wrong = []
-        for name, value in objects.items():
-            if name in self._parts or name in self._generators or name in _RESERVED:
-                wrong.append(f"{name}: there is such a part already")
-            elif rng.is_generator(value):
-                self._generators[name] = value
-            elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-                self._parts[name] = ModelPart(name, value) if isinstance(value, nn.Module) else ObjectPart(name, value)
-            else:
-                wrong.append(f"{name}: a {type(value).__name__} has no state_dict and load_state_dict")
-        if wrong:
-            raise ConfigError("cannot register " + "; ".join(wrong) + ".")
+        self._managed.register(objects)
 
     def unwrap(self, model: nn.Module | None = None) -> nn.Module:
         """The model, or the managed one, without DistributedDataParallel, DataParallel and torch.compile."""
-        if model is None and len(self._models) != 1:
-            raise ConfigError(f"this manager has {len(self._models)} models: say which, unwrap(model).")
-        return unwrap(model if model is not None else next(iter(self._models.values())))
+        models = list(self._managed.models.values())
+        if model is None and len(models) != 1:
+            raise ConfigError(f"this manager has {len(models)} models: say which, unwrap(model).")
+        return unwrap(models[0] if model is None else model)
 
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs that are left of `total`. Goes on where the last run stopped, or starts afresh.
@@ -183,7 +172,9 @@ class StateManager:
         """
         self._started = True
         name = check_name(name) if name is not None else f"step-{self.progress.step:08d}"
-        self._saver.save(name, lambda: self._capture(name, metrics), self._facts(metrics))
+        numbers = self._numbers(metrics)
+        facts = {"progress": self._loop.saved_progress().to_json(), "metrics": numbers}
+        self._saver.save(name, lambda: self._capture(name, numbers), facts)
         self._saved_step = self.progress.step
         return name
 
@@ -228,58 +219,51 @@ class StateManager:
             say(f"told to terminate: saved step {self.progress.step} in {self._storage.url}, stopping")
         raise Preempted(EXIT_STATUS)
 
-    def _own_parts(self) -> dict[str, Part]:
-        if not self._gradients:
-            return {}
-        key = f"gradients-{self._ranks.rank:05d}"
-        return {key: GradientsPart(key, self._models)}
-
-    def _capture(self, name: str, metrics: Mapping[str, Any] | None) -> Captured:
+    def _capture(self, name: str, metrics: Mapping[str, float]) -> Captured:
         if self._keep is not None:
-            self._keep.check(self._numbers(metrics), name)
-        generators = {key: rng.capture_one(one) for key, one in self._generators.items()}
+            self._keep.check(metrics, name)
+        generators = {key: rng.capture_one(one) for key, one in self._managed.generators.items()}
         rank_state = {"rng": rng.capture(), "generators": generators, "loaders": self._loop.state()}
-        shared = self._parts.values() if self._ranks.rank == MAIN else ()
-        return capture(shared, self._own_parts(), rank_state)
-
-    def _facts(self, metrics: Mapping[str, Any] | None) -> dict[str, Any]:
-        return {"progress": self._loop.saved_progress().to_json(), "metrics": self._numbers(metrics)}
+        shared = self._managed.parts.values() if self._ranks.rank == MAIN else ()
+        return capture(shared, self._managed.own(self._ranks.rank), rank_state)
 
     def _numbers(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
         """Metrics as plain numbers. This waits for the device, so it is done for saves only."""
         given = self._metrics if metrics is None else metrics
-        return {key: float(_detached(value)) for key, value in given.items()}
+        try:
+            return {key: float(_detached(value)) for key, value in given.items()}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise MetricError(f"metrics must be names with one number each, not {given!r}: {error}") from error
 
     def _load(self, name: str | None, *, strict: bool) -> Restored | None:
         with ExitStack() as held:
-            choice = loading.choose(self._storage, self._ranks, name, held)
+            choice = choose(self._storage, self._ranks, name, held)
             if choice is None:
                 return None
             self._started = True
-            return self._take(choice, strict=strict)
+            opened = self._open(choice)
+            notes = Notes()
+            parts = restoring.restore(opened, self._ranks, self._managed, notes, strict=strict)
+            self._go_back(opened, notes)
+        return self._tell(choice, parts, notes)
 
-    def _take(self, choice: Choice, *, strict: bool) -> Restored:
+    def _open(self, choice: Choice) -> Opened:
         call = f"load_state({choice.manifest.name!r})"
-        parts = {**self._parts, **self._own_parts()}
+        opened: Opened = together(self._ranks, call, lambda: Opened(self._storage, choice.manifest, self._ranks.rank))
+        return opened
 
-        def look() -> None:
-            found["opened"] = opened = Opened(self._storage, choice.manifest, self._ranks.rank)
-            found["unfit"] = loading.check(opened, parts)
-            if strict:
-                loading.require_fit(opened, found["unfit"])
+    def _go_back(self, opened: Opened, notes: Notes) -> None:
+        """Restore what is this rank's own: generators, and where its loaders are."""
+        rewind = restoring.rewinder(opened, self._ranks, notes)
+        rewind()
+        restoring.restore_generators(opened, self._managed.generators, notes)
+        progress = Progress(**opened.manifest.progress)
+        positions = opened.state["loaders"]
+        notes.approximated |= self._loop.go_back(progress, positions, opened.manifest.world_size, rewind, self._warn)
 
-        found: dict[str, Any] = {}
-        agree(self._ranks, call, Outcome.of(look), lambda _: None)
-        notes = Notes()
-        done = Outcome.of(lambda: loading.restore(found["opened"], parts, found["unfit"], notes))
-        agree(self._ranks, call, done, lambda _: None)
-        return self._tell(choice, found["opened"], done.value, notes)
-
-    def _tell(self, choice: Choice, opened: Opened, parts: list[str], notes: Notes) -> Restored:
+    def _tell(self, choice: Choice, parts: list[str], notes: Notes) -> Restored:
         manifest = choice.manifest
-        self._take_rank_state(opened, notes)
-        self._saver.run, self._saver.parent = manifest.run, manifest.id
-        self._saver.damaged |= choice.passed_over.keys()
+        self._saver.follow(manifest, choice.passed_over)
         self._saved_step = manifest.step
         self._restored = Restored(
             name=manifest.name,
@@ -296,33 +280,6 @@ class StateManager:
             say(str(self._restored))
         return self._restored
 
-    def _take_rank_state(self, opened: Opened, notes: Notes) -> None:
-        """What is each rank's own: generators, and where its loaders are."""
-        then, now, rank = opened.manifest.world_size, self._ranks.world_size, self._ranks.rank
-        state = opened.state
-        if then != now:
-            left = (
-                f"ranks {now} to {then - 1} are gone"
-                if now < then
-                else f"ranks {then} to {now - 1} are new, seeded from rank 0's"
-            )
-            notes.approximated["rng"] = f"saved by {then} ranks, resumed by {now}: {left}"
-
-        def ready() -> None:
-            if rank < then:
-                rng.restore(state["rng"])
-            else:
-                rng.derive(state["rng"], rank)
-
-        ready()
-        for key, generator in self._generators.items():
-            if key in state["generators"]:
-                rng.restore_one(generator, state["generators"][key])
-            else:
-                notes.skipped[key] = "the checkpoint has no such generator"
-        progress = Progress(**opened.manifest.progress)
-        notes.approximated |= self._loop.go_back(progress, state["loaders"], then, ready, self._warn)
-
     def _note_late(self, what: str, why: str) -> None:
         if self._restored is not None:
             self._restored.approximated[what] = why
@@ -332,10 +289,6 @@ class StateManager:
         if self._restored is not None:
             self._restored.approximated.setdefault("data order", text)
         say(f"ckpt: {text}")
-
-
-_OBJECTS = ("model", "optimizer", "scheduler", "scaler", "dataloader")
-_RESERVED = (*_OBJECTS, "rng", "generators", "loaders", "gradients", "state", "manifest")
 
 
 def _detached(value: Any) -> Any:
@@ -353,27 +306,3 @@ def _check_options(*, save_every: Any, keep: Any, timeout: Any) -> None:
         wrong.append(f"timeout={timeout!r} must be a number of seconds")
     if wrong:
         raise ConfigError("StateManager: " + "; ".join(wrong) + ".")
-
-
-def _parts(models: dict[str, nn.Module], optimizer: Any, scheduler: Any, scaler: Any) -> dict[str, Part]:
-    # a single model's parameters go by their own names, those of several by the model's name and their own
-    prefixed = {"" if len(models) == 1 else key.partition(".")[2]: model for key, model in models.items()}
-    parts: dict[str, Part] = {key: ModelPart(key, model) for key, model in models.items()}
-    for key, value in named("optimizer", optimizer).items():
-        is_torch = isinstance(value, torch.optim.Optimizer)
-        parts[key] = OptimizerPart(key, value, prefixed) if is_torch else ObjectPart(key, value)
-    for kind, objects in (("scheduler", scheduler), ("scaler", scaler)):
-        parts |= {key: ObjectPart(key, value, same_class=True) for key, value in named(kind, objects).items()}
-    wrong = [
-        f"{key} is a {type(model).__name__}, not a torch.nn.Module"
-        for key, model in models.items()
-        if not isinstance(model, nn.Module)
-    ]
-    wrong += [
-        f"{key} is a {type(p.value).__name__}, which has no state_dict"
-        for key, p in parts.items()
-        if isinstance(p, ObjectPart) and not hasattr(p.value, "state_dict")
-    ]
-    if wrong:
-        raise ConfigError("StateManager: " + "; ".join(wrong) + ".")
-    return parts

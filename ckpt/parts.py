@@ -6,7 +6,6 @@ with `SavedTensor`s in place of tensors, to check that all of it fits before any
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,13 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ckpt.errors import ConfigError
 from ckpt.formats.dtypes import name_of
 from ckpt.formats.values import describe
 from ckpt.unwrap import clean_name, gradients, parameter_names, unwrap
 
 _MOMENTS = ("exp_avg", "momentum_buffer", "square_avg", "sum")  # state with the shape of its parameter
-_PART_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class SavedTensor(Protocol):
@@ -251,20 +248,3 @@ class ObjectPart:
         notes.skipped.update({f"{self.key}.{name}": why for name, why in unfit.items()})
         if not unfit:
             self.value.load_state_dict(read()["state"])
-
-
-def named(kind: str, value: Any) -> dict[str, Any]:
-    """One object, a sequence or a dict of named ones, as objects by key: `model`, `model.0`, `model.generator`."""
-    if value is None:
-        return {}
-    if isinstance(value, Mapping):
-        return {f"{kind}.{_checked(name)}": one for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return {f"{kind}.{index}": one for index, one in enumerate(value)}
-    return {kind: value}
-
-
-def _checked(name: Any) -> str:
-    if not isinstance(name, str) or not _PART_NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} cannot name a part: use letters, digits, '_' and '-'. It becomes a file's name.")
-    return name

@@ -8,7 +8,7 @@ import platform
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -85,8 +85,12 @@ class Saver:
             if self.ranks.rank == MAIN:
                 self._clean_up(name)
             raise
-        if self.ranks.rank == MAIN and self.keep is not None and self._committed is not None:
-            self._committed = commit.retain(self.keep, self.storage, self._committed, self.damaged)
+        self._retain()
+
+    def follow(self, manifest: Manifest, damaged: Iterable[str]) -> None:
+        """What is saved from here on goes on from this checkpoint."""
+        self.run, self.parent = manifest.run, manifest.id
+        self.damaged |= set(damaged)
 
     def close(self) -> None:
         """Let go of the root."""
@@ -134,6 +138,14 @@ class Saver:
         waited = facts["seconds"]["total"]
         _log.info("saved %s/%s: %s in %.2f s", self.storage.url, attempt.name, size(manifest.size), waited)
         return attempt.id
+
+    def _retain(self) -> None:
+        if self.keep is None or self._committed is None:
+            return
+        try:
+            self._committed = commit.retain(self.keep, self.storage, self._committed, self.damaged)
+        except StorageError as error:  # the save stands; what could not be removed is tried again after the next one
+            _log.warning("old checkpoints were not removed: %s", error)
 
     def _clean_up(self, name: str) -> None:
         """After a failure. What cannot be removed now is swept before a later save."""

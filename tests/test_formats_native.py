@@ -246,6 +246,11 @@ class TestTies:
         views = {"x": x, "row": x[1], "column": x[:, 2], "turned": x.t(), "steps": x[::2, 1::3], "flat": x.view(-1)}
         tied({**views, "one": x[2, 3], "block": x[1:3, 2:4]}, x.nbytes)
 
+    def test_parts_of_the_whole_that_lie_apart(self) -> None:
+        x = torch.arange(10)
+        file = tied({"whole": x, "early": x[1:3], "late": x[5:8], "last": x[9:]}, x.nbytes)
+        assert [*file.stored] == ["whole"]
+
     def test_partial_overlaps_without_one_that_covers_all(self) -> None:
         x = torch.arange(10)
         file = tied({"front": x[:6], "back": x[4:]}, x.nbytes)
@@ -276,6 +281,7 @@ class TestTies:
         x = torch.arange(16, dtype=torch.int32)
         tied({"long": x[2:10].view(torch.int64), "int": x[1:7]}, 40)
         tied({"int": x[5:11], "long": x[6:12].view(torch.int64)}, 32)
+        tied({"covers": x[1:13], "long": x[4:8].view(torch.int64)}, 13 * 4)
 
     def test_transposed_tensors_that_are_tied(self) -> None:
         x = torch.arange(12.0).reshape(3, 4)

@@ -1,0 +1,96 @@
+"""From a checkpoint to live objects: check that all of it fits, on every rank, then take it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckpt import rng
+from ckpt.agreement import together
+from ckpt.errors import DamagedError, MismatchError, StateError, StorageError
+from ckpt.managed import Managed
+from ckpt.opened import Opened
+from ckpt.parts import Notes, Part
+from ckpt.ranks import Ranks
+
+Unfit = Mapping[str, Mapping[str, str]]  # what does not fit and why, by part and key
+
+
+def restore(opened: Opened, ranks: Ranks, managed: Managed, notes: Notes, *, strict: bool) -> list[str]:
+    """Take back all parts, and return their keys. Changes nothing on any rank unless all of it fits on every rank."""
+    call = f"load_state({opened.manifest.name!r})"
+    parts = {**managed.parts, **managed.own(ranks.rank)}
+    unfit: Unfit = together(ranks, call, lambda: _check(opened, parts, strict=strict))
+    keys: list[str] = together(ranks, call, lambda: _restore(opened, parts, unfit, notes))
+    return keys
+
+
+def rewinder(opened: Opened, ranks: Ranks, notes: Notes) -> Callable[[], None]:
+    """What puts this rank's generators back as they were; for a rank that is new, what seeds them."""
+    then, now, rank, state = opened.manifest.world_size, ranks.world_size, ranks.rank, opened.state["rng"]
+    if then != now:
+        gone, new = f"ranks {now} to {then - 1} are gone", f"ranks {then} to {now - 1} are new and seeded"
+        change = gone if now < then else new
+        notes.approximated["rng"] = f"saved by {then} ranks, resumed by {now}: {change}"
+    return (lambda: rng.restore(state)) if rank < then else (lambda: rng.derive(state, rank))
+
+
+def restore_generators(opened: Opened, generators: Mapping[str, Any], notes: Notes) -> None:
+    """Put the registered generators back."""
+    saved = opened.state["generators"]
+    for key, generator in generators.items():
+        if key in saved:
+            rng.restore_one(generator, saved[key])
+        else:
+            notes.skipped[key] = "the checkpoint has no such generator"
+
+
+def _check(opened: Opened, parts: Mapping[str, Part], *, strict: bool) -> Unfit:
+    """What does not fit. Reads no tensor and changes nothing; with `strict`, raises one error for all of it."""
+    unfit: dict[str, dict[str, str]] = {}
+    for key, part in parts.items():
+        if not opened.has(key):
+            unfit[key] = {"": "missing: the checkpoint has no such part"}
+        elif problems := part.check(opened.tree(key)):
+            unfit[key] = problems
+    if strict:
+        _require_fit(opened, unfit)
+    return unfit
+
+
+def _require_fit(opened: Opened, unfit: Unfit) -> None:
+    problems = [_where(part, key) + why for part, keys in unfit.items() for key, why in sorted(keys.items())]
+    if problems:
+        lines = "\n  ".join(problems)
+        raise MismatchError(
+            f"{opened.manifest.name} does not fit the live objects; nothing was changed:\n  {lines}\n"
+            "Build the objects as they were when it was saved, or use strict=False to restore what fits.",
+            tuple(problems),
+        )
+
+
+def _where(part: str, key: str) -> str:
+    return f"{part}: {key}: " if key else f"{part}: "
+
+
+def _restore(opened: Opened, parts: Mapping[str, Part], unfit: Unfit, notes: Notes) -> list[str]:
+    """Take back what fits, and return the keys of the parts that were."""
+    done = []
+    for key, part in parts.items():
+        if opened.has(key):
+            _restore_one(opened, key, part, unfit.get(key, {}), notes)
+            done.append(key)
+        else:
+            notes.skipped[key] = "the checkpoint has no such part"
+    for key in opened.parts.keys() - parts.keys():
+        notes.skipped[key] = "in the checkpoint, but not managed here"
+    return done
+
+
+def _restore_one(opened: Opened, key: str, part: Part, unfit: Mapping[str, str], notes: Notes) -> None:
+    try:
+        part.restore(opened.tree(key), lambda: opened.read(key), unfit, notes)
+    except (StorageError, DamagedError):
+        raise
+    except Exception as error:
+        raise StateError(f"{key} did not take its state back: {type(error).__name__}: {error}") from error
