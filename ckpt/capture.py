@@ -26,8 +26,8 @@ class Captured:
 
     def images(self) -> list[Image]:
         """The files for what all ranks have in common."""
-        values = {key: part.values for key, part in self.parts.items()}
-        return [*_tensor_files(self.parts), Image.of(documents.STATE, documents.to_json({"parts": values}))]
+        document = documents.to_json({"parts": _values(self.parts)})
+        return [*_tensor_files(self.parts), Image.of(documents.STATE, document)]
 
     def own_images(self) -> list[Image]:
         """The files that only this rank can write."""
@@ -37,21 +37,26 @@ class Captured:
 def capture(parts: Iterable[Part], own: Mapping[str, Part], rank_state: Mapping[str, Any]) -> Captured:
     """Ask every part for its state. Refuses all values that cannot be held at once, each by its path."""
     problems: list[str] = []
-    shared = {part.key: documents.encode_part(_state_of(part), part.key, problems) for part in parts}
-    mine = {key: documents.encode_part(_state_of(part), key, problems) for key, part in own.items()}
+    shared = {part.key: _encoded(part, problems) for part in parts}
+    mine = {key: _encoded(part, problems) for key, part in own.items()}
     state = {key: documents.encode_inline(value, key, problems) for key, value in rank_state.items()}
     refuse(problems)
-    document = {"state": state, "own": {key: part.values for key, part in mine.items()}}
+    document = {"state": state, "own": _values(mine)}
     return Captured(shared, mine, documents.to_json(document))
 
 
-def _state_of(part: Part) -> Any:
+def _encoded(part: Part, problems: list[str]) -> PartState:
     try:
-        return part.capture()
+        state = part.capture()
     except CkptError:
         raise
     except Exception as error:
         raise UnsupportedError(f"{part.key}: its state could not be taken: {type(error).__name__}: {error}") from error
+    return documents.encode_part(part.kind, state, part.key, problems)
+
+
+def _values(parts: Mapping[str, PartState]) -> dict[str, Any]:
+    return {key: {"class": part.kind, "state": part.values} for key, part in parts.items()}
 
 
 def _tensor_files(parts: Mapping[str, PartState]) -> list[Image]:

@@ -66,14 +66,10 @@ class Feed:
         """The position, to be saved; none if this epoch has not come to this loader yet."""
         if self.position is None:
             return None
-        self.position.generators_now = [rng.capture_one(one) for one in self._generators()]
-        if self._course is not None:
-            self.position.digest = self._course.digest.hexdigest()
+        self._note(self.position)
         keeper = self._keeper()
         if keeper is not None:
             self.position.state = keeper.state_dict()
-        if keeper is not self.loader:  # such a loader knows it itself
-            self.position.exhausted = getattr(getattr(self._iterator, "_dataset_fetcher", None), "ended", False)
         return dict(vars(self.position))
 
     def rewind(self) -> None:
@@ -113,7 +109,7 @@ class Feed:
                 yield batch, samples
             position.done = True
         finally:
-            self.inside = False
+            self._leave(position)
 
     def _open(self, position: Position, epoch: int) -> Iterator[Any]:
         """An iterator that stands at the position."""
@@ -130,6 +126,23 @@ class Feed:
         iterator = iter(self.loader)
         self._arrive(position)
         return iterator
+
+    def _note(self, position: Position) -> None:
+        """Bring the position up to what the loader and its iterator say now."""
+        position.generators_now = [rng.capture_one(one) for one in self._generators()]
+        if self._course is not None:
+            position.digest = self._course.digest.hexdigest()
+        if self._iterator is not None and self._keeper() is not self.loader:  # such a loader knows it itself
+            position.exhausted = getattr(getattr(self._iterator, "_dataset_fetcher", None), "ended", False)
+
+    def _leave(self, position: Position) -> None:
+        """The loop has ended, or was left. Nothing of ours may keep the iterator: its workers stop when it goes."""
+        self._note(position)
+        self.inside = False
+        self._iterator = None
+        if self._course is not None:
+            self._course.forget()
+        self._course = None
 
     def _at_end(self, position: Position) -> Iterator[Any]:
         keeper = self._keeper()

@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt import order
+from ckpt.console import say
 from ckpt.feed import Feed
 from ckpt.progress import Progress
 from ckpt.ranks import Ranks
+
+
+@dataclass
+class Waiting:
+    """Saved positions that wait for their loaders. What will not be as it was is added to `approximated`."""
+
+    positions: dict[str, Any] = field(default_factory=dict)
+    world_size: int = 1
+    ready: Callable[[], None] = lambda: None
+    approximated: dict[str, str] = field(default_factory=dict)
+
+    def place(self, key: str, feed: Feed) -> None:
+        """Bring a loader to its position, if one waits for it."""
+        if key in self.positions:
+            changes = feed.go_back(self.positions.pop(key), self.world_size, self.ready, self._warn)
+            self.approximated.update({f"{key}.{what}": why for what, why in changes.items()})
+
+    def _warn(self, text: str) -> None:
+        self.approximated["data order"] = text
+        say(f"ckpt: {text}")
 
 
 class Loop:
@@ -23,7 +45,7 @@ class Loop:
         self._ranks = ranks
         self._in_epochs = False
         self._feeds = {key: Feed(loader, ranks.rank, ranks.world_size) for key, loader in loaders.items()}
-        self._waiting: dict[str, tuple[Any, ...]] = {}
+        self._waiting = Waiting()
 
     def epochs(self, total: int) -> Iterator[int]:
         self._in_epochs = True
@@ -59,35 +81,18 @@ class Loop:
         states = {key: feed.state() for key, feed in self._feeds.items()}
         return {key: state for key, state in states.items() if state is not None}
 
-    def go_back(
-        self,
-        progress: Progress,
-        positions: dict[str, Any],
-        world_size: int,
-        ready: Callable[[], None],
-        warn: Callable[[str], None],
-    ) -> dict[str, str]:
+    def go_back(self, progress: Progress, waiting: Waiting) -> None:
         """Go on from saved positions. A loader that is not known yet takes its own when it comes to `batches`."""
         self.progress = progress
-        for feed in self._feeds.values():
-            feed.rewind()
-        self._waiting = {key: (saved, world_size, ready, warn) for key, saved in positions.items()}
-        changes: dict[str, str] = {}
+        self._waiting = waiting
         for key, feed in self._feeds.items():
-            changes |= self._place(key, feed)
-        return changes
+            feed.rewind()
+            waiting.place(key, feed)
 
     def release(self) -> None:
         """Leave the loaders as they were."""
         for feed in self._feeds.values():
             order.release(feed.loader)
-
-    def _place(self, key: str, feed: Feed) -> dict[str, str]:
-        if key not in self._waiting:
-            return {}
-        saved, world_size, ready, warn = self._waiting.pop(key)
-        changes = feed.go_back(saved, world_size, ready, warn)
-        return {f"{key}.{what}": why for what, why in changes.items()}
 
     def _feed(self, loader: Iterable[Any]) -> Feed:
         for feed in self._feeds.values():
@@ -95,12 +100,8 @@ class Loop:
                 return feed
         key = f"loader.{len(self._feeds)}"
         feed = self._feeds[key] = Feed(loader, self._ranks.rank, self._ranks.world_size)
-        for what, why in self._place(key, feed).items():
-            self.late(what, why)
+        self._waiting.place(key, feed)
         return feed
-
-    def late(self, what: str, why: str) -> None:
-        """A change that only shows when the loop comes to a loader. The manager listens."""
 
     def _next_epoch(self) -> None:
         self.progress.epoch += 1

@@ -22,7 +22,7 @@ from ckpt.choosing import Choice, choose
 from ckpt.config import read_config
 from ckpt.console import say
 from ckpt.errors import ConfigError, MetricError, MissingError, Preempted
-from ckpt.loop import Loop
+from ckpt.loop import Loop, Waiting
 from ckpt.managed import KINDS, Managed, named
 from ckpt.opened import Opened
 from ckpt.parts import Notes
@@ -77,7 +77,6 @@ class StateManager:
         self._keep = keep
         self._managed = Managed(model, optimizer, scheduler, scaler, gradients=gradients)
         self._loop = Loop(self._ranks, named("dataloader", dataloader))
-        self._loop.late = self._note_late  # type: ignore[method-assign]
         self._metrics: dict[str, Any] = {}
         self._restored: Restored | None = None
         self._started = False
@@ -257,9 +256,8 @@ class StateManager:
         rewind = restoring.rewinder(opened, self._ranks, notes)
         rewind()
         restoring.restore_generators(opened, self._managed.generators, notes)
-        progress = Progress(**opened.manifest.progress)
-        positions = opened.state["loaders"]
-        notes.approximated |= self._loop.go_back(progress, positions, opened.manifest.world_size, rewind, self._warn)
+        waiting = Waiting(opened.state["loaders"], opened.manifest.world_size, rewind, notes.approximated)
+        self._loop.go_back(Progress(**opened.manifest.progress), waiting)
 
     def _tell(self, choice: Choice, parts: list[str], notes: Notes) -> Restored:
         manifest = choice.manifest
@@ -279,16 +277,6 @@ class StateManager:
         if self._ranks.rank == MAIN:
             say(str(self._restored))
         return self._restored
-
-    def _note_late(self, what: str, why: str) -> None:
-        if self._restored is not None:
-            self._restored.approximated[what] = why
-        self._warn(f"{what}: {why}")
-
-    def _warn(self, text: str) -> None:
-        if self._restored is not None:
-            self._restored.approximated.setdefault("data order", text)
-        say(f"ckpt: {text}")
 
 
 def _detached(value: Any) -> Any:

@@ -67,6 +67,11 @@ class Opened:
     def has(self, key: str) -> bool:
         return key in self.parts or key in self.own
 
+    def kind(self, key: str) -> str:
+        """The class of the object whose state a part is."""
+        kind: str = self._part(key)["class"]
+        return kind
+
     def tree(self, key: str) -> Any:
         """A part's state, with `SavedTensor`s where tensors are."""
         file = self._file(key)
@@ -84,7 +89,10 @@ class Opened:
         return self._decoded(key, lambda name: file.tensor(name) if file else None)
 
     def _decoded(self, key: str, tensor: Callable[[str], Any]) -> Any:
-        return Decoder(tensor).decode(self.own[key] if key in self.own else self.parts[key])
+        return Decoder(tensor).decode(self._part(key)["state"])
+
+    def _part(self, key: str) -> Any:
+        return self.own[key] if key in self.own else self.parts[key]
 
     def _file(self, key: str) -> TensorFile | None:
         path = self._paths.get(key + SUFFIX)

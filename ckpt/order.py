@@ -52,6 +52,10 @@ class Course:
         self.digest.update(indices)
         return samples
 
+    def forget(self) -> None:
+        """Let go of whoever set this course: an iterator that nobody finishes holds on to it."""
+        self.begin, self.arrive = lambda: None, lambda: None
+
     def _arrive(self) -> None:
         self.skipped = self.digest.hexdigest()
         self.arrive()

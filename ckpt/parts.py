@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from ckpt.formats.dtypes import name_of
-from ckpt.formats.values import describe
 from ckpt.unwrap import clean_name, gradients, parameter_names, unwrap
 
 _MOMENTS = ("exp_avg", "momentum_buffer", "square_avg", "sum")  # state with the shape of its parameter
@@ -43,6 +42,11 @@ class Part(Protocol):
     """One object under the manager's care."""
 
     key: str
+    same_class: bool  # whether a saved state fits only an object of the same class
+
+    @property
+    def kind(self) -> str:
+        """The class of the object."""
 
     def capture(self) -> Any:
         """The state, as a tree of values and tensors. Tensors are the live ones."""
@@ -60,6 +64,11 @@ class ModelPart:
 
     key: str
     model: nn.Module
+    same_class: bool = False
+
+    @property
+    def kind(self) -> str:
+        return type(self.module).__name__
 
     @property
     def module(self) -> nn.Module:
@@ -120,6 +129,8 @@ class GradientsPart:
 
     key: str
     models: Mapping[str, nn.Module]
+    same_class: bool = False
+    kind: str = "gradients"
 
     def capture(self) -> dict[str, Any]:
         return {key: gradients(unwrap(model)) for key, model in self.models.items()}
@@ -144,6 +155,11 @@ class OptimizerPart:
     key: str
     optimizer: torch.optim.Optimizer
     models: Mapping[str, nn.Module]
+    same_class: bool = True
+
+    @property
+    def kind(self) -> str:
+        return type(self.optimizer).__name__
 
     def capture(self) -> dict[str, Any]:
         names = self._names()
@@ -151,12 +167,9 @@ class OptimizerPart:
         state = {names[index] if isinstance(index, int) else index: value for index, value in raw["state"].items()}
         groups = [{**group, "params": [names[index] for index in group["params"]]} for group in raw["param_groups"]]
         extra = {key: value for key, value in raw.items() if key not in ("state", "param_groups")}
-        return {"class": type(self.optimizer).__name__, "state": state, "param_groups": groups, **extra}
+        return {"state": state, "param_groups": groups, **extra}
 
     def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
-        kind = type(self.optimizer).__name__
-        if saved["class"] != kind:
-            return {"class": f"the checkpoint's optimizer is a {saved['class']}, the live one a {kind}"}
         live_groups, saved_groups = self._groups(), [group["params"] for group in saved["param_groups"]]
         if len(live_groups) != len(saved_groups):
             return {"param_groups": f"{len(saved_groups)} in the checkpoint, {len(live_groups)} here"}
@@ -171,7 +184,7 @@ class OptimizerPart:
 
     def restore(self, saved: Any, read: Callable[[], Any], unfit: Mapping[str, str], notes: Notes) -> None:
         notes.skipped.update({f"{self.key}.{name}": why for name, why in unfit.items()})
-        if "class" in unfit or "param_groups" in unfit:
+        if "param_groups" in unfit:
             return
         values = read()
         state = {name: value for name, value in values["state"].items() if f"state.{name}" not in unfit}
@@ -182,7 +195,7 @@ class OptimizerPart:
             {**saved_group, "params": mine["params"]}
             for saved_group, mine in zip(values["param_groups"], live, strict=True)
         ]
-        extra = {key: value for key, value in values.items() if key not in ("class", "state", "param_groups")}
+        extra = {key: value for key, value in values.items() if key not in ("state", "param_groups")}
         self.optimizer.load_state_dict({"state": known, "param_groups": groups, **extra})
         self._keep_dtypes(known)
 
@@ -235,16 +248,15 @@ class ObjectPart:
     value: Any
     same_class: bool = False
 
-    def capture(self) -> dict[str, Any]:
-        return {"class": type(self.value).__name__, "state": self.value.state_dict()}
+    @property
+    def kind(self) -> str:
+        return type(self.value).__name__
 
-    def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
-        kind = type(self.value).__name__
-        if self.same_class and saved["class"] != kind:
-            return {"class": f"{describe(self.value)} here, a {saved['class']} in the checkpoint"}
-        return {}
+    def capture(self) -> Any:
+        return self.value.state_dict()
+
+    def check(self, saved: Any) -> dict[str, str]:
+        return {}  # only the object itself can tell
 
     def restore(self, saved: Any, read: Callable[[], Any], unfit: Mapping[str, str], notes: Notes) -> None:
-        notes.skipped.update({f"{self.key}.{name}": why for name, why in unfit.items()})
-        if not unfit:
-            self.value.load_state_dict(read()["state"])
+        self.value.load_state_dict(read())

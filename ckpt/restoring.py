@@ -51,6 +51,8 @@ def _check(opened: Opened, parts: Mapping[str, Part], *, strict: bool) -> Unfit:
     for key, part in parts.items():
         if not opened.has(key):
             unfit[key] = {"": "missing: the checkpoint has no such part"}
+        elif part.same_class and part.kind != opened.kind(key):
+            unfit[key] = {"": f"a {opened.kind(key)} in the checkpoint, a {part.kind} here"}
         elif problems := part.check(opened.tree(key)):
             unfit[key] = problems
     if strict:
@@ -77,11 +79,12 @@ def _restore(opened: Opened, parts: Mapping[str, Part], unfit: Unfit, notes: Not
     """Take back what fits, and return the keys of the parts that were."""
     done = []
     for key, part in parts.items():
-        if opened.has(key):
-            _restore_one(opened, key, part, unfit.get(key, {}), notes)
-            done.append(key)
+        misfits = unfit.get(key, {})
+        if "" in misfits:  # the part as a whole
+            notes.skipped[key] = misfits[""]
         else:
-            notes.skipped[key] = "the checkpoint has no such part"
+            _restore_one(opened, key, part, misfits, notes)
+            done.append(key)
     for key in opened.parts.keys() - parts.keys():
         notes.skipped[key] = "in the checkpoint, but not managed here"
     return done

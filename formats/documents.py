@@ -32,11 +32,11 @@ def from_json(data: bytes, where: str) -> Any:
         raise DamagedError(f"{where} is not JSON: {error}.") from error
 
 
-def encode_part(value: Any, prefix: str, problems: list[str]) -> PartState:
+def encode_part(kind: str, value: Any, prefix: str, problems: list[str]) -> PartState:
     """A part's state, its tensors apart. What cannot be held is added to `problems` with its path."""
     encoder = Encoder(prefix=prefix, problems=problems)
     values = encoder.encode(value)
-    return PartState(values, {name: Shard.whole(tensor) for name, tensor in encoder.tensors.items()})
+    return PartState(kind, values, {name: Shard.whole(tensor) for name, tensor in encoder.tensors.items()})
 
 
 def encode_inline(value: Any, prefix: str, problems: list[str]) -> Any:

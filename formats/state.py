@@ -28,8 +28,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class PartState:
-    """The state of one part: JSON in which tensors stand as references, and the tensors by their names."""
+    """The state of one part: JSON in which tensors stand as references, the tensors by their names, and its class."""
 
+    kind: str
     values: Any
     tensors: Mapping[str, Shard] = field(default_factory=dict)
 

@@ -51,7 +51,7 @@ def _round_trip(saved: dict[str, Any], fresh: dict[str, Any]) -> ckpt.Restored:
         lambda model: model,
         nn.DataParallel,
         functools.partial(torch.compile, backend="eager"),
-        lambda model: nn.DataParallel(torch.compile(model, backend="eager")),
+        lambda model: nn.DataParallel(torch.compile(model, backend="eager")),  # type: ignore[type-var]
     ],
     ids=["plain", "DataParallel", "compiled", "both"],
 )
@@ -119,7 +119,7 @@ def test_every_optimizer_comes_back(make: Callable[[Any], torch.optim.Optimizer]
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
             loss: torch.Tensor = model(inputs).pow(2).sum()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             return loss
 
         for _ in range(3):
@@ -456,7 +456,7 @@ def test_without_strict_what_fits_is_restored_and_the_rest_is_listed() -> None:
     kept = exact(other[1].state_dict())
     with ckpt.StateManager(root, model=other) as manager:
         restored = manager.load_state(strict=False)
-    assert torch.equal(other[0].weight, model[0].weight.double())  # type: ignore[arg-type, operator]
+    assert exact(other[0].state_dict()) == exact(model[0].double().state_dict())
     assert exact(other[1].state_dict()) == kept
     assert restored.skipped.keys() == {"model.1.weight", "model.1.bias"}
     assert restored.approximated.keys() == {"model.0.weight", "model.0.bias"}
@@ -465,7 +465,7 @@ def test_without_strict_what_fits_is_restored_and_the_rest_is_listed() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: torch.optim.SGD(m.parameters()), "the checkpoint's optimizer is a Adam, the live one a SGD"),
+        (lambda m: torch.optim.SGD(m.parameters()), "optimizer: a Adam in the checkpoint, a SGD here"),
         (
             lambda m: torch.optim.Adam([{"params": m[0].parameters()}, {"params": m[3].parameters()}]),
             "param_groups: 1 in",

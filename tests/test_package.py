@@ -1,0 +1,77 @@
+"""The wheel, and what it does to a project that installs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built wheel, installed alone into an empty folder."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    tracked = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=REPOSITORY, capture_output=True, check=True
+    )
+    for name in tracked.stdout.decode().splitlines():
+        if (REPOSITORY / name).is_file() and not name.startswith(("tests/", "docs/")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((REPOSITORY / name).read_bytes())
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder / "dist"), str(source)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = (folder / "dist").iterdir()
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(folder / "site")]
+    subprocess.run([*pip, str(wheel)], check=True, capture_output=True)
+    return folder / "site"
+
+
+def test_the_wheel_adds_ckpt_alone_to_the_import_names(installed: Path) -> None:
+    names = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")} - {"bin"}
+    assert names == {"ckpt"}
+    inside = {path.name for path in (installed / "ckpt").iterdir()}
+    assert {"formats", "storage", "integrations", "py.typed", "demo.txt"} <= inside
+
+
+def test_a_project_with_its_own_storage_and_formats_imports_it_without_harm(installed: Path, tmp_path: Path) -> None:
+    for name in ("storage", "formats"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("whose = 'mine'\n")
+    script = (
+        "import ckpt, ckpt.storage, ckpt.formats.native, storage, formats\n"
+        "assert storage.whose == formats.whose == 'mine'\n"
+        f"assert ckpt.__file__.startswith({str(installed)!r}), ckpt.__file__\n"
+        f"assert ckpt.formats.__file__.startswith({str(installed)!r})\n"
+        "import torch\n"
+        "manager = ckpt.StateManager('run', model=torch.nn.Linear(1, 1))\n"
+        "manager.save_state('x')\n"
+        "assert manager.load_state().name == 'x'\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{installed}"}
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, check=True)
+
+
+def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    with ckpt.StateManager(tmp_path, model=model, optimizer=optimizer, gradients=True) as manager:
+        manager.register(dice=torch.Generator())
+        manager.save_state("x")
+    files = sorted((tmp_path / "x").iterdir())
+    assert len(files) == 6
+    for file in files:
+        found = subprocess.run([sys.executable, "-m", "pickletools", str(file)], capture_output=True, text=True)
+        assert found.returncode != 0, f"{file.name} is a pickle"
+        assert "Error" in found.stderr
