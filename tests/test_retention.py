@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,16 @@ def test_one_that_is_being_read_is_not_removed_until_it_has_been(tmp_path: Path)
             assert ckpt.verify(tmp_path) == {"new": [], "step-00000001": []}
         manager.save_state("newer")
     assert ckpt.verify(tmp_path) == {"newer": []}
+
+
+def test_one_that_was_removed_by_hand_is_no_obstacle(tmp_path: Path) -> None:
+    with ckpt.StateManager(tmp_path, model=nn.Linear(1, 1), keep=ckpt.Keep(last=1)) as manager:
+        manager.save_state("first")
+        shutil.rmtree(tmp_path / "first")
+        manager.save_state("second")
+        assert not (tmp_path / "first").exists()
+        manager.save_state("first")
+    assert ckpt.verify(tmp_path) == {"first": []}
 
 
 def test_nothing_is_removed_when_a_save_fails(tmp_path: Path) -> None:
