@@ -31,9 +31,10 @@ def _net() -> nn.Sequential:
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    device = next(model.parameters()).device  # DataParallel moves a model to the GPU where there is one
     for _ in range(steps):
         optimizer.zero_grad()
-        model(torch.randn(5, 4)).pow(2).sum().backward()
+        model(torch.randn(5, 4, device=device)).pow(2).sum().backward()
         optimizer.step()
 
 
