@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ckpt.errors import CkptError, UnsupportedError
@@ -24,11 +25,13 @@ class Captured:
     own: Mapping[str, PartState]
     document: bytes
 
+    @cached_property
     def images(self) -> list[Image]:
         """The files for what all ranks have in common."""
         document = documents.to_json({"parts": _values(self.parts)})
         return [*_tensor_files(self.parts), Image.of(documents.STATE, document)]
 
+    @cached_property
     def own_images(self) -> list[Image]:
         """The files that only this rank can write."""
         return _tensor_files(self.own)

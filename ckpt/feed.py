@@ -21,6 +21,7 @@ class Position:
     rng: dict[str, Any] = field(default_factory=dict)  # as the epoch began
     generators: list[Any] = field(default_factory=list)  # the loader's own, as the epoch began
     samplers: list[Any] = field(default_factory=list)  # those with a state_dict, as the epoch began
+    world_size: int = 1
     batches: int = 0
     samples: int = 0  # of this rank, since `start`
     start: int = 0  # samples of all ranks that an earlier number of ranks had taken from this epoch
@@ -39,7 +40,7 @@ class Position:
 
 
 class Feed:
-    """One loader. `take` goes through an epoch of it, from where it was left.
+    """One time through a loader. `take` goes through the epoch, from where it was left.
 
     How a loader is brought back to its position depends on what it is: by its indices where data is map-style, by its
     own `state_dict` where it has one, and by going through the batches once more where nothing else is left.
@@ -47,12 +48,9 @@ class Feed:
 
     def __init__(self, loader: Iterable[Any], rank: int, world_size: int) -> None:
         self.loader = loader
-        self.inside = False
-        self.position: Position | None = None
+        self.waits = False  # for `take`, to go on from a saved position
+        self._position = Position(world_size=world_size)
         self._rank = rank
-        self._world_size = world_size
-        self._resumed = False
-        self._epochs_begun = 0
         self._ready: Callable[[], None] = lambda: None
         self._warn: Callable[[str], None] = lambda text: None
         self._course: Course | None = None
@@ -60,35 +58,28 @@ class Feed:
 
     @property
     def done(self) -> bool:
-        return self.position is not None and self.position.done and not self.inside
+        return self._position.done and not self.waits
 
-    def state(self) -> dict[str, Any] | None:
-        """The position, to be saved; none if this epoch has not come to this loader yet."""
-        if self.position is None:
-            return None
-        self._note(self.position)
-        keeper = self._keeper()
-        if keeper is not None:
-            self.position.state = keeper.state_dict()
-        return dict(vars(self.position))
+    def state(self) -> dict[str, Any]:
+        """The position, to be saved."""
+        if not self.waits:
+            self._note()
+            keeper = self._keeper()
+            if keeper is not None:
+                self._position.state = keeper.state_dict()
+        return dict(vars(self._position))
 
-    def rewind(self) -> None:
-        """Forget the position: the next epoch starts afresh."""
-        self.position = None
-        self._resumed = False
-
-    def go_back(
-        self, saved: dict[str, Any], world_size: int, ready: Callable[[], None], warn: Callable[[str], None]
-    ) -> dict[str, str]:
-        """Let the next `take` go on from a saved position. Returns what will not be as it was, and why."""
-        self.position = Position.from_saved(saved)
-        self._resumed = True
+    def go_back(self, saved: dict[str, Any], ready: Callable[[], None], warn: Callable[[str], None]) -> dict[str, str]:
+        """Let `take` go on from a saved position. Returns what will not be as it was, and why."""
+        world_size = self._position.world_size
+        position = self._position = Position.from_saved(saved)
+        self.waits = True
         self._ready, self._warn = ready, warn
-        changes = self._reshape(self.position, world_size) if world_size != self._world_size else {}
+        changes = self._reshape(position, world_size) if position.world_size != world_size else {}
         size = _size(getattr(self.loader, "dataset", None))
-        if None not in (size, self.position.dataset_size) and size != self.position.dataset_size:
-            changes["dataset"] = f"has {size} samples now and had {self.position.dataset_size} when it was saved"
-        if self.position.worn and not _by_index(self.loader):
+        if None not in (size, position.dataset_size) and size != position.dataset_size:
+            changes["dataset"] = f"has {size} samples now and had {position.dataset_size} when it was saved"
+        if position.worn and not _by_index(self.loader):
             changes["workers"] = "persistent workers are new, and what they draw at random differs from here on"
         return changes
 
@@ -97,9 +88,7 @@ class Feed:
         for one in [self.loader, *order.samplers(self.loader), getattr(self.loader, "dataset", None)]:
             if callable(getattr(one, "set_epoch", None)):
                 one.set_epoch(epoch)
-        position = self.position = self.position if self._resumed and self.position else Position()
-        self._course = None
-        self.inside = True
+        position = self._position
         try:
             self._iterator = self._open(position, epoch)
             for batch in self._iterator:
@@ -109,36 +98,38 @@ class Feed:
                 yield batch, samples
             position.done = True
         finally:
-            self._leave(position)
+            self._leave()
 
     def _open(self, position: Position, epoch: int) -> Iterator[Any]:
         """An iterator that stands at the position."""
-        self._epochs_begun += 1
+        if not self.waits:
+            workers = getattr(self.loader, "_iterator", None)  # a loader keeps its iterator for persistent ones
+            position.worn = bool(getattr(self.loader, "persistent_workers", False)) and workers is not None
         if position.done or position.exhausted:
             return self._at_end(position)
         if _by_index(self.loader):
             return self._by_index(self.loader, position, epoch)
         self._begin(position)
         keeper = self._keeper()
-        if keeper is None or not self._resumed or position.state is None:
+        if keeper is None or not self.waits or position.state is None:
             return self._by_replay(position)
         keeper.load_state_dict(position.state)
         iterator = iter(self.loader)
         self._arrive(position)
         return iterator
 
-    def _note(self, position: Position) -> None:
+    def _note(self) -> None:
         """Bring the position up to what the loader and its iterator say now."""
+        position = self._position
         position.generators_now = [rng.capture_one(one) for one in self._generators()]
         if self._course is not None:
             position.digest = self._course.digest.hexdigest()
         if self._iterator is not None and self._keeper() is not self.loader:  # such a loader knows it itself
             position.exhausted = getattr(getattr(self._iterator, "_dataset_fetcher", None), "ended", False)
 
-    def _leave(self, position: Position) -> None:
+    def _leave(self) -> None:
         """The loop has ended, or was left. Nothing of ours may keep the iterator: its workers stop when it goes."""
-        self._note(position)
-        self.inside = False
+        self._note()
         self._iterator = None
         if self._course is not None:
             self._course.forget()
@@ -177,7 +168,7 @@ class Feed:
 
     def _begin(self, position: Position) -> None:
         """The first index or batch is about to be drawn: note everything it depends on, or put it back as it was."""
-        if self._resumed:
+        if self.waits:
             rng.restore(position.rng)
             self._set_generators(position.generators)
             for sampler, state in zip(self._stateful_samplers(), position.samplers, strict=False):
@@ -187,13 +178,12 @@ class Feed:
         position.generators = [rng.capture_one(one) for one in self._generators()]
         position.samplers = [sampler.state_dict() for sampler in self._stateful_samplers()]
         position.dataset_size = _size(getattr(self.loader, "dataset", None))
-        position.worn = self._epochs_begun > 1 and bool(getattr(self.loader, "persistent_workers", False))
 
     def _arrive(self, position: Position) -> None:
         """The position is reached: all is as it was when it was saved."""
-        if not self._resumed:
+        if not self.waits:
             return
-        self._resumed = False
+        self.waits = False
         self._ready()
         keeper = self._keeper()
         if self._course and keeper is not None and position.state is not None:
@@ -205,13 +195,14 @@ class Feed:
             )
 
     def _reshape(self, position: Position, world_size: int) -> dict[str, str]:
-        """Go on with another number of ranks than saved the position."""
+        """Go on with `world_size` ranks, another number than saved the position."""
+        then, position.world_size = position.world_size, world_size
         if not _by_index(self.loader):
             position.state = None
-            return {"data": f"each of {self._world_size} ranks goes on at batch {position.batches} of its own data"}
+            return {"data": f"each of {world_size} ranks goes on at batch {position.batches} of its own data"}
         if order.distributed_sampler(self.loader) is None:
             return {"data": "the sampler is not distributed: every rank goes on in an order of its own, as before"}
-        position.start += position.samples * world_size
+        position.start += position.samples * then
         position.batches = position.samples = 0
         position.digest = ""
         return {}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from ckpt import order
 from ckpt.console import say
@@ -18,14 +21,13 @@ class Waiting:
     """Saved positions that wait for their loaders. What will not be as it was is added to `approximated`."""
 
     positions: dict[str, Any] = field(default_factory=dict)
-    world_size: int = 1
     ready: Callable[[], None] = lambda: None
     approximated: dict[str, str] = field(default_factory=dict)
 
     def place(self, key: str, feed: Feed) -> None:
         """Bring a loader to its position, if one waits for it."""
         if key in self.positions:
-            changes = feed.go_back(self.positions.pop(key), self.world_size, self.ready, self._warn)
+            changes = feed.go_back(self.positions.pop(key), self.ready, self._warn)
             self.approximated.update({f"{key}.{what}": why for what, why in changes.items()})
 
     def _warn(self, text: str) -> None:
@@ -36,16 +38,22 @@ class Waiting:
 class Loop:
     """Counts, and goes through loaders so that it can say where they are.
 
+    A loader goes by its name, or by when the epoch comes to it: the first, the second. So a loader may be made anew for
+    every epoch, and be gone through twice in one.
+
     A save inside `batches` belongs to the middle of its epoch. One made when the loaders of the epoch have been gone
     through belongs to its end: the next run begins with the next epoch.
     """
 
-    def __init__(self, ranks: Ranks, loaders: dict[str, Any]) -> None:
+    def __init__(self, ranks: Ranks, named: Mapping[str, Any]) -> None:
         self.progress = Progress()
         self._ranks = ranks
+        self._named = named
         self._in_epochs = False
-        self._feeds = {key: Feed(loader, ranks.rank, ranks.world_size) for key, loader in loaders.items()}
+        self._feeds: dict[str, Feed] = {}  # of this epoch
         self._waiting = Waiting()
+        self._jumps = 0
+        self._steered: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
 
     def epochs(self, total: int) -> Iterator[int]:
         self._in_epochs = True
@@ -57,54 +65,67 @@ class Loop:
             self._in_epochs = False
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        feed = self._feed(loader)
-        if not feed.inside and feed.position is None:
-            self.progress.batch = 0
-        for batch, samples in feed.take(self.progress.epoch):
-            self.progress.batch += 1
-            self.progress.samples += samples * self._ranks.world_size
-            yield batch
+        """The rest of the epoch. If `go_back` is called meanwhile, it goes on from there."""
+        jumps = -1
+        while jumps != self._jumps:
+            jumps = self._jumps
+            for batch, samples in self._feed(loader).take(self.progress.epoch):
+                self.progress.batch += 1
+                self.progress.samples += samples * self._ranks.world_size
+                yield batch
+                if jumps != self._jumps:
+                    break
         if not self._in_epochs:
             self._next_epoch()
 
     def saved_progress(self) -> Progress:
         """Where the next run will begin."""
-        used = [feed for feed in self._feeds.values() if feed.position is not None]
-        if used and all(feed.done for feed in used):
+        if self._feeds and not self._waiting.positions and all(feed.done for feed in self._feeds.values()):
             return Progress(self.progress.epoch + 1, 0, self.progress.step, self.progress.samples)
         return self.progress
 
     def state(self) -> dict[str, Any]:
-        """The position of each loader that this epoch has come to."""
+        """The position of each loader that this epoch has come to, or that waits for it to come."""
         if self.saved_progress() is not self.progress:
             return {}
-        states = {key: feed.state() for key, feed in self._feeds.items()}
-        return {key: state for key, state in states.items() if state is not None}
+        return {**self._waiting.positions, **{key: feed.state() for key, feed in self._feeds.items()}}
 
     def go_back(self, progress: Progress, waiting: Waiting) -> None:
-        """Go on from saved positions. A loader that is not known yet takes its own when it comes to `batches`."""
+        """Go on from saved positions. A loader takes its own when it comes to `batches`."""
         self.progress = progress
         self._waiting = waiting
-        for key, feed in self._feeds.items():
-            feed.rewind()
-            waiting.place(key, feed)
+        self._jumps += 1
+        self._feeds = {}
+        for key, loader in self._named.items():
+            if key in waiting.positions:
+                self._add(key, loader)
 
     def release(self) -> None:
         """Leave the loaders as they were."""
-        for feed in self._feeds.values():
-            order.release(feed.loader)
+        for loader in self._steered:
+            order.release(loader)
 
     def _feed(self, loader: Iterable[Any]) -> Feed:
-        for feed in self._feeds.values():
-            if feed.loader is loader:
-                return feed
-        key = f"loader.{len(self._feeds)}"
+        """A feed for the next time through a loader."""
+        name = next((key for key, one in self._named.items() if one is loader), "loader")
+        again = 0 if name == "loader" else 1
+        key = name if again else f"{name}.0"
+        while key in self._feeds and not self._feeds[key].waits:
+            again += 1
+            key = f"{name}.{again}"
+        return self._feeds[key] if key in self._feeds else self._add(key, loader)
+
+    def _add(self, key: str, loader: Iterable[Any]) -> Feed:
         feed = self._feeds[key] = Feed(loader, self._ranks.rank, self._ranks.world_size)
         self._waiting.place(key, feed)
+        if not feed.waits:
+            self.progress.batch = 0
+        if isinstance(loader, DataLoader):
+            self._steered.add(loader)
         return feed
 
     def _next_epoch(self) -> None:
         self.progress.epoch += 1
         self.progress.batch = 0
-        for feed in self._feeds.values():
-            feed.rewind()
+        self._feeds = {}
+        self._waiting.positions.clear()

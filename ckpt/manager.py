@@ -256,7 +256,7 @@ class StateManager:
         rewind = restoring.rewinder(opened, self._ranks, notes)
         rewind()
         restoring.restore_generators(opened, self._managed.generators, notes)
-        waiting = Waiting(opened.state["loaders"], opened.manifest.world_size, rewind, notes.approximated)
+        waiting = Waiting(opened.state["loaders"], rewind, notes.approximated)
         self._loop.go_back(Progress(**opened.manifest.progress), waiting)
 
     def _tell(self, choice: Choice, parts: list[str], notes: Notes) -> Restored:

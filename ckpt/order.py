@@ -165,7 +165,9 @@ def steer(loader: DataLoader[Any]) -> SteeredSampler:
     current = getattr(loader, name)
     if isinstance(current, SteeredSampler):
         return current
-    steered = SteeredSampler(current)
+    # persistent workers go on with the sampler they began with, also for a later manager
+    former = getattr(getattr(loader, "_iterator", None), "_index_sampler", None)
+    steered = former if isinstance(former, SteeredSampler) else SteeredSampler(current)
     object.__setattr__(loader, name, steered)  # the loader itself refuses; it means users who swap data in mid-epoch
     return steered
 

@@ -66,10 +66,10 @@ class Saver:
             )
 
         def write(attempt: Attempt) -> list[dict[str, Any]]:
-            shared = [*captured.value.images(), *documents] if self.ranks.rank == MAIN else []
+            shared = [*captured.value.images, *documents] if self.ranks.rank == MAIN else []
             return [
                 asdict(record)
-                for record in attempt.write(self.storage, [*shared, *captured.value.own_images()], self.ranks.alive)
+                for record in attempt.write(self.storage, [*shared, *captured.value.own_images], self.ranks.alive)
             ]
 
         def decide(reports: list[Any]) -> str:
@@ -77,7 +77,7 @@ class Saver:
             return self._commit(attempt.get(), files, {**facts, "seconds": {"total": time.monotonic() - started}})
 
         captured = Outcome.of(take)
-        hello = captured.then(lambda it: {"document": it.document.decode(), "paths": [i.path for i in it.own_images()]})
+        hello = captured.then(lambda it: {"document": it.document.decode(), "paths": [i.path for i in it.own_images]})
         try:
             attempt = Outcome(Attempt(**agree(self.ranks, call, hello, plan)))
             self.parent = agree(self.ranks, call, attempt.then(write), decide)
@@ -115,7 +115,7 @@ class Saver:
         self._hold()
         older = next((one for one in self._committed or () if one.name == name), None)
         attempt = Attempt(name, tuple(file.path for file in older.files) if older else ())
-        attempt.begin(self.storage, [*(image.path for image in [*captured.images(), *documents]), *own])
+        attempt.begin(self.storage, [*(image.path for image in [*captured.images, *documents]), *own])
         return attempt
 
     def _commit(self, attempt: Attempt, files: list[FileRecord], facts: Mapping[str, Any]) -> str:

@@ -319,3 +319,100 @@ def test_batches_alone_count_epochs() -> None:
             assert manager.progress.epoch == epoch
             assert len(list(manager.batches(loader))) == 6
         assert manager.progress.samples == 3 * SIZE
+
+
+def test_a_loader_made_anew_for_every_epoch_is_followed() -> None:
+    def train(root: str, stop: int | None) -> list[str]:
+        seen: list[str] = []
+        with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
+            for epoch in manager.epochs(3):
+                for batch in manager.batches(DataLoader(Numbers(), 4, shuffle=True)):
+                    seen.append(f"{epoch} {batch}")
+                    manager.step()
+                    if manager.progress.step == stop:
+                        manager.save_state()
+                        return seen
+        return seen
+
+    _seed(1)
+    straight = train("memory://anew-straight", None)
+    _seed(1)
+    before = train("memory://anew", 14)
+    _seed(2)
+    assert before + train("memory://anew", None) == straight
+
+
+def test_a_loader_gone_through_twice_in_an_epoch_is_followed() -> None:
+    def train(root: str, stop: int | None) -> list[str]:
+        seen: list[str] = []
+        loader = DataLoader(Numbers(), 4, shuffle=True)
+        with ckpt.StateManager(root, model=nn.Linear(1, 1), dataloader=loader) as manager:
+            for epoch in manager.epochs(2):
+                for _ in range(2):
+                    for batch in manager.batches(loader):
+                        seen.append(f"{epoch} {batch}")
+                        manager.step()
+                        if manager.progress.step == stop:
+                            manager.save_state()
+                            return seen
+        return seen
+
+    _seed(1)
+    straight = train("memory://twice-straight", None)
+    _seed(1)
+    before = train("memory://twice", 9)
+    _seed(2)
+    assert before + train("memory://twice", None) == straight
+
+
+def test_a_save_right_after_a_resume_keeps_the_position() -> None:
+    root = "memory://save-after-resume"
+    make = LOADERS["shuffle"]
+    _seed(1)
+    with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
+        before = _train(manager, make(), 1, 2)
+    for _ in range(2):
+        with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
+            manager.resume()
+            manager.save_state("again")
+    with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
+        after = _train(manager, make(), 1, None)
+    _seed(1)
+    with ckpt.StateManager(f"{root}-straight", model=nn.Linear(1, 1)) as manager:
+        assert before + after == _train(manager, make(), 1, None)
+
+
+def test_going_back_inside_the_loop_goes_back_in_the_data_too() -> None:
+    seen: list[str] = []
+    loader = DataLoader(Numbers(), 4, shuffle=True)
+    _seed(1)
+    with ckpt.StateManager("memory://go-back", model=nn.Linear(1, 1)) as manager:
+        for _ in manager.epochs(2):
+            for batch in manager.batches(loader):
+                seen.append(f"{manager.progress.epoch} {batch} {torch.rand(())}")
+                manager.step()
+                if manager.progress.step == 4 and len(seen) == 4:
+                    manager.save_state()
+                if len(seen) == 8:  # in the second epoch: something went wrong, back to step 4
+                    manager.load_state()
+    assert seen[8:12] == seen[4:8]
+    assert len(seen) == 12 + 4
+    assert [line[0] for line in seen] == [*"000000", *"11", *"00", *"111111"]
+
+
+def test_persistent_workers_serve_a_second_manager() -> None:
+    loader = _workers(shuffle=True, persistent_workers=True)
+    for turn in range(2):
+        with ckpt.StateManager(f"memory://second-manager-{turn}", model=nn.Linear(1, 1)) as manager:
+            for _ in manager.epochs(2):
+                assert len(list(manager.batches(loader))) == 6
+            assert manager.progress.samples == 2 * SIZE
+
+
+def test_an_empty_loader_and_a_generator_are_fine() -> None:
+    with ckpt.StateManager("memory://empty", model=nn.Linear(1, 1)) as manager:
+        for _ in manager.epochs(2):
+            assert list(manager.batches([])) == []
+            assert list(manager.batches(iter([1, 2]))) == [1, 2]
+        manager.save_state()
+        assert manager.progress.epoch == 2
