@@ -3,59 +3,109 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from ckpt.errors import CkptError, UnsupportedError
 from ckpt.formats import documents, native
+from ckpt.formats.blocks import digest
+from ckpt.formats.spread import SpreadState, written_by
 from ckpt.formats.state import Image, PartState
 from ckpt.formats.values import refuse
 from ckpt.parts import Part
+from ckpt.ranks import MAIN, Ranks
+
+LAYOUTS = ("auto", "full", "sharded")
 
 
 @dataclass(frozen=True)
 class Captured:
-    """What this process has to save: the state of parts, and what is this rank's own.
+    """What this process has to save: the state of parts, its pieces of those that are spread, and what is its own.
 
     Tensors are still the live ones. `images` lays them out as files, and reads them when the files are written.
     """
 
+    rank: int
     parts: Mapping[str, PartState]
+    spread: Mapping[str, SpreadState]
     own: Mapping[str, PartState]
     document: bytes
 
     @cached_property
     def images(self) -> list[Image]:
-        """The files for what all ranks have in common."""
-        document = documents.to_json({"parts": _values(self.parts)})
-        return [*_tensor_files(self.parts), Image.of(documents.STATE, document)]
+        """The files for what all ranks have in common: the main rank writes them."""
+        return [*_tensor_files(self.parts), Image.of(documents.STATE, documents.to_json({"parts": self._values()}))]
 
     @cached_property
     def own_images(self) -> list[Image]:
         """The files that only this rank can write."""
-        return _tensor_files(self.own)
+        pieces = {key: written_by(part.table, part.tensors, self.rank) for key, part in self.spread.items()}
+        files = [native.image(spread_file(key, self.rank), mine) for key, mine in pieces.items() if mine]
+        return [*files, *_tensor_files(self.own)]
+
+    @cached_property
+    def tables(self) -> dict[str, Any]:
+        """How tensors are spread, as JSON: the same on every rank."""
+        return {key: part.table.to_json() for key, part in self.spread.items()}
+
+    @property
+    def tables_digest(self) -> str:
+        return digest(documents.to_json(self.tables))
+
+    def _values(self) -> dict[str, Any]:
+        values = _values(self.parts)
+        for key, part in self.spread.items():
+            values[key] = {"class": part.kind, "state": part.values, "spread": self.tables[key]}
+        return values
 
 
-def capture(parts: Iterable[Part], own: Mapping[str, Part], rank_state: Mapping[str, Any]) -> Captured:
-    """Ask every part for its state. Refuses all values that cannot be held at once, each by its path."""
-    problems: list[str] = []
-    shared = {part.key: _encoded(part, problems) for part in parts}
-    mine = {key: _encoded(part, problems) for key, part in own.items()}
-    state = {key: documents.encode_inline(value, key, problems) for key, value in rank_state.items()}
-    refuse(problems)
-    document = {"state": state, "own": _values(mine)}
-    return Captured(shared, mine, documents.to_json(document))
+def spread_file(key: str, rank: int) -> str:
+    """The file with a rank's pieces of a part."""
+    return f"{key}/{rank:05d}{native.SUFFIX}"
 
 
-def _encoded(part: Part, problems: list[str]) -> PartState:
+@dataclass
+class Capture:
+    """Asks parts for their state. Refuses all values that cannot be held at once, each by its path."""
+
+    ranks: Ranks
+    layout: str = "auto"
+    problems: list[str] = field(default_factory=list)
+
+    def take(self, parts: Iterable[Part], own: Mapping[str, Part], rank_state: Mapping[str, Any]) -> Captured:
+        whole, spread = self._divided(parts)
+        mine = {key: self._encoded(part) for key, part in own.items()}
+        state = {key: documents.encode_inline(value, key, self.problems) for key, value in rank_state.items()}
+        refuse(self.problems)
+        document = {"state": state, "own": _values(mine)}
+        return Captured(self.ranks.rank, whole, spread, mine, documents.to_json(document))
+
+    def _divided(self, parts: Iterable[Part]) -> tuple[dict[str, PartState], dict[str, SpreadState]]:
+        """Parts of which the main rank has the state, and those that are spread over all ranks."""
+        whole, spread = {}, {}
+        for part in parts:
+            if part.is_spread() or (self.layout == "sharded" and part.can_be_spread and self.ranks.world_size > 1):
+                spread[part.key] = self._encoded_spread(part)
+            elif self.ranks.rank == MAIN:
+                whole[part.key] = self._encoded(part)
+        return whole, spread
+
+    def _encoded(self, part: Part) -> PartState:
+        return documents.encode_part(part.kind, _state_of(part), part.key, self.problems)
+
+    def _encoded_spread(self, part: Part) -> SpreadState:
+        world_size = self.ranks.world_size
+        return documents.encode_spread(part.kind, _state_of(part), part.key, self.problems, world_size)
+
+
+def _state_of(part: Part) -> Any:
     try:
-        state = part.capture()
+        return part.capture()
     except CkptError:
         raise
     except Exception as error:
         raise UnsupportedError(f"{part.key}: its state could not be taken: {type(error).__name__}: {error}") from error
-    return documents.encode_part(part.kind, state, part.key, problems)
 
 
 def _values(parts: Mapping[str, PartState]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ from ckpt import catalog
 from ckpt.agreement import Outcome, agree
 from ckpt.errors import AbsentError, DamagedError, MissingError, VersionError
 from ckpt.formats.manifest import Manifest
-from ckpt.ranks import Ranks
+from ckpt.ranks import MAIN, Ranks
 from ckpt.storage import Storage
 
 
@@ -33,7 +32,7 @@ def choose(storage: Storage, ranks: Ranks, name: str | None, held: ExitStack) ->
     passed_over: dict[str, str] = offer["passed_over"]
     for candidate in offer["names"]:
         found: list[Manifest] = []
-        verdict = Outcome.of(lambda: _inspect(storage, candidate, ranks.rank, held, found))  # noqa: B023
+        verdict = Outcome.of(lambda: _inspect(storage, candidate, ranks, held, found))  # noqa: B023
         problem = agree(ranks, call, verdict, lambda verdicts: next((text for text in verdicts if text), ""))
         if not problem:
             return Choice(found[0], passed_over)
@@ -62,23 +61,16 @@ def _offer(storage: Storage, name: str | None) -> dict[str, Any]:
     return {"names": [one.name for one in found if one.committed], "passed_over": passed_over}
 
 
-def _inspect(storage: Storage, name: str, rank: int, held: ExitStack, found: list[Manifest]) -> str:
-    """What is wrong with a checkpoint, as this rank sees it; empty if nothing is."""
+def _inspect(storage: Storage, name: str, ranks: Ranks, held: ExitStack, found: list[Manifest]) -> str:
+    """What is wrong with a checkpoint, as this rank sees it; empty if nothing is. The ranks share out its files."""
     with ExitStack() as mine:
         try:
             mine.enter_context(storage.lock(name, shared=True))
             manifest = catalog.read_manifest(storage, name)
-            catalog.require_intact(storage, manifest, only=lambda file: _concerns(file, rank), show=rank == 0)
+            my_turn = {file.path for file in manifest.files[ranks.rank :: ranks.world_size]}
+            catalog.require_intact(storage, manifest, only=my_turn.__contains__, show=ranks.rank == MAIN)
         except (DamagedError, MissingError, AbsentError) as error:
             return str(error)
         found.append(manifest)
         held.push(mine.pop_all())
     return ""
-
-
-def _concerns(file: str, rank: int) -> bool:
-    """Whether a rank reads a file. The main rank looks at all of them."""
-    return rank == 0 or not _OF_A_RANK.search(file) or f"-{rank:05d}." in file
-
-
-_OF_A_RANK = re.compile(r"-\d{5}\.")

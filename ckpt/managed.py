@@ -11,7 +11,9 @@ from torch import nn
 
 from ckpt import rng
 from ckpt.errors import ConfigError
-from ckpt.parts import GradientsPart, ModelPart, ObjectPart, OptimizerPart, Part
+from ckpt.models import ModelPart
+from ckpt.optimizers import OptimizerPart
+from ckpt.parts import GradientsPart, ObjectPart, Part
 
 KINDS = ("model", "optimizer", "scheduler", "scaler", "dataloader")
 _TAKEN = (*KINDS, "rng", "generators", "loaders", "gradients", "state", "manifest")

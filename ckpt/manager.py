@@ -16,7 +16,7 @@ from torch import nn
 
 from ckpt import restoring, rng
 from ckpt.agreement import together
-from ckpt.capture import Captured, capture
+from ckpt.capture import LAYOUTS, Capture, Captured
 from ckpt.catalog import check_name
 from ckpt.choosing import Choice, choose
 from ckpt.config import read_config
@@ -65,16 +65,18 @@ class StateManager:
         dataloader: Any = None,
         save_every: int | None = None,
         keep: Keep | None = None,
+        layout: str = "auto",
         gradients: bool = False,
         timeout: float = 300.0,
         handle_sigterm: bool = True,
     ) -> None:
-        _check_options(save_every=save_every, keep=keep, timeout=timeout)
+        _check_options(save_every=save_every, keep=keep, layout=layout, timeout=timeout)
         self._storage = open_storage(root)
         self._ranks = find_ranks(self._storage.url, timeout)
         self._saver = Saver(self._storage, self._ranks, keep)
         self._save_every = save_every
         self._keep = keep
+        self._layout = layout
         self._managed = Managed(model, optimizer, scheduler, scaler, gradients=gradients)
         self._loop = Loop(self._ranks, named("dataloader", dataloader))
         self._metrics: dict[str, Any] = {}
@@ -223,8 +225,8 @@ class StateManager:
             self._keep.check(metrics, name)
         generators = {key: rng.capture_one(one) for key, one in self._managed.generators.items()}
         rank_state = {"rng": rng.capture(), "generators": generators, "loaders": self._loop.state()}
-        shared = self._managed.parts.values() if self._ranks.rank == MAIN else ()
-        return capture(shared, self._managed.own(self._ranks.rank), rank_state)
+        parts, own = self._managed.parts.values(), self._managed.own(self._ranks.rank)
+        return Capture(self._ranks, self._layout).take(parts, own, rank_state)
 
     def _numbers(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
         """Metrics as plain numbers. This waits for the device, so it is done for saves only."""
@@ -284,12 +286,14 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
-def _check_options(*, save_every: Any, keep: Any, timeout: Any) -> None:
+def _check_options(*, save_every: Any, keep: Any, layout: Any, timeout: Any) -> None:
     wrong = []
     if save_every is not None and (not isinstance(save_every, int) or save_every < 1):
         wrong.append(f"save_every={save_every!r} must be a number of steps, 1 or more")
     if keep is not None and not isinstance(keep, Keep):
         wrong.append(f"keep={keep!r} must be a ckpt.Keep, for example Keep(last=3)")
+    if layout not in LAYOUTS:
+        wrong.append(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
     if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
         wrong.append(f"timeout={timeout!r} must be a number of seconds")
     if wrong:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from ckpt.capture import spread_file
 from ckpt.errors import DamagedError
 from ckpt.formats.documents import STATE, decode_inline, from_json, rank_document
 from ckpt.formats.manifest import Manifest
 from ckpt.formats.native import SUFFIX, TensorFile
+from ckpt.formats.sharding import Box, empty_like, is_sharded, layout_of, local_tensor
+from ckpt.formats.spread import SpreadTensors, Table
 from ckpt.formats.values import Decoder
+from ckpt.parts import Like
 from ckpt.storage import Storage
 
 
@@ -30,20 +34,43 @@ class _Reader:
         self.storage.read_into(self.key, start, buffer)
 
 
+class Tensors(Protocol):
+    """The tensors of a part: in one file, or spread over many."""
+
+    def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]: ...
+
+    def tensor(self, name: str) -> torch.Tensor: ...
+
+    def fill(self, name: str, target: torch.Tensor, box: Box) -> None: ...
+
+
 @dataclass(frozen=True)
 class _Saved:
     """A tensor of a checkpoint, read when it is asked for."""
 
-    file: TensorFile
+    tensors: Tensors
     name: str
+    rank: int
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def read(self) -> torch.Tensor:
-        return self.file.tensor(self.name)
+    def read(self, like: Like | None = None) -> Any:
+        """The tensor in new memory: spread like the one that `like` finds, or whole."""
+        model = like(self.name, self.dtype, self.shape) if like else None
+        if model is None:
+            return self.tensors.tensor(self.name)
+        spread = empty_like(model, self.dtype)
+        self.read_into(spread)
+        return spread
 
-    def read_into(self, target: torch.Tensor) -> None:
-        self.file.read_into(self.name, target)
+    def read_into(self, target: Any) -> None:
+        """Fill a live tensor of the same shape; of one that is spread, the piece that is here."""
+        if not is_sharded(target):
+            self.tensors.fill(self.name, target.detach(), Box((0,) * len(self.shape), self.shape))
+            return
+        box = layout_of(target).box(self.shape, self.rank)
+        if not box.is_empty:
+            self.tensors.fill(self.name, local_tensor(target), box)
 
 
 class Opened:
@@ -74,32 +101,41 @@ class Opened:
 
     def tree(self, key: str) -> Any:
         """A part's state, with `SavedTensor`s where tensors are."""
-        file = self._file(key)
+        return self._decoded(key, lambda saved: saved)
 
-        def look(name: str) -> _Saved:
-            if file is None:
-                raise DamagedError(f"{self.manifest.name} refers to tensor {name!r} of {key}, but has no file of them.")
-            return _Saved(file, name, *file.about(name))
-
-        return self._decoded(key, look)
-
-    def read(self, key: str) -> Any:
+    def read(self, key: str, like: Like | None = None) -> Any:
         """A part's state, its tensors read."""
-        file = self._file(key)
-        return self._decoded(key, lambda name: file.tensor(name) if file else None)
+        return self._decoded(key, lambda saved: saved.read(like))
 
-    def _decoded(self, key: str, tensor: Callable[[str], Any]) -> Any:
-        return Decoder(tensor).decode(self._part(key)["state"])
+    def spread(self, key: str) -> bool:
+        """Whether a part was saved in pieces."""
+        return "spread" in self._part(key)
+
+    def _decoded(self, key: str, use: Callable[[_Saved], Any]) -> Any:
+        tensors = self._tensors(key)
+
+        def find(name: str) -> Any:
+            if tensors is None:
+                raise DamagedError(f"{self.manifest.name} refers to tensor {name!r} of {key}, but has no file of them.")
+            return use(_Saved(tensors, name, self.rank, *tensors.about(name)))
+
+        return Decoder(find).decode(self._part(key)["state"])
 
     def _part(self, key: str) -> Any:
         return self.own[key] if key in self.own else self.parts[key]
 
-    def _file(self, key: str) -> TensorFile | None:
-        path = self._paths.get(key + SUFFIX)
-        if path is None:
-            return None
-        where = f"{self.manifest.name}/{path}"
-        return TensorFile.open(_Reader(self._storage, where), where)
+    def _tensors(self, key: str) -> Tensors | None:
+        if self.spread(key):
+            table = Table.from_json(self._part(key)["spread"])
+            return SpreadTensors(table, lambda rank: self._files(spread_file(key, rank)))
+        found = self._files(key + SUFFIX)
+        return found[0] if found else None
+
+    def _files(self, name: str) -> list[TensorFile]:
+        if name not in self._paths:
+            return []
+        where = f"{self.manifest.name}/{self._paths[name]}"
+        return [TensorFile.open(_Reader(self._storage, where), where)]
 
     def _document(self, name: str) -> Any:
         where = f"{self.manifest.name}/{self._paths.get(name, name)}"

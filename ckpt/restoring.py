@@ -92,7 +92,7 @@ def _restore(opened: Opened, parts: Mapping[str, Part], unfit: Unfit, notes: Not
 
 def _restore_one(opened: Opened, key: str, part: Part, unfit: Mapping[str, str], notes: Notes) -> None:
     try:
-        part.restore(opened.tree(key), lambda: opened.read(key), unfit, notes)
+        part.restore(opened.tree(key), lambda like=None: opened.read(key, like), unfit, notes)
     except (StorageError, DamagedError):
         raise
     except Exception as error:

@@ -20,9 +20,10 @@ from ckpt.agreement import Outcome, agree
 from ckpt.capture import Captured
 from ckpt.commit import Attempt
 from ckpt.console import size
-from ckpt.errors import LockedError, StorageError
+from ckpt.errors import LockedError, RanksError, StorageError
 from ckpt.formats.documents import rank_document
 from ckpt.formats.manifest import FileRecord, Manifest
+from ckpt.formats.spread import Table, disagreements
 from ckpt.formats.state import Image
 from ckpt.ranks import MAIN, Ranks
 from ckpt.retention import Keep
@@ -55,32 +56,8 @@ class Saver:
 
     def save(self, name: str, take: Callable[[], Captured], facts: Mapping[str, Any]) -> None:
         """Capture, write and commit on all ranks, or raise on all."""
-        call = f"save_state({name!r})"
-        started = time.monotonic()
-        documents: list[Image] = []
-
-        def plan(hellos: list[Any]) -> dict[str, Any]:
-            documents.extend(Image.of(rank_document(r), one["document"].encode()) for r, one in enumerate(hellos))
-            return asdict(
-                self._begin(name, captured.value, documents, [path for one in hellos for path in one["paths"]])
-            )
-
-        def write(attempt: Attempt) -> list[dict[str, Any]]:
-            shared = [*captured.value.images, *documents] if self.ranks.rank == MAIN else []
-            return [
-                asdict(record)
-                for record in attempt.write(self.storage, [*shared, *captured.value.own_images], self.ranks.alive)
-            ]
-
-        def decide(reports: list[Any]) -> str:
-            files = [FileRecord(**record) for report in reports for record in report]
-            return self._commit(attempt.get(), files, {**facts, "seconds": {"total": time.monotonic() - started}})
-
-        captured = Outcome.of(take)
-        hello = captured.then(lambda it: {"document": it.document.decode(), "paths": [i.path for i in it.own_images]})
         try:
-            attempt = Outcome(Attempt(**agree(self.ranks, call, hello, plan)))
-            self.parent = agree(self.ranks, call, attempt.then(write), decide)
+            self.parent = _Save(self, name, facts, Outcome.of(take)).run()
         except Exception:
             if self.ranks.rank == MAIN:
                 self._clean_up(name)
@@ -111,14 +88,16 @@ class Saver:
         found = commit.sweep(self.storage)
         self._committed = [one.manifest for one in found if one.manifest is not None]
 
-    def _begin(self, name: str, captured: Captured, documents: list[Image], own: list[str]) -> Attempt:
+    def begin(self, name: str, paths: Iterable[str]) -> Attempt:
+        """Take the root, if that has not been done, and leave the mark of a save under way."""
         self._hold()
         older = next((one for one in self._committed or () if one.name == name), None)
         attempt = Attempt(name, tuple(file.path for file in older.files) if older else ())
-        attempt.begin(self.storage, [*(image.path for image in [*captured.images, *documents]), *own])
+        attempt.begin(self.storage, paths)
         return attempt
 
-    def _commit(self, attempt: Attempt, files: list[FileRecord], facts: Mapping[str, Any]) -> str:
+    def commit(self, attempt: Attempt, files: list[FileRecord], facts: Mapping[str, Any]) -> str:
+        """Write the manifest, and return the checkpoint's id."""
         assert self._committed is not None
         manifest = Manifest(
             name=attempt.name,
@@ -152,3 +131,62 @@ class Saver:
         with suppress(StorageError):
             if self._committed is not None:
                 commit.clean(self.storage, name)
+
+
+@dataclass
+class _Save:
+    """One save: the ranks agree on it, write, and agree that it is written."""
+
+    saver: Saver
+    name: str
+    facts: Mapping[str, Any]
+    captured: Outcome
+    started: float = field(default_factory=time.monotonic)
+    documents: list[Image] = field(default_factory=list)  # of all ranks, on the main one
+
+    def run(self) -> str:
+        attempt = self._agree(self.captured.then(_hello), self._plan)
+        if attempt is None:
+            self._agree(Outcome(self.captured.value.tables), self._complain)
+        begun = Attempt(**attempt)
+        identity: str = self._agree(Outcome.of(lambda: self._write(begun)), lambda files: self._commit(begun, files))
+        return identity
+
+    def _agree(self, mine: Outcome, decide: Callable[[list[Any]], Any]) -> Any:
+        return agree(self.saver.ranks, f"save_state({self.name!r})", mine, decide)
+
+    def _plan(self, hellos: list[Any]) -> dict[str, Any] | None:
+        """On the main rank: how the files will be named; None if the ranks disagree about the tensors."""
+        if len({one["tables"] for one in hellos}) > 1:
+            return None
+        self.documents = [Image.of(rank_document(rank), one["document"].encode()) for rank, one in enumerate(hellos)]
+        shared = [image.path for image in [*self.captured.value.images, *self.documents]]
+        return asdict(self.saver.begin(self.name, [*shared, *(path for one in hellos for path in one["paths"])]))
+
+    def _complain(self, tables: list[Any]) -> None:
+        parts = {key for one in tables for key in one}
+        empty = Table({}).to_json()
+        seen = {key: {r: Table.from_json(one.get(key, empty)) for r, one in enumerate(tables)} for key in sorted(parts)}
+        lines = [f"{key}.{name}: {'; '.join(say)}" for key, by in seen.items() for name, say in disagreements(by)]
+        listed = "\n  ".join(lines) or "how tensors are spread over the ranks"
+        raise RanksError(f"the ranks disagree, so nothing was saved:\n  {listed}\nBuild the same model on every rank.")
+
+    def _write(self, attempt: Attempt) -> list[dict[str, Any]]:
+        captured: Captured = self.captured.value
+        shared = [*captured.images, *self.documents] if captured.rank == MAIN else []
+        written = attempt.write(self.saver.storage, [*shared, *captured.own_images], self.saver.ranks.alive)
+        return [asdict(record) for record in written]
+
+    def _commit(self, attempt: Attempt, reports: list[Any]) -> str:
+        files = [FileRecord(**record) for report in reports for record in report]
+        facts = {
+            **self.facts,
+            "layout": "sharded" if self.captured.value.spread else "full",
+            "seconds": {"total": time.monotonic() - self.started},
+        }
+        return self.saver.commit(attempt, files, facts)
+
+
+def _hello(captured: Captured) -> dict[str, Any]:
+    paths = [image.path for image in captured.own_images]
+    return {"document": captured.document.decode(), "paths": paths, "tables": captured.tables_digest}

@@ -41,6 +41,9 @@ def _inner_name(module: nn.Module) -> str | None:
     """The attribute under which a wrapper holds its model; none for a model."""
     if isinstance(module, DistributedDataParallel | DataParallel):
         return "module"
+    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+        return "_fsdp_wrapped_module"
     # importing dynamo takes a second; whoever has compiled a model has imported it
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and isinstance(module, dynamo.OptimizedModule):

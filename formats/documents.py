@@ -11,6 +11,7 @@ import torch
 from ckpt.errors import DamagedError
 from ckpt.formats import dtypes
 from ckpt.formats.memory import host_bytes, on_host
+from ckpt.formats.spread import SpreadState, spread
 from ckpt.formats.state import PartState, Shard
 from ckpt.formats.values import Decoder, Encoder, from_base64, to_base64
 
@@ -37,6 +38,13 @@ def encode_part(kind: str, value: Any, prefix: str, problems: list[str]) -> Part
     encoder = Encoder(prefix=prefix, problems=problems)
     values = encoder.encode(value)
     return PartState(kind, values, {name: Shard.whole(tensor) for name, tensor in encoder.tensors.items()})
+
+
+def encode_spread(kind: str, value: Any, prefix: str, problems: list[str], world_size: int) -> SpreadState:
+    """The state of a part whose tensors are spread over ranks. Every rank has the same values, and its own pieces."""
+    encoder = Encoder(prefix=prefix, problems=problems, spread=True)
+    values = encoder.encode(value)
+    return SpreadState(kind, values, spread(encoder.tensors, world_size), encoder.tensors)
 
 
 def encode_inline(value: Any, prefix: str, problems: list[str]) -> Any:

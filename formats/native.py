@@ -23,12 +23,14 @@ import torch
 from ckpt.errors import DamagedError
 from ckpt.formats import dtypes
 from ckpt.formats.memory import host_bytes, is_plain, movable, on_host
+from ckpt.formats.sharding import Box
 from ckpt.formats.state import Image, Shard
 from ckpt.formats.ties import View, untie
 
 ALIGNMENT = 4096
 SUFFIX = ".safetensors"
 _LENGTH = struct.Struct("<Q")
+_WINDOW = 16 << 20
 _MAX_HEADER = 100_000_000  # safetensors refuses a longer one
 
 
@@ -82,6 +84,7 @@ def _metadata(
     tensors: list[tuple[str, torch.Tensor]], shards: Mapping[str, Shard], views: Mapping[str, View]
 ) -> dict[str, str]:
     metadata = {"format": "pt"}
+    stored = {name for name, _ in tensors}
     pieces = {name: shard for name, shard in shards.items() if not shard.is_whole}
     ours = {
         "dtypes": {name: dtypes.name_of(t.dtype) for name, t in tensors if t.dtype not in dtypes.SPELLED},
@@ -89,7 +92,8 @@ def _metadata(
         "views": {name: _view_to_json(view) for name, view in views.items()},
     }
     if pieces:
-        offsets = {name: {"saved_offsets": list(shard.offsets)} for name, shard in pieces.items()}
+        # PyTorch's reader asks for every tensor of a file in which it finds this key
+        offsets = {name: {"saved_offsets": list(shard.offsets)} for name, shard in shards.items() if name in stored}
         metadata["DCP_SHARDING_INFO"] = json.dumps(offsets)
     if any(ours.values()):
         metadata["ckpt"] = json.dumps({key: value for key, value in ours.items() if value})
@@ -158,6 +162,36 @@ class TensorFile:
             source, target = movable(source), movable(target)
         target.copy_(source)
 
+    def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
+        """Fill `target`, which is the given box of a tensor that is stored whole."""
+        if name in self.stored:
+            self.read_box(name, list(zip(box.offsets, box.sizes, strict=True)), target)
+        else:
+            target.copy_(narrowed(self.tensor(name), list(zip(box.offsets, box.sizes, strict=True))))
+
+    def read_box(self, name: str, ranges: list[tuple[int, int]], target: torch.Tensor) -> None:
+        """Fill `target` with a box of a stored tensor: for each dimension a start and a length.
+
+        Whole rows are read straight into place. Of others the rows they lie in are read, some megabytes at a time.
+        """
+        saved = self._saved(name)
+        target = target.detach()
+        if not ranges:
+            self.read_into(name, target)
+            return
+        row = math.prod(saved.shape[1:]) * saved.dtype.itemsize
+        first, count = ranges[0]
+        whole_rows = all(r == (0, size) for r, size in zip(ranges[1:], saved.shape[1:], strict=True))
+        if whole_rows and saved.dtype == target.dtype and is_plain(target):
+            self.reader.read_into(saved.start + first * row, host_bytes(target))
+            return
+        step = max(1, _WINDOW // max(1, row))
+        for start in range(0, count, step):
+            length = min(step, count - start)
+            rows = torch.empty((length, *saved.shape[1:]), dtype=saved.dtype)
+            self.reader.read_into(saved.start + (first + start) * row, host_bytes(rows))
+            target.narrow(0, start, length).copy_(narrowed(rows, [(0, length), *ranges[1:]]))
+
     def _saved(self, name: str) -> Saved:
         try:
             return self.stored[name]
@@ -188,6 +222,13 @@ class TensorFile:
         self.shapes = {name: _sizes(shape) for name, shape in ours.get("shapes", {}).items()}
         sharding = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
         self.offsets = {name: _sizes(info["saved_offsets"]) for name, info in sharding.items()}
+
+
+def narrowed(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
+    """A box of a tensor: for each dimension a start and a length."""
+    for dim, (start, length) in enumerate(ranges):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor
 
 
 def _saved_from_json(entry: Mapping[str, Any], data: int, foreign: torch.dtype | None) -> Saved:

@@ -20,6 +20,7 @@ import torch
 
 from ckpt.errors import DamagedError, UnsupportedError
 from ckpt.formats import dtypes
+from ckpt.formats.sharding import is_sharded
 
 _SAFE_INT = 1 << 63
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -35,6 +36,7 @@ class Encoder:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     prefix: str = ""
+    spread: bool = False  # whether tensors may be such that every rank holds a piece
     _around: set[int] = field(default_factory=set)  # the containers that the value in hand is inside
 
     def encode(self, value: Any, path: str = "") -> Any:
@@ -82,6 +84,8 @@ class Encoder:
         return {"$items": [[self._encode(key, f"{path}(key)", depth + 1), value] for key, value in below]}
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
+        if self.spread and is_sharded(tensor):
+            return {"$tensor": self._add(path, tensor)}
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             return self._refuse(path, f"a {type(tensor).__module__}.{type(tensor).__qualname__}")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:

@@ -1,0 +1,141 @@
+"""Optimizers: their state by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt import fsdp1
+from ckpt.formats.sharding import is_sharded
+from ckpt.fsdp1 import is_fsdp1
+from ckpt.parts import Notes, Read
+from ckpt.unwrap import parameter_names, unwrap
+
+_MOMENTS = ("exp_avg", "momentum_buffer", "square_avg", "sum")  # state with the shape of its parameter
+
+
+@dataclass
+class OptimizerPart:
+    """An optimizer's state by parameter name, so that neither order nor wrapping matters when it comes back."""
+
+    key: str
+    optimizer: torch.optim.Optimizer
+    models: Mapping[str, nn.Module]
+    same_class: bool = True
+    can_be_spread: bool = True
+
+    @property
+    def kind(self) -> str:
+        return type(self.optimizer).__name__
+
+    def is_spread(self) -> bool:
+        return self._fsdp1() is not None or any(is_sharded(one) for one in self._parameters())
+
+    def capture(self) -> dict[str, Any]:
+        model = self._fsdp1()
+        if model is not None:
+            return fsdp1.optimizer_state(model, self.optimizer)
+        names = self._names()
+        raw = self.optimizer.state_dict()
+        state = {names[index] if isinstance(index, int) else index: value for index, value in raw["state"].items()}
+        groups = [{**group, "params": [names[index] for index in group["params"]]} for group in raw["param_groups"]]
+        extra = {key: value for key, value in raw.items() if key not in ("state", "param_groups")}
+        return {"state": state, "param_groups": groups, **extra}
+
+    def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
+        saved_groups = [group["params"] for group in saved["param_groups"]]
+        if len(self.optimizer.param_groups) != len(saved_groups):
+            return {"param_groups": f"{len(saved_groups)} in the checkpoint, {len(self.optimizer.param_groups)} here"}
+        if self._fsdp1() is not None:
+            return {}  # its parameters have no names of their own; where the model fits, its optimizer does
+        live_groups = self._groups()
+        unfit: dict[str, str] = {}
+        for index, (live, old) in enumerate(zip(live_groups, saved_groups, strict=True)):
+            where = f"param_groups[{index}]"
+            unfit |= {f"{where}.{name}": "missing in the checkpoint" for name in live if name not in old}
+            unfit |= {
+                f"{where}.{name}": "unexpected: the optimizer has no such parameter" for name in old if name not in live
+            }
+        return unfit | self._misshapen(saved["state"])
+
+    def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> None:
+        notes.skipped.update({f"{self.key}.{name}": why for name, why in unfit.items()})
+        if "param_groups" in unfit:
+            return
+        values = read(self._like)
+        model = self._fsdp1()
+        if model is not None:
+            fsdp1.load_optimizer_state(model, self.optimizer, values)
+            return
+        state = {name: value for name, value in values["state"].items() if f"state.{name}" not in unfit}
+        indices = {name: index for index, name in self._names().items()}
+        known = {indices[name]: value for name, value in state.items() if name in indices}
+        live = self.optimizer.state_dict()["param_groups"]
+        groups = [
+            {**saved_group, "params": mine["params"]}
+            for saved_group, mine in zip(values["param_groups"], live, strict=True)
+        ]
+        extra = {key: value for key, value in values.items() if key not in ("state", "param_groups")}
+        self.optimizer.load_state_dict({"state": known, "param_groups": groups, **extra})
+        self._keep_dtypes(known)
+
+    def _like(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
+        """The parameter whose state a tensor is, if it is spread and has the same shape."""
+        followed = self._followed()
+        parameter = followed.get(name.rpartition(".")[0].removeprefix("state."))
+        return parameter if parameter is not None and tuple(parameter.size()) == shape else None
+
+    def _followed(self) -> dict[str, Any]:
+        """Sharded parameters by name."""
+        model = self._fsdp1()
+        if model is not None:
+            return fsdp1.model_state(model)
+        named = zip(self._names().values(), self._parameters(), strict=True)
+        return {name: parameter for name, parameter in named if is_sharded(parameter)}
+
+    def _fsdp1(self) -> nn.Module | None:
+        return next((model for model in self.models.values() if is_fsdp1(model)), None)
+
+    def _keep_dtypes(self, saved: Mapping[int, Any]) -> None:
+        """`load_state_dict` casts state to the parameter's dtype: fp32 moments of bf16 weights would lose digits."""
+        for index, parameter in enumerate(self._parameters()):
+            for key, value in saved.get(index, {}).items() if isinstance(saved.get(index), dict) else ():
+                live = self.optimizer.state[parameter].get(key)
+                if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor) and live.dtype != value.dtype:
+                    self.optimizer.state[parameter][key] = value.to(live.device)
+
+    def _misshapen(self, state: Mapping[str, Any]) -> dict[str, str]:
+        """State of a parameter whose shape is another one now. Scalars (a step count) fit any."""
+        shapes = {name: tuple(p.shape) for name, p in zip(self._names().values(), self._parameters(), strict=True)}
+        unfit = {}
+        for name, entries in state.items():
+            moments = {key: entries[key] for key in _MOMENTS if isinstance(entries, dict) and key in entries}
+            for key, saved in moments.items():
+                if name in shapes and saved.shape != shapes[name]:
+                    unfit[f"state.{name}"] = f"{key} has shape {list(saved.shape)}, the parameter {list(shapes[name])}"
+        return unfit
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """In the order by which `state_dict` numbers them."""
+        found: dict[int, torch.Tensor] = {}
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                found.setdefault(id(parameter), parameter)
+        return list(found.values())
+
+    def _groups(self) -> list[list[str]]:
+        names = self._names()
+        numbered = self.optimizer.state_dict()["param_groups"]
+        return [[names[index] for index in group["params"]] for group in numbered]
+
+    def _names(self) -> dict[int, str]:
+        """The name of each parameter by its number; those of no managed model go by their number alone."""
+        known: dict[int, str] = {}
+        for key, model in self.models.items():
+            for identity, name in parameter_names(unwrap(model)).items():
+                known.setdefault(identity, f"{key}.{name}" if key else name)
+        return {i: known.get(id(p), f"@{i}") for i, p in enumerate(self._parameters())}

@@ -1,0 +1,184 @@
+"""A part whose tensors are spread over ranks: who writes which piece, and where each piece is found again.
+
+Every rank works this out alone, from the tensors it has: all ranks see the same names, shapes and layouts. Of a piece
+that several ranks hold, one writes; large ones are shared out among them by size.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckpt.errors import DamagedError
+from ckpt.formats import dtypes
+from ckpt.formats.native import TensorFile, narrowed
+from ckpt.formats.sharding import Box, Layout, is_sharded, layout_of, local_tensor
+from ckpt.formats.state import Shard
+
+_SMALL = 1 << 16  # bytes: below that a tensor all ranks hold is the main rank's to write
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A tensor: what it is, how it is spread, and which of its copies is written."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    layout: Layout
+    copy: int = 0
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Table:
+    """All tensors of a part by name. A tied tensor is an alias of the one that is stored."""
+
+    tensors: dict[str, Spread]
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        layouts = list(dict.fromkeys(one.layout for one in self.tensors.values()))
+        number = {layout: index for index, layout in enumerate(layouts)}
+        rows = {
+            name: [dtypes.name_of(one.dtype), list(one.shape), number[one.layout], one.copy]
+            for name, one in self.tensors.items()
+        }
+        return {"layouts": [layout.to_json() for layout in layouts], "tensors": rows, "aliases": self.aliases}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Table:
+        layouts = [Layout.from_json(one) for one in fields["layouts"]]
+        rows = {
+            name: Spread(dtypes.by_name(dtype), tuple(shape), layouts[number], copy)
+            for name, (dtype, shape, number, copy) in fields["tensors"].items()
+        }
+        return cls(rows, dict(fields["aliases"]))
+
+
+@dataclass(frozen=True)
+class SpreadState:
+    """The state of a spread part on one rank: JSON with references, who has what, and this rank's live tensors."""
+
+    kind: str
+    values: Any
+    table: Table
+    tensors: Mapping[str, Any]
+
+
+def spread(tensors: Mapping[str, Any], world_size: int) -> Table:
+    """How these live tensors are spread. Plain ones are taken to be the same on every rank."""
+    aliases = _aliases(tensors)
+    everywhere = Layout.replicated(world_size)
+    found = {
+        name: Spread(tensor.dtype, tuple(tensor.size()), layout_of(tensor) if is_sharded(tensor) else everywhere)
+        for name, tensor in tensors.items()
+        if name not in aliases
+    }
+    return Table(_shared_out(found), aliases)
+
+
+def _aliases(tensors: Mapping[str, Any]) -> dict[str, str]:
+    first: dict[Any, str] = {}
+    aliases = {}
+    for name, tensor in tensors.items():
+        piece = local_tensor(tensor) if is_sharded(tensor) else tensor
+        if piece.numel():
+            key = (piece.device, piece.data_ptr(), piece.dtype, piece.shape, piece.stride(), tuple(tensor.size()))
+            if first.setdefault(key, name) != name:
+                aliases[name] = first[key]
+    return aliases
+
+
+def _shared_out(tensors: Mapping[str, Spread]) -> dict[str, Spread]:
+    """Give each tensor that several ranks hold to the copy that has least to write so far, the largest first."""
+    loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    chosen = dict(tensors)
+    for name in sorted(tensors, key=lambda name: (-tensors[name].size, name)):
+        one = tensors[name]
+        if one.layout.copies > 1 and one.size >= _SMALL:
+            heap = loads.setdefault((one.layout.copies, *one.layout.ranks), [(0, n) for n in range(one.layout.copies)])
+            load, copy = heapq.heappop(heap)
+            heapq.heappush(heap, (load + one.size, copy))
+            chosen[name] = Spread(one.dtype, one.shape, one.layout, copy)
+    return chosen
+
+
+def written_by(table: Table, tensors: Mapping[str, Any], rank: int) -> dict[str, Shard]:
+    """The pieces that a rank writes."""
+    mine = {}
+    for name, one in table.tensors.items():
+        if rank in one.layout.ranks and one.layout.copy_of(rank) == one.copy:
+            box = one.layout.box(one.shape, rank)
+            if not box.is_empty or not math.prod(one.shape):
+                tensor = tensors[name]
+                piece = local_tensor(tensor) if is_sharded(tensor) else tensor
+                mine[name] = Shard(piece, one.shape, box.offsets)
+    return mine
+
+
+@dataclass
+class SpreadTensors:
+    """The tensors of a spread part in a checkpoint. Only the files that hold a wanted piece are opened."""
+
+    table: Table
+    open: Callable[[int], list[TensorFile]]  # the files that a rank has written
+    _opened: dict[int, list[TensorFile]] = field(default_factory=dict)
+    _whole: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        one = self._entry(name)
+        return one.dtype, one.shape
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor, whole and plain, in new memory. Tied ones are one."""
+        name = self.table.aliases.get(name, name)
+        if name not in self._whole:
+            one = self._entry(name)
+            self._whole[name] = torch.empty(one.shape, dtype=one.dtype)
+            self.fill(name, self._whole[name], Box((0,) * len(one.shape), one.shape))
+        return self._whole[name]
+
+    def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
+        """Fill `target`, which is the given box of a tensor."""
+        name = self.table.aliases.get(name, name)
+        one = self._entry(name)
+        for rank, held in one.layout.holders(one.shape, one.copy).items():
+            overlap = held.overlap(box)
+            if overlap is not None:
+                file = self._file(rank, name)
+                into = narrowed(target, [(start, length) for _, start, length in overlap])
+                file.read_box(name, [(start, length) for start, _, length in overlap], into)
+
+    def _entry(self, name: str) -> Spread:
+        try:
+            return self.table.tensors[self.table.aliases.get(name, name)]
+        except KeyError:
+            raise DamagedError(f"the checkpoint refers to tensor {name!r}, but does not say where it is.") from None
+
+    def _file(self, rank: int, name: str) -> TensorFile:
+        if rank not in self._opened:
+            self._opened[rank] = self.open(rank)
+        for file in self._opened[rank]:
+            if name in file.stored:
+                return file
+        raise DamagedError(f"rank {rank} has written no piece of tensor {name!r}, though the checkpoint says so.")
+
+
+def disagreements(tables: Mapping[int, Table]) -> Iterator[tuple[str, list[str]]]:
+    """Tensors that ranks see differently: for each, what which ranks say."""
+    for name in sorted({name for table in tables.values() for name in table.tensors}):
+        said: dict[str, list[str]] = defaultdict(list)
+        for rank, table in tables.items():
+            one = table.tensors.get(name)
+            said[f"{dtypes.name_of(one.dtype)}{list(one.shape)}" if one else "nothing"].append(str(rank))
+        if len(said) > 1:
+            yield name, [f"{text} on rank {', '.join(ranks)}" for text, ranks in said.items()]
