@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         VersionError,
     )
     from ckpt.manager import StateManager
+    from ckpt.merging import merge
     from ckpt.progress import Progress
     from ckpt.restored import Restored
     from ckpt.retention import Keep
@@ -60,6 +61,7 @@ _HOMES = {
         "VersionError",
     ),
     "ckpt.manager": ("StateManager",),
+    "ckpt.merging": ("merge",),
     "ckpt.progress": ("Progress",),
     "ckpt.restored": ("Restored",),
     "ckpt.retention": ("Keep",),
@@ -91,6 +93,7 @@ __all__ = [
     "VersionError",
     "__version__",
     "list_checkpoints",
+    "merge",
     "verify",
 ]
 

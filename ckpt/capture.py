@@ -29,13 +29,15 @@ class Captured:
     rank: int
     parts: Mapping[str, PartState]
     spread: Mapping[str, SpreadState]
+    gathered: Mapping[str, SpreadState]  # spread ones that the main rank writes whole, with the help of the others
     own: Mapping[str, PartState]
     document: bytes
 
     @cached_property
     def images(self) -> list[Image]:
         """The files for what all ranks have in common: the main rank writes them."""
-        return [*_tensor_files(self.parts), Image.of(documents.STATE, documents.to_json({"parts": self._values()}))]
+        state = Image.of(documents.STATE, documents.to_json({"parts": self._values()}))
+        return [*self._gathered_files(), *_tensor_files(self.parts), state]
 
     @cached_property
     def own_images(self) -> list[Image]:
@@ -44,17 +46,30 @@ class Captured:
         files = [native.image(spread_file(key, self.rank), mine) for key, mine in pieces.items() if mine]
         return [*files, *_tensor_files(self.own)]
 
+    def help_to_gather(self) -> None:
+        """What the other ranks do while the main one writes files whole: hand over each tensor when its turn comes."""
+        for part in self.gathered.values():
+            for name in native.in_file_order(part.outlines):
+                part.gather(name)
+
     @cached_property
     def tables(self) -> dict[str, Any]:
         """How tensors are spread, as JSON: the same on every rank."""
-        return {key: part.table.to_json() for key, part in self.spread.items()}
+        return {key: part.table.to_json() for key, part in {**self.spread, **self.gathered}.items()}
 
     @property
     def tables_digest(self) -> str:
         return digest(documents.to_json(self.tables))
 
+    def _gathered_files(self) -> list[Image]:
+        return [
+            native.gathered_image(key + native.SUFFIX, part.outlines, part.table.aliases, part.gather)
+            for key, part in self.gathered.items()
+            if part.table.tensors
+        ]
+
     def _values(self) -> dict[str, Any]:
-        values = _values(self.parts)
+        values = {**_values(self.parts), **_values(self.gathered)}
         for key, part in self.spread.items():
             values[key] = {"class": part.kind, "state": part.values, "spread": self.tables[key]}
         return values
@@ -75,11 +90,13 @@ class Capture:
 
     def take(self, parts: Iterable[Part], own: Mapping[str, Part], rank_state: Mapping[str, Any]) -> Captured:
         whole, spread = self._divided(parts)
+        gathered = spread if self.layout == "full" else {}
         mine = {key: self._encoded(part) for key, part in own.items()}
         state = {key: documents.encode_inline(value, key, self.problems) for key, value in rank_state.items()}
         refuse(self.problems)
         document = {"state": state, "own": _values(mine)}
-        return Captured(self.ranks.rank, whole, spread, mine, documents.to_json(document))
+        pieces = {} if gathered else spread
+        return Captured(self.ranks.rank, whole, pieces, gathered, mine, documents.to_json(document))
 
     def _divided(self, parts: Iterable[Part]) -> tuple[dict[str, PartState], dict[str, SpreadState]]:
         """Parts of which the main rank has the state, and those that are spread over all ranks."""
@@ -108,7 +125,7 @@ def _state_of(part: Part) -> Any:
         raise UnsupportedError(f"{part.key}: its state could not be taken: {type(error).__name__}: {error}") from error
 
 
-def _values(parts: Mapping[str, PartState]) -> dict[str, Any]:
+def _values(parts: Mapping[str, PartState | SpreadState]) -> dict[str, Any]:
     return {key: {"class": part.kind, "state": part.values} for key, part in parts.items()}
 
 

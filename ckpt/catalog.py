@@ -68,7 +68,8 @@ def find(storage: Storage, name: str) -> Checkpoint:
     try:
         return Checkpoint(name, url, read_manifest(storage, name))
     except CheckpointError as error:
-        return Checkpoint(name, url, problem=error)
+        # with its traceback it would keep alive whoever asked: a manager, and the lock on its root
+        return Checkpoint(name, url, problem=error.with_traceback(None))
 
 
 def read_manifest(storage: Storage, name: str) -> Manifest:

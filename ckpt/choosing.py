@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt import catalog
 from ckpt.agreement import Outcome, agree
-from ckpt.errors import AbsentError, DamagedError, MissingError, VersionError
+from ckpt.errors import AbsentError, DamagedError, LockedError, MissingError, VersionError
 from ckpt.formats.manifest import Manifest
 from ckpt.ranks import MAIN, Ranks
 from ckpt.storage import Storage
+
+_RESCANS = 5
 
 
 @dataclass
@@ -28,24 +31,55 @@ def choose(storage: Storage, ranks: Ranks, name: str | None, held: ExitStack) ->
     It is kept from being removed until `held` is left. None if nothing was ever committed.
     """
     call = f"load_state({name!r})" if name else "load_state()"
-    offer = agree(ranks, call, Outcome(), lambda _: _offer(storage, name))
-    passed_over: dict[str, str] = offer["passed_over"]
-    for candidate in offer["names"]:
-        found: list[Manifest] = []
-        verdict = Outcome.of(lambda: _inspect(storage, candidate, ranks, held, found))  # noqa: B023
-        problem = agree(ranks, call, verdict, lambda verdicts: next((text for text in verdicts if text), ""))
-        if not problem:
-            return Choice(found[0], passed_over)
-        passed_over[candidate] = problem
-        if name:
-            raise DamagedError(f"{problem} Load another one, or load_state() without a name for the newest intact one.")
-    if offer["names"]:
-        lines = "\n  ".join(passed_over.values())
-        raise DamagedError(
-            f"no checkpoint in {storage.url} is intact, so nothing was loaded:\n  {lines}\n"
-            "Restore one from a backup, or start anew in another root."
-        )
-    return None
+    for _ in range(_RESCANS):
+        offer = agree(ranks, call, Outcome(), lambda _: _offer(storage, name))
+        search = _Search(storage, ranks, call, held, offer["passed_over"])
+        manifest = search.first_intact(offer["names"])
+        if manifest is not None:
+            return Choice(manifest, search.passed_over)
+        if not offer["names"]:
+            return None
+        if not search.vanished:  # a run that goes on meanwhile has newer ones by now
+            break
+    raise DamagedError(_nothing_intact(storage, name, search.passed_over))
+
+
+def _nothing_intact(storage: Storage, name: str | None, passed_over: Mapping[str, str]) -> str:
+    if name:
+        return f"{passed_over[name]} Load another one, or load_state() without a name for the newest intact one."
+    lines = "\n  ".join(passed_over.values())
+    return (
+        f"no checkpoint in {storage.url} is intact, so nothing was loaded:\n  {lines}\n"
+        "Restore one from a backup, or start anew in another root."
+    )
+
+
+@dataclass
+class _Search:
+    """Goes through checkpoints until one is intact on every rank."""
+
+    storage: Storage
+    ranks: Ranks
+    call: str
+    held: ExitStack
+    passed_over: dict[str, str]
+    vanished: bool = False
+
+    def first_intact(self, names: list[str]) -> Manifest | None:
+        for name in names:
+            found: list[Manifest] = []
+            verdict = Outcome.of(lambda: _inspect(self.storage, name, self.ranks, self.held, found))  # noqa: B023
+            problem = agree(self.ranks, self.call, verdict, _joined)
+            if not problem:
+                return found[0]
+            self.vanished = self.vanished or problem["vanished"]
+            self.passed_over[name] = problem["text"]
+        return None
+
+
+def _joined(verdicts: list[Any]) -> Any:
+    bad = [verdict for verdict in verdicts if verdict]
+    return {"text": bad[0]["text"], "vanished": any(one["vanished"] for one in bad)} if bad else None
 
 
 def _offer(storage: Storage, name: str | None) -> dict[str, Any]:
@@ -61,16 +95,18 @@ def _offer(storage: Storage, name: str | None) -> dict[str, Any]:
     return {"names": [one.name for one in found if one.committed], "passed_over": passed_over}
 
 
-def _inspect(storage: Storage, name: str, ranks: Ranks, held: ExitStack, found: list[Manifest]) -> str:
-    """What is wrong with a checkpoint, as this rank sees it; empty if nothing is. The ranks share out its files."""
+def _inspect(storage: Storage, name: str, ranks: Ranks, held: ExitStack, found: list[Manifest]) -> Any:
+    """What is wrong with a checkpoint, as this rank sees it; None if nothing is. The ranks share out its files."""
     with ExitStack() as mine:
         try:
             mine.enter_context(storage.lock(name, shared=True))
             manifest = catalog.read_manifest(storage, name)
             my_turn = {file.path for file in manifest.files[ranks.rank :: ranks.world_size]}
             catalog.require_intact(storage, manifest, only=my_turn.__contains__, show=ranks.rank == MAIN)
-        except (DamagedError, MissingError, AbsentError) as error:
-            return str(error)
+        except DamagedError as error:
+            return {"text": str(error), "vanished": False}
+        except (MissingError, AbsentError, LockedError) as error:  # removed since it was listed, or just being
+            return {"text": str(error), "vanished": True}
         found.append(manifest)
         held.push(mine.pop_all())
-    return ""
+    return None

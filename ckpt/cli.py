@@ -80,6 +80,24 @@ def demo(root: str, steps: int) -> None:
         raise click.exceptions.Exit(1)
 
 
+@main.command()
+@click.argument("source")
+@click.argument("destination")
+@click.option("--dtype", help="Cast floating point tensors: bfloat16, float16, float32, ...")
+@click.option("--max-shard-size", help="Beyond this, write shards and an index: 5GB, 500MiB, ...")
+@click.option("--part", default="model", show_default=True, help="Which part of the checkpoint.")
+def merge(source: str, destination: str, dtype: str | None, max_shard_size: str | None, part: str) -> None:
+    """Make one safetensors file of the sharded checkpoint at SOURCE.
+
+    SOURCE is a checkpoint of ckpt, a folder of torch.distributed.checkpoint, or what Accelerate saves under FSDP.
+    DESTINATION is a file: out/model.safetensors.
+    """
+    from ckpt.merging import merge
+
+    for url in merge(source, destination, dtype=dtype, max_shard_size=max_shard_size, part=part):
+        click.echo(url)
+
+
 def show_checkpoints(root: str, *, verify: bool = False) -> None:
     """Print what `ckpt ls` does."""
     storage, found = _checkpoints(root)

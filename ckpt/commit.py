@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
 from ckpt.catalog import MARKER, Checkpoint, find, scan
-from ckpt.errors import LockedError, StorageError, VersionError
+from ckpt.errors import AbsentError, LockedError, StorageError
 from ckpt.formats.blocks import BlockHasher
 from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.state import Image
 from ckpt.retention import Keep
 from ckpt.storage import Storage
+from ckpt.storage.base import check_key
+
+_log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,14 @@ class Attempt:
     def begin(self, storage: Storage, paths: Iterable[str]) -> None:
         """Leave a mark with the names of all files to come, so that a later save knows what a crash left behind."""
         files = [self.path_for(path) for path in paths]
-        mark = {"files": files, "replaces": self.replaces, "process": os.getpid(), "host": socket.gethostname()}
+        left = _read_mark(storage, self.name)  # by a try whose files could not be removed yet
+        replaces = [path for path in [*self.replaces, *left] if path not in files]
+        mark = {"files": files, "replaces": replaces, "process": os.getpid(), "host": socket.gethostname()}
         storage.write(f"{self.name}/{MARKER}", [json.dumps(mark).encode()])
 
-    def write(self, storage: Storage, images: Iterable[Image], alive: Callable[[], None]) -> list[FileRecord]:
+    def write(self, storage: Storage, images: Iterable[Image]) -> list[FileRecord]:
         """Write files, and hash their bytes as they pass."""
-        return [self._write_one(storage, image, alive) for image in images]
+        return [self._write_one(storage, image) for image in images]
 
     def commit(self, storage: Storage, manifest: Manifest) -> None:
         """From here on the checkpoint exists, and an older one of its name does not."""
@@ -54,40 +60,47 @@ class Attempt:
         stem, _, suffix = path.rpartition(".")
         return f"{stem}.{self.id[:8]}.{suffix}"
 
-    def _write_one(self, storage: Storage, image: Image, alive: Callable[[], None]) -> FileRecord:
+    def _write_one(self, storage: Storage, image: Image) -> FileRecord:
         path = self.path_for(image.path)
         hasher = BlockHasher()
-
-        def pieces() -> Iterator[memoryview]:
-            for piece in hasher.through(image.pieces()):
-                alive()
-                yield piece
-
-        storage.write(f"{self.name}/{path}", pieces())
+        storage.write(f"{self.name}/{path}", hasher.through(image.pieces()))
         return FileRecord(name=image.path, path=path, size=hasher.size, blocks=hasher.digests)
 
 
 def clean(storage: Storage, name: str) -> None:
     """Remove the files of a try that its checkpoint does not list, and at last the try's mark.
 
-    A file that neither a mark nor a manifest of ours names is somebody else's, and stays.
+    A file that neither a mark nor a manifest of ours names is somebody else's, and stays. So does everything while
+    somebody reads there, or where there is a manifest that this ckpt cannot read: a later save tries again.
     """
-    mark = json.loads(storage.read(f"{name}/{MARKER}"))
     checkpoint = find(storage, name)
-    if isinstance(checkpoint.problem, VersionError):
-        return
     listed = {file.path for file in checkpoint.manifest.files} if checkpoint.manifest else set()
-    stray = [path for path in [*mark["files"], *mark["replaces"]] if path not in listed]
-    if stray and not _is_altered(storage, checkpoint):
-        storage.delete([f"{name}/{path}" for path in stray])
-    storage.sweep(name)
-    storage.delete([f"{name}/{MARKER}"])
+    stray = [path for path in _read_mark(storage, name) if path not in listed]
+    if checkpoint.manifest is None and _has_manifest(storage, name):
+        return
+    try:
+        with storage.lock(name):
+            storage.delete([f"{name}/{path}" for path in stray])
+            storage.sweep(name)
+            storage.delete([f"{name}/{MARKER}"])
+    except LockedError:
+        _log.info("%s/%s is being read: what is left of an older save there is removed later", storage.url, name)
 
 
-def _is_altered(storage: Storage, checkpoint: Checkpoint) -> bool:
-    """Whether there is a manifest that cannot be read: what it lists is not ours to remove."""
-    there = any(entry.key == f"{checkpoint.name}/{FILE_NAME}" for entry in storage.list(checkpoint.name))
-    return there and checkpoint.manifest is None
+def _read_mark(storage: Storage, name: str) -> list[str]:
+    """The files that the mark of a save names; none if there is no mark, or none of ours."""
+    try:
+        mark = json.loads(storage.read(f"{name}/{MARKER}"))
+        return [check_key(path) for path in [*mark["files"], *mark["replaces"]]]
+    except AbsentError:
+        return []
+    except (ValueError, LookupError, TypeError, AttributeError):
+        _log.warning("%s/%s/%s is not what ckpt writes: it is left alone", storage.url, name, MARKER)
+        return []
+
+
+def _has_manifest(storage: Storage, name: str) -> bool:
+    return any(entry.key == f"{name}/{FILE_NAME}" for entry in storage.list(name))
 
 
 def sweep(storage: Storage) -> list[Checkpoint]:

@@ -128,7 +128,7 @@ def _train_straight(plan: Plan) -> Run:
 
 
 def _train_until_killed(plan: Plan) -> Run:
-    victim = f"{plan.cut_off}/model.safetensors"
+    victim = f"{plan.cut_off}/optimizer.safetensors"
     doomed = _train(plan, INTERRUPTED, "2  once more", plan.killed_at, "--die-writing", victim)
     _expect(doomed, -signal.SIGKILL)
     _show_done("2  once more", f"killed by SIGKILL, halfway through saving {plan.cut_off}", color="red")

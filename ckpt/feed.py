@@ -11,7 +11,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt import order, rng
 from ckpt.console import bar
+from ckpt.errors import ConfigError
 from ckpt.order import Course
+
+Ready = Callable[[bool, dict[str, Any]], None]  # given whether the loader was done, and the generators before
 
 
 @dataclass
@@ -51,10 +54,20 @@ class Feed:
         self.waits = False  # for `take`, to go on from a saved position
         self._position = Position(world_size=world_size)
         self._rank = rank
-        self._ready: Callable[[], None] = lambda: None
+        self._ready: Ready = lambda done, before: None
+        self._before: dict[str, Any] = {}  # the generators, before going back to the beginning of the epoch
         self._warn: Callable[[str], None] = lambda text: None
         self._course: Course | None = None
         self._iterator: Any = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the training loop is inside."""
+        return self._iterator is not None
+
+    @property
+    def batches(self) -> int:
+        return self._position.batches
 
     @property
     def done(self) -> bool:
@@ -69,7 +82,7 @@ class Feed:
                 self._position.state = keeper.state_dict()
         return dict(vars(self._position))
 
-    def go_back(self, saved: dict[str, Any], ready: Callable[[], None], warn: Callable[[str], None]) -> dict[str, str]:
+    def go_back(self, saved: dict[str, Any], ready: Ready, warn: Callable[[str], None]) -> dict[str, str]:
         """Let `take` go on from a saved position. Returns what will not be as it was, and why."""
         world_size = self._position.world_size
         position = self._position = Position.from_saved(saved)
@@ -79,8 +92,10 @@ class Feed:
         size = _size(getattr(self.loader, "dataset", None))
         if None not in (size, position.dataset_size) and size != position.dataset_size:
             changes["dataset"] = f"has {size} samples now and had {position.dataset_size} when it was saved"
-        if position.worn and not _by_index(self.loader):
-            changes["workers"] = "persistent workers are new, and what they draw at random differs from here on"
+        workers = bool(getattr(self.loader, "num_workers", 0))
+        unseeded = workers and getattr(self.loader, "batch_sampler", self) is None
+        if unseeded or (position.worn and not _by_index(self.loader)):
+            changes["workers"] = "they are new processes, and what they draw at random differs from here on"
         return changes
 
     def take(self, epoch: int) -> Iterator[tuple[Any, int]]:
@@ -105,6 +120,7 @@ class Feed:
         if not self.waits:
             workers = getattr(self.loader, "_iterator", None)  # a loader keeps its iterator for persistent ones
             position.worn = bool(getattr(self.loader, "persistent_workers", False)) and workers is not None
+        self._before = rng.capture()
         if position.done or position.exhausted:
             return self._at_end(position)
         if _by_index(self.loader):
@@ -144,6 +160,11 @@ class Feed:
         return iter(())
 
     def _by_index(self, loader: DataLoader[Any], position: Position, epoch: int) -> Iterator[Any]:
+        if not getattr(loader, "in_order", True):
+            raise ConfigError(
+                "a DataLoader with in_order=False gives batches in an order that depends on timing: no run can go on "
+                "from the middle of it. Build it with in_order=True."
+            )
         sampler = order.distributed_sampler(loader)
         rest = order.Rest(sampler, position.start) if sampler is not None and position.start else None
 
@@ -184,7 +205,10 @@ class Feed:
         if not self.waits:
             return
         self.waits = False
-        self._ready()
+        self._ready(position.done, self._before)
+        if self._course and not getattr(self.loader, "num_workers", 0):
+            # with workers the sampler is ahead of the loop, and these are as they were by going through it again
+            self._set_generators(position.generators_now)
         keeper = self._keeper()
         if self._course and keeper is not None and position.state is not None:
             keeper.load_state_dict(position.state)

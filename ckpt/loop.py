@@ -9,8 +9,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ckpt import order
+from ckpt import order, rng
 from ckpt.console import say
+from ckpt.errors import ConfigError
 from ckpt.feed import Feed
 from ckpt.progress import Progress
 from ckpt.ranks import Ranks
@@ -23,12 +24,22 @@ class Waiting:
     positions: dict[str, Any] = field(default_factory=dict)
     ready: Callable[[], None] = lambda: None
     approximated: dict[str, str] = field(default_factory=dict)
+    _arrived: bool = False
 
     def place(self, key: str, feed: Feed) -> None:
         """Bring a loader to its position, if one waits for it."""
         if key in self.positions:
-            changes = feed.go_back(self.positions.pop(key), self.ready, self._warn)
+            changes = feed.go_back(self.positions.pop(key), self._arrive, self._warn)
             self.approximated.update({f"{key}.{what}": why for what, why in changes.items()})
+
+    def _arrive(self, done: bool, before: dict[str, Any]) -> None:
+        """A loader is where it was. Of loaders side by side, the first sees generators as they were saved; the others
+        see what it has drawn since."""
+        if done or not self._arrived:
+            self.ready()
+            self._arrived = not done
+        else:
+            rng.restore(before)
 
     def _warn(self, text: str) -> None:
         self.approximated["data order"] = text
@@ -56,6 +67,8 @@ class Loop:
         self._steered: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
 
     def epochs(self, total: int) -> Iterator[int]:
+        if not isinstance(total, int):
+            raise ConfigError(f"epochs() takes the number of epochs in all, not {total!r}.")
         self._in_epochs = True
         try:
             while self.progress.epoch < total:
@@ -66,16 +79,22 @@ class Loop:
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The rest of the epoch. If `go_back` is called meanwhile, it goes on from there."""
+        if not isinstance(loader, Iterable):
+            raise ConfigError(f"batches() goes through a loader, and a {type(loader).__name__} cannot be gone through.")
         jumps = -1
         while jumps != self._jumps:
             jumps = self._jumps
-            for batch, samples in self._feed(loader).take(self.progress.epoch):
-                self.progress.batch += 1
-                self.progress.samples += samples * self._ranks.world_size
-                yield batch
-                if jumps != self._jumps:
-                    break
-        if not self._in_epochs:
+            feed = self._feed(loader)
+            around = {id(one): one.batches for one in self._feeds.values() if one.is_open}
+            try:
+                for batch, samples in feed.take(self.progress.epoch):
+                    self._count(samples, nested=bool(around))
+                    yield batch
+                    if jumps != self._jumps:
+                        break
+            finally:
+                self._forget_if_nested(feed, around)
+        if not self._in_epochs and not any(feed.is_open for feed in self._feeds.values()):
             self._next_epoch()
 
     def saved_progress(self) -> Progress:
@@ -105,6 +124,20 @@ class Loop:
         for loader in self._steered:
             order.release(loader)
 
+    def _count(self, samples: int, *, nested: bool) -> None:
+        if not nested:
+            self.progress.batch += 1
+        self.progress.samples += samples * self._ranks.world_size
+
+    def _forget_if_nested(self, feed: Feed, around: Mapping[int, int]) -> None:
+        """A loop inside one step of another, as for validation, is over with that step: nothing of it is kept.
+
+        Loaders that are gone through side by side are another thing: each moves on while the other is open.
+        """
+        stood_still = [one for one in self._feeds.values() if around.get(id(one)) == one.batches and one.is_open]
+        if stood_still:
+            self._feeds = {key: one for key, one in self._feeds.items() if one is not feed}
+
     def _feed(self, loader: Iterable[Any]) -> Feed:
         """A feed for the next time through a loader."""
         name = next((key for key, one in self._named.items() if one is loader), "loader")
@@ -118,7 +151,7 @@ class Loop:
     def _add(self, key: str, loader: Iterable[Any]) -> Feed:
         feed = self._feeds[key] = Feed(loader, self._ranks.rank, self._ranks.world_size)
         self._waiting.place(key, feed)
-        if not feed.waits:
+        if not feed.waits and not any(one.is_open for one in self._feeds.values()):
             self.progress.batch = 0
         if isinstance(loader, DataLoader):
             self._steered.add(loader)

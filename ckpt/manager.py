@@ -32,7 +32,7 @@ from ckpt.ranks import MAIN, find_ranks
 from ckpt.restored import Restored
 from ckpt.retention import Keep
 from ckpt.saving import Saver
-from ckpt.storage import Storage, open_storage
+from ckpt.storage import MemoryStorage, Storage, open_storage
 from ckpt.unwrap import unwrap
 
 
@@ -73,6 +73,8 @@ class StateManager:
         _check_options(save_every=save_every, keep=keep, layout=layout, timeout=timeout)
         self._storage = open_storage(root)
         self._ranks = find_ranks(self._storage.url, timeout)
+        if self._ranks.world_size > 1 and isinstance(self._storage, MemoryStorage):
+            raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
         self._saver = Saver(self._storage, self._ranks, keep)
         self._save_every = save_every
         self._keep = keep
@@ -82,7 +84,7 @@ class StateManager:
         self._metrics: dict[str, Any] = {}
         self._restored: Restored | None = None
         self._started = False
-        self._saved_step: int | None = None
+        self._saved_at: tuple[int, int] | None = None
         self._handle_sigterm = handle_sigterm
         self._preemption = Preemption(self._ranks)
         weakref.finalize(self, self._preemption.close)
@@ -132,16 +134,21 @@ class StateManager:
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs that are left of `total`. Goes on where the last run stopped, or starts afresh.
 
-        When they are done and `save_every` is set, the final state is saved.
+        When they are done and `save_every` is set, the final state is saved: as `step-00001000`, or, where the last
+        step was saved already, as `step-00001000-end`, with what the end of the epoch has changed.
         """
         self._start()
         yield from self._loop.epochs(total)
         self._preemption.close()
-        if self._save_every and self._saved_step != self.progress.step:
-            self.save_state()
+        if self._save_every and self._saved_at != self._where():
+            saved_in_loop = self._saved_at is not None and self._saved_at[0] == self.progress.step
+            self.save_state(f"{self._default_name()}-end" if saved_in_loop else None)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The batches of this epoch that are left, in the same order as ever."""
+        """The batches of this epoch that are left, in the same order as ever.
+
+        A loop that was left with `break` is not done: the next run goes on with the batch after.
+        """
         self._start()
         yield from self._loop.batches(loader)
 
@@ -156,7 +163,7 @@ class StateManager:
                 "call manager.resume() before the loop."
             )
         self.progress.step += 1
-        self._metrics = {key: _detached(value) for key, value in (metrics or {}).items()}
+        self._metrics = _checked_metrics(metrics)
         if self._handle_sigterm:  # from the first step on: only then is there somebody to answer it
             self._preemption.listen()
         stop = self._preemption.due(self.progress.step)
@@ -170,13 +177,16 @@ class StateManager:
 
         When it returns the checkpoint is committed and durable. One of the same name is replaced, and stands until the
         new one is committed. Every rank must make this call.
+
+        Inside `batches` the next run goes on with the batch after this one: save when it has been used. After the inner
+        loop the next run begins with the next epoch: let the save be the last thing in the epoch.
         """
-        self._started = True
-        name = check_name(name) if name is not None else f"step-{self.progress.step:08d}"
+        name = check_name(name) if name is not None else self._default_name()
         numbers = self._numbers(metrics)
         facts = {"progress": self._loop.saved_progress().to_json(), "metrics": numbers}
         self._saver.save(name, lambda: self._capture(name, numbers), facts)
-        self._saved_step = self.progress.step
+        self._started = True
+        self._saved_at = self._where()
         return name
 
     def load_state(self, name: str | None = None, *, strict: bool = True) -> Restored:
@@ -215,6 +225,12 @@ class StateManager:
         if not self._started:
             self.resume()
 
+    def _default_name(self) -> str:
+        return f"step-{self.progress.step:08d}"
+
+    def _where(self) -> tuple[int, int]:
+        return self.progress.step, self.progress.epoch
+
     def _stop(self) -> None:
         if self._ranks.rank == MAIN:
             say(f"told to terminate: saved step {self.progress.step} in {self._storage.url}, stopping")
@@ -233,11 +249,12 @@ class StateManager:
         given = self._metrics if metrics is None else metrics
         try:
             return {key: float(_detached(value)) for key, value in given.items()}
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError, AttributeError) as error:
             raise MetricError(f"metrics must be names with one number each, not {given!r}: {error}") from error
 
     def _load(self, name: str | None, *, strict: bool) -> Restored | None:
         with ExitStack() as held:
+            held.enter_context(self._ranks.working())
             choice = choose(self._storage, self._ranks, name, held)
             if choice is None:
                 return None
@@ -255,16 +272,15 @@ class StateManager:
 
     def _go_back(self, opened: Opened, notes: Notes) -> None:
         """Restore what is this rank's own: generators, and where its loaders are."""
-        rewind = restoring.rewinder(opened, self._ranks, notes)
+        rewind = restoring.rewinder(opened, self._ranks, self._managed.generators, notes)
         rewind()
-        restoring.restore_generators(opened, self._managed.generators, notes)
         waiting = Waiting(opened.state["loaders"], rewind, notes.approximated)
         self._loop.go_back(Progress(**opened.manifest.progress), waiting)
 
     def _tell(self, choice: Choice, parts: list[str], notes: Notes) -> Restored:
         manifest = choice.manifest
         self._saver.follow(manifest, choice.passed_over)
-        self._saved_step = manifest.step
+        self._saved_at = self._where()
         self._restored = Restored(
             name=manifest.name,
             url=f"{self._storage.url}/{manifest.name}",
@@ -284,6 +300,12 @@ class StateManager:
 def _detached(value: Any) -> Any:
     """Without the graph behind it, which would otherwise live until the next step."""
     return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _checked_metrics(metrics: Any) -> dict[str, Any]:
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise MetricError(f"metrics must be a dict of names and numbers, not {metrics!r}.")
+    return {key: _detached(value) for key, value in (metrics or {}).items()}
 
 
 def _check_options(*, save_every: Any, keep: Any, layout: Any, timeout: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ckpt import fsdp1
 from ckpt.formats.dtypes import name_of
@@ -78,6 +79,8 @@ def _compare(live: Any, saved: Any) -> str | None:
     if not isinstance(live, torch.Tensor) or not hasattr(saved, "read_into"):
         both = isinstance(live, torch.Tensor) == hasattr(saved, "read_into")
         return None if both else "a tensor on one side only"
+    if is_lazy(live):
+        return "not initialised here yet: run one forward pass first"
     if tuple(live.size()) != saved.shape:
         return f"shape {list(saved.shape)} in the checkpoint, {list(live.size())} here"
     if live.dtype != saved.dtype:
@@ -86,4 +89,6 @@ def _compare(live: Any, saved: Any) -> str | None:
 
 
 def _fits_when_cast(live: Any, saved: Any) -> bool:
-    return isinstance(live, torch.Tensor) and hasattr(saved, "read_into") and tuple(live.size()) == saved.shape
+    if not isinstance(live, torch.Tensor) or not hasattr(saved, "read_into") or is_lazy(live):
+        return False
+    return bool(tuple(live.size()) == saved.shape)

@@ -15,8 +15,6 @@ from ckpt.fsdp1 import is_fsdp1
 from ckpt.parts import Notes, Read
 from ckpt.unwrap import parameter_names, unwrap
 
-_MOMENTS = ("exp_avg", "momentum_buffer", "square_avg", "sum")  # state with the shape of its parameter
-
 
 @dataclass
 class OptimizerPart:
@@ -109,14 +107,14 @@ class OptimizerPart:
                     self.optimizer.state[parameter][key] = value.to(live.device)
 
     def _misshapen(self, state: Mapping[str, Any]) -> dict[str, str]:
-        """State of a parameter whose shape is another one now. Scalars (a step count) fit any."""
-        shapes = {name: tuple(p.shape) for name, p in zip(self._names().values(), self._parameters(), strict=True)}
+        """State whose shape is another one here. Only where the live optimizer has state to compare with."""
         unfit = {}
-        for name, entries in state.items():
-            moments = {key: entries[key] for key in _MOMENTS if isinstance(entries, dict) and key in entries}
-            for key, saved in moments.items():
-                if name in shapes and saved.shape != shapes[name]:
-                    unfit[f"state.{name}"] = f"{key} has shape {list(saved.shape)}, the parameter {list(shapes[name])}"
+        for name, parameter in zip(self._names().values(), self._parameters(), strict=True):
+            live, saved = self.optimizer.state.get(parameter, {}), state.get(name, {})
+            for key in live.keys() & saved.keys() if isinstance(saved, dict) else ():
+                there, here = getattr(saved[key], "shape", None), getattr(live[key], "shape", None)
+                if there is not None and here is not None and tuple(there) != tuple(here):
+                    unfit[f"state.{name}"] = f"{key} has shape {list(there)} in the checkpoint, {list(here)} here"
         return unfit
 
     def _parameters(self) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections import deque
@@ -33,18 +34,14 @@ class Course:
     def follow(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches of indices to read, each noted down before it is handed out."""
         seed = self.begin()
-        count = 0
-        for batch in batches:
-            count += 1
-            if count <= self.skip:
-                self.digest.update(repr(batch).encode())
-                continue
-            if count == self.skip + 1:
-                self._arrive()
+        left = iter(batches)
+        for batch in itertools.islice(left, self.skip):
+            self.digest.update(repr(batch).encode())
+        self.skipped = self.digest.hexdigest()
+        self.arrive()
+        for count, batch in enumerate(left, self.skip + 1):
             self.ahead.append((len(batch) if isinstance(batch, list | tuple) else 1, repr(batch).encode()))
             yield batch if seed is None else _seeded(batch, seed, count)
-        if count <= self.skip:
-            self._arrive()
 
     def taken(self) -> int:
         """A batch has reached the training loop: how many samples it has."""
@@ -56,13 +53,9 @@ class Course:
         """Let go of whoever set this course: an iterator that nobody finishes holds on to it."""
         self.begin, self.arrive = lambda: None, lambda: None
 
-    def _arrive(self) -> None:
-        self.skipped = self.digest.hexdigest()
-        self.arrive()
-
 
 def _seeded(batch: Any, seed: int, count: int) -> Any:
-    if type(batch) is not list:
+    if not isinstance(batch, list | tuple):
         return batch
     return SeededBatch(batch, xxhash.xxh3_64_intdigest(f"{seed}/{count}".encode()) >> 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -9,19 +10,27 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from ckpt.ranks import Ranks
+from ckpt.ranks import MAIN, Ranks
 
 EXIT_STATUS = 128 + signal.SIGTERM
-_KEY = "preempted"
+_ASKED, _TARGET = "preempted", "stop-after"
 
 
 class Preemption:
-    """Remembers that the process was told to stop, and finds a step at which all ranks can."""
+    """Remembers that the process was told to stop, and finds a step at which all ranks can.
+
+    Nobody waits for anybody: training brings the ranks together, and one that waited here would keep the others from
+    ever getting here. The main rank names a step to come; each rank that has not got there says so; the first to get
+    there looks whether all have said so, and what it finds holds for all. If somebody was past it already, the main
+    rank names another one, farther ahead.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self.asked = False
         self._ranks = ranks
-        self._heard_at: int | None = None
+        self._told = False
+        self._acknowledged = self._target = 0
+        self._ahead = 1
         self._ask_next = 0.0
         self._previous: Any = None
         self._installed: Callable[[int, FrameType | None], None] | None = None
@@ -30,14 +39,17 @@ class Preemption:
         """Take SIGTERM. A handler that was there before is called as well. Only the main thread can do this."""
         if threading.current_thread() is not threading.main_thread() or self._installed is not None:
             return
-        previous = signal.getsignal(signal.SIGTERM)
+        self._previous = previous = signal.getsignal(signal.SIGTERM)
 
         def handler(number: int, frame: FrameType | None) -> None:
             self.asked = True
             if callable(previous):
                 previous(number, frame)
+            elif self._installed is None:  # closed, but put back by a handler that came after
+                signal.signal(number, previous or signal.SIG_DFL)
+                os.kill(os.getpid(), number)
 
-        self._previous, self._installed = previous, handler
+        self._installed = handler
         signal.signal(signal.SIGTERM, handler)
 
     def close(self) -> None:
@@ -47,24 +59,37 @@ class Preemption:
         self._installed = None
 
     def due(self, step: int) -> bool:
-        """Whether to stop after this step: the one after the last rank has heard.
-
-        Nobody waits here. The ranks are at most one step apart, since each step of training brings them together; a
-        rank that waited for the others would keep them from ever getting here.
-        """
+        """Whether to stop after this step."""
         self.asked = self.asked or self._others_were_asked()
         if not self.asked:
             return False
-        if self._heard_at is None:
-            self._heard_at = step
-            self._ranks.note(_KEY, str(step))
-        heard = self._ranks.notes(_KEY)
-        later = self._ranks.world_size > 1
-        return len(heard) == self._ranks.world_size and step >= max(map(int, heard.values())) + later
+        if self._ranks.world_size == 1:
+            return True
+        if not self._told:
+            self._told = True
+            self._ranks.note(_ASKED, "")
+        return self._agreed(step)
+
+    def _agreed(self, step: int) -> bool:
+        target = self._named_target(step)
+        if step < target and self._acknowledged < target:
+            self._acknowledged = target
+            self._ranks.note(f"{_TARGET}/{target}", "")
+        if step != target:
+            return False
+        ready = len(self._ranks.notes(f"{_TARGET}/{target}")) == self._ranks.world_size
+        return self._ranks.settle(f"{_TARGET}/{target}/settled", "stop" if ready else "go on") == "stop"
+
+    def _named_target(self, step: int) -> int:
+        if self._ranks.rank == MAIN and step > self._target:
+            self._ahead *= 2
+            self._target = step + self._ahead
+            self._ranks.publish(_TARGET, str(self._target))
+        return int(self._ranks.published(_TARGET) or 0)
 
     def _others_were_asked(self) -> bool:
         """A signal may reach one rank alone. Asking costs a round trip, so it is done once a second."""
         if self._ranks.world_size == 1 or time.monotonic() < self._ask_next:
             return False
         self._ask_next = time.monotonic() + 1.0
-        return bool(self._ranks.notes(_KEY))
+        return bool(self._ranks.notes(_ASKED))

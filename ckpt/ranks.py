@@ -7,11 +7,12 @@ then named after the deadline, where a collective would hang, or be mistaken for
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch.distributed as dist
@@ -35,16 +36,25 @@ class Ranks(Protocol):
         """On the main rank: what every rank gave, in the order of ranks. On the others: nothing, at once."""
 
     def share(self, call: str, data: str) -> str:
-        """What the main rank gave, on every rank. Waits for as long as the main rank shows that it is alive."""
+        """What the main rank gave, on every rank."""
 
-    def alive(self) -> None:
-        """The main rank is still at work: those who wait for it go on waiting."""
+    def working(self) -> AbstractContextManager[None]:
+        """While this context lasts, the others know that this rank is at work, and wait for it without end."""
 
     def note(self, key: str, value: str) -> None:
         """Leave a note for all, once under each key. Waits for nobody."""
 
     def notes(self, key: str) -> dict[int, str]:
         """The notes left so far under a key, by rank. Waits for nobody; costs one question while there are none."""
+
+    def publish(self, key: str, value: str) -> None:
+        """Tell all ranks something, in place of what was told under that key before. Waits for nobody."""
+
+    def published(self, key: str) -> str | None:
+        """What was last told under a key, if anything was. Waits for nobody."""
+
+    def settle(self, key: str, value: str) -> str:
+        """The value of whoever comes first; the same for all. Waits for nobody."""
 
 
 class Alone:
@@ -54,7 +64,7 @@ class Alone:
     world_size = 1
 
     def __init__(self) -> None:
-        self._notes: dict[str, dict[int, str]] = {}
+        self._told: dict[str, str] = {}
 
     def gather(self, call: str, data: str) -> list[str]:
         return [data]
@@ -62,14 +72,23 @@ class Alone:
     def share(self, call: str, data: str) -> str:
         return data
 
-    def alive(self) -> None:
-        """Nobody waits."""
+    def working(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def note(self, key: str, value: str) -> None:
-        self._notes[key] = {MAIN: value}
+        self._told[key] = value
 
     def notes(self, key: str) -> dict[int, str]:
-        return self._notes.get(key, {})
+        return {MAIN: self._told[key]} if key in self._told else {}
+
+    def publish(self, key: str, value: str) -> None:
+        self._told[key] = value
+
+    def published(self, key: str) -> str | None:
+        return self._told.get(key)
+
+    def settle(self, key: str, value: str) -> str:
+        return self._told.setdefault(key, value)
 
 
 @contextmanager
@@ -78,7 +97,7 @@ def _reachable() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RanksError(
-            f"the ranks cannot reach each other any more: {error}. A rank or its launcher died."
+            f"the ranks cannot reach each other any more: a rank or its launcher died ({error})"
         ) from error
 
 
@@ -91,7 +110,6 @@ class Together:
         self._store = store
         self._timeout = timeout
         self._turn = 0
-        self._beat = 0.0
         self._used: list[str] = []
 
     @_reachable()
@@ -101,7 +119,7 @@ class Together:
         if self.rank != MAIN:
             self._turn += 1
             return []
-        self._await_all(keys, call)
+        self._await(dict(enumerate(keys)), call)
         answers = [self._store.get(key).decode() for key in keys]
         for key in [*keys, *self._used]:  # whoever answered has read what was shared before
             self._store.delete_key(key)
@@ -116,16 +134,25 @@ class Together:
             self._store.set(key, data)
             self._used.append(key)
         else:
-            self._await_main(key, call)
+            try:
+                self._await({MAIN: key}, call)
+            except RanksError:
+                self._turn -= 1  # the gather before it was not answered: a later call meets the main rank there
+                raise
             data = self._store.get(key).decode()
         self._turn += 1
         return data
 
-    @_reachable()
-    def alive(self) -> None:
-        if time.monotonic() - self._beat > min(1.0, self._timeout / 4):
-            self._beat = time.monotonic()
-            self._store.add("alive", 1)
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        done = threading.Event()
+        thread = threading.Thread(target=self._beat_until, args=(done,), name="ckpt-alive", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
 
     @_reachable()
     def note(self, key: str, value: str) -> None:
@@ -139,35 +166,69 @@ class Together:
         keys = {rank: f"{key}/{rank}" for rank in range(self.world_size)}
         return {rank: self._store.get(one).decode() for rank, one in keys.items() if self._store.check([one])}
 
-    def _await_all(self, keys: list[str], call: str) -> None:
-        if self._wait(keys, self._timeout):
-            return
-        silent = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
-        if silent:
-            raise RanksError(
-                f"{call}: {_ranks(silent)} did not answer within {self._timeout:g} s. {_ADVICE} "
-                f"Nothing was committed; earlier checkpoints stand."
-            )
+    @_reachable()
+    def publish(self, key: str, value: str) -> None:
+        self._store.set(f"{key}/published", value)
 
-    def _await_main(self, key: str, call: str) -> None:
-        seen = self._store.add("alive", 0)
-        while not self._wait([key], self._timeout):
-            beat = self._store.add("alive", 0)
-            if beat == seen:
-                self._turn -= 1  # the gather before it was not answered: a later call meets the main rank there
-                raise RanksError(f"{call}: rank {MAIN} did not answer within {self._timeout:g} s. {_ADVICE}")
-            seen = beat
+    @_reachable()
+    def published(self, key: str) -> str | None:
+        key = f"{key}/published"
+        return self._store.get(key).decode() if self._store.check([key]) else None
 
-    def _wait(self, keys: list[str], seconds: float) -> bool:
-        """Whether the keys came in time."""
-        try:
-            self._store.wait(keys, timedelta(seconds=seconds))
-        except RuntimeError as error:  # what a store raises differs between stores; what it says does not
-            if "timeout" in str(error).lower():
-                return False
-            raise
-        return True
+    @_reachable()
+    def settle(self, key: str, value: str) -> str:
+        return self._store.compare_set(key, "", value).decode()
 
+    def _beat_until(self, done: threading.Event) -> None:
+        while not done.wait(min(1.0, self._timeout / 4)):
+            with suppress(RuntimeError):  # the store is gone: the main thread will notice and say so
+                self._store.add(f"alive/{self.rank}", 1)
+
+    def _await(self, keys: dict[int, str], call: str) -> None:
+        """Wait for the keys of ranks, as long as those that are missing show that they are at work.
+
+        By asking again and again: a store that is told to wait keeps the thread that shows we are alive from it.
+        """
+        pause = _SHORTEST
+        watched = _Watched(self._timeout)
+        while missing := [rank for rank, key in keys.items() if not self._store.check([key])]:
+            beats = {rank: self._store.add(f"alive/{rank}", 0) for rank in missing} if watched.look_now() else None
+            silent = watched.silent(beats) if beats is not None else []
+            if silent:
+                raise RanksError(
+                    f"{call}: {_ranks(silent)} did not answer within {self._timeout:g} s. {_ADVICE} "
+                    "Nothing was committed; earlier checkpoints stand."
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST)
+
+
+@dataclass
+class _Watched:
+    """Ranks that are waited for: when each was last seen to be alive."""
+
+    timeout: float
+    _seen: dict[int, tuple[int, float]] = field(default_factory=dict)
+    _next: float = 0.0
+
+    def look_now(self) -> bool:
+        """Whether it is time to look again: not at every turn, since it costs a question for each rank."""
+        now = time.monotonic()
+        due = now >= self._next
+        if due:
+            self._next = now + self.timeout / 8
+        return due
+
+    def silent(self, beats: dict[int, int]) -> list[int]:
+        """The ranks that have shown nothing for as long as the timeout."""
+        now = time.monotonic()
+        for rank, beat in beats.items():
+            if rank not in self._seen or self._seen[rank][0] != beat:
+                self._seen[rank] = (beat, now)
+        return [rank for rank in beats if now - self._seen[rank][1] >= self.timeout]
+
+
+_SHORTEST, _LONGEST = 0.001, 0.1  # seconds between two questions
 
 _ADVICE = (
     "Every rank must make this call: take it out of 'if rank == 0:' (or is_main_process). "
@@ -175,8 +236,8 @@ _ADVICE = (
 )
 
 
-def _ranks(names: list[str]) -> str:
-    return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names)}"
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 _managers: Counter[str] = Counter()

@@ -7,10 +7,10 @@ from typing import Any
 
 from ckpt import rng
 from ckpt.agreement import together
-from ckpt.errors import DamagedError, MismatchError, StateError, StorageError
+from ckpt.errors import CkptError, MismatchError, StateError
 from ckpt.managed import Managed
 from ckpt.opened import Opened
-from ckpt.parts import Notes, Part
+from ckpt.parts import Like, Notes, Part
 from ckpt.ranks import Ranks
 
 Unfit = Mapping[str, Mapping[str, str]]  # what does not fit and why, by part and key
@@ -19,30 +19,36 @@ Unfit = Mapping[str, Mapping[str, str]]  # what does not fit and why, by part an
 def restore(opened: Opened, ranks: Ranks, managed: Managed, notes: Notes, *, strict: bool) -> list[str]:
     """Take back all parts, and return their keys. Changes nothing on any rank unless all of it fits on every rank."""
     call = f"load_state({opened.manifest.name!r})"
-    parts = {**managed.parts, **managed.own(ranks.rank)}
+    own = managed.own(ranks.rank)
+    if own and opened.manifest.world_size != ranks.world_size:
+        notes.approximated["gradients"] = "saved by another number of ranks: the accumulation window begins anew"
+        own = {}
+    parts = {**managed.parts, **own}
     unfit: Unfit = together(ranks, call, lambda: _check(opened, parts, strict=strict))
     keys: list[str] = together(ranks, call, lambda: _restore(opened, parts, unfit, notes))
     return keys
 
 
-def rewinder(opened: Opened, ranks: Ranks, notes: Notes) -> Callable[[], None]:
-    """What puts this rank's generators back as they were; for a rank that is new, what seeds them."""
+def rewinder(opened: Opened, ranks: Ranks, generators: Mapping[str, Any], notes: Notes) -> Callable[[], None]:
+    """What puts this rank's generators back as they were, the registered ones too; for a new rank, what seeds them."""
     then, now, rank, state = opened.manifest.world_size, ranks.world_size, ranks.rank, opened.state["rng"]
     if then != now:
         gone, new = f"ranks {now} to {then - 1} are gone", f"ranks {then} to {now - 1} are new and seeded"
         change = gone if now < then else new
         notes.approximated["rng"] = f"saved by {then} ranks, resumed by {now}: {change}"
-    return (lambda: rng.restore(state)) if rank < then else (lambda: rng.derive(state, rank))
-
-
-def restore_generators(opened: Opened, generators: Mapping[str, Any], notes: Notes) -> None:
-    """Put the registered generators back."""
     saved = opened.state["generators"]
-    for key, generator in generators.items():
-        if key in saved:
-            rng.restore_one(generator, saved[key])
+    notes.skipped.update({key: "the checkpoint has no such generator" for key in generators if key not in saved})
+
+    def rewind() -> None:
+        if rank < then:
+            rng.restore(state)
         else:
-            notes.skipped[key] = "the checkpoint has no such generator"
+            rng.derive(state, rank)
+        for key, generator in generators.items():
+            if key in saved:
+                rng.restore_one(generator, saved[key])
+
+    return rewind
 
 
 def _check(opened: Opened, parts: Mapping[str, Part], *, strict: bool) -> Unfit:
@@ -53,7 +59,7 @@ def _check(opened: Opened, parts: Mapping[str, Part], *, strict: bool) -> Unfit:
             unfit[key] = {"": "missing: the checkpoint has no such part"}
         elif part.same_class and part.kind != opened.kind(key):
             unfit[key] = {"": f"a {opened.kind(key)} in the checkpoint, a {part.kind} here"}
-        elif problems := part.check(opened.tree(key)):
+        elif problems := _explained(key, lambda: part.check(opened.tree(key))):  # noqa: B023
             unfit[key] = problems
     if strict:
         _require_fit(opened, unfit)
@@ -91,9 +97,17 @@ def _restore(opened: Opened, parts: Mapping[str, Part], unfit: Unfit, notes: Not
 
 
 def _restore_one(opened: Opened, key: str, part: Part, unfit: Mapping[str, str], notes: Notes) -> None:
+    def read(like: Like | None = None) -> Any:
+        return opened.read(key, like)
+
+    _explained(key, lambda: part.restore(opened.tree(key), read, unfit, notes))
+
+
+def _explained(key: str, do: Callable[[], Any]) -> Any:
+    """Objects of others raise what they like; the part that did it is named."""
     try:
-        part.restore(opened.tree(key), lambda like=None: opened.read(key, like), unfit, notes)
-    except (StorageError, DamagedError):
+        return do()
+    except CkptError:
         raise
     except Exception as error:
         raise StateError(f"{key} did not take its state back: {type(error).__name__}: {error}") from error

@@ -18,9 +18,10 @@ import torch
 from ckpt import commit
 from ckpt.agreement import Outcome, agree
 from ckpt.capture import Captured
+from ckpt.catalog import find
 from ckpt.commit import Attempt
 from ckpt.console import size
-from ckpt.errors import LockedError, RanksError, StorageError
+from ckpt.errors import ConfigError, LockedError, RanksError, StorageError, VersionError
 from ckpt.formats.documents import rank_document
 from ckpt.formats.manifest import FileRecord, Manifest
 from ckpt.formats.spread import Table, disagreements
@@ -47,17 +48,20 @@ class Saver:
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     parent: str | None = None
     damaged: set[str] = field(default_factory=set)
+    goes_on: bool = False  # whether this run has seen what is there, or there was nothing
     _committed: list[Manifest] | None = None
     _held: ExitStack = field(default_factory=ExitStack)
 
     def hold(self) -> None:
         """Take the root for this run, and clear away what a crashed one left. Refused if another run has it."""
         agree(self.ranks, "resume()", Outcome(), lambda _: self._hold())
+        self.goes_on = True
 
     def save(self, name: str, take: Callable[[], Captured], facts: Mapping[str, Any]) -> None:
         """Capture, write and commit on all ranks, or raise on all."""
         try:
-            self.parent = _Save(self, name, facts, Outcome.of(take)).run()
+            with self.ranks.working():
+                self.parent = _Save(self, name, facts, Outcome.of(take)).run()
         except Exception:
             if self.ranks.rank == MAIN:
                 self._clean_up(name)
@@ -67,6 +71,7 @@ class Saver:
     def follow(self, manifest: Manifest, damaged: Iterable[str]) -> None:
         """What is saved from here on goes on from this checkpoint."""
         self.run, self.parent = manifest.run, manifest.id
+        self.goes_on = True
         self.damaged |= set(damaged)
 
     def close(self) -> None:
@@ -91,10 +96,24 @@ class Saver:
     def begin(self, name: str, paths: Iterable[str]) -> Attempt:
         """Take the root, if that has not been done, and leave the mark of a save under way."""
         self._hold()
+        self._refuse_to_overtake(name)
         older = next((one for one in self._committed or () if one.name == name), None)
         attempt = Attempt(name, tuple(file.path for file in older.files) if older else ())
         attempt.begin(self.storage, paths)
         return attempt
+
+    def _refuse_to_overtake(self, name: str) -> None:
+        """What a run saves becomes the newest, so it must have gone on from what was the newest."""
+        if self._committed and not self.goes_on:
+            raise ConfigError(
+                f"{self.storage.url} has checkpoints ({self._committed[0].name} is the newest) that this run has not "
+                "resumed from: saving now would put a fresh start before them. Call resume() or load_state() first, or "
+                "give this run another root."
+            )
+        self.goes_on = True
+        problem = find(self.storage, name).problem
+        if isinstance(problem, VersionError):
+            raise problem
 
     def commit(self, attempt: Attempt, files: list[FileRecord], facts: Mapping[str, Any]) -> str:
         """Write the manifest, and return the checkpoint's id."""
@@ -147,13 +166,14 @@ class _Save:
     def run(self) -> str:
         attempt = self._agree(self.captured.then(_hello), self._plan)
         if attempt is None:
-            self._agree(Outcome(self.captured.value.tables), self._complain)
+            self._agree(Outcome(self.captured.value.tables), self._complain, " (tensors compared)")
         begun = Attempt(**attempt)
-        identity: str = self._agree(Outcome.of(lambda: self._write(begun)), lambda files: self._commit(begun, files))
+        written = Outcome.of(lambda: self._write(begun))
+        identity: str = self._agree(written, lambda files: self._commit(begun, files), " (files written)")
         return identity
 
-    def _agree(self, mine: Outcome, decide: Callable[[list[Any]], Any]) -> Any:
-        return agree(self.saver.ranks, f"save_state({self.name!r})", mine, decide)
+    def _agree(self, mine: Outcome, decide: Callable[[list[Any]], Any], phase: str = "") -> Any:
+        return agree(self.saver.ranks, f"save_state({self.name!r}){phase}", mine, decide)
 
     def _plan(self, hellos: list[Any]) -> dict[str, Any] | None:
         """On the main rank: how the files will be named; None if the ranks disagree about the tensors."""
@@ -173,8 +193,10 @@ class _Save:
 
     def _write(self, attempt: Attempt) -> list[dict[str, Any]]:
         captured: Captured = self.captured.value
+        if captured.rank != MAIN:
+            captured.help_to_gather()
         shared = [*captured.images, *self.documents] if captured.rank == MAIN else []
-        written = attempt.write(self.saver.storage, [*shared, *captured.own_images], self.saver.ranks.alive)
+        written = attempt.write(self.saver.storage, [*shared, *captured.own_images])
         return [asdict(record) for record in written]
 
     def _commit(self, attempt: Attempt, reports: list[Any]) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,16 +47,48 @@ class ByteReader(Protocol):
 def image(path: str, shards: Mapping[str, Shard]) -> Image:
     """The file that holds these tensors. Plain tensors on the CPU are read from where they lie when it is written."""
     stored, views = untie({name: shard.tensor for name, shard in shards.items()})
-    order = sorted(stored, key=lambda name: -stored[name].element_size())
+    order = in_file_order(stored)
     header = _header([(name, stored[name]) for name in order], shards, views)
-    size = len(header) + sum(stored[name].nbytes for name in order)
 
     def pieces() -> Iterator[memoryview]:
         yield memoryview(header)
         for name in order:
             yield host_bytes(on_host(stored[name]))
 
-    return Image(path, size, pieces)
+    return Image(path, len(header) + sum(stored[name].nbytes for name in order), pieces)
+
+
+def gathered_image(
+    path: str, outlines: Mapping[str, torch.Tensor], aliases: Mapping[str, str], fetch: Callable[[str], torch.Tensor]
+) -> Image:
+    """The file that holds these tensors, each of which is fetched when its turn to be written comes.
+
+    `outlines` are tensors on the meta device. `fetch` is called once for each, in `in_file_order`, also if writing
+    fails half-way: other ranks take part in it.
+    """
+    order = in_file_order(outlines)
+    views = {
+        name: View(of, outlines[of].dtype, tuple(outlines[of].shape), outlines[of].stride(), 0)
+        for name, of in aliases.items()
+    }
+    header = _header([(name, outlines[name]) for name in order], {}, views)
+
+    def pieces() -> Iterator[memoryview]:
+        left = iter(order)
+        try:
+            yield memoryview(header)
+            for name in left:
+                yield host_bytes(on_host(fetch(name)))
+        finally:
+            for name in left:
+                fetch(name)
+
+    return Image(path, len(header) + sum(outlines[name].nbytes for name in order), pieces)
+
+
+def in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names as they come in a file: larger elements first, so that all are aligned."""
+    return sorted(tensors, key=lambda name: -tensors[name].element_size())
 
 
 def _header(tensors: list[tuple[str, torch.Tensor]], shards: Mapping[str, Shard], views: Mapping[str, View]) -> bytes:

@@ -191,6 +191,16 @@ def local_tensor(tensor: Any) -> torch.Tensor:
     return torch.empty((0, *tensor.size()[1:]), dtype=tensor.dtype)
 
 
+def gathered(tensor: Any) -> torch.Tensor:
+    """The whole of a sharded tensor, on the main rank at least. Every rank makes this call."""
+    if hasattr(tensor, "full_tensor"):
+        full: torch.Tensor = tensor.full_tensor()
+        return full
+    whole = torch.empty(tensor.size(), dtype=tensor.dtype)
+    tensor.gather(0, whole if torch.distributed.get_rank() == 0 else None)
+    return whole
+
+
 def empty_like(tensor: Any, dtype: torch.dtype) -> Any:
     """A new sharded tensor, spread like another one."""
     if hasattr(tensor, "device_mesh"):

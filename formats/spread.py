@@ -18,7 +18,7 @@ import torch
 from ckpt.errors import DamagedError
 from ckpt.formats import dtypes
 from ckpt.formats.native import TensorFile, narrowed
-from ckpt.formats.sharding import Box, Layout, is_sharded, layout_of, local_tensor
+from ckpt.formats.sharding import Box, Layout, gathered, is_sharded, layout_of, local_tensor
 from ckpt.formats.state import Shard
 
 _SMALL = 1 << 16  # bytes: below that a tensor all ranks hold is the main rank's to write
@@ -72,6 +72,19 @@ class SpreadState:
     values: Any
     table: Table
     tensors: Mapping[str, Any]
+
+    @property
+    def outlines(self) -> dict[str, torch.Tensor]:
+        """Every stored tensor as it would be whole, without its data."""
+        return {
+            name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in self.table.tensors.items()
+        }
+
+    def gather(self, name: str) -> torch.Tensor:
+        """A tensor, whole, on the main rank at least. Every rank makes this call."""
+        tensor = self.tensors[name]
+        whole: torch.Tensor = gathered(tensor) if is_sharded(tensor) else tensor
+        return whole
 
 
 def spread(tensors: Mapping[str, Any], world_size: int) -> Table:

@@ -74,6 +74,8 @@ class Encoder:
         if isinstance(plain, _Items):
             return self._items(plain, path, depth)
         if isinstance(plain, list):
+            if _is_json_already(plain):
+                return plain
             return [self._encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(plain)]
         return plain
 
@@ -200,6 +202,14 @@ class Decoder:
         if data.size:
             array.reshape(-1).view(np.uint8)[:] = data
         return array[()] if tag == "$numpy" else array
+
+
+def _is_json_already(values: list[Any]) -> bool:
+    """Whether these are numbers, all of one kind, that JSON holds as they are: long lists of them go at once."""
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        return bool(min(values) >= -_SAFE_INT and max(values) < _SAFE_INT)
+    return kinds == {float} and all(map(math.isfinite, values))
 
 
 class _Items(list[tuple[Any, Any]]):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ckpt.errors import AbsentError, ConfigError, FullError, LockedError, StorageError
 from ckpt.storage.base import Buffer, Entry, check_key
+from ckpt.storage.direct import write_durably
 
 _log = logging.getLogger("ckpt")
 
@@ -229,11 +230,7 @@ def _warn_without_locks(root: str) -> None:
 
 def _write_file(path: Path, pieces: Iterable[Buffer]) -> None:
     with open(path, "xb", buffering=0) as file:
-        for piece in pieces:
-            view = memoryview(piece).cast("B")
-            while view:
-                view = view[file.write(view) :]
-        os.fsync(file.fileno())
+        write_durably(file.fileno(), pieces)
 
 
 def _make_directories(folder: Path) -> None:

@@ -21,7 +21,7 @@ def open_storage(root: str | os.PathLike[str] | Storage) -> Storage:
     """The storage that `root` names: a path, a URL, or a storage already."""
     if isinstance(root, Storage):
         return root
-    url = os.fspath(root)
+    url = os.fspath(root) if isinstance(root, str | os.PathLike) else None
     if not isinstance(url, str) or not url:
         raise ConfigError(f"the root must be a path or a URL, not {root!r}.")
     match = _URL.fullmatch(url)
@@ -50,6 +50,11 @@ def _factory(scheme: str, url: str) -> Callable[[str], Storage]:
         return factory
     known = ", ".join(["a plain path", *(f"{name}://" for name in sorted({*_BUILT_IN, *installed}))])
     raise SchemeError(
-        f"no storage serves {scheme}:// (in {url!r}). Known here: {known}. For another one, install a package that "
-        f"provides it through the entry point group {ENTRY_POINTS!r}."
+        f"no storage serves {scheme}:// (in {_masked(url)!r}). Known here: {known}. For another one, install a package "
+        f"that provides it through the entry point group {ENTRY_POINTS!r}."
     )
+
+
+def _masked(url: str) -> str:
+    """Without a user's name and password."""
+    return re.sub(r"//[^/]*@", "//***@", url)

@@ -54,6 +54,7 @@ def test_a_manifest_of_a_newer_version_is_not_passed_over(tmp_path: Path, monkey
     _saved(tmp_path)
     monkeypatch.setattr(manifest_format, "VERSION", 2)
     with ckpt.StateManager(tmp_path, model=nn.Linear(2, 2)) as manager:
+        manager.load_state("good")
         manager.save_state("newer")
     monkeypatch.setattr(manifest_format, "VERSION", 1)
     with ckpt.StateManager(tmp_path, model=nn.Linear(2, 2)) as manager:
@@ -61,6 +62,8 @@ def test_a_manifest_of_a_newer_version_is_not_passed_over(tmp_path: Path, monkey
             manager.resume()
         assert manager.load_state("good").name == "good"
         manager.save_state("again")  # sweeping leaves the newer one alone
+        with pytest.raises(ckpt.VersionError, match="format version 2"):
+            manager.save_state("newer")
     assert (tmp_path / "newer" / "model.safetensors").exists()
 
 
@@ -93,6 +96,7 @@ def test_nothing_to_load(tmp_path: Path) -> None:
 def test_a_metric_that_is_nan_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     _saved(tmp_path)
     with ckpt.StateManager(tmp_path, model=nn.Linear(2, 2), keep=ckpt.Keep(best=1, metric="loss")) as manager:
+        manager.resume()
         with pytest.raises(ckpt.MetricError, match="metric 'loss' is NaN at bad, and Keep"):
             manager.save_state("bad", metrics={"loss": torch.tensor(float("nan"))})
         with pytest.raises(ckpt.MetricError, match="one number each"):
@@ -111,6 +115,7 @@ def test_two_managers_in_one_process_on_one_root(tmp_path: Path) -> None:
             assert second.load_state().name == "good"  # reading is free
         first.save_state("more")
     with ckpt.StateManager(tmp_path, model=nn.Linear(2, 2)) as third:
+        third.resume()
         third.save_state("later")
     assert len(ckpt.list_checkpoints(tmp_path)) == 3
 
@@ -142,7 +147,65 @@ def test_two_processes_on_one_root(tmp_path: Path) -> None:
 
 def test_a_root_that_a_manager_no_longer_uses_is_free_without_close(tmp_path: Path) -> None:
     ckpt.StateManager(tmp_path, model=nn.Linear(2, 2)).save_state("one")
-    ckpt.StateManager(tmp_path, model=nn.Linear(2, 2)).save_state("two")
+    ckpt.StateManager(tmp_path, model=nn.Linear(2, 2)).resume()
+
+
+def test_a_fresh_start_is_not_saved_before_what_another_run_has_saved(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    with ckpt.StateManager(tmp_path, model=nn.Linear(2, 2), keep=ckpt.Keep(last=1)) as manager:
+        with pytest.raises(ckpt.ConfigError, match=r"good is the newest\) that this run has not resumed from"):
+            manager.save_state("init")
+        manager.resume()
+        manager.save_state("after")
+    assert [one.name for one in ckpt.list_checkpoints(tmp_path)] == ["after"]
+
+
+@pytest.mark.parametrize(
+    "mark", ["", "{}", "[]", '{"files": ["../../x"], "replaces": []}', '{"files": 3, "replaces": 4}']
+)
+def test_a_mark_that_is_not_ours_blocks_nothing_and_removes_nothing(tmp_path: Path, mark: str) -> None:
+    _saved(tmp_path / "run")
+    (tmp_path / "x").write_text("mine")
+    (tmp_path / "run" / "other").mkdir()
+    (tmp_path / "run" / "other" / ".saving").write_text(mark)
+    (tmp_path / "run" / "other" / "notes.txt").write_text("mine")
+    with ckpt.StateManager(tmp_path / "run", model=nn.Linear(2, 2)) as manager:
+        manager.resume()
+        manager.save_state("more")
+    assert (tmp_path / "x").read_text() == "mine"
+    assert (tmp_path / "run" / "other" / "notes.txt").read_text() == "mine"
+    assert _intact(tmp_path / "run")
+
+
+def test_an_optimizer_with_odd_state_comes_back(tmp_path: Path) -> None:
+    def make() -> tuple[nn.Linear, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        return model, torch.optim.SGD(model.parameters())
+
+    model, optimizer = make()
+    optimizer.state[model.weight] = {"sum": 1.5, "exp_avg": None, "momentum_buffer": torch.ones(7)}
+    with ckpt.StateManager(tmp_path, model=model, optimizer=optimizer) as manager:
+        manager.save_state("odd")
+    other, resumed = make()
+    with ckpt.StateManager(tmp_path, model=other, optimizer=resumed) as manager:
+        manager.load_state()
+    assert resumed.state[other.weight]["sum"] == 1.5
+    assert torch.equal(resumed.state[other.weight]["momentum_buffer"], torch.ones(7))
+
+
+def test_a_model_that_is_not_initialised_yet_is_told_so(tmp_path: Path) -> None:
+    _saved(tmp_path)
+    with (
+        ckpt.StateManager(tmp_path, model=nn.LazyLinear(2)) as manager,
+        pytest.raises(ckpt.MismatchError, match="weight: not initialised here yet: run one forward pass first"),
+    ):
+        manager.load_state()
+
+
+def test_no_password_is_repeated() -> None:
+    with pytest.raises(ckpt.SchemeError) as caught:
+        ckpt.StateManager("ftp://user:secret@host/x", model=nn.Linear(1, 1))
+    assert "secret" not in str(caught.value)
 
 
 def _as_nobody(rank: int, root: str) -> None:
@@ -223,6 +286,10 @@ def test_values_that_cannot_be_held_are_refused_by_path_all_at_once(tmp_path: Pa
         (lambda: ckpt.StateManager("memory://x").unwrap(), "0 models: say which"),
         (lambda: ckpt.StateManager("memory://x").step(), r"call manager\.resume\(\) before the loop"),
         (lambda: ckpt.StateManager(""), "must be a path or a URL"),
+        (lambda: ckpt.StateManager(None), "must be a path or a URL"),  # type: ignore[arg-type]
+        (lambda: ckpt.StateManager("memory://x", layout="flat"), "layout='flat' must be one of auto, full, sharded"),
+        (lambda: list(ckpt.StateManager("memory://x").epochs("3")), "number of epochs"),  # type: ignore[arg-type]
+        (lambda: list(ckpt.StateManager("memory://x").batches(None)), "cannot be gone through"),  # type: ignore[arg-type]
         (lambda: ckpt.Keep(last=0), "the newest checkpoint is never removed"),
         (lambda: ckpt.Keep(best=1, mode="up"), r'needs metric="\.\.\.".*mode=\'up\''),
         (lambda: ckpt.Keep(every=0), "every=0"),

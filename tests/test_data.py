@@ -227,7 +227,7 @@ def test_a_stream_of_persistent_workers_resumes_its_samples_and_says_what_it_can
         return DataLoader(Stream(), 4, num_workers=2, persistent_workers=True, multiprocessing_context="fork")
 
     _, restored, _ = _interrupted(make, len(list(make())) + 2, 2)
-    assert "workers" in restored.approximated["loader.0.workers"]
+    assert "draw at random" in restored.approximated["loader.0.workers"]
 
 
 @pytest.mark.parametrize("name", ["shuffle", "own sampler", "own batch sampler", "distributed", "stateful loader"])
@@ -416,3 +416,98 @@ def test_an_empty_loader_and_a_generator_are_fine() -> None:
             assert list(manager.batches(iter([1, 2]))) == [1, 2]
         manager.save_state()
         assert manager.progress.epoch == 2
+
+
+@pytest.mark.parametrize("in_epochs", [True, False])
+def test_a_validation_loop_inside_the_training_loop_is_left_alone(in_epochs: bool) -> None:
+    def run(root: str, stop: int | None) -> list[str]:
+        seen: list[str] = []
+        train, validation = DataLoader(Numbers(), 2, shuffle=True), DataLoader(Numbers(), 8)
+        with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
+            for epoch in manager.epochs(2) if in_epochs else range(2):
+                for batch in manager.batches(train):
+                    seen.append(f"{epoch if in_epochs else ''} {batch}")
+                    manager.step()
+                    if manager.progress.step % 5 == 0:
+                        seen.append(f"validation {len(list(manager.batches(validation)))}")
+                    if manager.progress.step == stop:
+                        manager.save_state()
+                        return seen
+                if not in_epochs and manager.progress.epoch == 2:
+                    break
+        return seen
+
+    _seed(1)
+    straight = run(f"memory://nested-{in_epochs}", None)
+    for stop in (5, 7):
+        _seed(1)
+        before = run(f"memory://nested-{in_epochs}-{stop}", stop)
+        _seed(2)
+        assert before + run(f"memory://nested-{in_epochs}-{stop}", None) == straight
+    assert straight.count("validation 3") == 4
+
+
+def test_two_loaders_side_by_side_both_go_on() -> None:
+    def run(root: str, stop: int | None) -> list[str]:
+        seen: list[str] = []
+        real, fake = DataLoader(Numbers(), 3, shuffle=True), DataLoader(Numbers(), 2, shuffle=True)
+        with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
+            for epoch in manager.epochs(2):
+                for pair in zip(manager.batches(real), manager.batches(fake), strict=False):
+                    seen.append(f"{epoch} {pair}")
+                    manager.step()
+                    if manager.progress.step == stop:
+                        manager.save_state()
+                        return seen
+        return seen
+
+    _seed(1)
+    straight = run("memory://zip", None)
+    for stop in (1, 4):
+        _seed(1)
+        before = run(f"memory://zip-{stop}", stop)
+        _seed(2)
+        assert before + run(f"memory://zip-{stop}", None) == straight
+
+
+def test_generators_that_are_registered_or_shared_with_the_loader_go_on() -> None:
+    def run(root: str, seed: int, stop: int | None) -> list[str]:
+        seen: list[str] = []
+        dice, shared = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed)
+        loader = DataLoader(Numbers(), 4, shuffle=True, generator=shared)
+        with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
+            manager.register(dice=dice)
+            for epoch in manager.epochs(2):
+                torch.rand((), generator=dice)  # done again by a resumed run, and undone
+                for batch in manager.batches(loader):
+                    draws = [torch.rand((), generator=one).item() for one in (dice, shared)]
+                    seen.append(f"{epoch} {batch} {draws}")
+                    manager.step()
+                    if manager.progress.step == stop:
+                        manager.save_state()
+                        return seen
+        return seen
+
+    _seed(1)
+    straight = run("memory://dice-straight", 1, None)
+    _seed(1)
+    before = run("memory://dice", 1, 8)
+    _seed(2)
+    assert before + run("memory://dice", 2, None) == straight
+
+
+def test_a_loader_whose_order_depends_on_timing_is_refused() -> None:
+    loader = _workers(in_order=False)
+    with (
+        ckpt.StateManager("memory://in-order", model=nn.Linear(1, 1)) as manager,
+        pytest.raises(ckpt.ConfigError, match="in_order=True"),
+    ):
+        list(manager.batches(loader))
+
+
+def test_workers_without_batches_are_named() -> None:
+    def make() -> Iterable[Any]:
+        return DataLoader(Numbers(), None, shuffle=True, num_workers=2, multiprocessing_context="fork")
+
+    _, restored, _ = _interrupted(make, 3, 1)
+    assert "draw at random" in restored.approximated["loader.0.workers"]

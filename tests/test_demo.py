@@ -41,7 +41,8 @@ def test_a_killed_and_resumed_run_ends_bit_identical(done: subprocess.CompletedP
 
 def test_the_demo_shows_the_checkpoint_that_was_cut_off(done: subprocess.CompletedProcess[str]) -> None:
     assert re.search(r"^step-00000030 .* no: was never committed$", done.stdout, re.MULTILINE)
-    assert re.search(r"kB  \.model\.safetensors\.\w+\.ckpt-tmp$", done.stdout, re.MULTILINE)
+    assert re.search(r"kB  model\.safetensors$", done.stdout, re.MULTILINE)
+    assert re.search(r"bytes  \.optimizer\.safetensors\.\w+\.ckpt-tmp$", done.stdout, re.MULTILINE)
 
 
 def test_the_demo_shows_both_losses_side_by_side(done: subprocess.CompletedProcess[str]) -> None:
@@ -76,7 +77,7 @@ def test_a_difference_is_loud(
 def test_a_flipped_bit_in_the_weights_is_a_difference(
     root: Path, done: subprocess.CompletedProcess[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = root / demo.INTERRUPTED / f"step-{STEPS:08d}" / "model.safetensors"
+    weights = root / demo.INTERRUPTED / f"step-{STEPS:08d}-end" / "model.safetensors"
     kept = weights.read_bytes()
     weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
+from ckpt.storage import Buffer, LocalStorage
 from tests.processes import run_ranks
 from tests.training import Job, records, train
 
@@ -58,7 +59,6 @@ def test_only_the_main_rank_writes(tmp_path: Path) -> None:
 
 def _train_where_only_the_main_rank_may_write(rank: int, job: Job) -> None:
     if rank != 0:
-        from ckpt.storage import LocalStorage
 
         def refuse(self: LocalStorage, key: str, pieces: object) -> None:
             raise AssertionError(f"rank {rank} wrote {key}")
@@ -176,3 +176,60 @@ def test_many_processes_without_a_process_group_are_refused(tmp_path: Path, monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ckpt.RanksError, match="init_process_group"):
         ckpt.StateManager(tmp_path, model=nn.Linear(1, 1))
+
+
+def _run_apart(rank: int, root: str) -> None:
+    """Ranks that nothing brings together, many steps apart when they are told to stop."""
+    model = nn.Linear(2, 2)
+    with ckpt.StateManager(root, model=model, timeout=30) as manager:
+        manager.resume()
+        for step in range(100_000):
+            if step == 20:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.002 if rank == 0 else 0.004)
+            manager.step()
+    raise AssertionError("never stopped")
+
+
+def test_ranks_that_are_many_steps_apart_stop_at_the_same_one(tmp_path: Path) -> None:
+    assert run_ranks(2, _run_apart, str(tmp_path / "run")) == [143, 143]
+    (saved,) = ckpt.list_checkpoints(tmp_path / "run")
+    assert saved.manifest is not None
+    assert ckpt.verify(tmp_path / "run") == {saved.name: []}
+
+
+class _SlowStorage(LocalStorage):
+    """A disk that takes longer than the deadline."""
+
+    def write(self, key: str, pieces: Iterable[Buffer]) -> None:
+        if key.endswith("model.safetensors"):
+            time.sleep(2.5)
+        super().write(key, pieces)
+
+
+def _save_slowly(rank: int, root: str) -> None:
+    model = DistributedDataParallel(nn.Linear(3, 3))
+    with ckpt.StateManager(_SlowStorage(root), model=model, timeout=1.0) as manager:
+        manager.save_state("slow")
+        manager.save_state("again")
+
+
+def test_a_rank_that_is_at_work_is_waited_for_beyond_the_deadline(tmp_path: Path) -> None:
+    assert run_ranks(2, _save_slowly, str(tmp_path / "run")) == [0, 0]
+    assert ckpt.verify(tmp_path / "run") == {"again": [], "slow": []}
+
+
+def _fail_then_save(rank: int, root: str) -> None:
+    """One rank is late for a save; when both come to the next one they are in step again."""
+    manager, _ = _manager(root, timeout=0.7)
+    with manager:
+        if rank == 0:
+            with pytest.raises(ckpt.RanksError, match="rank 1 did not answer"):
+                manager.save_state("missed")
+        dist.barrier()
+        manager.save_state("met")
+
+
+def test_after_a_missed_save_the_ranks_meet_at_the_next(tmp_path: Path) -> None:
+    assert run_ranks(2, _fail_then_save, str(tmp_path / "run")) == [0, 0]
+    assert ckpt.verify(tmp_path / "run") == {"met": []}

@@ -59,6 +59,7 @@ def test_a_damaged_checkpoint_does_not_count(tmp_path: Path) -> None:
 def test_one_that_is_being_read_is_not_removed_until_it_has_been(tmp_path: Path) -> None:
     _run(tmp_path, None, [1.0])
     with ckpt.StateManager(tmp_path, model=nn.Linear(1, 1), keep=ckpt.Keep(last=1)) as manager:
+        manager.resume()
         with LocalStorage(tmp_path).lock("step-00000001", shared=True):  # as a reader in another process does
             manager.save_state("new")
             assert ckpt.verify(tmp_path) == {"new": [], "step-00000001": []}

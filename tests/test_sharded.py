@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
+import safetensors
+import safetensors.torch
 import torch
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 import ckpt
 from tests.processes import run_ranks
-from tests.sharded import MODELS, state, step
+from tests.sharded import MODELS, plain, state, step, whole
+from tests.training import exact
 
 
 def _save(rank: int, root: str, how: str) -> None:
@@ -40,6 +46,18 @@ def _load(rank: int, root: str, saved: list[str], how: str, same: bool) -> None:
             for number in range(2, 4):
                 step(model, optimizer, number)
             assert state(model, optimizer) == Path(root, f"{name}-later.txt").read_text()
+
+
+def _save_whole(rank: int, root: str, how: str) -> None:
+    model = MODELS[how](1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, layout="full", timeout=60) as manager:
+        for number in range(2):
+            step(model, optimizer, number)
+        manager.save_state(f"{how}-whole")
+        saved = state(model, optimizer)
+    if rank == 0:
+        Path(root, f"{how}-whole.txt").write_text(saved)
 
 
 SAVED = ["fsdp2", "hsdp", "tp", "fsdp2-tp", "fsdp1", "fsdp1-flat", "fsdp1-mesh"]
@@ -76,6 +94,119 @@ OTHERS = [
     (8, "hsdp"),
     (8, "fsdp2-tp"),
 ]
+
+
+@pytest.mark.parametrize("how", ["fsdp2", "fsdp2-tp", "fsdp1", "fsdp1-flat"])
+def test_the_full_layout_is_one_file_that_any_tool_opens(tmp_path: Path, how: str) -> None:
+    assert run_ranks(4, _save_whole, str(tmp_path), how) == [0] * 4
+    model = safetensors.torch.load_file(tmp_path / f"{how}-whole" / "model.safetensors")
+    assert {name: tuple(tensor.shape) for name, tensor in model.items()} == {
+        name: tuple(tensor.shape) for name, tensor in plain(0).state_dict().items()
+    }
+    assert run_ranks(1, _load, str(tmp_path), [f"{how}-whole"], "ddp", False) == [0]
+    assert run_ranks(2, _load, str(tmp_path), [f"{how}-whole"], "fsdp2", False) == [0, 0]
+
+
+def _read_with_torch_alone(rank: int, root: str, name: str) -> None:
+    """Whole plain tensors, and a model spread in another way."""
+    mine = {key: torch.zeros_like(value) for key, value in plain(0).state_dict().items()}
+    reader = HuggingFaceStorageReader(f"{root}/{name}/model")
+    load(mine, storage_reader=reader)
+    model = MODELS["fsdp2"](2)
+    theirs = model.state_dict()
+    load(theirs, storage_reader=HuggingFaceStorageReader(f"{root}/{name}/model"))
+    expected = MODELS["ddp"](2)
+    optimizer = torch.optim.AdamW(expected.parameters())
+    with ckpt.StateManager(root, model=expected, optimizer=optimizer) as manager:
+        manager.load_state(name)
+    right = exact(whole({key.removeprefix("module."): value for key, value in expected.state_dict().items()}))
+    assert exact(mine) == right
+    assert exact(whole(theirs)) == right
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "hsdp", "fsdp2-tp", "fsdp1-flat"])
+def test_torch_alone_reads_a_sharded_checkpoint(root: Path, name: str) -> None:
+    assert run_ranks(2, _read_with_torch_alone, str(root), name) == [0, 0]
+    for file in (root / name).rglob("*.safetensors"):
+        with safetensors.safe_open(file, "pt") as opened:
+            assert opened.keys()
+
+
+def _disagree(rank: int, root: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    rows = 4 if rank == 0 else 6
+    shape = torch.Size((rows, 2))
+    tensor = DTensor.from_local(torch.ones(2, 2), mesh, [Shard(0)], run_check=False, shape=shape, stride=(2, 1))
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(tensor)
+    with (
+        ckpt.StateManager(root, model=model, timeout=30) as manager,
+        pytest.raises(ckpt.RanksError, match=r"weight: float32\[4, 2\] on rank 0; float32\[6, 2\] on rank 1"),
+    ):
+        manager.save_state("bad")
+
+
+def test_ranks_that_disagree_on_a_shape_are_told_which(tmp_path: Path) -> None:
+    assert run_ranks(2, _disagree, str(tmp_path)) == [0, 0]
+    assert not list(tmp_path.glob("*/manifest.json"))
+
+
+def test_a_missing_ranks_file_is_named_and_nothing_is_loaded(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "fsdp2", tmp_path / "fsdp2")
+    (tmp_path / "fsdp2" / "model" / "00002.safetensors").unlink()
+    model = plain(5)
+    before = exact(model.state_dict())
+    with (
+        ckpt.StateManager(tmp_path, model=model) as manager,
+        pytest.raises(ckpt.DamagedError, match=r"model/00002\.safetensors is missing"),
+    ):
+        manager.load_state("fsdp2")
+    assert exact(model.state_dict()) == before
+
+
+def _mixed(rank: int, root: str) -> None:
+    """A sharded model and one that every rank has, in one manager."""
+    models = {"big": MODELS["fsdp2"](1), "small": MODELS["ddp"](1)}
+    with ckpt.StateManager(root, model=models, timeout=30) as manager:
+        manager.save_state("mixed")
+        before = exact([whole(model.state_dict()) for model in models.values()])
+        for model in models.values():
+            for parameter in model.parameters():
+                torch.nn.init.zeros_(parameter)
+        manager.load_state("mixed")
+    assert exact([whole(model.state_dict()) for model in models.values()]) == before
+
+
+def test_a_sharded_and_a_replicated_model_in_one_manager(tmp_path: Path) -> None:
+    assert run_ranks(2, _mixed, str(tmp_path)) == [0, 0]
+    assert (tmp_path / "mixed" / "model.small.safetensors").exists()
+    assert {path.name for path in (tmp_path / "mixed" / "model.big").iterdir()} == {
+        "00000.safetensors",
+        "00001.safetensors",
+    }
+
+
+def _save_replicated_in_pieces(rank: int, root: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(200, 200) for _ in range(4)])
+    with ckpt.StateManager(root, model=model, layout="sharded", timeout=30) as manager:
+        manager.save_state("pieces")
+        before = exact(model.state_dict())
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+        manager.load_state("pieces")
+    assert exact(model.state_dict()) == before
+
+
+def test_what_every_rank_has_is_written_once_and_shared_out_by_size(tmp_path: Path) -> None:
+    assert run_ranks(2, _save_replicated_in_pieces, str(tmp_path)) == [0, 0]
+    sizes = [path.stat().st_size for path in sorted((tmp_path / "pieces" / "model").iterdir())]
+    assert len(sizes) == 2
+    assert abs(sizes[0] - sizes[1]) < 8192
+    assert sum(sizes) < 4 * 201 * 200 * 4 + 2 * 8192
 
 
 @pytest.mark.parametrize(("world_size", "how"), OTHERS)

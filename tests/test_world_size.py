@@ -47,6 +47,16 @@ def test_saved_by_two_ranks_every_sample_is_seen_once_per_epoch_by_another_numbe
         assert record["samples"] == 2 * SAMPLES + padding
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_gradients_of_another_number_of_ranks_are_named(tmp_path: Path, world_size: int) -> None:
+    path = str(tmp_path / "record")
+    job = Job(str(tmp_path / "run"), "distributed", "accumulation", save_every=2, kill=(2, "after"), record=path)
+    assert run_ranks(2, train, job) == [-9, -9]
+    run_ranks(world_size, train, Job(**{**vars(job), "kill": None}))
+    for record in records(path, world_size):
+        assert "window begins anew" in record["approximated"]["gradients"]
+
+
 def test_more_ranks_each_get_a_stream_of_their_own(tmp_path: Path) -> None:
     job = Job(str(tmp_path / "run"), "shuffle", save_every=2, kill=(2, "after"), record=str(tmp_path / "run"))
     run_ranks(2, train, job)

@@ -1,0 +1,199 @@
+"""What can be merged: checkpoints of ours, folders of torch.distributed.checkpoint, and Accelerate's around them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from ckpt.catalog import locate, read_manifest, scan, size_problems
+from ckpt.console import bar, size
+from ckpt.errors import ConfigError, DamagedError, MissingError
+from ckpt.formats import dcp
+from ckpt.formats.blocks import digest
+from ckpt.formats.documents import STATE, from_json
+from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
+from ckpt.formats.native import SUFFIX, TensorFile
+from ckpt.formats.native_pieces import pieced
+from ckpt.formats.pieces import PiecedTensor, check_complete
+from ckpt.formats.wrappers import unwrapped
+from ckpt.storage import Storage, open_storage
+from ckpt.stored_file import StoredFile
+
+_log = logging.getLogger("ckpt")
+
+_ACCELERATE = {"model": "pytorch_model_fsdp", "optimizer": "optimizer"}  # its folders end with the number of the object
+_KNOWN = (
+    "a checkpoint of ckpt (with manifest.json), a folder of torch.distributed.checkpoint (with .metadata and *.distcp) "
+    "or what Accelerate saves under FSDP with SHARDED_STATE_DICT (pytorch_model_fsdp_0/, or the folder around it)"
+)
+
+
+@contextmanager
+def open_source(source: str | os.PathLike[str], part: str) -> Iterator[dict[str, PiecedTensor]]:
+    """The tensors of one part of whatever is at a path or URL, by their bare names. None lacks a piece."""
+    found = _Folder.at(source)
+    if FILE_NAME in found.files:
+        with _checkpoint(source, part) as tensors:
+            yield tensors
+        return
+    folder = _dcp_folder(found, part)
+    if folder is None:
+        raise _unknown(found)
+    yield _distributed(folder, part)
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """The objects of a storage whose keys begin with a prefix: their sizes, by the rest of the key."""
+
+    storage: Storage
+    prefix: str
+    where: str
+    files: Mapping[str, int]
+
+    @classmethod
+    def at(cls, source: str | os.PathLike[str]) -> _Folder:
+        """What is at a path or URL. Storages without folders have it below a root that ends earlier."""
+        where = os.fspath(source).rstrip("/")
+        if os.path.isfile(where):
+            raise ConfigError(f"{where} is a file. What can be merged is {_KNOWN}.")
+        found = cls._listed(open_storage(source), "", where)
+        root, _, name = where.rpartition("/")
+        if not found.files and "://" in root:
+            return cls._listed(open_storage(root), f"{name}/", where)
+        return found
+
+    @classmethod
+    def _listed(cls, storage: Storage, prefix: str, where: str) -> _Folder:
+        entries = storage.list(prefix.rstrip("/"))
+        return cls(storage, prefix, where, {entry.key.removeprefix(prefix): entry.size for entry in entries})
+
+    def below(self, name: str) -> _Folder:
+        inside = {key.removeprefix(name): size for key, size in self.files.items() if key.startswith(name)}
+        return _Folder(self.storage, self.prefix + name, f"{self.where}/{name}".rstrip("/"), inside)
+
+    def opened(self, path: str) -> StoredFile:
+        return StoredFile(self.storage, self.prefix + path)
+
+
+def _unknown(found: _Folder) -> Exception:
+    where = found.where
+    if not found.files:
+        return MissingError(f"there is nothing at {where}. What can be merged is {_KNOWN}.")
+    names = [] if found.prefix else [one.name for one in scan(found.storage) if one.committed]
+    if names:
+        return ConfigError(f"{where} holds {len(names)} checkpoints. Name the one to merge: {where}/{names[0]}.")
+    return ConfigError(f"{where} is of no kind that can be merged. That would be {_KNOWN}.")
+
+
+@contextmanager
+def _checkpoint(source: str | os.PathLike[str], part: str) -> Iterator[dict[str, PiecedTensor]]:
+    storage, (name,) = locate(source)
+    with storage.lock(name, shared=True):  # a run that goes on meanwhile must not remove what is being read
+        manifest = read_manifest(storage, name)
+        ours = _of_part(manifest, part)
+        wrong = size_problems(storage, ours) or _altered(storage, ours)
+        if wrong:
+            raise DamagedError(f"{name} is damaged: {'; '.join(wrong)}.")
+        tensors = pieced(_tensor_file(storage, name, file) for file in ours.files)
+        check_complete(tensors, name)
+        yield {**tensors, **{alias: tensors[first] for alias, first in _aliases(storage, manifest, part).items()}}
+
+
+def _altered(storage: Storage, manifest: Manifest) -> list[str]:
+    """The blocks that do not match their hashes. Holds one at a time, which `catalog.problems` does not."""
+    blocks = [(file, index) for file in manifest.files for index in range(len(file.blocks))]
+    buffer = memoryview(bytearray(max(file.block_size for file in manifest.files)))
+    altered = []
+    with bar(f"verifying {manifest.name}", sum(file.size for file in manifest.files), in_bytes=True) as advance:
+        for file, index in blocks:
+            start = index * file.block_size
+            stop = min(file.size, start + file.block_size)
+            found = buffer[: stop - start]
+            storage.read_into(f"{manifest.name}/{file.path}", start, found)
+            if digest(found) != file.blocks[index]:
+                altered.append(f"{file.path} was altered (bytes {start} to {stop})")
+            advance(stop - start)
+    return altered
+
+
+def _aliases(storage: Storage, manifest: Manifest, part: str) -> Mapping[str, str]:
+    """Tied tensors of a part that was saved in pieces: they are in no file, only told of."""
+    where = next(f"{manifest.name}/{file.path}" for file in manifest.files if file.name == STATE)
+    state = from_json(storage.read(where), where)["parts"].get(part, {})
+    aliases: Mapping[str, str] = state.get("spread", {}).get("aliases", {})
+    return aliases
+
+
+def _tensor_file(storage: Storage, name: str, file: FileRecord) -> TensorFile:
+    where = f"{name}/{file.path}"
+    return TensorFile.open(StoredFile(storage, where), where)
+
+
+def _of_part(manifest: Manifest, part: str) -> Manifest:
+    """The manifest with the files of one part alone: `model.safetensors`, or those below `model/`."""
+    named = [file for file in manifest.files if file.name.endswith(SUFFIX)]
+    files = [file for file in named if _part(file) == part]
+    if not files:
+        known = ", ".join(sorted({_part(file) for file in named})) or "none"
+        raise MissingError(f"{manifest.name} has no tensors of a part {part!r}. Parts with tensors: {known}.")
+    return replace(manifest, files=tuple(files))
+
+
+def _part(file: FileRecord) -> str:
+    return file.name.partition("/")[0].removesuffix(SUFFIX)
+
+
+def _dcp_folder(found: _Folder, part: str) -> _Folder | None:
+    """The folder itself if it is one of DCP, or the one in it that Accelerate made for the part."""
+    name, _, number = part.partition(".")
+    below = f"{_ACCELERATE.get(name, name)}_{number or 0}/"
+    for folder in (found, found.below(below)):
+        if dcp.METADATA in folder.files:
+            return folder
+        if any(key.endswith(dcp.SUFFIX) and "/" not in key for key in folder.files):
+            raise DamagedError(
+                f"{folder.where}/{dcp.METADATA} is missing, which says what is in the {dcp.SUFFIX} files. "
+                "It is written last: this save was cut off. Merge an older one."
+            )
+    return None
+
+
+def _distributed(folder: _Folder, part: str) -> dict[str, PiecedTensor]:
+    where = folder.where
+    metadata = folder.opened(dcp.METADATA).read(0, folder.files[dcp.METADATA])
+    contents = dcp.read_metadata(metadata, f"{where}/{dcp.METADATA}")
+    chosen = _chosen(contents, part, where)
+    names = unwrapped(chosen.tensors)
+    _check_files(dcp.needed_files(chosen.tensors.values()), folder)
+    if chosen.others:
+        _log.warning("%s: left out, because they are no tensors: %s.", where, ", ".join(sorted(chosen.others)))
+    tensors = {names[name]: one.pieced(name, folder.opened, where) for name, one in chosen.tensors.items()}
+    check_complete(tensors, where)
+    return tensors
+
+
+def _chosen(contents: dcp.Contents, part: str, where: str) -> dcp.Contents:
+    """What lies under the part's key. Where nothing is nested, the whole folder is the model."""
+    chosen = contents.of_part(part.partition(".")[0])
+    if chosen.tensors:
+        return chosen
+    if contents.tensors and not contents.parts():
+        return contents
+    known = ", ".join(contents.parts()) or "none"
+    raise MissingError(f"{where} has no tensors of a part {part!r}. Parts with tensors: {known}.")
+
+
+def _check_files(needed: Mapping[str, int], folder: _Folder) -> None:
+    found = folder.files
+    wrong = [f"{path} is missing" for path in needed if path not in found]
+    for path, length in needed.items():
+        if found.get(path, length) < length:
+            wrong.append(f"{path} is {size(found[path])} of {size(length)} ({found[path]} bytes)")
+    if wrong:
+        raise DamagedError(
+            f"{folder.where} is damaged: {'; '.join(sorted(wrong))}. Copy the files of every rank there."
+        )

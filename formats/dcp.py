@@ -1,0 +1,183 @@
+"""What `torch.distributed.checkpoint` wrote: a folder with `.metadata`, and the pieces of tensors in `*.distcp`.
+
+`.metadata` is a pickle. It is read as data, with a list of the names that belong into it: nothing is executed.
+Every piece in a `.distcp` file is what `torch.save` makes of one tensor.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckpt.errors import DamagedError
+from ckpt.formats import dtypes
+from ckpt.formats.native import ByteReader
+from ckpt.formats.pickled import Described, read_pickle
+from ckpt.formats.pieces import Piece, PiecedTensor, Sizes
+from ckpt.formats.torchsave import DTYPES, find_tensor
+
+METADATA = ".metadata"
+SUFFIX = ".distcp"
+_HOME = "torch.distributed.checkpoint"
+_TENSOR = f"{_HOME}.metadata.TensorStorageMetadata"
+_SIZE = "torch.Size"
+_ALLOWED = frozenset(
+    (
+        *(
+            f"{_HOME}.metadata.{name}"
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        f"{_HOME}.filesystem._StorageInfo",
+        f"{_HOME}.filesystem._StoragePrefix",
+        "torch.serialization._get_layout",
+        _SIZE,
+        *DTYPES,
+        "collections.OrderedDict",
+        *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A saved piece of a tensor: which box it is, and which bytes of which file hold it."""
+
+    offsets: Sizes
+    sizes: Sizes
+    path: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the checkpoint. `keys` are those of the nested state dict that it was in."""
+
+    keys: tuple[str, ...]
+    dtype: torch.dtype
+    shape: Sizes
+    chunks: tuple[Chunk, ...]
+
+    def pieced(self, name: str, opened: Callable[[str], ByteReader], where: str) -> PiecedTensor:
+        """The same, its pieces found in the files. `opened` gives the file at a path."""
+        return PiecedTensor(self.dtype, self.shape, tuple(self._piece(name, one, opened, where) for one in self.chunks))
+
+    def _piece(self, name: str, chunk: Chunk, opened: Callable[[str], ByteReader], where: str) -> Piece:
+        file = f"{where}/{chunk.path}"
+        region = find_tensor(opened(chunk.path), chunk.start, chunk.length, file)
+        if (region.dtype, region.sizes) != (self.dtype, chunk.sizes):
+            claimed, found = _spelled(self.dtype, chunk.sizes), _spelled(region.dtype, region.sizes)
+            raise DamagedError(f"{file} does not go with {METADATA}: {name} is {found} there, not {claimed}.")
+        return Piece(chunk.offsets, region)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What is in the folder, by the names in `.metadata`: tensors, and the names of what is none."""
+
+    tensors: Mapping[str, StoredTensor]
+    others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def of_part(self, part: str) -> Contents:
+        """What lies under one key of the nested state dict, by the names below it."""
+        return Contents(
+            {".".join(_below(one.keys, part)): one for one in self.tensors.values() if _below(one.keys, part)},
+            {".".join(_below(keys, part)): keys for keys in self.others.values() if _below(keys, part)},
+        )
+
+    def parts(self) -> list[str]:
+        """The outermost keys under which tensors are nested."""
+        return sorted({one.keys[0] for one in self.tensors.values() if len(one.keys) > 1})
+
+
+def _below(keys: tuple[str, ...], part: str) -> tuple[str, ...]:
+    return keys[keys.index(part) + 1 :] if part in keys[:-1] else ()
+
+
+def read_metadata(data: bytes, where: str) -> Contents:
+    """The contents of a DCP folder. `where` names the file in errors."""
+    found = read_pickle(data, _ALLOWED, where)
+    try:
+        return _contents(found.state)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{where} is no metadata of {_HOME}: {type(error).__name__}: {error}.") from error
+
+
+def _contents(state: Mapping[str, Any]) -> Contents:
+    paths = state.get("planner_data") or {}
+    chunks = _chunks(state["storage_data"])
+    tensors: dict[str, StoredTensor] = {}
+    others: dict[str, tuple[str, ...]] = {}
+    for name, entry in state["state_dict_metadata"].items():
+        keys = tuple(str(key) for key in paths.get(name, (name,)))
+        if entry.name == _TENSOR:
+            tensors[name] = _stored(keys, entry.state, chunks[name])
+        else:
+            others[name] = keys
+    return Contents(tensors, others)
+
+
+def _stored(keys: tuple[str, ...], state: Mapping[str, Any], chunks: Mapping[Sizes, Mapping[str, Any]]) -> StoredTensor:
+    """A tensor with its chunks. One of which no file is told is left out: it shows as a hole."""
+    boxes = {_sizes(one.state["offsets"]): _sizes(one.state["sizes"]) for one in state["chunks"] if _has_data(one)}
+    listed = [_chunk(offsets, sizes, chunks[offsets]) for offsets, sizes in boxes.items() if offsets in chunks]
+    return StoredTensor(keys, DTYPES[state["properties"].state[0].name], _sizes(state["size"]), tuple(listed))
+
+
+def _has_data(chunk: Described) -> bool:
+    return 0 not in _sizes(chunk.state["sizes"])
+
+
+def _chunk(offsets: Sizes, sizes: Sizes, info: Mapping[str, Any]) -> Chunk:
+    if info.get("transform_descriptors"):
+        raise ValueError(f"{info['relative_path']} is transformed by {info['transform_descriptors']}; only plain ones")
+    start, length = _checked((info["offset"], info["length"]))
+    return Chunk(offsets, sizes, str(info["relative_path"]), start, length)
+
+
+def _chunks(storage: Mapping[Described, Described]) -> dict[str, dict[Sizes, Mapping[str, Any]]]:
+    """What is known of the file of each chunk, by the tensor's name and the chunk's offsets."""
+    found: dict[str, dict[Sizes, Mapping[str, Any]]] = defaultdict(dict)
+    for index, info in storage.items():
+        offset = index.state.get("offset")
+        if offset is not None:
+            found[index.state["fqn"]][_sizes(offset)] = info.state
+    return found
+
+
+def _sizes(size: Described) -> Sizes:
+    if size.name != _SIZE:
+        raise ValueError(f"{size.name} stands where a size should")
+    return _checked(size.arguments[0])
+
+
+def _checked(values: Iterable[Any]) -> Sizes:
+    listed = tuple(values)
+    if any(type(value) is not int or not 0 <= value < 1 << 63 for value in listed):
+        raise ValueError(f"{listed!r} are no sizes or offsets")
+    return listed
+
+
+def _spelled(dtype: torch.dtype, shape: Sizes) -> str:
+    return f"{dtypes.name_of(dtype)}{list(shape)}"
+
+
+def needed_files(tensors: Iterable[StoredTensor]) -> dict[str, int]:
+    """The files that hold these tensors, and how long each must be at least."""
+    needed: dict[str, int] = defaultdict(int)
+    for chunk in (chunk for tensor in tensors for chunk in tensor.chunks):
+        needed[chunk.path] = max(needed[chunk.path], chunk.start + chunk.length)
+    return dict(needed)

@@ -1,0 +1,218 @@
+"""Foreign pickles, read as data: what they describe is written down, nothing is built and nothing is called.
+
+A pickle is a little program that names classes and functions and calls them. Here its opcodes are followed, and where
+it would call something there stands a `Described` with the name and the arguments. A name that the reader did not allow
+ends it with an error, so a file that is not what it claims to be is told at once.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Container
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.errors import DamagedError
+
+PERSISTENT = "<persistent>"  # stands for a reference to something outside the pickle
+_ORDERED = "collections.OrderedDict"
+
+
+@dataclass(eq=False)
+class Described:
+    """Something that a pickle names: bare, called with `arguments`, given a `state`."""
+
+    name: str
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+
+
+def read_pickle(data: bytes, allowed: Container[str], where: str) -> Any:
+    """What a pickle describes. `allowed` are the full names it may hold; `where` names it in errors."""
+    try:
+        return _Machine(allowed, where).run(data)
+    except (ValueError, LookupError, TypeError, AttributeError, UnicodeError) as error:
+        raise DamagedError(f"{where} is no pickle that ckpt reads: {error}.") from error
+
+
+@dataclass
+class _Machine:
+    """Follows the opcodes that Python's pickler writes for plain data and objects."""
+
+    allowed: Container[str]
+    where: str
+    stack: list[Any] = field(default_factory=list)
+    below: list[list[Any]] = field(default_factory=list)  # the stacks under each mark
+    memo: dict[int, Any] = field(default_factory=dict)
+
+    def run(self, data: bytes) -> Any:
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name == "STOP":
+                return self.stack.pop()
+            self._follow(opcode.name, argument)
+        raise ValueError("it has no end")
+
+    def _follow(self, name: str, argument: Any) -> None:
+        if name in _LITERALS:
+            self.stack.append(argument)
+        elif name in _CONSTANTS:
+            self.stack.append(_CONSTANTS[name])
+        elif name in _EMPTY:
+            self.stack.append(_EMPTY[name]())
+        elif name in _TUPLES:
+            self.stack[-_TUPLES[name] :] = [tuple(self.stack[-_TUPLES[name] :])]
+        elif name in _STEPS:
+            getattr(self, f"_{name.lower()}")()
+        elif name in _NUMBERED:
+            getattr(self, _NUMBERED[name])(argument)
+        elif name not in _IGNORED:
+            raise ValueError(f"it uses {name}, which none of its kind needs")
+
+    def _mark(self) -> None:
+        self.below.append(self.stack)
+        self.stack = []
+
+    def _since_mark(self) -> list[Any]:
+        items, self.stack = self.stack, self.below.pop()
+        return items
+
+    def _tuple(self) -> None:
+        items = self._since_mark()
+        self.stack.append(tuple(items))
+
+    def _list(self) -> None:
+        items = self._since_mark()
+        self.stack.append(items)
+
+    def _dict(self) -> None:
+        items = self._since_mark()
+        self.stack.append(dict(zip(items[::2], items[1::2], strict=True)))
+
+    def _frozenset(self) -> None:
+        items = self._since_mark()
+        self.stack.append(frozenset(items))
+
+    def _append(self) -> None:
+        item = self.stack.pop()
+        self.stack[-1].append(item)
+
+    def _appends(self) -> None:
+        items = self._since_mark()
+        self.stack[-1].extend(items)
+
+    def _additems(self) -> None:
+        items = self._since_mark()
+        self.stack[-1].update(items)
+
+    def _setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self.stack[-1][key] = value
+
+    def _setitems(self) -> None:
+        items = self._since_mark()
+        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
+
+    def _pop(self) -> None:
+        if self.stack:
+            self.stack.pop()
+        else:
+            self._since_mark()
+
+    def _pop_mark(self) -> None:
+        self._since_mark()
+
+    def _memoize(self) -> None:
+        self.memo[len(self.memo)] = self.stack[-1]
+
+    def _put(self, index: int) -> None:
+        self.memo[index] = self.stack[-1]
+
+    def _get(self, index: int) -> None:
+        self.stack.append(self.memo[index])
+
+    def _global(self, spaced: str) -> None:
+        self.stack.append(self._named(spaced.replace(" ", ".", 1)))
+
+    def _stack_global(self) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        self.stack.append(self._named(f"{module}.{name}"))
+
+    def _named(self, name: str) -> Described:
+        if name not in self.allowed:
+            raise DamagedError(
+                f"{self.where} names {name!r}, which has no place in such a file. It was not executed. "
+                "Do not load this file with anything else unless you trust whoever wrote it."
+            )
+        return Described(name)
+
+    def _reduce(self) -> None:
+        arguments, called = self.stack.pop(), self.stack.pop()
+        self.stack.append({} if called.name == _ORDERED else Described(called.name, tuple(arguments)))
+
+    _newobj = _reduce
+
+    def _build(self) -> None:
+        state = self.stack.pop()
+        if not isinstance(self.stack[-1], Described):
+            raise TypeError(f"it gives a state to {type(self.stack[-1]).__name__}")
+        self.stack[-1].state = state
+
+    def _binpersid(self) -> None:
+        self.stack.append(Described(PERSISTENT, (self.stack.pop(),)))
+
+
+_LITERALS = frozenset(
+    [
+        "INT",
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG",
+        "LONG1",
+        "LONG4",
+        "FLOAT",
+        "BINFLOAT",
+        "UNICODE",
+        "BINUNICODE",
+        "SHORT_BINUNICODE",
+        "BINUNICODE8",
+        "BINBYTES",
+        "SHORT_BINBYTES",
+        "BINBYTES8",
+    ]
+)
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_EMPTY: dict[str, type] = {"EMPTY_TUPLE": tuple, "EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": set}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_STEPS = frozenset(
+    [
+        "MARK",
+        "TUPLE",
+        "LIST",
+        "DICT",
+        "FROZENSET",
+        "APPEND",
+        "APPENDS",
+        "ADDITEMS",
+        "SETITEM",
+        "SETITEMS",
+        "POP",
+        "POP_MARK",
+        "MEMOIZE",
+        "STACK_GLOBAL",
+        "REDUCE",
+        "NEWOBJ",
+        "BUILD",
+        "BINPERSID",
+    ]
+)
+_NUMBERED = {
+    "PUT": "_put",
+    "BINPUT": "_put",
+    "LONG_BINPUT": "_put",
+    "GET": "_get",
+    "BINGET": "_get",
+    "LONG_BINGET": "_get",
+    "GLOBAL": "_global",
+}
+_IGNORED = frozenset(("PROTO", "FRAME"))

@@ -1,0 +1,34 @@
+"""Names of parameters, without what wrappers of the model have added to them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from ckpt.errors import ConfigError
+
+# of torch.compile, FullyShardedDataParallel and checkpoint_wrapper
+_INSIDE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_OUTSIDE = "module."  # of DistributedDataParallel
+
+
+def unwrapped(names: Iterable[str]) -> dict[str, str]:
+    """The bare name for each name. `module.` goes only where all begin with it: it may be the model's own word."""
+    bare = {name: _without_inner(name) for name in names}
+    while bare and all(name.startswith(_OUTSIDE) for name in bare.values()):
+        bare = {name: stripped.removeprefix(_OUTSIDE) for name, stripped in bare.items()}
+    _check_distinct(bare)
+    return bare
+
+
+def _without_inner(name: str) -> str:
+    return ".".join(word for word in name.split(".") if word not in _INSIDE)
+
+
+def _check_distinct(bare: dict[str, str]) -> None:
+    wrapped = defaultdict(list)
+    for name, stripped in bare.items():
+        wrapped[stripped].append(name)
+    doubled = [" and ".join(names) for names in wrapped.values() if len(names) > 1]
+    if doubled:
+        raise ConfigError(f"without the prefixes of wrappers these are the same name: {'; '.join(doubled)}.")

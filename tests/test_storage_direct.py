@@ -1,0 +1,101 @@
+"""Writing past the page cache: the same bytes, whatever the filesystem allows."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.storage import LocalStorage
+from ckpt.storage.direct import BLOCK, write_durably
+
+
+def write(path: Path, pieces: Any) -> None:
+    with open(path, "xb", buffering=0) as file:
+        write_durably(file.fileno(), pieces)
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 4097])
+def test_every_size_is_written_as_it_is(tmp_path: Path, size: int) -> None:
+    data = random.Random(size).randbytes(size)
+    write(tmp_path / "file", [data])
+    assert (tmp_path / "file").read_bytes() == data
+
+
+def test_pieces_of_any_length_come_in_their_order(tmp_path: Path) -> None:
+    dice = random.Random(0)
+    pieces = [dice.randbytes(dice.choice([0, 1, 100, 5000, BLOCK // 3, BLOCK + 5])) for _ in range(20)]
+    write(tmp_path / "file", iter(pieces))
+    assert (tmp_path / "file").read_bytes() == b"".join(pieces)
+
+
+def test_a_piece_may_be_overwritten_once_the_next_is_asked_for(tmp_path: Path) -> None:
+    def reused() -> Iterator[memoryview]:
+        buffer = bytearray(BLOCK // 2)
+        for value in range(10):
+            buffer[:] = bytes([value]) * len(buffer)
+            yield memoryview(buffer)
+
+    write(tmp_path / "file", reused())
+    assert (tmp_path / "file").read_bytes() == b"".join(bytes([value]) * (BLOCK // 2) for value in range(10))
+
+
+@pytest.mark.parametrize("refused", ["flag", "write"])
+def test_where_direct_writing_is_refused_the_cache_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    real_fcntl, real_write = fcntl.fcntl, os.write
+
+    def no_flag(descriptor: int, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct writing here")
+        return real_fcntl(descriptor, command, flags)
+
+    def no_write(descriptor: int, data: memoryview) -> int:
+        if real_fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "not aligned for this disk")
+        return real_write(descriptor, data)
+
+    if refused == "flag":
+        monkeypatch.setattr(fcntl, "fcntl", no_flag)
+    else:
+        monkeypatch.setattr(os, "write", no_write)
+    data = random.Random(1).randbytes(2 * BLOCK + 77)
+    write(tmp_path / "file", [data])
+    assert (tmp_path / "file").read_bytes() == data
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no filesystem in memory")
+def test_a_filesystem_in_memory_serves_too() -> None:
+    path = Path(f"/dev/shm/ckpt-direct-{os.getpid()}")
+    try:
+        write(path, [b"x" * (2 * BLOCK + 1)])
+        assert path.read_bytes() == b"x" * (2 * BLOCK + 1)
+    finally:
+        path.unlink()
+
+
+def test_an_error_of_the_disk_is_raised_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left"):
+        LocalStorage(tmp_path).write("file", [b"x" * (3 * BLOCK)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_whoever_gives_the_pieces_is_raised_and_nothing_is_left(tmp_path: Path) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield b"x" * (2 * BLOCK)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        LocalStorage(tmp_path).write("file", pieces())
+    assert list(tmp_path.iterdir()) == []
