@@ -12,11 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt.formats.sharding import Layout
+
 
 def is_fsdp1(model: nn.Module) -> bool:
     """Whether any module in it is wrapped so. Whoever wraps one has imported it."""
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     return fsdp is not None and any(isinstance(one, fsdp.FullyShardedDataParallel) for one in model.modules())
+
+
+def layout(model: nn.Module) -> Layout:
+    """How it divides every parameter: along dimension 0, among the ranks of its group."""
+    group: Any = next(one.process_group for one in model.modules() if hasattr(one, "_fsdp_wrapped_module"))
+    ranks = tuple(torch.distributed.get_process_group_ranks(group))
+    return Layout((len(ranks),), ranks, ("S0",))
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:

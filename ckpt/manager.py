@@ -288,6 +288,7 @@ class StateManager:
             progress=Progress(**manifest.progress),
             metrics=manifest.metrics,
             restored=(*parts, "rng", "progress"),
+            resharded=notes.resharded,
             approximated=notes.approximated,
             skipped=notes.skipped,
             passed_over=choice.passed_over,

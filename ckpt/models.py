@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ckpt import fsdp1
 from ckpt.formats.dtypes import name_of
-from ckpt.formats.sharding import is_sharded
+from ckpt.formats.sharding import Layout, divided, is_sharded
 from ckpt.fsdp1 import is_fsdp1
 from ckpt.parts import Notes, Read
 from ckpt.unwrap import clean_name, unwrap
@@ -39,6 +39,11 @@ class ModelPart:
 
     def is_spread(self) -> bool:
         return is_fsdp1(self.model) or any(is_sharded(one) for one in unwrap(self.model).parameters())
+
+    def layouts(self) -> frozenset[Layout]:
+        if is_fsdp1(self.model):
+            return frozenset({fsdp1.layout(self.model)})
+        return divided(unwrap(self.model).parameters())
 
     def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
         live = self.capture()

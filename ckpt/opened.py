@@ -13,7 +13,7 @@ from ckpt.errors import DamagedError
 from ckpt.formats.documents import STATE, decode_inline, from_json, rank_document
 from ckpt.formats.manifest import Manifest
 from ckpt.formats.native import SUFFIX, TensorFile
-from ckpt.formats.sharding import Box, empty_like, is_sharded, layout_of, local_tensor
+from ckpt.formats.sharding import Box, Layout, empty_like, is_sharded, layout_of, local_tensor
 from ckpt.formats.spread import SpreadTensors, Table
 from ckpt.formats.values import Decoder
 from ckpt.parts import Like
@@ -110,6 +110,13 @@ class Opened:
     def spread(self, key: str) -> bool:
         """Whether a part was saved in pieces."""
         return "spread" in self._part(key)
+
+    def layouts(self, key: str) -> frozenset[Layout]:
+        """The ways in which a part's tensors were divided; none if it was saved whole."""
+        if not self.spread(key):
+            return frozenset()
+        found = Table.from_json(self._part(key)["spread"]).tensors.values()
+        return frozenset(one.layout for one in found if not one.layout.is_replicated)
 
     def _decoded(self, key: str, use: Callable[[_Saved], Any]) -> Any:
         tensors = self._tensors(key)

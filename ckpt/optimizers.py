@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ckpt import fsdp1
-from ckpt.formats.sharding import is_sharded
+from ckpt.formats.sharding import Layout, divided, is_sharded
 from ckpt.fsdp1 import is_fsdp1
 from ckpt.parts import Notes, Read
 from ckpt.unwrap import parameter_names, unwrap
@@ -32,6 +32,12 @@ class OptimizerPart:
 
     def is_spread(self) -> bool:
         return self._fsdp1() is not None or any(is_sharded(one) for one in self._parameters())
+
+    def layouts(self) -> frozenset[Layout]:
+        model = self._fsdp1()
+        if model is not None:
+            return frozenset({fsdp1.layout(model)}) if self.optimizer.state else frozenset()
+        return divided(self._parameters()) if self.optimizer.state else frozenset()
 
     def capture(self) -> dict[str, Any]:
         model = self._fsdp1()

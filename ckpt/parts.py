@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ckpt.errors import UnsupportedError
-from ckpt.formats.sharding import empty_like, is_sharded, local_tensor
+from ckpt.formats.sharding import Layout, empty_like, is_sharded, local_tensor
 from ckpt.fsdp1 import is_fsdp1
 from ckpt.unwrap import clean_name, gradients, unwrap
 
@@ -44,6 +44,7 @@ class Notes:
 
     skipped: dict[str, str] = field(default_factory=dict)
     approximated: dict[str, str] = field(default_factory=dict)
+    resharded: dict[str, str] = field(default_factory=dict)
 
 
 class Part(Protocol):
@@ -62,6 +63,9 @@ class Part(Protocol):
 
     def is_spread(self) -> bool:
         """Whether its tensors are such that every rank holds a piece."""
+
+    def layouts(self) -> frozenset[Layout]:
+        """The ways in which its tensors are divided; none if every rank has all of them."""
 
     def check(self, saved: Any) -> dict[str, str]:
         """What of a saved state does not fit, by key. Changes nothing."""
@@ -87,6 +91,9 @@ class GradientsPart:
 
     def is_spread(self) -> bool:
         return False
+
+    def layouts(self) -> frozenset[Layout]:
+        return frozenset()
 
     def check(self, saved: Any) -> dict[str, str]:
         return {}  # where a parameter fits, its gradient does
@@ -128,6 +135,9 @@ class ObjectPart:
 
     def is_spread(self) -> bool:
         return False
+
+    def layouts(self) -> frozenset[Layout]:
+        return frozenset()
 
     def capture(self) -> Any:
         return self.value.state_dict()

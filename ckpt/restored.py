@@ -12,6 +12,8 @@ from ckpt.progress import Progress
 class Restored:
     """What was restored, what could only be approximated, what was left out, and from where.
 
+    `resharded` names the parts that lay spread over ranks in another way when they were saved.
+
     `passed_over` names the newer checkpoints that could not be used, each with the reason.
     """
 
@@ -21,6 +23,7 @@ class Restored:
     progress: Progress
     metrics: Mapping[str, float] = field(default_factory=dict)
     restored: tuple[str, ...] = ()
+    resharded: Mapping[str, str] = field(default_factory=dict)
     approximated: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     passed_over: Mapping[str, str] = field(default_factory=dict)
@@ -37,7 +40,12 @@ class Restored:
         at = self.progress
         lines = [f"resumed from {self.url}: step {at.step}, epoch {at.epoch}, batch {at.batch}, {at.samples} samples"]
         lines.append(f"  restored      {', '.join(self.restored) or 'nothing'}")
-        tables = (("approximated", self.approximated), ("skipped", self.skipped), ("passed over", self.passed_over))
+        tables = (
+            ("resharded", self.resharded),
+            ("approximated", self.approximated),
+            ("skipped", self.skipped),
+            ("passed over", self.passed_over),
+        )
         for title, table in tables:
             lines += [
                 f"  {title:<13} {why if why.startswith(what) else f'{what}: {why}'}" for what, why in table.items()

@@ -8,6 +8,7 @@ from typing import Any
 from ckpt import rng
 from ckpt.agreement import together
 from ckpt.errors import CkptError, MismatchError, StateError
+from ckpt.formats.sharding import Layout
 from ckpt.managed import Managed
 from ckpt.opened import Opened
 from ckpt.parts import Like, Notes, Part
@@ -91,9 +92,17 @@ def _restore(opened: Opened, parts: Mapping[str, Part], unfit: Unfit, notes: Not
         else:
             _restore_one(opened, key, part, misfits, notes)
             done.append(key)
+            if opened.layouts(key) != part.layouts():
+                notes.resharded[key] = f"{_spelled(opened.layouts(key))} -> {_spelled(part.layouts())}"
     for key in opened.parts.keys() - parts.keys():
         notes.skipped[key] = "in the checkpoint, but not managed here"
     return done
+
+
+def _spelled(layouts: frozenset[Layout]) -> str:
+    """`4 ranks: S0`, `2x2 ranks: R,S0`, or `whole`."""
+    texts = sorted(f"{'x'.join(map(str, one.mesh))} ranks: {','.join(one.placements)}" for one in layouts)
+    return "; ".join(dict.fromkeys(texts)) or "whole"
 
 
 def _restore_one(opened: Opened, key: str, part: Part, unfit: Mapping[str, str], notes: Notes) -> None:

@@ -12,7 +12,7 @@ import copy
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -62,6 +62,10 @@ class Layout:
     @classmethod
     def replicated(cls, world_size: int) -> Layout:
         return cls((world_size,), tuple(range(world_size)), ("R",))
+
+    @property
+    def is_replicated(self) -> bool:
+        return set(self.placements) == {"R"}
 
     @property
     def copies(self) -> int:
@@ -154,6 +158,12 @@ def layout_of(tensor: Any) -> Layout:
         if box not in expected and not box.is_empty:
             raise ValueError(f"a ShardedTensor of shape {list(tensor.size())} is not divided along dimension 0")
     return layout
+
+
+def divided(tensors: Iterable[Any]) -> frozenset[Layout]:
+    """The ways in which tensors are divided, leaving out those that every rank has whole."""
+    found = {layout_of(one) for one in tensors if is_sharded(one)}
+    return frozenset(one for one in found if not one.is_replicated)
 
 
 def _mesh_layout(mesh: Any, placements: tuple[str, ...]) -> Layout:

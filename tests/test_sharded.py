@@ -9,6 +9,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -21,10 +22,10 @@ from tests.training import exact
 def _save(rank: int, root: str, how: str) -> None:
     model = MODELS[how](1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with ckpt.StateManager(root, model=model, optimizer=optimizer, timeout=60) as manager:
+    with ckpt.StateManager(f"{root}/{how}", model=model, optimizer=optimizer, timeout=60) as manager:
         for number in range(2):
             step(model, optimizer, number)
-        manager.save_state(how)
+        manager.save_state("saved")
         saved = state(model, optimizer)
         for number in range(2, 4):
             step(model, optimizer, number)
@@ -34,13 +35,23 @@ def _save(rank: int, root: str, how: str) -> None:
         Path(root, f"{how}-later.txt").write_text(later)
 
 
+def _same_layout(saved: str, how: str) -> bool:
+    """Whether four ranks saved it in the way in which it is loaded."""
+    kinds = {"fsdp1": "fsdp2", "fsdp1-flat": "fsdp2", "fsdp1-mesh": "fsdp2"}
+    by = dist.get_world_size() if dist.is_initialized() else 1
+    if saved.endswith("-whole"):
+        return how == "ddp"
+    return by == 4 and kinds.get(saved, saved) == kinds.get(how, how)
+
+
 def _load(rank: int, root: str, saved: list[str], how: str, same: bool) -> None:
     for name in saved:
         model = MODELS[how](2)
         optimizer = torch.optim.AdamW(model.parameters())
-        with ckpt.StateManager(root, model=model, optimizer=optimizer, timeout=60) as manager:
-            restored = manager.load_state(name)
+        with ckpt.StateManager(f"{root}/{name}", model=model, optimizer=optimizer, timeout=60) as manager:
+            restored = manager.load_state("saved")
         assert {"model", "optimizer"} <= set(restored.restored)
+        assert ("model" in restored.resharded) == (restored.resharded != {}) == (not _same_layout(name, how))
         assert state(model, optimizer) == Path(root, f"{name}.txt").read_text(), f"{name} into {how}"
         if same:
             for number in range(2, 4):
@@ -51,10 +62,12 @@ def _load(rank: int, root: str, saved: list[str], how: str, same: bool) -> None:
 def _save_whole(rank: int, root: str, how: str) -> None:
     model = MODELS[how](1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with ckpt.StateManager(root, model=model, optimizer=optimizer, layout="full", timeout=60) as manager:
+    with ckpt.StateManager(
+        f"{root}/{how}-whole", model=model, optimizer=optimizer, layout="full", timeout=60
+    ) as manager:
         for number in range(2):
             step(model, optimizer, number)
-        manager.save_state(f"{how}-whole")
+        manager.save_state("saved")
         saved = state(model, optimizer)
     if rank == 0:
         Path(root, f"{how}-whole.txt").write_text(saved)
@@ -99,7 +112,7 @@ OTHERS = [
 @pytest.mark.parametrize("how", ["fsdp2", "fsdp2-tp", "fsdp1", "fsdp1-flat"])
 def test_the_full_layout_is_one_file_that_any_tool_opens(tmp_path: Path, how: str) -> None:
     assert run_ranks(4, _save_whole, str(tmp_path), how) == [0] * 4
-    model = safetensors.torch.load_file(tmp_path / f"{how}-whole" / "model.safetensors")
+    model = safetensors.torch.load_file(tmp_path / f"{how}-whole" / "saved" / "model.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in model.items()} == {
         name: tuple(tensor.shape) for name, tensor in plain(0).state_dict().items()
     }
@@ -110,15 +123,15 @@ def test_the_full_layout_is_one_file_that_any_tool_opens(tmp_path: Path, how: st
 def _read_with_torch_alone(rank: int, root: str, name: str) -> None:
     """Whole plain tensors, and a model spread in another way."""
     mine = {key: torch.zeros_like(value) for key, value in plain(0).state_dict().items()}
-    reader = HuggingFaceStorageReader(f"{root}/{name}/model")
+    reader = HuggingFaceStorageReader(f"{root}/{name}/saved/model")
     load(mine, storage_reader=reader)
     model = MODELS["fsdp2"](2)
     theirs = model.state_dict()
-    load(theirs, storage_reader=HuggingFaceStorageReader(f"{root}/{name}/model"))
+    load(theirs, storage_reader=HuggingFaceStorageReader(f"{root}/{name}/saved/model"))
     expected = MODELS["ddp"](2)
     optimizer = torch.optim.AdamW(expected.parameters())
-    with ckpt.StateManager(root, model=expected, optimizer=optimizer) as manager:
-        manager.load_state(name)
+    with ckpt.StateManager(f"{root}/{name}", model=expected, optimizer=optimizer) as manager:
+        manager.load_state("saved")
     right = exact(whole({key.removeprefix("module."): value for key, value in expected.state_dict().items()}))
     assert exact(mine) == right
     assert exact(whole(theirs)) == right
@@ -155,7 +168,7 @@ def test_ranks_that_disagree_on_a_shape_are_told_which(tmp_path: Path) -> None:
 
 
 def test_a_missing_ranks_file_is_named_and_nothing_is_loaded(root: Path, tmp_path: Path) -> None:
-    shutil.copytree(root / "fsdp2", tmp_path / "fsdp2")
+    shutil.copytree(root / "fsdp2" / "saved", tmp_path / "fsdp2")
     (tmp_path / "fsdp2" / "model" / "00002.safetensors").unlink()
     model = plain(5)
     before = exact(model.state_dict())
