@@ -18,20 +18,7 @@ from ckpt.formats.spread import SpreadTensors, Table
 from ckpt.formats.values import Decoder
 from ckpt.parts import Like
 from ckpt.storage import Storage
-
-
-@dataclass(frozen=True)
-class _Reader:
-    """One file of a checkpoint, for a format that knows no storage."""
-
-    storage: Storage
-    key: str
-
-    def read(self, start: int, stop: int) -> bytes:
-        return self.storage.read(self.key, start, stop)
-
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        self.storage.read_into(self.key, start, buffer)
+from ckpt.stored_file import StoredFile
 
 
 class Tensors(Protocol):
@@ -142,7 +129,7 @@ class Opened:
         if name not in self._paths:
             return []
         where = f"{self.manifest.name}/{self._paths[name]}"
-        return [TensorFile.open(_Reader(self._storage, where), where)]
+        return [TensorFile.open(StoredFile(self._storage, where), where)]
 
     def _document(self, name: str) -> Any:
         where = f"{self.manifest.name}/{self._paths.get(name, name)}"

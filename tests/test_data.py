@@ -195,6 +195,19 @@ def _train(manager: ckpt.StateManager, loader: Iterable[Any], epochs: int, stop:
     return seen
 
 
+def _assert_exact(run: Callable[[str, int | None], list[str]], *stops: int) -> list[str]:
+    """A loop, given a root and a step to save and stop at, sees the same interrupted as uninterrupted."""
+    _seed(1)
+    straight = run(f"memory://data-{next(_roots)}", None)
+    for stop in stops:
+        root = f"memory://data-{next(_roots)}"
+        _seed(1)
+        before = run(root, stop)
+        _seed(2)
+        assert before + run(root, None) == straight
+    return straight
+
+
 def _interrupted(make: Callable[[], Iterable[Any]], stop: int, epochs: int) -> tuple[list[str], ckpt.Restored, Any]:
     root = f"memory://data-{next(_roots)}"
     _seed(1)
@@ -292,12 +305,7 @@ def test_two_loaders_in_an_epoch_are_told_apart_when_the_second_is_interrupted()
                             return seen
         return seen
 
-    _seed(1)
-    straight = train("memory://two-straight", None)
-    _seed(1)
-    before = train("memory://two", 5)
-    _seed(2)
-    assert before + train("memory://two", None) == straight
+    _assert_exact(train, 5)
 
 
 def test_a_save_after_the_inner_loop_belongs_to_the_end_of_the_epoch() -> None:
@@ -334,12 +342,7 @@ def test_a_loader_made_anew_for_every_epoch_is_followed() -> None:
                         return seen
         return seen
 
-    _seed(1)
-    straight = train("memory://anew-straight", None)
-    _seed(1)
-    before = train("memory://anew", 14)
-    _seed(2)
-    assert before + train("memory://anew", None) == straight
+    _assert_exact(train, 14)
 
 
 def test_a_loader_gone_through_twice_in_an_epoch_is_followed() -> None:
@@ -357,12 +360,7 @@ def test_a_loader_gone_through_twice_in_an_epoch_is_followed() -> None:
                             return seen
         return seen
 
-    _seed(1)
-    straight = train("memory://twice-straight", None)
-    _seed(1)
-    before = train("memory://twice", 9)
-    _seed(2)
-    assert before + train("memory://twice", None) == straight
+    _assert_exact(train, 9)
 
 
 def test_a_save_right_after_a_resume_keeps_the_position() -> None:
@@ -437,13 +435,7 @@ def test_a_validation_loop_inside_the_training_loop_is_left_alone(in_epochs: boo
                     break
         return seen
 
-    _seed(1)
-    straight = run(f"memory://nested-{in_epochs}", None)
-    for stop in (5, 7):
-        _seed(1)
-        before = run(f"memory://nested-{in_epochs}-{stop}", stop)
-        _seed(2)
-        assert before + run(f"memory://nested-{in_epochs}-{stop}", None) == straight
+    straight = _assert_exact(run, 5, 7)
     assert straight.count("validation 3") == 4
 
 
@@ -461,13 +453,7 @@ def test_two_loaders_side_by_side_both_go_on() -> None:
                         return seen
         return seen
 
-    _seed(1)
-    straight = run("memory://zip", None)
-    for stop in (1, 4):
-        _seed(1)
-        before = run(f"memory://zip-{stop}", stop)
-        _seed(2)
-        assert before + run(f"memory://zip-{stop}", None) == straight
+    _assert_exact(run, 1, 4)
 
 
 def test_generators_that_are_registered_or_shared_with_the_loader_go_on() -> None:

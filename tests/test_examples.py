@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 
 from tests.processes import DEADLINE
 
@@ -181,3 +182,14 @@ def test_a_loop_of_ones_own_comes_back_with_its_objects_and_named_checkpoints(tm
     results = [[line for line in one.splitlines() if "on the hardest level" in line] for one in said]
     assert len(results[0]) == 4
     assert results[0] == results[1]
+
+
+def test_the_sharded_example_goes_on_with_other_ranks_and_becomes_one_file(tmp_path: Path) -> None:
+    first = Example(tmp_path, "train_fsdp.py", ("--epochs", "1", "--save-every", "25"), world_size=2)
+    assert "done: 960 samples in 60 steps" in first.run()
+    second = Example(tmp_path, "train_fsdp.py", ("--epochs", "2", "--save-every", "25"), world_size=3)
+    assert "done: 1920 samples in 100 steps" in second.run()
+    merged = tmp_path / "model.safetensors"
+    command = [sys.executable, "-m", "ckpt.cli", "merge", str(second.root / "step-00000100-end"), str(merged)]
+    subprocess.run(command, check=True, capture_output=True)
+    assert safetensors.torch.load_file(merged)["0.0.weight"].shape == (64, 64)
