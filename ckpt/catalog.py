@@ -112,7 +112,8 @@ def problems(
         return wrong
     files = [file for file in manifest.files if only(file.path)]
     blocks = [(file, index) for file in files for index in range(len(file.blocks))]
-    with bar(f"verifying {manifest.name}" if show else "", sum(file.size for file in files), in_bytes=True) as advance:
+    size_in_all = sum(file.size for file in files)
+    with bar(f"verifying {manifest.name}", size_in_all, in_bytes=True, show=show) as advance:
 
         def altered(block: tuple[FileRecord, int]) -> str | None:
             file, index = block

@@ -7,12 +7,13 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
 from ckpt.catalog import MARKER, Checkpoint, find, scan
+from ckpt.console import bar
 from ckpt.errors import AbsentError, LockedError, StorageError
 from ckpt.formats.blocks import BlockHasher
 from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
@@ -22,6 +23,7 @@ from ckpt.storage import Storage
 from ckpt.storage.base import check_key
 
 _log = logging.getLogger("ckpt")
+_LONG = 256_000_000  # bytes: what takes long enough to be shown
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,11 @@ class Attempt:
         mark = {"files": files, "replaces": replaces, "process": os.getpid(), "host": socket.gethostname()}
         storage.write(f"{self.name}/{MARKER}", [json.dumps(mark).encode()])
 
-    def write(self, storage: Storage, images: Iterable[Image]) -> list[FileRecord]:
+    def write(self, storage: Storage, images: list[Image], *, show: bool = False) -> list[FileRecord]:
         """Write files, and hash their bytes as they pass."""
-        return [self._write_one(storage, image) for image in images]
+        size = sum(image.size for image in images)
+        with bar(f"saving {self.name}", size, in_bytes=True, show=show and size > _LONG) as advance:
+            return [self._write_one(storage, image, advance) for image in images]
 
     def commit(self, storage: Storage, manifest: Manifest) -> None:
         """From here on the checkpoint exists, and an older one of its name does not."""
@@ -60,10 +64,20 @@ class Attempt:
         stem, _, suffix = path.rpartition(".")
         return f"{stem}.{self.id[:8]}.{suffix}"
 
-    def _write_one(self, storage: Storage, image: Image) -> FileRecord:
+    def _write_one(self, storage: Storage, image: Image, advance: Callable[[float], None]) -> FileRecord:
         path = self.path_for(image.path)
         hasher = BlockHasher()
-        storage.write(f"{self.name}/{path}", hasher.through(image.pieces()))
+        source = image.pieces()
+
+        def pieces() -> Iterator[memoryview]:
+            for piece in hasher.through(source):
+                yield piece
+                advance(len(piece))
+
+        try:
+            storage.write(f"{self.name}/{path}", pieces())
+        finally:  # at once, also when it failed: other ranks may be waiting to hand over the rest
+            getattr(source, "close", lambda: None)()
         return FileRecord(name=image.path, path=path, size=hasher.size, blocks=hasher.digests)
 
 

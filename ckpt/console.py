@@ -13,9 +13,9 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def bar(label: str, total: float, *, in_bytes: bool = False) -> Iterator[Callable[[float], None]]:
+def bar(label: str, total: float, *, in_bytes: bool = False, show: bool = True) -> Iterator[Callable[[float], None]]:
     """A progress bar; yields what moves it on. On anything but a terminal it is quiet."""
-    if not sys.stderr.isatty():
+    if not show or not sys.stderr.isatty():
         yield lambda amount: None
         return
     from rich.console import Console

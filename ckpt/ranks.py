@@ -191,9 +191,8 @@ class Together:
         """
         pause = _SHORTEST
         watched = _Watched(self._timeout)
-        while missing := [rank for rank, key in keys.items() if not self._store.check([key])]:
-            beats = {rank: self._store.add(f"alive/{rank}", 0) for rank in missing} if watched.look_now() else None
-            silent = watched.silent(beats) if beats is not None else []
+        while not self._store.check(list(keys.values())):
+            silent = watched.silent(self._beats(keys)) if watched.look_now() else []
             if silent:
                 raise RanksError(
                     f"{call}: {_ranks(silent)} did not answer within {self._timeout:g} s. {_ADVICE} "
@@ -201,6 +200,11 @@ class Together:
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST)
+
+    def _beats(self, keys: dict[int, str]) -> dict[int, int]:
+        """How often each rank that is missing has shown that it is at work."""
+        missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+        return {rank: self._store.add(f"alive/{rank}", 0) for rank in missing}
 
 
 @dataclass

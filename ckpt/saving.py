@@ -196,7 +196,7 @@ class _Save:
         if captured.rank != MAIN:
             captured.help_to_gather()
         shared = [*captured.images, *self.documents] if captured.rank == MAIN else []
-        written = attempt.write(self.saver.storage, [*shared, *captured.own_images])
+        written = attempt.write(self.saver.storage, [*shared, *captured.own_images], show=captured.rank == MAIN)
         return [asdict(record) for record in written]
 
     def _commit(self, attempt: Attempt, reports: list[Any]) -> str:

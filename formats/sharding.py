@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.checkpoint.resharding import (
-    _check_shard_metadata_pair_overlap,
-    _shards_get_overlap_region_wrt_saved_tensor,
-)
+from torch.distributed.checkpoint.resharding import _shards_get_overlap_region_wrt_saved_tensor
 
 _PLACEMENT = re.compile(r"R|S(\d+)(?:/(\d+))?")
+
+
+Overlap = list[tuple[int, int, int]]  # for each dimension: the start in one box, the start in the other, the length
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,17 @@ class Box:
     def is_empty(self) -> bool:
         return 0 in self.sizes
 
-    def overlap(self, other: Box) -> list[tuple[int, int, int]] | None:
+    def overlap(self, other: Box) -> Overlap | None:
         """Where two boxes meet: for each dimension the start in this one, the start in the other, and the length."""
-        mine, theirs = _chunk(self), _chunk(other)
-        if self.is_empty or other.is_empty or not _check_shard_metadata_pair_overlap(mine, theirs):
+        if self.is_empty or other.is_empty or not _meet(self, other):
             return None
-        narrows = _shards_get_overlap_region_wrt_saved_tensor(mine, theirs)
+        narrows = _shards_get_overlap_region_wrt_saved_tensor(_chunk(self), _chunk(other))
         return [(start, other_start, length) for _, start, other_start, length in narrows]
+
+
+def _meet(one: Box, other: Box) -> bool:
+    spans = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in spans)
 
 
 def _chunk(box: Box) -> ChunkStorageMetadata:
@@ -58,6 +62,19 @@ class Layout:
     mesh: tuple[int, ...]
     ranks: tuple[int, ...]
     placements: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        # layouts are looked up for every tensor, and may name a thousand ranks
+        object.__setattr__(self, "_hash", hash((self.mesh, self.ranks, self.placements)))
+        object.__setattr__(self, "_places", {rank: place for place, rank in enumerate(self.ranks)})
+
+    def __hash__(self) -> int:
+        own: int = vars(self)["_hash"]
+        return own
+
+    def holds(self, rank: int) -> bool:
+        """Whether a rank is in the mesh."""
+        return rank in vars(self)["_places"]
 
     @classmethod
     def replicated(cls, world_size: int) -> Layout:
@@ -88,8 +105,12 @@ class Layout:
         """For each piece of a tensor that is not empty, the rank that holds the given copy of it."""
         return _holders(self, shape, copy)
 
+    def overlaps(self, shape: tuple[int, ...], copy: int, box: Box) -> tuple[tuple[int, Overlap], ...]:
+        """The ranks whose pieces of a tensor meet a box, and where. Tensors of one shape are worked out once."""
+        return _overlaps(self, shape, copy, box)
+
     def _coordinate(self, rank: int) -> tuple[int, ...]:
-        place = self.ranks.index(rank)
+        place = vars(self)["_places"][rank]
         coordinate = []
         for size in reversed(self.mesh):
             place, here = divmod(place, size)
@@ -121,6 +142,12 @@ def _holders(layout: Layout, shape: tuple[int, ...], copy: int) -> dict[int, Box
     return {rank: box for rank, box in held.items() if not box.is_empty}
 
 
+@lru_cache(maxsize=10_000)
+def _overlaps(layout: Layout, shape: tuple[int, ...], copy: int, box: Box) -> tuple[tuple[int, Overlap], ...]:
+    met = ((rank, held.overlap(box)) for rank, held in layout.holders(shape, copy).items())
+    return tuple((rank, overlap) for rank, overlap in met if overlap is not None)
+
+
 def _holding(layout: Layout, copy: int) -> Iterator[int]:
     for place, coordinate in enumerate(itertools.product(*map(range, layout.mesh))):
         rank = layout.ranks[place]
@@ -149,7 +176,7 @@ def is_sharded(value: Any) -> bool:
 def layout_of(tensor: Any) -> Layout:
     """How a sharded tensor is spread."""
     if hasattr(tensor, "device_mesh"):
-        return _mesh_layout(tensor.device_mesh, tuple(_spelled(one) for one in tensor.placements))
+        return _root_layout(tensor.device_mesh, tuple(_spelled(one) for one in tensor.placements))
     ranks = tuple(torch.distributed.get_process_group_ranks(tensor._process_group))
     layout = Layout((len(ranks),), ranks, ("S0",))  # FSDP 1 divides dimension 0 as torch.chunk does
     expected = layout.holders(tuple(tensor.size()), 0).values()
@@ -166,7 +193,8 @@ def divided(tensors: Iterable[Any]) -> frozenset[Layout]:
     return frozenset(one for one in found if not one.is_replicated)
 
 
-def _mesh_layout(mesh: Any, placements: tuple[str, ...]) -> Layout:
+@lru_cache(maxsize=1000)
+def _root_layout(mesh: Any, placements: tuple[str, ...]) -> Layout:
     """Over the whole mesh, also for a tensor on a part of it: along the other dimensions the ranks hold the same.
 
     Of the parts of a mesh, each rank sees another one; only the whole is the same for all.

@@ -129,7 +129,7 @@ def written_by(table: Table, tensors: Mapping[str, Any], rank: int) -> dict[str,
     """The pieces that a rank writes."""
     mine = {}
     for name, one in table.tensors.items():
-        if rank in one.layout.ranks and one.layout.copy_of(rank) == one.copy:
+        if one.layout.holds(rank) and one.layout.copy_of(rank) == one.copy:
             box = one.layout.box(one.shape, rank)
             if not box.is_empty or not math.prod(one.shape):
                 tensor = tensors[name]
@@ -164,12 +164,10 @@ class SpreadTensors:
         """Fill `target`, which is the given box of a tensor."""
         name = self.table.aliases.get(name, name)
         one = self._entry(name)
-        for rank, held in one.layout.holders(one.shape, one.copy).items():
-            overlap = held.overlap(box)
-            if overlap is not None:
-                file = self._file(rank, name)
-                into = narrowed(target, [(start, length) for _, start, length in overlap])
-                file.read_box(name, [(start, length) for start, _, length in overlap], into)
+        for rank, overlap in one.layout.overlaps(one.shape, one.copy, box):
+            file = self._file(rank, name)
+            into = narrowed(target, [(start, length) for _, start, length in overlap])
+            file.read_box(name, [(start, length) for start, _, length in overlap], into)
 
     def _entry(self, name: str) -> Spread:
         try:

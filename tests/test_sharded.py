@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import ckpt
+from ckpt.storage import Buffer, LocalStorage
 from tests.processes import run_ranks
 from tests.sharded import MODELS, plain, state, step, whole
 from tests.training import exact
@@ -118,6 +120,29 @@ def test_the_full_layout_is_one_file_that_any_tool_opens(tmp_path: Path, how: st
     }
     assert run_ranks(1, _load, str(tmp_path), [f"{how}-whole"], "ddp", False) == [0]
     assert run_ranks(2, _load, str(tmp_path), [f"{how}-whole"], "fsdp2", False) == [0, 0]
+
+
+class _FullStorage(LocalStorage):
+    """A disk that is full when a model comes."""
+
+    def write(self, key: str, pieces: Iterable[Buffer]) -> None:
+        if key.startswith("bad/") and key.endswith("model.safetensors"):
+            next(iter(pieces))
+            raise ckpt.FullError("no space left")
+        super().write(key, pieces)
+
+
+def _fail_to_gather(rank: int, root: str) -> None:
+    with ckpt.StateManager(_FullStorage(root), model=MODELS["fsdp2"](1), layout="full", timeout=20) as manager:
+        manager.save_state("good")
+        with pytest.raises(ckpt.FullError, match="no space left"):
+            manager.save_state("bad")
+        manager.save_state("better")
+
+
+def test_a_full_disk_while_gathering_leaves_no_rank_behind(tmp_path: Path) -> None:
+    assert run_ranks(2, _fail_to_gather, str(tmp_path)) == [0, 0]
+    assert ckpt.verify(tmp_path) == {"better": [], "good": []}
 
 
 def _read_with_torch_alone(rank: int, root: str, name: str) -> None:
