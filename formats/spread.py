@@ -87,6 +87,7 @@ class SpreadState:
         return whole
 
 
+@torch.no_grad()  # a piece of a DTensor is then the piece itself, without a step of autograd
 def spread(tensors: Mapping[str, Any], world_size: int) -> Table:
     """How these live tensors are spread. Plain ones are taken to be the same on every rank."""
     aliases = _aliases(tensors)
@@ -125,6 +126,7 @@ def _shared_out(tensors: Mapping[str, Spread]) -> dict[str, Spread]:
     return chosen
 
 
+@torch.no_grad()
 def written_by(table: Table, tensors: Mapping[str, Any], rank: int) -> dict[str, Shard]:
     """The pieces that a rank writes."""
     mine = {}
