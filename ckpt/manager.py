@@ -49,9 +49,11 @@ class StateManager:
     each, a sequence, or a dict of named objects; `register` adds others. With several processes, every one of them
     builds the manager and makes the same calls; the main one writes.
 
-    `save_every`: steps between saves. `keep`: which checkpoints stay (all, if none). `gradients`: also save gradients,
-    so that a save in the middle of an accumulation window resumes exactly. `timeout`: seconds to wait for a rank that
-    does not answer. `handle_sigterm`: save and stop when the process is told to terminate.
+    `save_every`: steps between saves. `keep`: which checkpoints stay (all, if none). `layout`: "auto" saves what is
+    sharded in pieces, each rank its own, and the rest whole; "full" gathers everything into whole files; "sharded"
+    shares out also what every rank has. `gradients`: also save gradients, so that a save in the middle of an
+    accumulation window resumes exactly. `timeout`: seconds to wait for a rank that does not answer.
+    `handle_sigterm`: save and stop when the process is told to terminate.
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class StateManager:
         self._managed.register(objects)
 
     def unwrap(self, model: nn.Module | None = None) -> nn.Module:
-        """The model, or the managed one, without DistributedDataParallel, DataParallel and torch.compile."""
+        """The model, or the managed one, without what DDP, FSDP 1, DataParallel and torch.compile wrap around it."""
         models = list(self._managed.models.values())
         if model is None and len(models) != 1:
             raise ConfigError(f"this manager has {len(models)} models: say which, unwrap(model).")
