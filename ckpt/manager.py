@@ -281,6 +281,7 @@ class StateManager:
 
     def _tell(self, choice: Choice, parts: list[str], notes: Notes) -> Restored:
         manifest = choice.manifest
+        generators = [key for key in self._managed.generators if key not in notes.skipped]
         self._saver.follow(manifest, choice.passed_over)
         self._saved_at = self._where()
         self._restored = Restored(
@@ -289,7 +290,7 @@ class StateManager:
             run=manifest.run,
             progress=Progress(**manifest.progress),
             metrics=manifest.metrics,
-            restored=(*parts, "rng", "progress"),
+            restored=(*parts, *generators, "rng", "progress"),
             resharded=notes.resharded,
             approximated=notes.approximated,
             skipped=notes.skipped,

@@ -12,7 +12,7 @@ from torch import nn
 from ckpt import fsdp1
 from ckpt.formats.sharding import Layout, divided, is_sharded
 from ckpt.fsdp1 import is_fsdp1
-from ckpt.parts import Notes, Read
+from ckpt.parts import Like, Notes, Read
 from ckpt.unwrap import parameter_names, unwrap
 
 
@@ -70,7 +70,7 @@ class OptimizerPart:
         notes.skipped.update({f"{self.key}.{name}": why for name, why in unfit.items()})
         if "param_groups" in unfit:
             return
-        values = read(self._like)
+        values = read(self._like())
         model = self._fsdp1()
         if model is not None:
             fsdp1.load_optimizer_state(model, self.optimizer, values)
@@ -87,11 +87,15 @@ class OptimizerPart:
         self.optimizer.load_state_dict({"state": known, "param_groups": groups, **extra})
         self._keep_dtypes(known)
 
-    def _like(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
-        """The parameter whose state a tensor is, if it is spread and has the same shape."""
-        followed = self._followed()
-        parameter = followed.get(name.rpartition(".")[0].removeprefix("state."))
-        return parameter if parameter is not None and tuple(parameter.size()) == shape else None
+    def _like(self) -> Like:
+        """Finds the parameter whose state a tensor is, if it is spread and has the same shape."""
+        followed = self._followed()  # once: it goes through all parameters
+
+        def find(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
+            parameter = followed.get(name.rpartition(".")[0].removeprefix("state."))
+            return parameter if parameter is not None and tuple(parameter.size()) == shape else None
+
+        return find
 
     def _followed(self) -> dict[str, Any]:
         """Sharded parameters by name."""
