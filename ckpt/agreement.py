@@ -61,8 +61,11 @@ def agree(ranks: Ranks, call: str, mine: Outcome, decide: Callable[[list[Any]], 
         ranks.share(call, decision.to_json(call))
     else:
         decision = Outcome.from_json(ranks.share(call, ""))
-    mine.get()  # where it failed, the error has its traceback
-    return decision.get()
+    if mine.error is not None and type(mine.error) is type(decision.error):
+        raise mine.error  # it has its traceback
+    if decision.error is not None:  # of the same class on every rank, whatever each of them met
+        raise decision.error from mine.error
+    return decision.value
 
 
 def together(ranks: Ranks, call: str, do: Callable[[], Any]) -> Any:

@@ -54,8 +54,10 @@ class Captured:
 
     @cached_property
     def tables(self) -> dict[str, Any]:
-        """How tensors are spread, as JSON: the same on every rank."""
-        return {key: part.table.to_json() for key, part in {**self.spread, **self.gathered}.items()}
+        """How tensors are spread, and how they are written, as JSON: the same on every rank."""
+        pieces = {key: {"written": "in pieces", **part.table.to_json()} for key, part in self.spread.items()}
+        whole = {key: {"written": "whole", **part.table.to_json()} for key, part in self.gathered.items()}
+        return {**pieces, **whole}
 
     @property
     def tables_digest(self) -> str:
@@ -71,7 +73,8 @@ class Captured:
     def _values(self) -> dict[str, Any]:
         values = {**_values(self.parts), **_values(self.gathered)}
         for key, part in self.spread.items():
-            values[key] = {"class": part.kind, "state": part.values, "spread": self.tables[key]}
+            table = {name: one for name, one in self.tables[key].items() if name != "written"}
+            values[key] = {"class": part.kind, "state": part.values, "spread": table}
         return values
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,14 +15,15 @@ from dataclasses import dataclass, replace
 
 from ckpt.console import bar, size
 from ckpt.errors import AbsentError, CheckpointError, ConfigError, DamagedError, MissingError, StorageError
-from ckpt.formats.blocks import digest
-from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
+from ckpt.formats.manifest import FILE_NAME, Manifest
 from ckpt.storage import Storage, open_storage
+from ckpt.stored_file import StoredFile, VerifiedFile
 
 MARKER = ".saving"  # in a checkpoint's folder while it is being written
 _STATE = "state.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,199}")
-_THREADS = min(8, os.cpu_count() or 1)
+THREADS = min(16, max(4, os.cpu_count() or 1))  # some wait for the disk while others hash
+WINDOW = 2 << 20  # bytes: they stay in the processor's cache until they are hashed
 
 
 @dataclass(frozen=True)
@@ -103,40 +105,29 @@ def size_problems(storage: Storage, manifest: Manifest) -> list[str]:
     return problems
 
 
-def problems(
-    storage: Storage, manifest: Manifest, *, only: Callable[[str], bool] = lambda path: True, show: bool = False
-) -> list[str]:
+def problems(storage: Storage, manifest: Manifest, *, show: bool = False) -> list[str]:
     """Whatever is wrong with a checkpoint's files: sizes first, then every byte against its hash."""
     wrong = size_problems(storage, manifest)
     if wrong:
         return wrong
-    files = [file for file in manifest.files if only(file.path)]
-    blocks = [(file, index) for file in files for index in range(len(file.blocks))]
-    size_in_all = sum(file.size for file in files)
-    with bar(f"verifying {manifest.name}", size_in_all, in_bytes=True, show=show) as advance:
-
-        def altered(block: tuple[FileRecord, int]) -> str | None:
-            file, index = block
-            start = index * file.block_size
-            stop = min(file.size, start + file.block_size)
-            found = storage.read(f"{manifest.name}/{file.path}", start, stop)
-            advance(stop - start)
-            return None if digest(found) == file.blocks[index] else f"{file.path} was altered (bytes {start} to {stop})"
-
-        with ThreadPoolExecutor(_THREADS) as pool:
-            return [problem for problem in pool.map(altered, blocks) if problem]
+    files = [VerifiedFile(StoredFile(storage, f"{manifest.name}/{file.path}"), file) for file in manifest.files]
+    blocks = [(file, index) for file in files for index in range(len(file.record.blocks))]
+    with bar(f"verifying {manifest.name}", manifest.size, in_bytes=True, show=show) as advance:
+        return altered(blocks, advance)
 
 
-def require_intact(
-    storage: Storage, manifest: Manifest, *, only: Callable[[str], bool] = lambda path: True, show: bool = False
-) -> None:
-    """Raise a `DamagedError` that names everything that is wrong with a checkpoint's files."""
-    try:
-        wrong = problems(storage, manifest, only=only, show=show)
-    except StorageError as error:
-        wrong = [str(error)]
-    if wrong:
-        raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}.")
+def altered(blocks: list[tuple[VerifiedFile, int]], advance: Callable[[float], None]) -> list[str]:
+    """What is wrong with blocks of files. They are looked at in several threads."""
+    buffers = threading.local()
+
+    def look(block: tuple[VerifiedFile, int]) -> str | None:
+        if not hasattr(buffers, "own"):
+            buffers.own = memoryview(bytearray(WINDOW))
+        file, index = block
+        return file.look(index, buffers.own, advance)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [problem for problem in pool.map(look, blocks) if problem]
 
 
 def list_checkpoints(root: str | os.PathLike[str] | Storage) -> list[Checkpoint]:

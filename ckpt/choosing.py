@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt import catalog
 from ckpt.agreement import Outcome, agree
-from ckpt.errors import AbsentError, DamagedError, LockedError, MissingError, VersionError
+from ckpt.errors import AbsentError, DamagedError, LockedError, MissingError, StorageError, VersionError
 from ckpt.formats.manifest import Manifest
-from ckpt.ranks import MAIN, Ranks
+from ckpt.ranks import Ranks
 from ckpt.storage import Storage
 
 _RESCANS = 5
@@ -22,21 +22,25 @@ class Choice:
     """The checkpoint that all ranks will load, and the newer ones that were passed over, with the reasons."""
 
     manifest: Manifest
+    ready: Any
     passed_over: dict[str, str] = field(default_factory=dict)
 
 
-def choose(storage: Storage, ranks: Ranks, name: str | None, held: ExitStack) -> Choice | None:
+def choose(
+    storage: Storage, ranks: Ranks, name: str | None, prepare: Callable[[Manifest], Any], held: ExitStack
+) -> Choice | None:
     """The checkpoint to load, the same on every rank: the one by that name, or the newest that is intact everywhere.
 
-    It is kept from being removed until `held` is left. None if nothing was ever committed.
+    `prepare` reads it, on all ranks together; a `DamagedError` from it means the next one. The checkpoint is kept from
+    being removed until `held` is left. None if nothing was ever committed.
     """
     call = f"load_state({name!r})" if name else "load_state()"
     for _ in range(_RESCANS):
         offer = agree(ranks, call, Outcome(), lambda _: _offer(storage, name))
-        search = _Search(storage, ranks, call, held, offer["passed_over"])
-        manifest = search.first_intact(offer["names"])
-        if manifest is not None:
-            return Choice(manifest, search.passed_over)
+        search = _Search(storage, ranks, call, prepare, held, offer["passed_over"])
+        choice = search.first_intact(offer["names"])
+        if choice is not None:
+            return choice
         if not offer["names"]:
             return None
         if not search.vanished:  # a run that goes on meanwhile has newer ones by now
@@ -61,20 +65,33 @@ class _Search:
     storage: Storage
     ranks: Ranks
     call: str
+    prepare: Callable[[Manifest], Any]
     held: ExitStack
     passed_over: dict[str, str]
     vanished: bool = False
 
-    def first_intact(self, names: list[str]) -> Manifest | None:
+    def first_intact(self, names: list[str]) -> Choice | None:
         for name in names:
-            found: list[Manifest] = []
-            verdict = Outcome.of(lambda: _inspect(self.storage, name, self.ranks, self.held, found))  # noqa: B023
-            problem = agree(self.ranks, self.call, verdict, _joined)
-            if not problem:
-                return found[0]
-            self.vanished = self.vanished or problem["vanished"]
-            self.passed_over[name] = problem["text"]
+            with ExitStack() as mine:
+                try:
+                    manifest = self._inspected(name, mine)
+                    ready = self.prepare(manifest)
+                except (DamagedError, StorageError) as error:
+                    self.passed_over[name] = str(error)
+                    continue
+                self.held.push(mine.pop_all())
+                return Choice(manifest, ready, self.passed_over)
         return None
+
+    def _inspected(self, name: str, held: ExitStack) -> Manifest:
+        """The manifest of a checkpoint whose files are all there, with their sizes, as every rank sees it."""
+        found: list[Manifest] = []
+        verdict = Outcome.of(lambda: _inspect(self.storage, name, held, found))
+        problem = agree(self.ranks, self.call, verdict, _joined)
+        if problem:
+            self.vanished = self.vanished or problem["vanished"]
+            raise DamagedError(problem["text"])
+        return found[0]
 
 
 def _joined(verdicts: list[Any]) -> Any:
@@ -95,18 +112,16 @@ def _offer(storage: Storage, name: str | None) -> dict[str, Any]:
     return {"names": [one.name for one in found if one.committed], "passed_over": passed_over}
 
 
-def _inspect(storage: Storage, name: str, ranks: Ranks, held: ExitStack, found: list[Manifest]) -> Any:
-    """What is wrong with a checkpoint, as this rank sees it; None if nothing is. The ranks share out its files."""
-    with ExitStack() as mine:
-        try:
-            mine.enter_context(storage.lock(name, shared=True))
-            manifest = catalog.read_manifest(storage, name)
-            my_turn = {file.path for file in manifest.files[ranks.rank :: ranks.world_size]}
-            catalog.require_intact(storage, manifest, only=my_turn.__contains__, show=ranks.rank == MAIN)
-        except DamagedError as error:
-            return {"text": str(error), "vanished": False}
-        except (MissingError, AbsentError, LockedError) as error:  # removed since it was listed, or just being
-            return {"text": str(error), "vanished": True}
-        found.append(manifest)
-        held.push(mine.pop_all())
-    return None
+def _inspect(storage: Storage, name: str, held: ExitStack, found: list[Manifest]) -> Any:
+    """What is wrong with a checkpoint, as this rank sees it without reading its files; None if nothing is."""
+    try:
+        held.enter_context(storage.lock(name, shared=True))
+        manifest = catalog.read_manifest(storage, name)
+        wrong = catalog.size_problems(storage, manifest)
+    except (DamagedError, StorageError) as error:
+        gone = isinstance(error, AbsentError | LockedError)  # removed since it was listed, or just being
+        return {"text": str(error), "vanished": gone}
+    except MissingError as error:
+        return {"text": str(error), "vanished": True}
+    found.append(manifest)
+    return {"text": f"{name} is damaged: {'; '.join(wrong)}.", "vanished": False} if wrong else None

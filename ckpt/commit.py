@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
 from ckpt.catalog import MARKER, Checkpoint, find, scan
-from ckpt.console import bar
+from ckpt.console import LONG, bar
 from ckpt.errors import AbsentError, LockedError, StorageError
 from ckpt.formats.blocks import BlockHasher
 from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
@@ -23,7 +23,6 @@ from ckpt.storage import Storage
 from ckpt.storage.base import check_key
 
 _log = logging.getLogger("ckpt")
-_LONG = 256_000_000  # bytes: what takes long enough to be shown
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Attempt:
     def write(self, storage: Storage, images: list[Image], *, show: bool = False) -> list[FileRecord]:
         """Write files, and hash their bytes as they pass."""
         size = sum(image.size for image in images)
-        with bar(f"saving {self.name}", size, in_bytes=True, show=show and size > _LONG) as advance:
+        with bar(f"saving {self.name}", size, in_bytes=True, show=show and size > LONG) as advance:
             return [self._write_one(storage, image, advance) for image in images]
 
     def commit(self, storage: Storage, manifest: Manifest) -> None:

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+LONG = 256_000_000  # bytes: what takes long enough to be shown
+
 
 def say(text: str) -> None:
     """A line for the person who runs this, on standard error."""

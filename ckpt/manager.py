@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from ckpt import restoring, rng
-from ckpt.agreement import together
 from ckpt.capture import LAYOUTS, Capture, Captured
 from ckpt.catalog import check_name
 from ckpt.choosing import Choice, choose
 from ckpt.config import read_config
 from ckpt.console import say
 from ckpt.errors import ConfigError, MetricError, MissingError, Preempted
+from ckpt.formats.manifest import Manifest
 from ckpt.loop import Loop, Waiting
 from ckpt.managed import KINDS, Managed, named
 from ckpt.opened import Opened
@@ -30,6 +30,7 @@ from ckpt.preemption import EXIT_STATUS, Preemption
 from ckpt.progress import Progress
 from ckpt.ranks import MAIN, find_ranks
 from ckpt.restored import Restored
+from ckpt.restoring import Restoration
 from ckpt.retention import Keep
 from ckpt.saving import Saver
 from ckpt.storage import MemoryStorage, Storage, open_storage
@@ -257,20 +258,19 @@ class StateManager:
     def _load(self, name: str | None, *, strict: bool) -> Restored | None:
         with ExitStack() as held:
             held.enter_context(self._ranks.working())
-            choice = choose(self._storage, self._ranks, name, held)
+            choice = choose(
+                self._storage, self._ranks, name, lambda manifest: self._prepare(manifest, strict=strict), held
+            )
             if choice is None:
                 return None
             self._started = True
-            opened = self._open(choice)
-            notes = Notes()
-            parts = restoring.restore(opened, self._ranks, self._managed, notes, strict=strict)
-            self._go_back(opened, notes)
-        return self._tell(choice, parts, notes)
+            restoration: Restoration = choice.ready
+            parts = restoration.finish()
+            self._go_back(restoration.opened, restoration.notes)
+        return self._tell(choice, parts, restoration.notes)
 
-    def _open(self, choice: Choice) -> Opened:
-        call = f"load_state({choice.manifest.name!r})"
-        opened: Opened = together(self._ranks, call, lambda: Opened(self._storage, choice.manifest, self._ranks.rank))
-        return opened
+    def _prepare(self, manifest: Manifest, *, strict: bool) -> Restoration:
+        return Restoration.prepare(self._storage, manifest, self._ranks, self._managed, strict=strict)
 
     def _go_back(self, opened: Opened, notes: Notes) -> None:
         """Restore what is this rank's own: generators, and where its loaders are."""

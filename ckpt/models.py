@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from ckpt import fsdp1
 from ckpt.formats.dtypes import name_of
 from ckpt.formats.sharding import Layout, divided, is_sharded
 from ckpt.fsdp1 import is_fsdp1
-from ckpt.parts import Notes, Read
+from ckpt.parts import LEFT, Notes, Read, SavedTensor
 from ckpt.unwrap import clean_name, unwrap
 
 
@@ -32,10 +32,11 @@ class ModelPart:
         return type(unwrap(self.model)).__name__
 
     def capture(self) -> dict[str, Any]:
+        """The state with the parameters and buffers themselves: tied ones are one object, on every rank."""
         if is_fsdp1(self.model):
             return fsdp1.model_state(self.model)
         module = unwrap(self.model)
-        return {clean_name(module, name): value for name, value in module.state_dict().items()}
+        return {clean_name(module, name): value for name, value in module.state_dict(keep_vars=True).items()}
 
     def is_spread(self) -> bool:
         return is_fsdp1(self.model) or any(is_sharded(one) for one in unwrap(self.model).parameters())
@@ -54,35 +55,39 @@ class ModelPart:
                 unfit[name] = problem
         return unfit
 
-    def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> None:
+    def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
         live = self.capture()
-        values = None
-        for name in live:
-            if name in unfit and not _fits_when_cast(live[name], saved.get(name)):
-                continue
-            if isinstance(live[name], torch.Tensor):
-                saved[name].read_into(live[name])
-            else:  # extra state, which may hold tensors anywhere
-                values = values or read()
-                live[name] = values[name]
+        fitting = {name for name in live if name not in unfit or _fits_when_cast(live[name], saved.get(name))}
+        owners = {id(value): name for name, value in live.items()}  # of a tied one, the last name counts
+        places = {
+            one.name: live[name] if name in fitting and owners[id(live[name])] == name else LEFT
+            for name, one in saved.items()
+            if isinstance(one, SavedTensor)
+        }
+        values = read(lambda one: places.get(one.name), live=True)  # what has no place is in extra state
         for name, why in unfit.items():
-            was_cast = _fits_when_cast(live.get(name), saved.get(name))
-            (notes.approximated if was_cast else notes.skipped)[f"{self.key}.{name}"] = why
-        self._load(live)
+            (notes.approximated if name in fitting else notes.skipped)[f"{self.key}.{name}"] = why
+
+        def take() -> None:
+            known = values()
+            extra = {name: known[name] for name in fitting if not isinstance(live[name], torch.Tensor)}
+            self._load({**live, **extra})
+
+        return take
 
     def _load(self, state: dict[str, Any]) -> None:
         if is_fsdp1(self.model):
             fsdp1.load_model_state(self.model, state)
             return
-        # The tensors are in place already and are copied onto themselves; what counts are hooks and extra state.
+        # the tensors are in place already, and to copy one onto itself costs nothing: what counts are hooks and extras
         module = unwrap(self.model)
-        raw = {clean_name(module, name): name for name in module.state_dict()}
+        raw = {clean_name(module, name): name for name in module.state_dict(keep_vars=True)}
         module.load_state_dict({raw[name]: value for name, value in state.items()}, strict=False)
 
 
 def _compare(live: Any, saved: Any) -> str | None:
-    if not isinstance(live, torch.Tensor) or not hasattr(saved, "read_into"):
-        both = isinstance(live, torch.Tensor) == hasattr(saved, "read_into")
+    if not isinstance(live, torch.Tensor) or not isinstance(saved, SavedTensor):
+        both = isinstance(live, torch.Tensor) == isinstance(saved, SavedTensor)
         return None if both else "a tensor on one side only"
     if is_lazy(live):
         return "not initialised here yet: run one forward pass first"
@@ -94,6 +99,6 @@ def _compare(live: Any, saved: Any) -> str | None:
 
 
 def _fits_when_cast(live: Any, saved: Any) -> bool:
-    if not isinstance(live, torch.Tensor) or not hasattr(saved, "read_into") or is_lazy(live):
+    if not isinstance(live, torch.Tensor) or not isinstance(saved, SavedTensor) or is_lazy(live):
         return False
-    return bool(tuple(live.size()) == saved.shape)
+    return tuple(live.size()) == saved.shape

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from ckpt.capture import spread_file
+from ckpt.console import LONG, bar
 from ckpt.errors import DamagedError
 from ckpt.formats.documents import STATE, decode_inline, from_json, rank_document
 from ckpt.formats.manifest import Manifest
 from ckpt.formats.native import SUFFIX, TensorFile
-from ckpt.formats.sharding import Box, Layout, empty_like, is_sharded, layout_of, local_tensor
+from ckpt.formats.sharding import Box, Layout, is_sharded, layout_of, local_tensor
 from ckpt.formats.spread import SpreadTensors, Table
+from ckpt.formats.transfers import Transfer
 from ckpt.formats.values import Decoder
-from ckpt.parts import Like
+from ckpt.parts import LEFT, Place, SavedTensor
+from ckpt.ranks import MAIN
+from ckpt.reading import read, read_verified, verify
 from ckpt.storage import Storage
-from ckpt.stored_file import StoredFile
+from ckpt.stored_file import StoredFile, VerifiedFile
 
 
 class Tensors(Protocol):
@@ -32,42 +37,42 @@ class Tensors(Protocol):
 
 
 @dataclass(frozen=True)
-class _Saved:
-    """A tensor of a checkpoint, read when it is asked for."""
+class _WholeTensors:
+    """Tensors that lie whole in files."""
 
-    tensors: Tensors
-    name: str
-    rank: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    files: list[TensorFile]
+    where: str
 
-    def read(self, like: Like | None = None) -> Any:
-        """The tensor in new memory: spread like the one that `like` finds, or whole."""
-        model = like(self.name, self.dtype, self.shape) if like else None
-        if model is None:
-            return self.tensors.tensor(self.name)
-        spread = empty_like(model, self.dtype)
-        self.read_into(spread)
-        return spread
+    def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        return self._file(name).about(name)
 
-    def read_into(self, target: Any) -> None:
-        """Fill a live tensor of the same shape; of one that is spread, the piece that is here."""
-        if not is_sharded(target):
-            self.tensors.fill(self.name, target.detach(), Box((0,) * len(self.shape), self.shape))
-            return
-        box = layout_of(target).box(self.shape, self.rank)
-        if not box.is_empty:
-            self.tensors.fill(self.name, local_tensor(target), box)
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._file(name).tensor(name)
+
+    def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
+        self._file(name).fill(name, target, box)
+
+    def _file(self, name: str) -> TensorFile:
+        for file in self.files:
+            if name in file:
+                return file
+        raise DamagedError(f"{self.where} refers to tensor {name!r}, but has no file with it.")
 
 
 class Opened:
-    """A checkpoint that is being read: the values of its parts, and their tensors when they are wanted."""
+    """A checkpoint that is being read: the values of its parts, and the tensors that were asked for.
+
+    Those are read by `read_tensors`, all of them together.
+    """
 
     def __init__(self, storage: Storage, manifest: Manifest, rank: int) -> None:
         self._storage = storage
         self.manifest = manifest
         self.rank = rank
-        self._paths = {file.name: file.path for file in manifest.files}
+        self._records = {file.name: file for file in manifest.files}
+        self._asked: list[Transfer] = []
+        self._live: list[Transfer] = []
+        self._opened: dict[str, Tensors] = {}
         self.parts: dict[str, Any] = self._document(STATE)["parts"]
         # ranks that were not there when it was saved look at the main rank's document
         document = self._document(rank_document(rank if rank < manifest.world_size else 0))
@@ -88,15 +93,65 @@ class Opened:
 
     def tree(self, key: str) -> Any:
         """A part's state, with `SavedTensor`s where tensors are."""
-        return self._decoded(key, lambda saved: saved)
+        tensors = self._tensors(key)
+        return self._decoded(key, lambda name: SavedTensor(name, *tensors.about(name)))
 
-    def read(self, key: str, like: Like | None = None) -> Any:
-        """A part's state, its tensors read."""
-        return self._decoded(key, lambda saved: saved.read(like))
+    def ask(self, key: str, place: Place | None = None, *, live: bool = False) -> Callable[[], Any]:
+        """Ask for the tensors of a part. What is returned gives its state, when they have been read."""
+        tensors = self._tensors(key)
+        already = len(self._asked)
+        given: dict[str, Any] = {}
+
+        def ask(name: str) -> Any:
+            saved = SavedTensor(name, *tensors.about(name))
+            target = place(saved) if place else None
+            given[name] = saved if target is LEFT else self._filled(tensors, saved, target)
+            return saved  # nothing is made of it before it has been read
+
+        self._decoded(key, ask)
+        if live:
+            self._live += self._asked[already:]
+            del self._asked[already:]
+        return lambda: self._decoded(key, given.__getitem__)
+
+    def _filled(self, tensors: Tensors, saved: SavedTensor, target: Any) -> Any:
+        """The target, or new memory, that a tensor will be read into; of one that is spread, the piece that is here."""
+        if target is None:
+            return tensors.tensor(saved.name)
+        if not is_sharded(target):
+            tensors.fill(saved.name, target.detach(), Box((0,) * len(saved.shape), saved.shape))
+            return target
+        layout = layout_of(target)
+        box = layout.box(saved.shape, self.rank) if layout.holds(self.rank) else None
+        if box is not None and not box.is_empty:
+            tensors.fill(saved.name, local_tensor(target), box)
+        return target
+
+    def read_tensors(self) -> None:
+        """Read what was asked for into new memory, and verify what was asked for into memory that is in use."""
+        with self._bar("reading", [*self._asked, *self._live]) as advance:
+            read_verified(self._asked, self.manifest.name, advance)
+            verify(self._live, self.manifest.name, advance)
+        self._asked = []
+
+    def read_live(self) -> None:
+        """Read what was asked for into memory that is in use."""
+        with self._bar("loading", self._live) as advance:
+            read(self._live, self.manifest.name, advance)
+        self._live = []
+
+    def _bar(self, verb: str, transfers: list[Transfer]) -> AbstractContextManager[Callable[[float], None]]:
+        size = sum(one.size for one in transfers)
+        return bar(f"{verb} {self.manifest.name}", size, in_bytes=True, show=self.rank == MAIN and size > LONG)
 
     def spread(self, key: str) -> bool:
         """Whether a part was saved in pieces."""
         return "spread" in self._part(key)
+
+    def has_tensors(self, key: str) -> bool:
+        """Whether there are any in a part: an optimizer that has not stepped has none."""
+        part = self._part(key)
+        return bool(part["spread"]["tensors"]) if "spread" in part else key + SUFFIX in self._records
 
     def layouts(self, key: str) -> frozenset[Layout]:
         """The ways in which a part's tensors were divided; none if it was saved whole."""
@@ -105,32 +160,40 @@ class Opened:
         found = Table.from_json(self._part(key)["spread"]).tensors.values()
         return frozenset(one.layout for one in found if not one.layout.is_replicated)
 
-    def _decoded(self, key: str, use: Callable[[_Saved], Any]) -> Any:
-        tensors = self._tensors(key)
-
-        def find(name: str) -> Any:
-            if tensors is None:
-                raise DamagedError(f"{self.manifest.name} refers to tensor {name!r} of {key}, but has no file of them.")
-            return use(_Saved(tensors, name, self.rank, *tensors.about(name)))
-
+    def _decoded(self, key: str, find: Callable[[str], Any]) -> Any:
         return Decoder(find).decode(self._part(key)["state"])
 
     def _part(self, key: str) -> Any:
         return self.own[key] if key in self.own else self.parts[key]
 
-    def _tensors(self, key: str) -> Tensors | None:
+    def _tensors(self, key: str) -> Tensors:
+        if key not in self._opened:
+            self._opened[key] = self._open(key)
+        return self._opened[key]
+
+    def _open(self, key: str) -> Tensors:
         if self.spread(key):
             table = Table.from_json(self._part(key)["spread"])
             return SpreadTensors(table, lambda rank: self._files(spread_file(key, rank)))
-        found = self._files(key + SUFFIX)
-        return found[0] if found else None
+        return _WholeTensors(self._files(key + SUFFIX), f"{self.manifest.name}: {key}")
 
     def _files(self, name: str) -> list[TensorFile]:
-        if name not in self._paths:
+        if name not in self._records:
             return []
-        where = f"{self.manifest.name}/{self._paths[name]}"
-        return [TensorFile.open(StoredFile(self._storage, where), where)]
+        file = self._file(name)
+        opened = TensorFile.open(file, file.stored.key, self._asked_for)
+        file.forget()
+        return [opened]
+
+    def _file(self, name: str) -> VerifiedFile:
+        record = self._records[name]
+        return VerifiedFile(StoredFile(self._storage, f"{self.manifest.name}/{record.path}"), record)
+
+    def _asked_for(self, transfer: Transfer) -> None:
+        self._asked.append(transfer)
 
     def _document(self, name: str) -> Any:
-        where = f"{self.manifest.name}/{self._paths.get(name, name)}"
-        return from_json(self._storage.read(where), where)
+        if name not in self._records:
+            raise DamagedError(f"{self.manifest.name} is damaged: it lists no {name}.")
+        file = self._file(name)
+        return from_json(file.read(0, file.record.size), file.stored.key)

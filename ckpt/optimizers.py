@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ckpt import fsdp1
-from ckpt.formats.sharding import Layout, divided, is_sharded
+from ckpt.formats.sharding import Layout, divided, empty_like, is_sharded
 from ckpt.fsdp1 import is_fsdp1
-from ckpt.parts import Like, Notes, Read
+from ckpt.parts import Notes, Place, Read, SavedTensor
 from ckpt.unwrap import parameter_names, unwrap
 
 
@@ -36,8 +36,8 @@ class OptimizerPart:
     def layouts(self) -> frozenset[Layout]:
         model = self._fsdp1()
         if model is not None:
-            return frozenset({fsdp1.layout(model)}) if self.optimizer.state else frozenset()
-        return divided(self._parameters()) if self.optimizer.state else frozenset()
+            return frozenset({fsdp1.layout(model)})
+        return divided(self._parameters())
 
     def capture(self) -> dict[str, Any]:
         model = self._fsdp1()
@@ -54,8 +54,9 @@ class OptimizerPart:
         saved_groups = [group["params"] for group in saved["param_groups"]]
         if len(self.optimizer.param_groups) != len(saved_groups):
             return {"param_groups": f"{len(saved_groups)} in the checkpoint, {len(self.optimizer.param_groups)} here"}
-        if self._fsdp1() is not None:
-            return {}  # its parameters have no names of their own; where the model fits, its optimizer does
+        model = self._fsdp1()
+        if model is not None and fsdp1.is_flat(model):
+            return {}  # its parameters have no names of their own
         live_groups = self._groups()
         unfit: dict[str, str] = {}
         for index, (live, old) in enumerate(zip(live_groups, saved_groups, strict=True)):
@@ -66,11 +67,14 @@ class OptimizerPart:
             }
         return unfit | self._misshapen(saved["state"])
 
-    def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> None:
+    def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
         notes.skipped.update({f"{self.key}.{name}": why for name, why in unfit.items()})
         if "param_groups" in unfit:
-            return
-        values = read(self._like())
+            return lambda: None
+        values = read(self._places())
+        return lambda: self._take(values(), unfit)
+
+    def _take(self, values: Any, unfit: Mapping[str, str]) -> None:
         model = self._fsdp1()
         if model is not None:
             fsdp1.load_optimizer_state(model, self.optimizer, values)
@@ -87,23 +91,23 @@ class OptimizerPart:
         self.optimizer.load_state_dict({"state": known, "param_groups": groups, **extra})
         self._keep_dtypes(known)
 
-    def _like(self) -> Like:
-        """Finds the parameter whose state a tensor is, if it is spread and has the same shape."""
+    def _places(self) -> Place:
+        """State with the shape of its parameter lies where the parameter does, and is spread like it."""
         followed = self._followed()  # once: it goes through all parameters
 
-        def find(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
-            parameter = followed.get(name.rpartition(".")[0].removeprefix("state."))
-            return parameter if parameter is not None and tuple(parameter.size()) == shape else None
+        def find(one: SavedTensor) -> Any:
+            parameter = followed.get(one.name.rpartition(".")[0].removeprefix("state."))
+            fits = parameter is not None and tuple(parameter.size()) == one.shape and one.shape
+            return empty_like(parameter, one.dtype) if fits else None
 
         return find
 
     def _followed(self) -> dict[str, Any]:
-        """Sharded parameters by name."""
+        """Parameters by name."""
         model = self._fsdp1()
         if model is not None:
             return fsdp1.model_state(model)
-        named = zip(self._names().values(), self._parameters(), strict=True)
-        return {name: parameter for name, parameter in named if is_sharded(parameter)}
+        return dict(zip(self._names().values(), self._parameters(), strict=True))
 
     def _fsdp1(self) -> nn.Module | None:
         return next((model for model in self.models.values() if is_fsdp1(model)), None)

@@ -1,7 +1,8 @@
 """The parts that a manager keeps: how each gives its state, and takes it back.
 
-A part's state is a tree of values and tensors. When it comes back from a checkpoint the same tree is read twice: once
-with `SavedTensor`s in place of tensors, to check that all of it fits before anything is touched, and once for real.
+A part's state is a tree of values and tensors. When it comes back from a checkpoint, the part first looks at the tree
+with `SavedTensor`s in place of tensors, and says what does not fit. Then it says where each tensor shall go. When the
+tensors of all parts have been read, it takes the rest.
 """
 
 from __future__ import annotations
@@ -18,24 +19,27 @@ from ckpt.formats.sharding import Layout, empty_like, is_sharded, local_tensor
 from ckpt.fsdp1 import is_fsdp1
 from ckpt.unwrap import clean_name, gradients, unwrap
 
-Like = Callable[[str, torch.dtype, tuple[int, ...]], Any]  # for a saved tensor, a sharded one to spread it like
 
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor in a checkpoint that has not been read."""
 
-class SavedTensor(Protocol):
-    """A tensor in a checkpoint that has not been read yet."""
-
+    name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def read(self) -> torch.Tensor: ...
 
-    def read_into(self, target: torch.Tensor) -> None: ...
+Place = Callable[[SavedTensor], Any]  # the tensor to read a saved one into; None for new memory, LEFT for not at all
+LEFT: Any = object()
 
 
 class Read(Protocol):
-    """Reads a part's tree. Tensors are whole and plain, but for those that `like` finds a sharded one to follow."""
+    """Asks for a part's tensors. What it returns gives the tree with its tensors, once they have been read.
 
-    def __call__(self, like: Like | None = None) -> Any: ...
+    Into places that are `live`, nothing is read before all of it has been verified on every rank.
+    """
+
+    def __call__(self, place: Place | None = None, *, live: bool = False) -> Callable[[], Any]: ...
 
 
 @dataclass
@@ -70,8 +74,8 @@ class Part(Protocol):
     def check(self, saved: Any) -> dict[str, str]:
         """What of a saved state does not fit, by key. Changes nothing."""
 
-    def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> None:
-        """Take a saved state back, all but what is `unfit`. `read` gives the same tree with its tensors read."""
+    def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
+        """Ask for a saved state, all but what is `unfit`. What is returned takes it, when it has been read."""
 
 
 @dataclass
@@ -98,8 +102,11 @@ class GradientsPart:
     def check(self, saved: Any) -> dict[str, str]:
         return {}  # where a parameter fits, its gradient does
 
-    def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> None:
+    def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
         values = read()
+        return lambda: self._take(values())
+
+    def _take(self, values: Any) -> None:
         for key, model in self.models.items():
             module = unwrap(model)
             found = values.get(key, {})
@@ -145,5 +152,6 @@ class ObjectPart:
     def check(self, saved: Any) -> dict[str, str]:
         return {}  # only the object itself can tell
 
-    def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> None:
-        self.value.load_state_dict(read())
+    def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
+        values = read()
+        return lambda: self.value.load_state_dict(values())

@@ -3,31 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt import rng
 from ckpt.agreement import together
 from ckpt.errors import CkptError, MismatchError, StateError
+from ckpt.formats.manifest import Manifest
 from ckpt.formats.sharding import Layout
 from ckpt.managed import Managed
 from ckpt.opened import Opened
-from ckpt.parts import Like, Notes, Part
+from ckpt.parts import Notes, Part, Place
 from ckpt.ranks import Ranks
+from ckpt.storage import Storage
 
 Unfit = Mapping[str, Mapping[str, str]]  # what does not fit and why, by part and key
 
 
-def restore(opened: Opened, ranks: Ranks, managed: Managed, notes: Notes, *, strict: bool) -> list[str]:
-    """Take back all parts, and return their keys. Changes nothing on any rank unless all of it fits on every rank."""
-    call = f"load_state({opened.manifest.name!r})"
-    own = managed.own(ranks.rank)
-    if own and opened.manifest.world_size != ranks.world_size:
-        notes.approximated["gradients"] = "saved by another number of ranks: the accumulation window begins anew"
-        own = {}
-    parts = {**managed.parts, **own}
-    unfit: Unfit = together(ranks, call, lambda: _check(opened, parts, strict=strict))
-    keys: list[str] = together(ranks, call, lambda: _restore(opened, parts, unfit, notes))
-    return keys
+@dataclass
+class Restoration:
+    """A checkpoint on its way into live objects.
+
+    `prepare` changes nothing: it checks that all of it fits, on every rank, and that all of it is intact. Only then
+    does `finish` touch the live objects.
+    """
+
+    opened: Opened
+    ranks: Ranks
+    parts: Mapping[str, Part]
+    notes: Notes
+    takers: dict[str, Callable[[], None]] = field(default_factory=dict)
+
+    @classmethod
+    def prepare(
+        cls, storage: Storage, manifest: Manifest, ranks: Ranks, managed: Managed, *, strict: bool
+    ) -> Restoration:
+        call = f"load_state({manifest.name!r})"
+        opened = together(ranks, call, lambda: Opened(storage, manifest, ranks.rank))
+        notes = Notes()
+        own = managed.own(ranks.rank)
+        if own and manifest.world_size != ranks.world_size:
+            notes.approximated["gradients"] = "saved by another number of ranks: the accumulation window begins anew"
+            own = {}
+        parts = {**managed.parts, **own}
+        unfit: Unfit = together(ranks, call, lambda: _check(opened, parts, strict=strict))
+        takers = together(ranks, call, lambda: _ask(opened, parts, unfit, notes))
+        together(ranks, call, opened.read_tensors)
+        return cls(opened, ranks, parts, notes, takers)
+
+    def finish(self) -> list[str]:
+        """Let all parts take their state, and return their keys."""
+        call = f"load_state({self.opened.manifest.name!r})"
+        together(self.ranks, call, self.opened.read_live)
+        together(self.ranks, call, lambda: _take(self.takers))
+        self.notes.resharded.update(_resharded(self.opened, {key: self.parts[key] for key in self.takers}))
+        return list(self.takers)
 
 
 def rewinder(opened: Opened, ranks: Ranks, generators: Mapping[str, Any], notes: Notes) -> Callable[[], None]:
@@ -82,21 +112,29 @@ def _where(part: str, key: str) -> str:
     return f"{part}: {key}: " if key else f"{part}: "
 
 
-def _restore(opened: Opened, parts: Mapping[str, Part], unfit: Unfit, notes: Notes) -> list[str]:
-    """Take back what fits, and return the keys of the parts that were."""
-    done = []
+def _ask(opened: Opened, parts: Mapping[str, Part], unfit: Unfit, notes: Notes) -> dict[str, Callable[[], None]]:
+    """Ask for what fits. Returns, for each part, what takes it when it has been read."""
+    takers = {}
     for key, part in parts.items():
         misfits = unfit.get(key, {})
         if "" in misfits:  # the part as a whole
             notes.skipped[key] = misfits[""]
         else:
-            _restore_one(opened, key, part, misfits, notes)
-            done.append(key)
-            if opened.layouts(key) != part.layouts():
-                notes.resharded[key] = f"{_spelled(opened.layouts(key))} -> {_spelled(part.layouts())}"
+            takers[key] = _ask_for(opened, key, part, misfits, notes)
     for key in opened.parts.keys() - parts.keys():
         notes.skipped[key] = "in the checkpoint, but not managed here"
-    return done
+    return takers
+
+
+def _take(takers: Mapping[str, Callable[[], None]]) -> None:
+    for key, take in takers.items():
+        _explained(key, take)
+
+
+def _resharded(opened: Opened, parts: Mapping[str, Part]) -> dict[str, str]:
+    """The parts that are spread over ranks in another way than when they were saved."""
+    both = {key: (opened.layouts(key), part.layouts()) for key, part in parts.items() if opened.has_tensors(key)}
+    return {key: f"{_spelled(then)} -> {_spelled(now)}" for key, (then, now) in both.items() if then != now}
 
 
 def _spelled(layouts: frozenset[Layout]) -> str:
@@ -105,11 +143,12 @@ def _spelled(layouts: frozenset[Layout]) -> str:
     return "; ".join(dict.fromkeys(texts)) or "whole"
 
 
-def _restore_one(opened: Opened, key: str, part: Part, unfit: Mapping[str, str], notes: Notes) -> None:
-    def read(like: Like | None = None) -> Any:
-        return opened.read(key, like)
+def _ask_for(opened: Opened, key: str, part: Part, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
+    def read(place: Place | None = None, *, live: bool = False) -> Callable[[], Any]:
+        return opened.ask(key, place, live=live)
 
-    _explained(key, lambda: part.restore(opened.tree(key), read, unfit, notes))
+    take: Callable[[], None] = _explained(key, lambda: part.restore(opened.tree(key), read, unfit, notes))
+    return take
 
 
 def _explained(key: str, do: Callable[[], Any]) -> Any:

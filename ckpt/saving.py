@@ -184,12 +184,12 @@ class _Save:
         return asdict(self.saver.begin(self.name, [*shared, *(path for one in hellos for path in one["paths"])]))
 
     def _complain(self, tables: list[Any]) -> None:
-        parts = {key for one in tables for key in one}
-        empty = Table({}).to_json()
-        seen = {key: {r: Table.from_json(one.get(key, empty)) for r, one in enumerate(tables)} for key in sorted(parts)}
-        lines = [f"{key}.{name}: {'; '.join(say)}" for key, by in seen.items() for name, say in disagreements(by)]
-        listed = "\n  ".join(lines) or "how tensors are spread over the ranks"
-        raise RanksError(f"the ranks disagree, so nothing was saved:\n  {listed}\nBuild the same model on every rank.")
+        lines = [line for key in sorted({key for one in tables for key in one}) for line in _disagreements(key, tables)]
+        listed = "\n  ".join(lines)
+        raise RanksError(
+            f"the ranks disagree, so nothing was saved:\n  {listed}\nBuild the same model on every rank, spread in the "
+            "same way, and give every rank the same layout=."
+        )
 
     def _write(self, attempt: Attempt) -> list[dict[str, Any]]:
         captured: Captured = self.captured.value
@@ -207,6 +207,21 @@ class _Save:
             "seconds": {"total": time.monotonic() - self.started},
         }
         return self.saver.commit(attempt, files, facts)
+
+
+def _disagreements(key: str, tables: list[Any]) -> list[str]:
+    """What ranks say differently about a part: how it is written, its tensors, or how those are spread."""
+    written = [one[key]["written"] if key in one else "whole or not there" for one in tables]
+    if len(set(written)) > 1:
+        said = (
+            f"{how} on rank {', '.join(str(r) for r, one in enumerate(written) if one == how)}"
+            for how in dict.fromkeys(written)
+        )
+        return [f"{key}: {'; '.join(said)}"]
+    seen = {rank: Table.from_json(one[key]) for rank, one in enumerate(tables)}
+    lines = [f"{key}.{name}: {'; '.join(said)}" for name, said in disagreements(seen)]
+    differs = any(one[key] != tables[0][key] for one in tables)
+    return lines or ([f"{key}: how its tensors are spread over the ranks"] if differs else [])
 
 
 def _hello(captured: Captured) -> dict[str, Any]:

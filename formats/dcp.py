@@ -15,10 +15,11 @@ import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats import dtypes
-from ckpt.formats.native import ByteReader
 from ckpt.formats.pickled import Described, read_pickle
 from ckpt.formats.pieces import Piece, PiecedTensor, Sizes
+from ckpt.formats.sharding import Box
 from ckpt.formats.torchsave import DTYPES, find_tensor
+from ckpt.formats.transfers import ByteReader
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"
@@ -55,8 +56,7 @@ _ALLOWED = frozenset(
 class Chunk:
     """A saved piece of a tensor: which box it is, and which bytes of which file hold it."""
 
-    offsets: Sizes
-    sizes: Sizes
+    box: Box
     path: str
     start: int
     length: int
@@ -78,10 +78,10 @@ class StoredTensor:
     def _piece(self, name: str, chunk: Chunk, opened: Callable[[str], ByteReader], where: str) -> Piece:
         file = f"{where}/{chunk.path}"
         region = find_tensor(opened(chunk.path), chunk.start, chunk.length, file)
-        if (region.dtype, region.sizes) != (self.dtype, chunk.sizes):
-            claimed, found = _spelled(self.dtype, chunk.sizes), _spelled(region.dtype, region.sizes)
+        if (region.dtype, region.sizes) != (self.dtype, chunk.box.sizes):
+            claimed, found = _spelled(self.dtype, chunk.box.sizes), _spelled(region.dtype, region.sizes)
             raise DamagedError(f"{file} does not go with {METADATA}: {name} is {found} there, not {claimed}.")
-        return Piece(chunk.offsets, region)
+        return Piece(chunk.box, region)
 
 
 @dataclass(frozen=True)
@@ -132,20 +132,20 @@ def _contents(state: Mapping[str, Any]) -> Contents:
 
 def _stored(keys: tuple[str, ...], state: Mapping[str, Any], chunks: Mapping[Sizes, Mapping[str, Any]]) -> StoredTensor:
     """A tensor with its chunks. One of which no file is told is left out: it shows as a hole."""
-    boxes = {_sizes(one.state["offsets"]): _sizes(one.state["sizes"]) for one in state["chunks"] if _has_data(one)}
-    listed = [_chunk(offsets, sizes, chunks[offsets]) for offsets, sizes in boxes.items() if offsets in chunks]
+    boxes = {box.offsets: box for box in map(_box, state["chunks"]) if not box.is_empty}
+    listed = [_chunk(box, chunks[offsets]) for offsets, box in boxes.items() if offsets in chunks]
     return StoredTensor(keys, DTYPES[state["properties"].state[0].name], _sizes(state["size"]), tuple(listed))
 
 
-def _has_data(chunk: Described) -> bool:
-    return 0 not in _sizes(chunk.state["sizes"])
+def _box(chunk: Described) -> Box:
+    return Box(_sizes(chunk.state["offsets"]), _sizes(chunk.state["sizes"]))
 
 
-def _chunk(offsets: Sizes, sizes: Sizes, info: Mapping[str, Any]) -> Chunk:
+def _chunk(box: Box, info: Mapping[str, Any]) -> Chunk:
     if info.get("transform_descriptors"):
         raise ValueError(f"{info['relative_path']} is transformed by {info['transform_descriptors']}; only plain ones")
     start, length = _checked((info["offset"], info["length"]))
-    return Chunk(offsets, sizes, str(info["relative_path"]), start, length)
+    return Chunk(box, str(info["relative_path"]), start, length)
 
 
 def _chunks(storage: Mapping[Described, Described]) -> dict[str, dict[Sizes, Mapping[str, Any]]]:

@@ -19,7 +19,12 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's bytes can be read and written in place through `host_bytes`."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.device.type == "cpu" and is_dense(tensor)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's values are its bytes, one after the other."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:

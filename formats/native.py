@@ -16,32 +16,23 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats import dtypes
-from ckpt.formats.memory import host_bytes, is_plain, movable, on_host
+from ckpt.formats.memory import host_bytes, is_dense, movable, on_host
 from ckpt.formats.sharding import Box
 from ckpt.formats.state import Image, Shard
 from ckpt.formats.ties import View, untie
+from ckpt.formats.transfers import ByteReader, Transfer, Want, at_once
 
 ALIGNMENT = 4096
 SUFFIX = ".safetensors"
 _LENGTH = struct.Struct("<Q")
-_WINDOW = 16 << 20
+_WINDOW = 8 << 20
 _MAX_HEADER = 100_000_000  # safetensors refuses a longer one
-
-
-class ByteReader(Protocol):
-    """All that this format needs of a file."""
-
-    def read(self, start: int, stop: int) -> bytes:
-        """The bytes from `start` up to `stop`."""
-
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `start` on."""
 
 
 def image(path: str, shards: Mapping[str, Shard]) -> Image:
@@ -149,10 +140,14 @@ class Saved:
 
 @dataclass
 class TensorFile:
-    """A safetensors file, opened: its tensors by name, read when asked for."""
+    """A safetensors file, opened: its tensors by name.
+
+    What is asked for is handed to `want` as transfers, and is there when those have been carried out.
+    """
 
     reader: ByteReader
     where: str
+    want: Want = at_once
     stored: dict[str, Saved] = field(default_factory=dict)
     views: dict[str, View] = field(default_factory=dict)
     offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -160,13 +155,16 @@ class TensorFile:
     _bases: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, reader: ByteReader, where: str) -> TensorFile:
-        file = cls(reader, where)
+    def open(cls, reader: ByteReader, where: str, want: Want = at_once) -> TensorFile:
+        file = cls(reader, where, want)
         try:
             file._read_header()
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
             raise DamagedError(f"{where} is no safetensors file that ckpt reads: {error}.") from error
         return file
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.stored or name in self.views
 
     def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """The dtype and shape of a tensor, without reading it."""
@@ -178,63 +176,77 @@ class TensorFile:
         view = self.views.get(name)
         base_name = view.of if view else name
         if base_name not in self._bases:
-            self._bases[base_name] = self._read(base_name)
+            saved = self._saved(base_name)
+            self._bases[base_name] = torch.empty(saved.shape, dtype=saved.dtype)
+            self.read_into(base_name, self._bases[base_name])
         base = self._bases[base_name]
         return view.on(base) if view else base
 
     def read_into(self, name: str, target: torch.Tensor) -> None:
-        """Fill `target`, which has the tensor's shape: straight from the file where bytes fit, by a copy elsewhere."""
-        saved = self.stored.get(name)
-        target = target.detach()
-        if saved and saved.dtype == target.dtype and is_plain(target):
-            self.reader.read_into(saved.start, host_bytes(target))
-            return
-        source = self._read(name) if saved else self.tensor(name)
-        if source.dtype == target.dtype:
-            source, target = movable(source), movable(target)
-        target.copy_(source)
+        """Fill `target`, which has the tensor's shape."""
+        _, shape = self.about(name)
+        self.fill(name, target, Box((0,) * len(shape), shape))
 
     def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
-        """Fill `target`, which is the given box of a tensor that is stored whole."""
-        if name in self.stored:
-            self.read_box(name, list(zip(box.offsets, box.sizes, strict=True)), target)
-        else:
-            target.copy_(narrowed(self.tensor(name), list(zip(box.offsets, box.sizes, strict=True))))
+        """Fill `target`, which is the given box of the tensor: straight from the file where bytes fit.
 
-    def read_box(self, name: str, ranges: list[tuple[int, int]], target: torch.Tensor) -> None:
-        """Fill `target` with a box of a stored tensor: for each dimension a start and a length.
-
-        Whole rows are read straight into place. Of others the rows they lie in are read, some megabytes at a time.
+        Elsewhere the rows in which the box lies pass through memory, some megabytes at a time.
         """
-        saved = self._saved(name)
         target = target.detach()
-        if not ranges:
-            self.read_into(name, target)
+        if name in self.views:
+            self._fill_from_view(self.views[name], target, box)
             return
+        saved = self._saved(name)
         row = math.prod(saved.shape[1:]) * saved.dtype.itemsize
-        first, count = ranges[0]
-        whole_rows = all(r == (0, size) for r, size in zip(ranges[1:], saved.shape[1:], strict=True))
-        if whole_rows and saved.dtype == target.dtype and is_plain(target):
-            self.reader.read_into(saved.start + first * row, host_bytes(target))
+        start = saved.start + (box.offsets[0] * row if box.offsets else 0)
+        if box.sizes[1:] == saved.shape[1:] and saved.dtype == target.dtype and is_dense(target):
+            self._want(start, target.nbytes, into=target.view(-1).view(torch.uint8))
             return
+        if not box.sizes:
+            self._pass_on(start, (), saved.dtype, [], target)
+            return
+        (_, count), *others = box.ranges
         step = max(1, _WINDOW // max(1, row))
-        for start in range(0, count, step):
-            length = min(step, count - start)
-            rows = torch.empty((length, *saved.shape[1:]), dtype=saved.dtype)
-            self.reader.read_into(saved.start + (first + start) * row, host_bytes(rows))
-            target.narrow(0, start, length).copy_(narrowed(rows, [(0, length), *ranges[1:]]))
+        for begin in range(0, count, step):
+            length = min(step, count - begin)
+            rows = (length, *saved.shape[1:])
+            part = target.narrow(0, begin, length)
+            self._pass_on(start + begin * row, rows, saved.dtype, [(0, length), *others], part)
+
+    def _fill_from_view(self, view: View, target: torch.Tensor, box: Box) -> None:
+        """The bytes from the first to the last element of the view are read, and it is taken from them."""
+        reach = 1 + sum((length - 1) * step for length, step in zip(view.shape, view.stride, strict=True))
+        size = reach * view.dtype.itemsize if math.prod(view.shape) else 0
+
+        def take(data: torch.Tensor) -> None:
+            _copy(narrowed(data.view(view.dtype).as_strided(view.shape, view.stride), box.ranges), target)
+
+        self._want(self.stored[view.of].start + view.start, size, take=take)
+
+    def _pass_on(
+        self,
+        start: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        inside: list[tuple[int, int]],
+        target: torch.Tensor,
+    ) -> None:
+        """Read elements, and copy those `inside` some ranges to the target."""
+
+        def take(data: torch.Tensor) -> None:
+            _copy(narrowed(data.view(dtype).view(shape), inside), target)
+
+        self._want(start, math.prod(shape) * dtype.itemsize, take=take)
+
+    def _want(self, start: int, size: int, **where: Any) -> None:
+        if size:
+            self.want(Transfer(self.reader, start, size, **where))
 
     def _saved(self, name: str) -> Saved:
         try:
             return self.stored[name]
         except KeyError:
             raise DamagedError(f"{self.where} has no tensor {name!r}, though the checkpoint refers to it.") from None
-
-    def _read(self, name: str) -> torch.Tensor:
-        saved = self._saved(name)
-        tensor = torch.empty(saved.shape, dtype=saved.dtype)
-        self.reader.read_into(saved.start, host_bytes(tensor))
-        return tensor
 
     def _read_header(self) -> None:
         (length,) = _LENGTH.unpack(self.reader.read(0, _LENGTH.size))
@@ -254,6 +266,12 @@ class TensorFile:
         self.shapes = {name: _sizes(shape) for name, shape in ours.get("shapes", {}).items()}
         sharding = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
         self.offsets = {name: _sizes(info["saved_offsets"]) for name, info in sharding.items()}
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    if source.dtype == target.dtype:
+        source, target = movable(source), movable(target)
+    target.copy_(source)
 
 
 def narrowed(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:

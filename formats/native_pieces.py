@@ -10,6 +10,7 @@ import torch
 from ckpt.errors import DamagedError
 from ckpt.formats.native import TensorFile
 from ckpt.formats.pieces import Piece, PiecedTensor, Region, Sizes, dense_strides
+from ckpt.formats.sharding import Box
 
 _Found = tuple[torch.dtype, Sizes, Piece]
 
@@ -26,7 +27,8 @@ def pieced(files: Iterable[TensorFile]) -> dict[str, PiecedTensor]:
 def _in_file(file: TensorFile) -> Iterator[tuple[str, _Found]]:
     for name, region in _regions(file):
         shape = file.shapes.get(name, region.sizes)
-        yield name, (region.dtype, shape, Piece(_offsets(file, name, len(shape)), region))
+        box = Box(_offsets(file, name, len(shape)), region.sizes)
+        yield name, (region.dtype, shape, Piece(box, region))
 
 
 def _offsets(file: TensorFile, name: str, dims: int) -> Sizes:
@@ -50,9 +52,9 @@ def _regions(file: TensorFile) -> Iterator[tuple[str, Region]]:
 def _together(name: str, found: list[_Found]) -> PiecedTensor:
     dtype, shape, first = found[0]
     for other_dtype, other_shape, piece in found:
-        if (other_dtype, other_shape) != (dtype, shape) or len(piece.offsets) != len(shape):
+        if (other_dtype, other_shape) != (dtype, shape) or len(piece.box.offsets) != len(shape):
             raise DamagedError(
                 f"the files disagree about {name}: {first.region.where} says {dtype} of shape {list(shape)}, "
                 f"{piece.region.where} says {other_dtype} of shape {list(other_shape)}."
             )
-    return PiecedTensor(dtype, shape, tuple(piece for *_, piece in found if 0 not in piece.sizes))
+    return PiecedTensor(dtype, shape, tuple(piece for *_, piece in found if not piece.box.is_empty))

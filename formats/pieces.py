@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import product
 
 import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats.memory import host_bytes, movable
-from ckpt.formats.native import ByteReader
+from ckpt.formats.native import narrowed
+from ckpt.formats.sharding import Box
+from ckpt.formats.transfers import ByteReader
 
 SLAB = 8 << 20  # bytes: small enough to stay in a cache between reading and writing, large enough to be one request
 Sizes = tuple[int, ...]
@@ -81,12 +82,8 @@ def dense_strides(sizes: Sizes) -> Sizes:
 class Piece:
     """A box of a tensor, and where its elements lie."""
 
-    offsets: Sizes
+    box: Box
     region: Region
-
-    @property
-    def sizes(self) -> Sizes:
-        return self.region.sizes
 
 
 @dataclass(frozen=True)
@@ -101,81 +98,63 @@ class PiecedTensor:
     def size(self) -> int:
         return math.prod(self.shape)
 
-    def read(self, offsets: Sizes, sizes: Sizes) -> torch.Tensor:
+    @property
+    def box(self) -> Box:
+        """The whole."""
+        return Box((0,) * len(self.shape), self.shape)
+
+    def read(self, box: Box) -> torch.Tensor:
         """A box of the tensor, in new memory."""
-        box = torch.empty(sizes, dtype=self.dtype)
+        target = torch.empty(box.sizes, dtype=self.dtype)
         for piece in self.pieces:
-            meeting = _meeting(piece, offsets, sizes)
-            if meeting:
-                starts, lengths = meeting
-                inside = tuple(start - offset for start, offset in zip(starts, offsets, strict=True))
-                within = tuple(start - offset for start, offset in zip(starts, piece.offsets, strict=True))
-                piece.region.read_into(within, _narrowed(box, inside, lengths))
-        return box
+            overlap = piece.box.overlap(box)
+            if overlap is not None:
+                into = narrowed(target, [(start, length) for _, start, length in overlap])
+                piece.region.read_into(tuple(start for start, _, _ in overlap), into)
+        return target
 
     def slabs(self) -> Iterator[torch.Tensor]:
         """The whole in contiguous parts, in the order of its bytes."""
-        for offsets, sizes in _slabs(self.shape, max(1, SLAB // self.dtype.itemsize)):
-            yield self.read(offsets, sizes)
+        return map(self.read, _slabs(self.box, max(1, SLAB // self.dtype.itemsize)))
 
-    def holes(self) -> list[tuple[Sizes, Sizes]]:
-        """The boxes (offsets, sizes) that no piece covers."""
-        missing = [((0,) * len(self.shape), self.shape)] if self.size else []
+    def holes(self) -> list[Box]:
+        """The boxes that no piece covers."""
+        missing = [self.box] if self.size else []
         for piece in self.pieces:
-            missing = [rest for box in missing for rest in _without(box, piece)]
+            missing = [rest for box in missing for rest in _without(box, piece.box)]
         return missing
 
 
-def _meeting(piece: Piece, offsets: Sizes, sizes: Sizes) -> tuple[Sizes, Sizes] | None:
-    """The box that a piece and another box share."""
-    starts = tuple(map(max, piece.offsets, offsets))
-    stops = map(min, _ends(piece.offsets, piece.sizes), _ends(offsets, sizes))
-    lengths = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-    return (starts, lengths) if all(length > 0 for length in lengths) else None
-
-
-def _ends(offsets: Sizes, sizes: Sizes) -> Iterator[int]:
-    return (offset + size for offset, size in zip(offsets, sizes, strict=True))
-
-
-def _narrowed(tensor: torch.Tensor, offsets: Sizes, sizes: Sizes) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
-
-
-def _slabs(shape: Sizes, limit: int) -> Iterator[tuple[Sizes, Sizes]]:
+def _slabs(box: Box, limit: int) -> Iterator[Box]:
     """Boxes of at most `limit` elements, contiguous and one after the other: ranges of rows, or of parts of a row."""
-    if 0 in shape:
+    if math.prod(box.sizes) <= limit:
+        if not box.is_empty:
+            yield box
         return
-    if math.prod(shape) <= limit:
-        yield (0,) * len(shape), shape
-        return
-    dim = next(dim for dim in range(len(shape)) if math.prod(shape[dim + 1 :]) <= limit)
-    rows = limit // math.prod(shape[dim + 1 :])
-    for index in product(*map(range, shape[:dim])):
-        for first in range(0, shape[dim], rows):
-            offsets = (*index, first, *(0 for _ in shape[dim + 1 :]))
-            yield offsets, (*(1 for _ in index), min(rows, shape[dim] - first), *shape[dim + 1 :])
+    dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
+    rows = max(1, limit // math.prod(box.sizes[dim + 1 :]))
+    for first in range(0, box.sizes[dim], rows):
+        yield from _slabs(_slice(box, dim, first, min(rows, box.sizes[dim] - first)), limit)
 
 
-def _without(box: tuple[Sizes, Sizes], piece: Piece) -> Iterator[tuple[Sizes, Sizes]]:
-    """What is left of a box outside a piece: for each dimension the slice before it and the slice after it."""
-    meeting = _meeting(piece, *box)
-    if meeting is None:
+def _without(box: Box, taken: Box) -> Iterator[Box]:
+    """What is left of a box outside another one: for each dimension the slice before it and the slice after it."""
+    overlap = box.overlap(taken)
+    if overlap is None:
         yield box
         return
-    offsets, sizes = map(list, box)
-    for dim, (start, length) in enumerate(zip(*meeting, strict=True)):
-        before, after = start - offsets[dim], offsets[dim] + sizes[dim] - start - length
-        for first, count in ((offsets[dim], before), (start + length, after)):
+    for dim, (start, _, length) in enumerate(overlap):
+        stop = start + length
+        for first, count in ((0, start), (stop, box.sizes[dim] - stop)):
             if count:
-                yield _replaced(offsets, dim, first), _replaced(sizes, dim, count)
-        offsets[dim], sizes[dim] = start, length
+                yield _slice(box, dim, first, count)
+        box = _slice(box, dim, start, length)
 
 
-def _replaced(values: list[int], index: int, value: int) -> Sizes:
-    return (*values[:index], value, *values[index + 1 :])
+def _slice(box: Box, dim: int, start: int, length: int) -> Box:
+    """As much of a box as lies in a range of one dimension, counted from where the box begins."""
+    offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
+    return Box(offsets, (*box.sizes[:dim], length, *box.sizes[dim + 1 :]))
 
 
 def check_complete(tensors: dict[str, PiecedTensor], where: str) -> None:
@@ -183,12 +162,12 @@ def check_complete(tensors: dict[str, PiecedTensor], where: str) -> None:
     found = {name: holes for name, tensor in tensors.items() if (holes := tensor.holes())}
     if found:
         listed = "; ".join(
-            f"{name} {list(tensors[name].shape)} lacks {_spelled(*holes[0])}" for name, holes in found.items()
+            f"{name} {list(tensors[name].shape)} lacks {_spelled(holes[0])}" for name, holes in found.items()
         )
         raise DamagedError(f"{where} is incomplete: {listed}. Is the file of a rank missing, or was its save cut off?")
 
 
-def _spelled(offsets: Sizes, sizes: Sizes) -> str:
+def _spelled(box: Box) -> str:
     """`[0:4, 8:16]`, as one would index it."""
-    ranges = (f"{offset}:{offset + size}" for offset, size in zip(offsets, sizes, strict=True))
+    ranges = (f"{offset}:{offset + size}" for offset, size in zip(box.offsets, box.sizes, strict=True))
     return f"[{', '.join(ranges)}]"

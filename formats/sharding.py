@@ -38,6 +38,11 @@ class Box:
     def is_empty(self) -> bool:
         return 0 in self.sizes
 
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """For each dimension the start and the length."""
+        return list(zip(self.offsets, self.sizes, strict=True))
+
     def overlap(self, other: Box) -> Overlap | None:
         """Where two boxes meet: for each dimension the start in this one, the start in the other, and the length."""
         if self.is_empty or other.is_empty or not _meet(self, other):
@@ -240,7 +245,9 @@ def gathered(tensor: Any) -> torch.Tensor:
 
 
 def empty_like(tensor: Any, dtype: torch.dtype) -> Any:
-    """A new sharded tensor, spread like another one."""
+    """A new tensor of the same shape on the same device, spread like another one."""
+    if not is_sharded(tensor):
+        return torch.empty(tensor.size(), dtype=dtype, device=tensor.device)
     if hasattr(tensor, "device_mesh"):
         from torch.distributed.tensor import DTensor
 

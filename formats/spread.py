@@ -101,14 +101,19 @@ def spread(tensors: Mapping[str, Any], world_size: int) -> Table:
 
 
 def _aliases(tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Tensors that are another one, or lie in the same memory. A piece that is empty has no memory to tell by."""
     first: dict[Any, str] = {}
     aliases = {}
     for name, tensor in tensors.items():
         piece = local_tensor(tensor) if is_sharded(tensor) else tensor
+        keys: list[Any] = [id(tensor)]
         if piece.numel():
-            key = (piece.device, piece.data_ptr(), piece.dtype, piece.shape, piece.stride(), tuple(tensor.size()))
-            if first.setdefault(key, name) != name:
-                aliases[name] = first[key]
+            keys.append((piece.device, piece.data_ptr(), piece.dtype, piece.shape, piece.stride(), tensor.size()))
+        known = next((first[key] for key in keys if key in first), name)
+        for key in keys:
+            first.setdefault(key, known)
+        if known != name:
+            aliases[name] = known
     return aliases
 
 
@@ -169,7 +174,8 @@ class SpreadTensors:
         for rank, overlap in one.layout.overlaps(one.shape, one.copy, box):
             file = self._file(rank, name)
             into = narrowed(target, [(start, length) for _, start, length in overlap])
-            file.read_box(name, [(start, length) for start, _, length in overlap], into)
+            inside = Box(tuple(start for start, _, _ in overlap), tuple(length for _, _, length in overlap))
+            file.fill(name, into, inside)
 
     def _entry(self, name: str) -> Spread:
         try:

@@ -31,8 +31,7 @@ def _same_place(tensors: Mapping[str, PiecedTensor]) -> dict[str, str]:
     by_place = defaultdict(list)
     for name, tensor in tensors.items():
         if tensor.size:
-            pieces = frozenset((piece.offsets, piece.region) for piece in tensor.pieces)
-            by_place[tensor.dtype, tensor.shape, pieces].append(name)
+            by_place[tensor.dtype, tensor.shape, frozenset(tensor.pieces)].append(name)
     ordered = (sorted(names, key=_is_head) for names in by_place.values())
     return {other: kept for kept, *others in ordered for other in others}
 

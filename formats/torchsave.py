@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ckpt.errors import DamagedError
-from ckpt.formats.native import ByteReader
 from ckpt.formats.pickled import PERSISTENT, Described, read_pickle
 from ckpt.formats.pieces import Region
+from ckpt.formats.transfers import ByteReader
 
 _ENDS = 4096  # bytes at either end that hold all of the archive but the data, as a rule
 _LOCAL_HEADER = struct.Struct("<26xHH")  # the lengths of the name and of the extra field, behind what is of no use here

@@ -44,8 +44,8 @@ class Storage(Protocol):
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """The bytes of `key` from `start` up to `stop` (its end if none); fewer where the object ends earlier."""
 
-    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """Fill the whole of `buffer` with the bytes of `key` from `start`; an object too short is an error."""
+    def read_into(self, key: str, start: int, *buffers: memoryview) -> None:
+        """Fill the buffers, one after the other, with the bytes of `key` from `start`; too few of them is an error."""
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """Every object whose key is below `prefix`, at any depth, in no particular order."""

@@ -23,6 +23,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EINVAL, errno.EISDIR}
 _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _READ_AT_ONCE = 1 << 30
+_BUFFERS_AT_ONCE = 1024  # what every system takes (IOV_MAX)
 
 
 class LocalStorage:
@@ -61,14 +62,16 @@ class LocalStorage:
             file.seek(start)
             return file.read(-1 if stop is None else max(0, stop - start))
 
-    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
+    def read_into(self, key: str, start: int, *buffers: memoryview) -> None:
         with self._explained("read", key), open(self._path(key, followed=True), "rb", buffering=0) as file:
-            done = 0
-            while done < len(buffer):
-                got = os.preadv(file.fileno(), [buffer[done : done + _READ_AT_ONCE]], start + done)
+            left = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+            while left:
+                got = os.preadv(file.fileno(), _at_once(left), start)
                 if not got:
-                    raise StorageError(f"{self._shown}/{key} ends {len(buffer) - done} bytes too early.")
-                done += got
+                    missing = sum(map(len, left))
+                    raise StorageError(f"{self._shown}/{key} ends {missing} bytes too early.")
+                start += got
+                left = _without_first(left, got)
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         with self._explained("list", prefix):
@@ -226,6 +229,26 @@ def _warn_without_locks(root: str) -> None:
     if root not in _warned:
         _warned.add(root)
         _log.warning("%s: this filesystem has no locks. See to it that only one run writes there at a time.", root)
+
+
+def _at_once(buffers: list[memoryview]) -> list[memoryview]:
+    """As many of the buffers as the system fills in one call."""
+    room = _READ_AT_ONCE
+    taken = []
+    for buffer in buffers[:_BUFFERS_AT_ONCE]:
+        if room:
+            taken.append(buffer[:room])
+            room -= len(taken[-1])
+    return taken
+
+
+def _without_first(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of buffers once their first `count` bytes are filled."""
+    for index, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[index + 1 :]]
+        count -= len(buffer)
+    return []
 
 
 def _write_file(path: Path, pieces: Iterable[Buffer]) -> None:

@@ -49,11 +49,13 @@ class MemoryStorage:
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         return self._object(key)[start:stop]
 
-    def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        piece = self._object(key)[start : start + len(buffer)]
-        if len(piece) < len(buffer):
-            raise StorageError(f"{self.url}/{key} ends {len(buffer) - len(piece)} bytes too early.")
-        buffer[:] = piece
+    def read_into(self, key: str, start: int, *buffers: memoryview) -> None:
+        size = sum(map(len, buffers))
+        pieces = memoryview(self._object(key))[start : start + size]
+        if len(pieces) < size:
+            raise StorageError(f"{self.url}/{key} ends {size - len(pieces)} bytes too early.")
+        for buffer in buffers:
+            buffer[:], pieces = pieces[: len(buffer)], pieces[len(buffer) :]
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         top = prefix and check_key(prefix)

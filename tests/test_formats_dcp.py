@@ -70,7 +70,7 @@ def opened(folder: Path) -> dict[str, PiecedTensor]:
 
 
 def read(tensor: PiecedTensor) -> torch.Tensor:
-    return tensor.read((0,) * len(tensor.shape), tensor.shape)
+    return tensor.read(tensor.box)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -35,10 +35,12 @@ class Bytes:
     def read(self, start: int, stop: int) -> bytes:
         return self.data[start:stop]
 
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        if start + len(buffer) > len(self.data):
-            raise StorageError("the file ends too early")
-        buffer[:] = self.data[start : start + len(buffer)]
+    def read_into(self, start: int, *buffers: memoryview) -> None:
+        for buffer in buffers:
+            if start + len(buffer) > len(self.data):
+                raise StorageError("the file ends too early")
+            buffer[:] = self.data[start : start + len(buffer)]
+            start += len(buffer)
 
 
 def file_of(tensors: Mapping[str, torch.Tensor | Shard]) -> bytes:
@@ -338,9 +340,9 @@ class TestReadInto:
         asked: list[tuple[int, int]] = []
 
         class Watching(Bytes):
-            def read_into(self, start: int, buffer: memoryview) -> None:
-                asked.append((ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer)))
-                super().read_into(start, buffer)
+            def read_into(self, start: int, *buffers: memoryview) -> None:
+                asked.extend((ctypes.addressof(ctypes.c_char.from_buffer(one)), len(one)) for one in buffers)
+                super().read_into(start, *buffers)
 
         target = torch.zeros(4)
         TensorFile.open(Watching(file_of({"t": torch.ones(4)})), "file").read_into("t", target)

@@ -1,0 +1,256 @@
+"""Many transfers at once, block by block, in several threads, verified on the way.
+
+A file has a hash for every block. So the blocks in which something is wanted are read from end to end: what is wanted
+goes straight to its place, what lies between passes through a small buffer, and all of it is hashed while it is still
+in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckpt.catalog import THREADS, WINDOW, altered
+from ckpt.errors import DamagedError
+from ckpt.formats.blocks import BlockHasher
+from ckpt.formats.memory import host_bytes
+from ckpt.formats.transfers import Transfer
+from ckpt.stored_file import VerifiedFile
+
+Advance = Callable[[float], None]
+
+
+def read_verified(transfers: Iterable[Transfer], where: str, advance: Advance = lambda size: None) -> None:
+    """Carry out all transfers. Raises a `DamagedError` that names every block that does not match its hash."""
+    _run(_blocks(transfers), where, _read_and_verify, advance)
+
+
+def verify(transfers: Iterable[Transfer], where: str, advance: Advance = lambda size: None) -> None:
+    """Look at every block that the transfers need, and move nothing."""
+    blocks = {(id(one.file), one.index): (one.file, one.index) for one in _blocks(transfers)}
+    _refuse(where, altered(list(blocks.values()), advance))
+
+
+def read(transfers: Iterable[Transfer], where: str, advance: Advance = lambda size: None) -> None:
+    """Carry out all transfers, of bytes that have just been verified."""
+    _run(_blocks(transfers), where, _read_only, advance)
+
+
+class _Landing:
+    """Where the bytes of a transfer arrive, in any order and from several threads."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self.transfer = transfer
+        self.device = transfer.into.device.type if transfer.into is not None else "cpu"
+        self._memory = transfer.into
+        self._left = transfer.size
+        self._lock = threading.Lock()
+
+    def place(self, start: int, stop: int) -> torch.Tensor:
+        """The memory for these bytes of the file."""
+        with self._lock:
+            if self._memory is None:
+                self._memory = torch.empty(self.transfer.size, dtype=torch.uint8)
+            return self._memory[start - self.transfer.start : stop - self.transfer.start]
+
+    def arrived(self, count: int) -> None:
+        """When all have arrived, whoever waits for them takes them."""
+        with self._lock:
+            self._left -= count
+            done = self._left == 0
+        if done and self.transfer.take is not None:
+            assert self._memory is not None
+            self.transfer.take(self._memory)
+            self._memory = None
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a transfer that lies in one block."""
+
+    landing: _Landing
+    start: int
+    stop: int
+
+    def within(self, start: int, stop: int) -> _Piece:
+        return _Piece(self.landing, max(self.start, start), min(self.stop, stop))
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A block of a file, and the pieces that are wanted of it, in the order of their bytes."""
+
+    file: VerifiedFile
+    index: int
+    pieces: list[_Piece] = field(default_factory=list)
+
+    def chunks(self) -> Iterator[tuple[int, int, list[_Piece]]]:
+        """The block a little at a time: from where, to where, and what is wanted there."""
+        stops = [piece.stop for piece in self.pieces]
+        first, last = self.file.span(self.index)
+        for start in range(first, last, WINDOW):
+            stop = min(start + WINDOW, last)
+            inside = []
+            for piece in self.pieces[bisect_left(stops, start + 1) :]:
+                if piece.start >= stop:
+                    break
+                inside.append(piece.within(start, stop))
+            yield start, stop, inside
+
+
+def _blocks(transfers: Iterable[Transfer]) -> list[_Block]:
+    """The blocks in which something is wanted, file by file."""
+    by_file: dict[int, list[_Landing]] = defaultdict(list)
+    for one in transfers:
+        by_file[id(one.reader)].append(_Landing(one))
+    found = []
+    for landings in by_file.values():
+        file: VerifiedFile = landings[0].transfer.reader
+        wanted: dict[int, _Block] = {}
+        for landing in sorted(landings, key=lambda one: one.transfer.start):
+            for piece in _pieces(landing, file.record.block_size):
+                index = piece.start // file.record.block_size
+                wanted.setdefault(index, _Block(file, index)).pieces.append(piece)
+        found += [block for part in wanted.values() for block in _without_overlaps(part)]
+    return found
+
+
+def _pieces(landing: _Landing, size: int) -> Iterator[_Piece]:
+    start, end = landing.transfer.start, landing.transfer.stop
+    while start < end:
+        stop = min(end, (start // size + 1) * size)
+        yield _Piece(landing, start, stop)
+        start = stop
+
+
+def _without_overlaps(block: _Block) -> list[_Block]:
+    """Where the same bytes are wanted twice, as of tied tensors, the block is read once for each."""
+    rounds: list[_Block] = []
+    for piece in block.pieces:
+        free = next((one for one in rounds if one.pieces[-1].stop <= piece.start), None)
+        if free is None:
+            free = _Block(block.file, block.index)
+            rounds.append(free)
+        free.pieces.append(piece)
+    return rounds
+
+
+class _Buffers:
+    """What a thread needs: a buffer for bytes that nobody wants, and two through which bytes go to a device."""
+
+    def __init__(self) -> None:
+        self.unwanted = host_bytes(torch.empty(WINDOW, dtype=torch.uint8))
+        self._slots: list[torch.Tensor] = []
+        self._copied: list[Any] = [None, None]
+        self._turn = 0
+        self._stream: Any = None
+        self._module: Any = None
+
+    def next_slot(self, device: torch.device) -> torch.Tensor:
+        """A buffer in pinned memory, from which everything has arrived."""
+        if not self._slots:
+            self._module = torch.get_device_module(device)
+            self._slots = [torch.empty(WINDOW, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._stream = self._module.Stream(device)
+            self._stream.wait_stream(self._module.default_stream(device))  # the memory may just have been in use there
+        self._turn = 1 - self._turn
+        if self._copied[self._turn] is not None:
+            self._copied[self._turn].synchronize()
+        return self._slots[self._turn]
+
+    def send(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy from the buffer to the device, in the background."""
+        with self._module.stream(self._stream):
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+            self._copied[self._turn] = self._stream.record_event()
+
+    def finish(self) -> None:
+        """Wait until everything has arrived."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _read_and_verify(block: _Block, buffers: _Buffers) -> str | None:
+    hasher = BlockHasher(block.file.record.block_size)
+    for start, stop, pieces in block.chunks():
+        for data in _read_chunk(block, start, stop, pieces, buffers):
+            hasher.update(data)
+        for piece in pieces:
+            piece.landing.arrived(piece.stop - piece.start)
+    return block.file.compared(block.index, hasher)
+
+
+def _read_only(block: _Block, buffers: _Buffers) -> None:
+    for _, _, pieces in block.chunks():
+        if pieces:
+            _read_chunk(block, pieces[0].start, pieces[-1].stop, pieces, buffers)
+        for piece in pieces:
+            piece.landing.arrived(piece.stop - piece.start)
+
+
+def _read_chunk(block: _Block, start: int, stop: int, pieces: list[_Piece], buffers: _Buffers) -> list[memoryview]:
+    """Read a chunk, each byte to its place, and return where they are now, in order."""
+    away = next((piece.landing for piece in pieces if piece.landing.device != "cpu"), None)
+    if away is not None:
+        assert away.transfer.into is not None
+        slot = buffers.next_slot(away.transfer.into.device)[: stop - start]
+        data = host_bytes(slot)
+        block.file.read_into(start, data)
+        buffers.send(
+            [(slot[one.start - start : one.stop - start], one.landing.place(one.start, one.stop)) for one in pieces]
+        )
+        return [data]
+    found, at, unwanted = [], start, buffers.unwanted
+    for piece in pieces:
+        found += [unwanted[: piece.start - at], host_bytes(piece.landing.place(piece.start, piece.stop))]
+        unwanted, at = unwanted[piece.start - at :], piece.stop
+    found.append(unwanted[: stop - at])
+    block.file.read_into(start, *found)
+    return found
+
+
+def _run(blocks: list[_Block], where: str, work: Callable[[_Block, _Buffers], str | None], advance: Advance) -> None:
+    """Work on all blocks in several threads. If reading fails, the rest is given up."""
+    waiting = iter(blocks)
+    turn = threading.Lock()
+    failed = threading.Event()
+    wrong: list[str] = []
+
+    def loop() -> None:
+        buffers = _Buffers()
+        try:
+            while not failed.is_set():
+                with turn:
+                    block = next(waiting, None)
+                if block is None:
+                    break
+                wrong.extend(filter(None, [work(block, buffers)]))
+                advance(sum(piece.stop - piece.start for piece in block.pieces))
+        except BaseException:
+            failed.set()
+            raise
+        finally:
+            buffers.finish()
+
+    threads = min(THREADS, len(blocks))
+    if threads < 2:
+        loop()
+    else:
+        with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-read") as pool:
+            for done in [pool.submit(loop) for _ in range(threads)]:
+                done.result()
+    _refuse(where, wrong)
+
+
+def _refuse(where: str, wrong: Iterable[str]) -> None:
+    listed = sorted(set(wrong))
+    if listed:
+        raise DamagedError(f"{where} is damaged: {'; '.join(listed)}.")
