@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 from ckpt.errors import CkptError, UnsupportedError
+from ckpt.files import spread_file, whole_file
 from ckpt.formats import documents, native
 from ckpt.formats.blocks import digest
 from ckpt.formats.spread import SpreadState, written_by
-from ckpt.formats.state import Image, PartState
+from ckpt.formats.state import Image, PartState, Shard
 from ckpt.formats.values import refuse
 from ckpt.parts import Part
 from ckpt.ranks import MAIN, Ranks
 
 LAYOUTS = ("auto", "full", "sharded")
+_WORTH_A_FILE = 1 << 20  # bytes of frozen tensors
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,16 @@ class Captured:
     def images(self) -> list[Image]:
         """The files for what all ranks have in common: the main rank writes them."""
         state = Image.of(documents.STATE, documents.to_json({"parts": self._values()}))
-        return [*self._gathered_files(), *_tensor_files(self.parts), state]
+        return [*self._gathered_files(), *_whole_files(self.parts), state]
 
     @cached_property
     def own_images(self) -> list[Image]:
         """The files that only this rank can write."""
-        pieces = {key: written_by(part.table, part.tensors, self.rank) for key, part in self.spread.items()}
-        files = [native.image(spread_file(key, self.rank), mine) for key, mine in pieces.items() if mine]
-        return [*files, *_tensor_files(self.own)]
+        files = []
+        for key, part in self.spread.items():
+            mine = written_by(part.table, part.tensors, self.rank)
+            files += _tensor_files(partial(spread_file, key, self.rank), mine, part.frozen)
+        return [*files, *_whole_files(self.own)]
 
     def help_to_gather(self) -> None:
         """What the other ranks do while the main one writes files whole: hand over each tensor when its turn comes."""
@@ -65,7 +69,7 @@ class Captured:
 
     def _gathered_files(self) -> list[Image]:
         return [
-            native.gathered_image(key + native.SUFFIX, part.outlines, part.table.aliases, part.gather)
+            native.gathered_image(whole_file(key), part.outlines, part.table.aliases, part.gather)
             for key, part in self.gathered.items()
             if part.table.tensors
         ]
@@ -76,11 +80,6 @@ class Captured:
             table = {name: one for name, one in self.tables[key].items() if name != "written"}
             values[key] = {"class": part.kind, "state": part.values, "spread": table}
         return values
-
-
-def spread_file(key: str, rank: int) -> str:
-    """The file with a rank's pieces of a part."""
-    return f"{key}/{rank:05d}{native.SUFFIX}"
 
 
 @dataclass
@@ -112,11 +111,13 @@ class Capture:
         return whole, spread
 
     def _encoded(self, part: Part) -> PartState:
-        return documents.encode_part(part.kind, _state_of(part), part.key, self.problems)
+        state = documents.encode_part(part.kind, _state_of(part), part.key, self.problems)
+        return replace(state, frozen=part.frozen())
 
     def _encoded_spread(self, part: Part) -> SpreadState:
         world_size = self.ranks.world_size
-        return documents.encode_spread(part.kind, _state_of(part), part.key, self.problems, world_size)
+        state = documents.encode_spread(part.kind, _state_of(part), part.key, self.problems, world_size)
+        return replace(state, frozen=part.frozen())
 
 
 def _state_of(part: Part) -> Any:
@@ -132,5 +133,16 @@ def _values(parts: Mapping[str, PartState | SpreadState]) -> dict[str, Any]:
     return {key: {"class": part.kind, "state": part.values} for key, part in parts.items()}
 
 
-def _tensor_files(parts: Mapping[str, PartState]) -> list[Image]:
-    return [native.image(key + native.SUFFIX, part.tensors) for key, part in parts.items() if part.tensors]
+def _whole_files(parts: Mapping[str, PartState]) -> list[Image]:
+    of_each = [_tensor_files(partial(whole_file, key), part.tensors, part.frozen) for key, part in parts.items()]
+    return [image for images in of_each for image in images]
+
+
+def _tensor_files(name: Callable[..., str], tensors: Mapping[str, Shard], frozen: frozenset[str]) -> list[Image]:
+    """One file; two where some tensors change and others, worth a file, do not."""
+    still = {key: shard for key, shard in tensors.items() if key in frozen}
+    moving = {key: shard for key, shard in tensors.items() if key not in frozen}
+    if sum(shard.tensor.nbytes for shard in still.values()) < _WORTH_A_FILE:
+        return [native.image(name(), tensors)] if tensors else []
+    images = [native.image(name(frozen=bool(moving)), still, steady=True)]
+    return [native.image(name(), moving), *images] if moving else images

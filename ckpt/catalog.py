@@ -17,13 +17,12 @@ from ckpt.console import bar, size
 from ckpt.errors import AbsentError, CheckpointError, ConfigError, DamagedError, MissingError, StorageError
 from ckpt.formats.manifest import FILE_NAME, Manifest
 from ckpt.storage import Storage, open_storage
-from ckpt.stored_file import StoredFile, VerifiedFile
+from ckpt.stored_file import WINDOW, StoredFile, VerifiedFile
 
 MARKER = ".saving"  # in a checkpoint's folder while it is being written
 _STATE = "state.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,199}")
-THREADS = min(16, max(4, os.cpu_count() or 1))  # some wait for the disk while others hash
-WINDOW = 2 << 20  # bytes: they stay in the processor's cache until they are hashed
+THREADS = min(16, max(2, os.cpu_count() or 1))
 
 
 @dataclass(frozen=True)

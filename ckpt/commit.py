@@ -7,9 +7,9 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
 from ckpt.catalog import MARKER, Checkpoint, find, scan
@@ -23,6 +23,14 @@ from ckpt.storage import Storage
 from ckpt.storage.base import check_key
 
 _log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """A file of an earlier checkpoint, which this process has written or verified."""
+
+    checkpoint: str
+    file: FileRecord
 
 
 @dataclass(frozen=True)
@@ -45,11 +53,17 @@ class Attempt:
         mark = {"files": files, "replaces": replaces, "process": os.getpid(), "host": socket.gethostname()}
         storage.write(f"{self.name}/{MARKER}", [json.dumps(mark).encode()])
 
-    def write(self, storage: Storage, images: list[Image], *, show: bool = False) -> list[FileRecord]:
-        """Write files, and hash their bytes as they pass."""
+    def write(
+        self, storage: Storage, images: list[Image], earlier: Mapping[str, Earlier], *, show: bool = False
+    ) -> list[FileRecord]:
+        """Write files, and hash their bytes as they pass. What has not changed since `earlier` is linked."""
         size = sum(image.size for image in images)
         with bar(f"saving {self.name}", size, in_bytes=True, show=show and size > LONG) as advance:
-            return [self._write_one(storage, image, advance) for image in images]
+            return [
+                self._link_one(storage, image, earlier.get(image.path), advance)
+                or self._write_one(storage, image, advance)
+                for image in images
+            ]
 
     def commit(self, storage: Storage, manifest: Manifest) -> None:
         """From here on the checkpoint exists, and an older one of its name does not."""
@@ -62,6 +76,26 @@ class Attempt:
             return path
         stem, _, suffix = path.rpartition(".")
         return f"{stem}.{self.id[:8]}.{suffix}"
+
+    def _link_one(
+        self, storage: Storage, image: Image, earlier: Earlier | None, advance: Callable[[float], None]
+    ) -> FileRecord | None:
+        """Link a file that an earlier checkpoint has with the same bytes; none if there is none."""
+        if earlier is None or not image.steady or image.size != earlier.file.size:
+            return None
+        hasher = BlockHasher()
+        for piece in image.pieces():
+            hasher.update(piece)
+        if hasher.digests != earlier.file.blocks:
+            return None
+        path = self.path_for(image.path)
+        try:
+            storage.link(f"{earlier.checkpoint}/{earlier.file.path}", f"{self.name}/{path}")
+        except StorageError as error:  # removed by hand, say: then it is written
+            _log.info("%s could not be linked: %s", path, error)
+            return None
+        advance(image.size)
+        return replace(earlier.file, path=path)
 
     def _write_one(self, storage: Storage, image: Image, advance: Callable[[float], None]) -> FileRecord:
         path = self.path_for(image.path)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from ckpt.catalog import locate, read_manifest, scan, size_problems
 from ckpt.console import bar, size
 from ckpt.errors import ConfigError, DamagedError, MissingError
+from ckpt.files import part_of
 from ckpt.formats import dcp
 from ckpt.formats.blocks import digest
 from ckpt.formats.documents import STATE, from_json
@@ -136,15 +137,11 @@ def _tensor_file(storage: Storage, name: str, file: FileRecord) -> TensorFile:
 def _of_part(manifest: Manifest, part: str) -> Manifest:
     """The manifest with the files of one part alone: `model.safetensors`, or those below `model/`."""
     named = [file for file in manifest.files if file.name.endswith(SUFFIX)]
-    files = [file for file in named if _part(file) == part]
+    files = [file for file in named if part_of(file.name) == part]
     if not files:
-        known = ", ".join(sorted({_part(file) for file in named})) or "none"
+        known = ", ".join(sorted({part_of(file.name) for file in named})) or "none"
         raise MissingError(f"{manifest.name} has no tensors of a part {part!r}. Parts with tensors: {known}.")
     return replace(manifest, files=tuple(files))
-
-
-def _part(file: FileRecord) -> str:
-    return file.name.partition("/")[0].removesuffix(SUFFIX)
 
 
 def _dcp_folder(found: _Folder, part: str) -> _Folder | None:

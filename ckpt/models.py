@@ -15,7 +15,7 @@ from ckpt.formats.dtypes import name_of
 from ckpt.formats.sharding import Layout, divided, is_sharded
 from ckpt.fsdp1 import is_fsdp1
 from ckpt.parts import LEFT, Notes, Read, SavedTensor
-from ckpt.unwrap import clean_name, unwrap
+from ckpt.unwrap import clean_names, unwrap
 
 
 @dataclass
@@ -36,7 +36,14 @@ class ModelPart:
         if is_fsdp1(self.model):
             return fsdp1.model_state(self.model)
         module = unwrap(self.model)
-        return {clean_name(module, name): value for name, value in module.state_dict(keep_vars=True).items()}
+        state = module.state_dict(keep_vars=True)
+        return {clean: state[name] for name, clean in clean_names(module, state).items()}
+
+    def frozen(self) -> frozenset[str]:
+        """Parameters without gradients, under all their names."""
+        module = unwrap(self.model)
+        named = module.named_parameters(remove_duplicate=False)
+        return frozenset(clean_names(module, (name for name, one in named if not one.requires_grad)).values())
 
     def is_spread(self) -> bool:
         return is_fsdp1(self.model) or any(is_sharded(one) for one in unwrap(self.model).parameters())
@@ -81,8 +88,8 @@ class ModelPart:
             return
         # the tensors are in place already, and to copy one onto itself costs nothing: what counts are hooks and extras
         module = unwrap(self.model)
-        raw = {clean_name(module, name): name for name in module.state_dict(keep_vars=True)}
-        module.load_state_dict({raw[name]: value for name, value in state.items()}, strict=False)
+        raw = clean_names(module, module.state_dict(keep_vars=True))
+        module.load_state_dict({name: state[clean] for name, clean in raw.items()}, strict=False)
 
 
 def _compare(live: Any, saved: Any) -> str | None:

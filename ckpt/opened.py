@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import torch
 
-from ckpt.capture import spread_file
 from ckpt.console import LONG, bar
 from ckpt.errors import DamagedError
+from ckpt.files import spread_file, whole_file
 from ckpt.formats.documents import STATE, decode_inline, from_json, rank_document
 from ckpt.formats.manifest import Manifest
-from ckpt.formats.native import SUFFIX, TensorFile
+from ckpt.formats.native import TensorFile
 from ckpt.formats.sharding import Box, Layout, is_sharded, layout_of, local_tensor
 from ckpt.formats.spread import SpreadTensors, Table
 from ckpt.formats.transfers import Transfer
@@ -73,6 +73,7 @@ class Opened:
         self._asked: list[Transfer] = []
         self._live: list[Transfer] = []
         self._opened: dict[str, Tensors] = {}
+        self._trees: dict[str, Any] = {}
         self.parts: dict[str, Any] = self._document(STATE)["parts"]
         # ranks that were not there when it was saved look at the main rank's document
         document = self._document(rank_document(rank if rank < manifest.world_size else 0))
@@ -93,8 +94,10 @@ class Opened:
 
     def tree(self, key: str) -> Any:
         """A part's state, with `SavedTensor`s where tensors are."""
-        tensors = self._tensors(key)
-        return self._decoded(key, lambda name: SavedTensor(name, *tensors.about(name)))
+        if key not in self._trees:
+            tensors = self._tensors(key)
+            self._trees[key] = self._decoded(key, lambda name: SavedTensor(name, *tensors.about(name)))
+        return self._trees[key]
 
     def ask(self, key: str, place: Place | None = None, *, live: bool = False) -> Callable[[], Any]:
         """Ask for the tensors of a part. What is returned gives its state, when they have been read."""
@@ -151,7 +154,7 @@ class Opened:
     def has_tensors(self, key: str) -> bool:
         """Whether there are any in a part: an optimizer that has not stepped has none."""
         part = self._part(key)
-        return bool(part["spread"]["tensors"]) if "spread" in part else key + SUFFIX in self._records
+        return bool(part["spread"]["tensors"]) if "spread" in part else whole_file(key) in self._records
 
     def layouts(self, key: str) -> frozenset[Layout]:
         """The ways in which a part's tensors were divided; none if it was saved whole."""
@@ -174,16 +177,17 @@ class Opened:
     def _open(self, key: str) -> Tensors:
         if self.spread(key):
             table = Table.from_json(self._part(key)["spread"])
-            return SpreadTensors(table, lambda rank: self._files(spread_file(key, rank)))
-        return _WholeTensors(self._files(key + SUFFIX), f"{self.manifest.name}: {key}")
+            return SpreadTensors(table, lambda rank: self._files(spread_file, key, rank))
+        return _WholeTensors(self._files(whole_file, key), f"{self.manifest.name}: {key}")
 
-    def _files(self, name: str) -> list[TensorFile]:
-        if name not in self._records:
-            return []
+    def _files(self, name: Callable[..., str], *about: Any) -> list[TensorFile]:
+        """The files that are there under a name: with what is trained, and with what is frozen."""
+        names = (name(*about), name(*about, frozen=True))
+        return [self._tensor_file(one) for one in names if one in self._records]
+
+    def _tensor_file(self, name: str) -> TensorFile:
         file = self._file(name)
-        opened = TensorFile.open(file, file.stored.key, self._asked_for)
-        file.forget()
-        return [opened]
+        return TensorFile.open(file, file.stored.key, self._asked_for)
 
     def _file(self, name: str) -> VerifiedFile:
         record = self._records[name]

@@ -30,6 +30,9 @@ class OptimizerPart:
     def kind(self) -> str:
         return type(self.optimizer).__name__
 
+    def frozen(self) -> frozenset[str]:
+        return frozenset()
+
     def is_spread(self) -> bool:
         return self._fsdp1() is not None or any(is_sharded(one) for one in self._parameters())
 
@@ -57,7 +60,9 @@ class OptimizerPart:
         model = self._fsdp1()
         if model is not None and fsdp1.is_flat(model):
             return {}  # its parameters have no names of their own
-        live_groups = self._groups()
+        names = self._names()
+        numbered = self.optimizer.state_dict()["param_groups"]
+        live_groups = [[names[index] for index in group["params"]] for group in numbered]
         unfit: dict[str, str] = {}
         for index, (live, old) in enumerate(zip(live_groups, saved_groups, strict=True)):
             where = f"param_groups[{index}]"
@@ -65,7 +70,7 @@ class OptimizerPart:
             unfit |= {
                 f"{where}.{name}": "unexpected: the optimizer has no such parameter" for name in old if name not in live
             }
-        return unfit | self._misshapen(saved["state"])
+        return unfit | self._misshapen(saved["state"], names)
 
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
         notes.skipped.update({f"{self.key}.{name}": why for name, why in unfit.items()})
@@ -120,10 +125,10 @@ class OptimizerPart:
                 if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor) and live.dtype != value.dtype:
                     self.optimizer.state[parameter][key] = value.to(live.device)
 
-    def _misshapen(self, state: Mapping[str, Any]) -> dict[str, str]:
+    def _misshapen(self, state: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, str]:
         """State whose shape is another one here. Only where the live optimizer has state to compare with."""
         unfit = {}
-        for name, parameter in zip(self._names().values(), self._parameters(), strict=True):
+        for name, parameter in zip(names.values(), self._parameters(), strict=True):
             live, saved = self.optimizer.state.get(parameter, {}), state.get(name, {})
             for key in live.keys() & saved.keys() if isinstance(saved, dict) else ():
                 there, here = getattr(saved[key], "shape", None), getattr(live[key], "shape", None)
@@ -138,11 +143,6 @@ class OptimizerPart:
             for parameter in group["params"]:
                 found.setdefault(id(parameter), parameter)
         return list(found.values())
-
-    def _groups(self) -> list[list[str]]:
-        names = self._names()
-        numbered = self.optimizer.state_dict()["param_groups"]
-        return [[names[index] for index in group["params"]] for group in numbered]
 
     def _names(self) -> dict[int, str]:
         """The name of each parameter by its number; those of no managed model go by their number alone."""

@@ -65,6 +65,9 @@ class Part(Protocol):
     def capture(self) -> Any:
         """The state, as a tree of values and tensors. Tensors are the live ones."""
 
+    def frozen(self) -> frozenset[str]:
+        """The names of tensors that training does not change."""
+
     def is_spread(self) -> bool:
         """Whether its tensors are such that every rank holds a piece."""
 
@@ -92,6 +95,9 @@ class GradientsPart:
         if any(is_fsdp1(model) for model in self.models.values()):
             raise UnsupportedError(f"{self.key}: FSDP 1 does not give gradients out by parameter. Use fully_shard.")
         return {key: _pieces(gradients(unwrap(model))) for key, model in self.models.items()}
+
+    def frozen(self) -> frozenset[str]:
+        return frozenset()
 
     def is_spread(self) -> bool:
         return False
@@ -139,6 +145,9 @@ class ObjectPart:
     @property
     def kind(self) -> str:
         return type(self.value).__name__
+
+    def frozen(self) -> frozenset[str]:
+        return frozenset()
 
     def is_spread(self) -> bool:
         return False

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from ckpt.catalog import THREADS, WINDOW, altered
+from ckpt.catalog import THREADS, altered
 from ckpt.errors import DamagedError
 from ckpt.formats.blocks import BlockHasher
 from ckpt.formats.memory import host_bytes
 from ckpt.formats.transfers import Transfer
-from ckpt.stored_file import VerifiedFile
+from ckpt.stored_file import WINDOW, VerifiedFile
 
 Advance = Callable[[float], None]
 
@@ -48,27 +48,38 @@ class _Landing:
 
     def __init__(self, transfer: Transfer) -> None:
         self.transfer = transfer
-        self.device = transfer.into.device.type if transfer.into is not None else "cpu"
+        self.device = transfer.into.device if transfer.into is not None else torch.device("cpu")
+        self.away = self.device.type != "cpu"
         self._memory = transfer.into
+        self._view = None if self.away or transfer.into is None else host_bytes(transfer.into)
         self._left = transfer.size
         self._lock = threading.Lock()
 
-    def place(self, start: int, stop: int) -> torch.Tensor:
-        """The memory for these bytes of the file."""
-        with self._lock:
-            if self._memory is None:
-                self._memory = torch.empty(self.transfer.size, dtype=torch.uint8)
-            return self._memory[start - self.transfer.start : stop - self.transfer.start]
+    def view(self, start: int, stop: int) -> memoryview:
+        """The memory on the CPU for these bytes of the file."""
+        if self._view is None:
+            with self._lock:
+                if self._memory is None:
+                    self._memory = torch.empty(self.transfer.size, dtype=torch.uint8)
+                self._view = host_bytes(self._memory)
+        return self._view[start - self.transfer.start : stop - self.transfer.start]
+
+    def memory(self, start: int, stop: int) -> torch.Tensor:
+        """The memory on a device for these bytes of the file."""
+        assert self._memory is not None
+        return self._memory[start - self.transfer.start : stop - self.transfer.start]
 
     def arrived(self, count: int) -> None:
         """When all have arrived, whoever waits for them takes them."""
+        if self.transfer.take is None:
+            return
         with self._lock:
             self._left -= count
             done = self._left == 0
-        if done and self.transfer.take is not None:
+        if done:
             assert self._memory is not None
             self.transfer.take(self._memory)
-            self._memory = None
+            self._memory = self._view = None
 
 
 @dataclass(frozen=True)
@@ -198,19 +209,21 @@ def _read_only(block: _Block, buffers: _Buffers) -> None:
 
 def _read_chunk(block: _Block, start: int, stop: int, pieces: list[_Piece], buffers: _Buffers) -> list[memoryview]:
     """Read a chunk, each byte to its place, and return where they are now, in order."""
-    away = next((piece.landing for piece in pieces if piece.landing.device != "cpu"), None)
-    if away is not None:
-        assert away.transfer.into is not None
-        slot = buffers.next_slot(away.transfer.into.device)[: stop - start]
+    away = [piece for piece in pieces if piece.landing.away]
+    if away:
+        slot = buffers.next_slot(away[0].landing.device)[: stop - start]
         data = host_bytes(slot)
         block.file.read_into(start, data)
+        for one in pieces:
+            if not one.landing.away:
+                one.landing.view(one.start, one.stop)[:] = data[one.start - start : one.stop - start]
         buffers.send(
-            [(slot[one.start - start : one.stop - start], one.landing.place(one.start, one.stop)) for one in pieces]
+            [(slot[one.start - start : one.stop - start], one.landing.memory(one.start, one.stop)) for one in away]
         )
         return [data]
     found, at, unwanted = [], start, buffers.unwanted
     for piece in pieces:
-        found += [unwanted[: piece.start - at], host_bytes(piece.landing.place(piece.start, piece.stop))]
+        found += [unwanted[: piece.start - at], piece.landing.view(piece.start, piece.stop)]
         unwanted, at = unwanted[piece.start - at :], piece.stop
     found.append(unwanted[: stop - at])
     block.file.read_into(start, *found)

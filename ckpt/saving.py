@@ -19,7 +19,7 @@ from ckpt import commit
 from ckpt.agreement import Outcome, agree
 from ckpt.capture import Captured
 from ckpt.catalog import find
-from ckpt.commit import Attempt
+from ckpt.commit import Attempt, Earlier
 from ckpt.console import size
 from ckpt.errors import ConfigError, LockedError, RanksError, StorageError, VersionError
 from ckpt.formats.documents import rank_document
@@ -48,6 +48,7 @@ class Saver:
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     parent: str | None = None
     damaged: set[str] = field(default_factory=set)
+    earlier: dict[str, Earlier] = field(default_factory=dict)  # files of the last checkpoint, on every rank its own
     goes_on: bool = False  # whether this run has seen what is there, or there was nothing
     _committed: list[Manifest] | None = None
     _held: ExitStack = field(default_factory=ExitStack)
@@ -71,6 +72,7 @@ class Saver:
     def follow(self, manifest: Manifest, damaged: Iterable[str]) -> None:
         """What is saved from here on goes on from this checkpoint."""
         self.run, self.parent = manifest.run, manifest.id
+        self.earlier = {file.name: Earlier(manifest.name, file) for file in manifest.files}
         self.goes_on = True
         self.damaged |= set(damaged)
 
@@ -162,6 +164,7 @@ class _Save:
     captured: Outcome
     started: float = field(default_factory=time.monotonic)
     documents: list[Image] = field(default_factory=list)  # of all ranks, on the main one
+    written: list[FileRecord] = field(default_factory=list)
 
     def run(self) -> str:
         attempt = self._agree(self.captured.then(_hello), self._plan)
@@ -170,6 +173,7 @@ class _Save:
         begun = Attempt(**attempt)
         written = Outcome.of(lambda: self._write(begun))
         identity: str = self._agree(written, lambda files: self._commit(begun, files), " (files written)")
+        self.saver.earlier = {file.name: Earlier(self.name, file) for file in self.written}
         return identity
 
     def _agree(self, mine: Outcome, decide: Callable[[list[Any]], Any], phase: str = "") -> Any:
@@ -196,8 +200,9 @@ class _Save:
         if captured.rank != MAIN:
             captured.help_to_gather()
         shared = [*captured.images, *self.documents] if captured.rank == MAIN else []
-        written = attempt.write(self.saver.storage, [*shared, *captured.own_images], show=captured.rank == MAIN)
-        return [asdict(record) for record in written]
+        images = [*shared, *captured.own_images]
+        self.written = attempt.write(self.saver.storage, images, self.saver.earlier, show=captured.rank == MAIN)
+        return [asdict(record) for record in self.written]
 
     def _commit(self, attempt: Attempt, reports: list[Any]) -> str:
         files = [FileRecord(**record) for report in reports for record in report]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckpt.errors import DamagedError
-from ckpt.formats.blocks import BlockHasher, digest
+from ckpt.formats.blocks import BlockHasher
 from ckpt.formats.manifest import FileRecord
 from ckpt.storage import Storage
+
+WINDOW = 8 << 20  # bytes: they stay in the processor's cache until they are hashed
 
 
 @dataclass(frozen=True)
@@ -25,25 +27,23 @@ class StoredFile:
         self.storage.read_into(self.key, start, *buffers)
 
 
-@dataclass
+@dataclass(frozen=True)
 class VerifiedFile:
     """A file of a checkpoint. What is read from it alone is verified; `reading` does so for all that it reads."""
 
     stored: StoredFile
     record: FileRecord
-    _last: tuple[int, bytes] = (-1, b"")  # a header is asked for in two steps, and lies in one block
+    _intact: set[int] = field(default_factory=set)  # blocks that have been looked at
 
     def read(self, start: int, stop: int) -> bytes:
         """The bytes from `start` up to `stop`, out of blocks that match their hashes."""
-        size, stop = self.record.block_size, min(stop, self.record.size)
-        first, last = start // size, -(-stop // size)
-        blocks = [self._block(index) for index in range(first, last)]
-        joined = blocks[0] if len(blocks) == 1 else b"".join(blocks)
-        return joined[start - first * size : max(start, stop) - first * size]
-
-    def forget(self) -> None:
-        """Let go of the block that was read last."""
-        self._last = (-1, b"")
+        blocks = range(start // self.record.block_size, -(-min(stop, self.record.size) // self.record.block_size))
+        for index in sorted(set(blocks) - self._intact):
+            wrong = self.look(index, memoryview(bytearray(WINDOW)))
+            if wrong:
+                raise DamagedError(f"{self.stored.key.partition('/')[0]} is damaged: {wrong}.")
+            self._intact.add(index)
+        return self.stored.read(start, stop)
 
     def read_into(self, start: int, *buffers: memoryview) -> None:
         """As they are there, not verified."""
@@ -54,7 +54,7 @@ class VerifiedFile:
         start = index * self.record.block_size
         return start, min(self.record.size, start + self.record.block_size)
 
-    def look(self, index: int, buffer: memoryview, advance: Callable[[float], None]) -> str | None:
+    def look(self, index: int, buffer: memoryview, advance: Callable[[float], None] = lambda size: None) -> str | None:
         """What is wrong with a block, if anything is. It is read a buffer at a time."""
         hasher = BlockHasher(self.record.block_size)
         start, stop = self.span(index)
@@ -71,12 +71,3 @@ class VerifiedFile:
         start, stop = self.span(index)
         same = hasher.digests == (self.record.blocks[index],)
         return None if same else f"{self.record.path} was altered (bytes {start} to {stop})"
-
-    def _block(self, index: int) -> bytes:
-        if self._last[0] == index:
-            return self._last[1]
-        found = self.stored.read(*self.span(index))
-        if digest(found) != self.record.blocks[index]:
-            raise DamagedError(f"{self.stored.key} was altered (bytes {{}} to {{}}).".format(*self.span(index)))
-        self._last = (index, found)
-        return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -16,8 +17,15 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
+def clean_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Names as `module.state_dict()` has them, each with the one that it has without any wrapper."""
+    if not any(_inner_name(one) for one in module.modules()):
+        return {name: name for name in names}
+    return {name: clean_name(module, name) for name in names}
+
+
 def clean_name(module: nn.Module, name: str) -> str:
-    """A name as `module.state_dict()` has it, without what wrappers further down put into it."""
+    """A name without what wrappers further down put into it."""
     kept = []
     node: nn.Module | None = module
     for word in name.split("."):
@@ -31,9 +39,11 @@ def clean_name(module: nn.Module, name: str) -> str:
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
     """The clean name of every parameter by its identity; a tied one has the name that comes first."""
+    found = dict(module.named_parameters(remove_duplicate=False))
+    clean = clean_names(module, found)
     names: dict[int, str] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), clean_name(module, name))
+    for name, parameter in found.items():
+        names.setdefault(id(parameter), clean[name])
     return names
 
 
@@ -53,8 +63,5 @@ def _inner_name(module: nn.Module) -> str | None:
 
 def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     """The gradients that are there, by parameter name."""
-    found = {}
-    for name, parameter in module.named_parameters():
-        if parameter.grad is not None:
-            found[clean_name(module, name)] = parameter.grad
-    return found
+    found = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
+    return {clean: found[name] for name, clean in clean_names(module, found).items()}

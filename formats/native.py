@@ -35,7 +35,7 @@ _WINDOW = 8 << 20
 _MAX_HEADER = 100_000_000  # safetensors refuses a longer one
 
 
-def image(path: str, shards: Mapping[str, Shard]) -> Image:
+def image(path: str, shards: Mapping[str, Shard], *, steady: bool = False) -> Image:
     """The file that holds these tensors. Plain tensors on the CPU are read from where they lie when it is written."""
     stored, views = untie({name: shard.tensor for name, shard in shards.items()})
     order = in_file_order(stored)
@@ -46,7 +46,7 @@ def image(path: str, shards: Mapping[str, Shard]) -> Image:
         for name in order:
             yield host_bytes(on_host(stored[name]))
 
-    return Image(path, len(header) + sum(stored[name].nbytes for name in order), pieces)
+    return Image(path, len(header) + sum(stored[name].nbytes for name in order), pieces, steady)
 
 
 def gathered_image(

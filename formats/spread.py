@@ -72,6 +72,7 @@ class SpreadState:
     values: Any
     table: Table
     tensors: Mapping[str, Any]
+    frozen: frozenset[str] = frozenset()  # tensors that training does not change
 
     @property
     def outlines(self) -> dict[str, torch.Tensor]:

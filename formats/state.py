@@ -33,15 +33,20 @@ class PartState:
     kind: str
     values: Any
     tensors: Mapping[str, Shard] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()  # tensors that training does not change
 
 
 @dataclass(frozen=True)
 class Image:
-    """The bytes of a file that is to be written: how many, and a way to go through them once more."""
+    """The bytes of a file that is to be written: how many, and a way to go through them once more.
+
+    A `steady` one is likely to be the same as in the checkpoint before.
+    """
 
     path: str
     size: int
     pieces: Callable[[], Iterator[memoryview]]
+    steady: bool = False
 
     @classmethod
     def of(cls, path: str, data: bytes) -> Image:

@@ -41,6 +41,12 @@ class Storage(Protocol):
     def write(self, key: str, pieces: Iterable[Buffer]) -> None:
         """Store the pieces, one after the other, as the object `key`; an older one is replaced."""
 
+    def link(self, source: str, target: str) -> None:
+        """Store what is under `source` under `target` too, without moving it where that can be done.
+
+        As atomic and durable as `write`. Removing one of the two leaves the other.
+        """
+
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """The bytes of `key` from `start` up to `stop` (its end if none); fewer where the object ends earlier."""
 

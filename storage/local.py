@@ -8,22 +8,24 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from pathlib import Path
 
 from ckpt.errors import AbsentError, ConfigError, FullError, LockedError, StorageError
 from ckpt.storage.base import Buffer, Entry, check_key
 from ckpt.storage.direct import write_durably
+from ckpt.storage.scattered import read_scattered
 
 _log = logging.getLogger("ckpt")
 
 TEMPORARY = ".ckpt-tmp"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EINVAL, errno.EISDIR}
+_NO_LINKS = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
 _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-_READ_AT_ONCE = 1 << 30
-_BUFFERS_AT_ONCE = 1024  # what every system takes (IOV_MAX)
+_COPIED_AT_ONCE = 8 << 20
 
 
 class LocalStorage:
@@ -43,19 +45,40 @@ class LocalStorage:
         return f"LocalStorage({self._shown!r})"
 
     def write(self, key: str, pieces: Iterable[Buffer]) -> None:
+        self._make(key, lambda path: _write_file(path, pieces))
+
+    def link(self, source: str, target: str) -> None:
+        """A hard link: the bytes are there once, until the last of their names is removed."""
+        there = self._path(source, followed=True)
+        with self._explained("read", source):
+            os.stat(there)
+        try:
+            self._make(target, lambda path: os.link(os.path.realpath(there), path))
+        except StorageError as error:
+            if getattr(error.__cause__, "errno", None) not in _NO_LINKS:
+                raise
+            self.write(target, self._pieces(source))
+
+    def _make(self, key: str, make: Callable[[Path], None]) -> None:
+        """Make a file under another name, and give it its own when it is whole."""
         path = self._path(key)
         with self._explained("write", key):
             _make_directories(path.parent)
             temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY}")
             try:
-                _write_file(temporary, pieces)
+                make(temporary)
                 os.replace(temporary, path)
-            except BaseException:
-                # also on KeyboardInterrupt; only a killed process leaves it to `sweep`
+            finally:
+                # left by an error or a KeyboardInterrupt, or where both are links to one file already; only a killed
+                # process leaves it to `sweep`
                 with suppress(OSError):
                     temporary.unlink()
-                raise
             _sync_directory(path.parent)
+
+    def _pieces(self, key: str) -> Iterator[bytes]:
+        with self._explained("read", key), open(self._path(key, followed=True), "rb", buffering=0) as file:
+            while piece := file.read(_COPIED_AT_ONCE):
+                yield piece
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         with self._explained("read", key), open(self._path(key, followed=True), "rb") as file:
@@ -63,15 +86,11 @@ class LocalStorage:
             return file.read(-1 if stop is None else max(0, stop - start))
 
     def read_into(self, key: str, start: int, *buffers: memoryview) -> None:
-        with self._explained("read", key), open(self._path(key, followed=True), "rb", buffering=0) as file:
-            left = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
-            while left:
-                got = os.preadv(file.fileno(), _at_once(left), start)
-                if not got:
-                    missing = sum(map(len, left))
-                    raise StorageError(f"{self._shown}/{key} ends {missing} bytes too early.")
-                start += got
-                left = _without_first(left, got)
+        with self._explained("read", key):
+            path = self._path(key, followed=True)
+            missing = read_scattered(str(path), start, [memoryview(buffer).cast("B") for buffer in buffers])
+            if missing:
+                raise StorageError(f"{self._shown}/{key} ends {missing} bytes too early.")
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         with self._explained("list", prefix):
@@ -155,10 +174,17 @@ class LocalStorage:
     def _path(self, key: str, *, followed: bool = False) -> Path:
         """Where `key` is. Unless it is `followed`, a link by that name is itself what is replaced or removed."""
         path = self._root / check_key(key)
-        root = os.path.realpath(self._root)
-        if os.path.commonpath([root, os.path.realpath(path if followed else path.parent)]) != root:
+        words = key.split("/") if followed else key.split("/")[:-1]
+        if self._has_links(words) and not self._stays_below(os.path.realpath(path if followed else path.parent)):
             raise ConfigError(f"{self._shown}/{key} leads out of the root through a symbolic link. It is not touched.")
         return path
+
+    def _has_links(self, words: Iterable[str]) -> bool:
+        return any(os.path.islink(one) for one in accumulate(words, "{}/{}".format, initial=str(self._root)))
+
+    def _stays_below(self, real: str) -> bool:
+        root = os.path.realpath(self._root)
+        return os.path.commonpath([root, real]) == root
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, Iterable[str]]]:
         """The folders below `prefix`, deepest first, with the names of their files. One it may not read is an error."""
@@ -229,26 +255,6 @@ def _warn_without_locks(root: str) -> None:
     if root not in _warned:
         _warned.add(root)
         _log.warning("%s: this filesystem has no locks. See to it that only one run writes there at a time.", root)
-
-
-def _at_once(buffers: list[memoryview]) -> list[memoryview]:
-    """As many of the buffers as the system fills in one call."""
-    room = _READ_AT_ONCE
-    taken = []
-    for buffer in buffers[:_BUFFERS_AT_ONCE]:
-        if room:
-            taken.append(buffer[:room])
-            room -= len(taken[-1])
-    return taken
-
-
-def _without_first(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of buffers once their first `count` bytes are filled."""
-    for index, buffer in enumerate(buffers):
-        if count < len(buffer):
-            return [buffer[count:], *buffers[index + 1 :]]
-        count -= len(buffer)
-    return []
 
 
 def _write_file(path: Path, pieces: Iterable[Buffer]) -> None:

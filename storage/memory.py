@@ -46,6 +46,9 @@ class MemoryStorage:
         check_key(key)
         self._space.objects[key] = b"".join(pieces)
 
+    def link(self, source: str, target: str) -> None:
+        self._space.objects[check_key(target)] = self._object(source)
+
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         return self._object(key)[start:stop]
 

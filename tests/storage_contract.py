@@ -114,6 +114,41 @@ class StorageContract:
         storage.read_into("object", 4, memoryview(backing)[2:5])
         assert backing == b"..456..."
 
+    def test_read_into_fills_several_buffers_one_after_the_other(self, storage: Storage) -> None:
+        storage.write("object", [bytes(range(256)) * 40])
+        buffers = [bytearray(length) for length in (3, 0, 1, *[2] * 1500, 500)]
+        storage.read_into("object", 7, *(memoryview(buffer) for buffer in buffers))
+        assert b"".join(buffers) == (bytes(range(256)) * 40)[7 : 7 + 3504]
+        with pytest.raises(StorageError, match=r"object ends 7 bytes too early"):
+            storage.read_into("object", 10240 - 3, memoryview(bytearray(2)), memoryview(bytearray(8)))
+
+    def test_a_link_is_the_same_object_under_a_second_key(self, storage: Storage) -> None:
+        storage.write("a/object", [b"content"])
+        storage.link("a/object", "b/deep/object")
+        assert storage.read("b/deep/object") == b"content"
+        storage.delete(["a/object"])
+        assert storage.read("b/deep/object") == b"content"
+        assert sizes(storage) == {"b/deep/object": 7}
+
+    def test_writing_to_one_of_two_linked_keys_leaves_the_other(self, storage: Storage) -> None:
+        storage.write("a", [b"old"])
+        storage.link("a", "b")
+        storage.write("a", [b"new"])
+        assert (storage.read("a"), storage.read("b")) == (b"new", b"old")
+
+    def test_a_link_replaces_what_was_there_and_may_be_made_twice(self, storage: Storage) -> None:
+        storage.write("a", [b"a"])
+        storage.write("b", [b"longer"])
+        storage.link("a", "b")
+        storage.link("a", "b")
+        assert storage.read("b") == b"a"
+        assert sizes(storage) == {"a": 1, "b": 1}
+
+    def test_a_link_to_nothing_is_an_absent_error_and_makes_nothing(self, storage: Storage) -> None:
+        with pytest.raises(AbsentError, match="absent"):
+            storage.link("absent", "b")
+        assert sizes(storage) == {}
+
     def test_read_into_nothing_reads_nothing(self, storage: Storage) -> None:
         storage.write("object", [b"0123456789"])
         storage.read_into("object", 4, memoryview(bytearray()))

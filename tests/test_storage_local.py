@@ -184,6 +184,19 @@ class TestLinks:
         assert set(sizes(storage)) == {"object", "folder/new"}
 
 
+def test_where_there_are_no_hard_links_a_link_is_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*paths: object) -> None:
+        raise OSError(errno.EPERM, "not here")
+
+    storage = LocalStorage(tmp_path)
+    storage.write("a", [b"content"])
+    monkeypatch.setattr(os, "link", refuse)
+    storage.link("a", "b")
+    assert storage.read("b") == b"content"
+    assert (tmp_path / "a").stat().st_ino != (tmp_path / "b").stat().st_ino
+    assert everything(tmp_path) == {"a", "b"}
+
+
 class TestKills:
     def test_a_write_that_is_killed_leaves_nothing_listed_and_sweep_removes_the_rest(self, tmp_path: Path) -> None:
         storage = LocalStorage(tmp_path)
