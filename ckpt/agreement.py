@@ -61,9 +61,9 @@ def agree(ranks: Ranks, call: str, mine: Outcome, decide: Callable[[list[Any]], 
         ranks.share(call, decision.to_json(call))
     else:
         decision = Outcome.from_json(ranks.share(call, ""))
-    if mine.error is not None and type(mine.error) is type(decision.error):
+    if mine.error is not None and (ranks.world_size == 1 or str(mine.error) == str(decision.error)):
         raise mine.error  # it has its traceback
-    if decision.error is not None:  # of the same class on every rank, whatever each of them met
+    if decision.error is not None:  # the same on every rank, whatever each of them met
         raise decision.error from mine.error
     return decision.value
 

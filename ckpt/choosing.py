@@ -27,12 +27,12 @@ class Choice:
 
 
 def choose(
-    storage: Storage, ranks: Ranks, name: str | None, prepare: Callable[[Manifest], Any], held: ExitStack
+    storage: Storage, ranks: Ranks, name: str | None, prepare: Callable[[Manifest, ExitStack], Any], held: ExitStack
 ) -> Choice | None:
     """The checkpoint to load, the same on every rank: the one by that name, or the newest that is intact everywhere.
 
-    `prepare` reads it, on all ranks together; a `DamagedError` from it means the next one. The checkpoint is kept from
-    being removed until `held` is left. None if nothing was ever committed.
+    `prepare` reads it, on all ranks together; a `DamagedError` from it means the next one. The checkpoint, and what
+    `prepare` puts on its stack, is kept until `held` is left. None if nothing was ever committed.
     """
     call = f"load_state({name!r})" if name else "load_state()"
     for _ in range(_RESCANS):
@@ -65,7 +65,7 @@ class _Search:
     storage: Storage
     ranks: Ranks
     call: str
-    prepare: Callable[[Manifest], Any]
+    prepare: Callable[[Manifest, ExitStack], Any]
     held: ExitStack
     passed_over: dict[str, str]
     vanished: bool = False
@@ -75,7 +75,7 @@ class _Search:
             with ExitStack() as mine:
                 try:
                     manifest = self._inspected(name, mine)
-                    ready = self.prepare(manifest)
+                    ready = self.prepare(manifest, mine)
                 except (DamagedError, StorageError) as error:
                     self.passed_over[name] = str(error)
                     continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import os
@@ -53,7 +54,8 @@ class StateManager:
     `save_every`: steps between saves. `keep`: which checkpoints stay (all, if none). `layout`: "auto" saves what is
     sharded in pieces, each rank its own, and the rest whole; "full" gathers everything into whole files; "sharded"
     shares out also what every rank has. `gradients`: also save gradients, so that a save in the middle of an
-    accumulation window resumes exactly. `timeout`: seconds to wait for a rank that does not answer.
+    accumulation window resumes exactly. `broadcast`: when loading, read what all ranks of a host need once, and pass it
+    on among them; if none, where the root is far away. `timeout`: seconds to wait for a rank that does not answer.
     `handle_sigterm`: save and stop when the process is told to terminate.
     """
 
@@ -70,6 +72,7 @@ class StateManager:
         keep: Keep | None = None,
         layout: str = "auto",
         gradients: bool = False,
+        broadcast: bool | None = None,
         timeout: float = 300.0,
         handle_sigterm: bool = True,
     ) -> None:
@@ -82,6 +85,7 @@ class StateManager:
         self._save_every = save_every
         self._keep = keep
         self._layout = layout
+        self._broadcast = broadcast
         self._managed = Managed(model, optimizer, scheduler, scaler, gradients=gradients)
         self._loop = Loop(self._ranks, named("dataloader", dataloader))
         self._metrics: dict[str, Any] = {}
@@ -258,9 +262,8 @@ class StateManager:
     def _load(self, name: str | None, *, strict: bool) -> Restored | None:
         with ExitStack() as held:
             held.enter_context(self._ranks.working())
-            choice = choose(
-                self._storage, self._ranks, name, lambda manifest: self._prepare(manifest, strict=strict), held
-            )
+            prepare = functools.partial(self._prepare, strict=strict)
+            choice = choose(self._storage, self._ranks, name, prepare, held)
             if choice is None:
                 return None
             self._started = True
@@ -269,8 +272,12 @@ class StateManager:
             self._go_back(restoration.opened, restoration.notes)
         return self._tell(choice, parts, restoration.notes)
 
-    def _prepare(self, manifest: Manifest, *, strict: bool) -> Restoration:
-        return Restoration.prepare(self._storage, manifest, self._ranks, self._managed, strict=strict)
+    def _prepare(self, manifest: Manifest, held: ExitStack, *, strict: bool) -> Restoration:
+        far = not getattr(self._storage, "near", True)
+        share = far if self._broadcast is None else self._broadcast
+        return Restoration.prepare(
+            self._storage, manifest, self._ranks, self._managed, held, strict=strict, share=share
+        )
 
     def _go_back(self, opened: Opened, notes: Notes) -> None:
         """Restore what is this rank's own: generators, and where its loaders are."""

@@ -22,6 +22,7 @@ from ckpt.formats.values import Decoder
 from ckpt.parts import LEFT, Place, SavedTensor
 from ckpt.ranks import MAIN
 from ckpt.reading import read, read_verified, verify
+from ckpt.sharing import Sharing
 from ckpt.storage import Storage
 from ckpt.stored_file import StoredFile, VerifiedFile
 
@@ -70,6 +71,7 @@ class Opened:
         self.manifest = manifest
         self.rank = rank
         self._records = {file.name: file for file in manifest.files}
+        self.sharing = Sharing(rank)
         self._asked: list[Transfer] = []
         self._live: list[Transfer] = []
         self._opened: dict[str, Tensors] = {}
@@ -130,17 +132,26 @@ class Opened:
             tensors.fill(saved.name, local_tensor(target), box)
         return target
 
+    @property
+    def wanted(self) -> list[Transfer]:
+        """All that was asked for."""
+        return [*self._asked, *self._live]
+
     def read_tensors(self) -> None:
         """Read what was asked for into new memory, and verify what was asked for into memory that is in use."""
+        alone, together = self.sharing.divided(self._asked)
         with self._bar("reading", [*self._asked, *self._live]) as advance:
-            read_verified(self._asked, self.manifest.name, advance)
-            verify(self._live, self.manifest.name, advance)
+            read_verified(alone, self.manifest.name, advance)
+            read_verified(together, self.manifest.name, advance, threads=1)
+            verify([one for one in self._live if self.sharing.is_mine(one)], self.manifest.name, advance)
         self._asked = []
 
     def read_live(self) -> None:
         """Read what was asked for into memory that is in use."""
+        alone, together = self.sharing.divided(self._live)
         with self._bar("loading", self._live) as advance:
-            read(self._live, self.manifest.name, advance)
+            read(alone, self.manifest.name, advance)
+            read(together, self.manifest.name, advance, threads=1)
         self._live = []
 
     def _bar(self, verb: str, transfers: list[Transfer]) -> AbstractContextManager[Callable[[float], None]]:

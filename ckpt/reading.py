@@ -27,20 +27,23 @@ from ckpt.stored_file import WINDOW, VerifiedFile
 Advance = Callable[[float], None]
 
 
-def read_verified(transfers: Iterable[Transfer], where: str, advance: Advance = lambda size: None) -> None:
-    """Carry out all transfers. Raises a `DamagedError` that names every block that does not match its hash."""
-    _run(_blocks(transfers), where, _read_and_verify, advance)
+def read_verified(transfers: Iterable[Transfer], where: str, advance: Advance, *, threads: int = THREADS) -> None:
+    """Carry out all transfers. Raises a `DamagedError` that names every block that does not match its hash.
+
+    With one thread they come in the order of their files and bytes.
+    """
+    _run(_blocks(transfers), where, _read_and_verify, advance, threads)
 
 
-def verify(transfers: Iterable[Transfer], where: str, advance: Advance = lambda size: None) -> None:
+def verify(transfers: Iterable[Transfer], where: str, advance: Advance) -> None:
     """Look at every block that the transfers need, and move nothing."""
     blocks = {(id(one.file), one.index): (one.file, one.index) for one in _blocks(transfers)}
     _refuse(where, altered(list(blocks.values()), advance))
 
 
-def read(transfers: Iterable[Transfer], where: str, advance: Advance = lambda size: None) -> None:
+def read(transfers: Iterable[Transfer], where: str, advance: Advance, *, threads: int = THREADS) -> None:
     """Carry out all transfers, of bytes that have just been verified."""
-    _run(_blocks(transfers), where, _read_only, advance)
+    _run(_blocks(transfers), where, _read_only, advance, threads)
 
 
 class _Landing:
@@ -230,7 +233,13 @@ def _read_chunk(block: _Block, start: int, stop: int, pieces: list[_Piece], buff
     return found
 
 
-def _run(blocks: list[_Block], where: str, work: Callable[[_Block, _Buffers], str | None], advance: Advance) -> None:
+def _run(
+    blocks: list[_Block],
+    where: str,
+    work: Callable[[_Block, _Buffers], str | None],
+    advance: Advance,
+    threads: int,
+) -> None:
     """Work on all blocks in several threads. If reading fails, the rest is given up."""
     waiting = iter(blocks)
     turn = threading.Lock()
@@ -253,7 +262,7 @@ def _run(blocks: list[_Block], where: str, work: Callable[[_Block, _Buffers], st
         finally:
             buffers.finish()
 
-    threads = min(THREADS, len(blocks))
+    threads = min(threads, len(blocks))
     if threads < 2:
         loop()
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from ckpt.managed import Managed
 from ckpt.opened import Opened
 from ckpt.parts import Notes, Part, Place
 from ckpt.ranks import Ranks
+from ckpt.sharing import sharing
 from ckpt.storage import Storage
 
 Unfit = Mapping[str, Mapping[str, str]]  # what does not fit and why, by part and key
@@ -36,8 +38,17 @@ class Restoration:
 
     @classmethod
     def prepare(
-        cls, storage: Storage, manifest: Manifest, ranks: Ranks, managed: Managed, *, strict: bool
+        cls,
+        storage: Storage,
+        manifest: Manifest,
+        ranks: Ranks,
+        managed: Managed,
+        held: ExitStack,
+        *,
+        strict: bool,
+        share: bool,
     ) -> Restoration:
+        """Everything that can fail, on all ranks together. What must last until `finish` is put into `held`."""
         call = f"load_state({manifest.name!r})"
         opened = together(ranks, call, lambda: Opened(storage, manifest, ranks.rank))
         notes = Notes()
@@ -48,6 +59,8 @@ class Restoration:
         parts = {**managed.parts, **own}
         unfit: Unfit = together(ranks, call, lambda: _check(opened, parts, strict=strict))
         takers = together(ranks, call, lambda: _ask(opened, parts, unfit, notes))
+        if share and ranks.world_size > 1:
+            opened.sharing = held.enter_context(sharing(ranks, call, opened.wanted))
         together(ranks, call, opened.read_tensors)
         return cls(opened, ranks, parts, notes, takers)
 

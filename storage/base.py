@@ -34,6 +34,8 @@ class Storage(Protocol):
     - Whatever fails raises a `StorageError`; nothing under a key is an `AbsentError`, no space left a `FullError`.
     """
 
+    near: bool  # whether what one process has read costs others on its host next to nothing
+
     @property
     def url(self) -> str:
         """The root, as a user would write it. Holds no secret."""

@@ -31,6 +31,8 @@ _COPIED_AT_ONCE = 8 << 20
 class LocalStorage:
     """A directory, made when the first object is written."""
 
+    near = True
+
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(os.path.abspath(os.fspath(root)))
         self._shown = os.fspath(root)

@@ -31,6 +31,8 @@ _spaces: dict[str, _Space] = {}
 class MemoryStorage:
     """`memory://name`: every storage of the same name in this process shares its objects."""
 
+    near = True
+
     def __init__(self, name: str) -> None:
         self._name = name.rstrip("/")
         self._space = _spaces.setdefault(self._name, _Space())

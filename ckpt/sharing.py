@@ -1,0 +1,122 @@
+"""What all ranks of a host need is read by one of them, and passed on to the others.
+
+Worth it where every byte comes over a network. From a local disk every rank reads for itself: what one has read, the
+others find in the page cache.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckpt.agreement import Outcome, agree
+from ckpt.errors import StorageError
+from ckpt.formats.blocks import digest
+from ckpt.formats.memory import host_bytes
+from ckpt.formats.transfers import Transfer
+from ckpt.ranks import Ranks
+from ckpt.stored_file import VerifiedFile
+
+_DEADLINE = timedelta(minutes=10)
+
+
+def host() -> str:
+    return socket.gethostname()
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The files that the ranks of this host read together: for each, the rank that reads."""
+
+    rank: int
+    readers: Mapping[str, int] = field(default_factory=dict)
+    group: Any = None
+
+    def is_mine(self, transfer: Transfer) -> bool:
+        """Whether this rank reads it from the storage."""
+        return self.readers.get(transfer.reader.stored.key, self.rank) == self.rank
+
+    def divided(self, transfers: list[Transfer]) -> tuple[list[Transfer], list[Transfer]]:
+        """Transfers of this rank alone, and those in which all ranks of the host take part."""
+        alone = [one for one in transfers if one.reader.stored.key not in self.readers]
+        files: dict[int, _PassedOn] = {}
+        together = []
+        for one in transfers:
+            key = one.reader.stored.key
+            if key in self.readers:
+                file = files.setdefault(id(one.reader), self._passed_on(one.reader))
+                together.append(replace(one, reader=file))
+        return alone, together
+
+    def _passed_on(self, file: VerifiedFile) -> _PassedOn:
+        return _PassedOn(
+            file.stored, file.record, group=self.group, reader=self.readers[file.stored.key], rank=self.rank
+        )
+
+
+@dataclass(frozen=True)
+class _PassedOn(VerifiedFile):
+    """A file that one rank reads. All ranks of the group make the same calls in the same order."""
+
+    group: Any = None
+    reader: int = 0
+    rank: int = 0
+
+    def read_into(self, start: int, *buffers: memoryview) -> None:
+        size = sum(map(len, buffers))
+        memory = torch.zeros(size + 1, dtype=torch.uint8)  # the last byte says whether the others are what was read
+        error: Exception | None = None
+        if self.rank == self.reader:
+            try:
+                super().read_into(start, host_bytes(memory[:size]))
+                memory[size] = 1
+            except StorageError as failure:  # for all, when they have been told
+                error = failure
+        dist.broadcast(memory, self.reader, group=self.group)
+        if not memory[size]:
+            raise error or StorageError(f"rank {self.reader} could not read {self.stored.key} for this one.")
+        view = host_bytes(memory[:size])
+        for buffer in buffers:
+            buffer[:], view = view[: len(buffer)], view[len(buffer) :]
+
+
+@contextmanager
+def sharing(ranks: Ranks, call: str, transfers: list[Transfer]) -> Iterator[Sharing]:
+    """Find out what the ranks of each host have in common. Every rank makes this call."""
+    wanted = _described(transfers)
+    plan = agree(ranks, call, Outcome({"host": host(), "files": wanted}), _plan)
+    mine: dict[str, int] = next((one["files"] for one in plan if ranks.rank in one["ranks"]), {})
+    groups = [dist.new_group(one["ranks"], timeout=_DEADLINE, backend="gloo") for one in plan]
+    group = next((group for group, one in zip(groups, plan, strict=True) if ranks.rank in one["ranks"]), None)
+    try:
+        yield Sharing(ranks.rank, mine, group)
+    finally:
+        if group is not None:
+            dist.destroy_process_group(group)
+
+
+def _described(transfers: list[Transfer]) -> dict[str, str]:
+    """For each file a digest of what is wanted of it."""
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for one in transfers:
+        spans.setdefault(one.reader.stored.key, []).append((one.start, one.size))
+    return {key: digest(repr(found).encode()) for key, found in spans.items()}
+
+
+def _plan(told: list[Any]) -> list[dict[str, Any]]:
+    """On the main rank: for each host its ranks, and the files of which all of them want the same."""
+    plan = []
+    for name in sorted({one["host"] for one in told}):
+        ranks = [rank for rank, one in enumerate(told) if one["host"] == name]
+        first = told[ranks[0]]["files"]
+        common = [key for key in sorted(first) if all(told[rank]["files"].get(key) == first[key] for rank in ranks)]
+        if len(ranks) > 1 and common:
+            plan.append({"ranks": ranks, "files": {key: ranks[n % len(ranks)] for n, key in enumerate(common)}})
+    return plan

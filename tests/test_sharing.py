@@ -1,0 +1,134 @@
+"""What all ranks of a host need is read by one of them and passed on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from ckpt import sharing
+from ckpt.storage import LocalStorage
+from tests.processes import run_ranks
+from tests.sharded import MODELS, state, step
+from tests.training import exact
+
+
+class CountingStorage(LocalStorage):
+    """Knows how many bytes of tensors were read."""
+
+    read_in_all = 0
+
+    def read_into(self, key: str, start: int, *buffers: memoryview) -> None:
+        self.read_in_all += sum(map(len, buffers))
+        super().read_into(key, start, *buffers)
+
+
+class FarStorage(CountingStorage):
+    near = False
+
+
+class BrokenStorage(CountingStorage):
+    """A disk that fails when the optimizer is read, once its header has been seen."""
+
+    def read_into(self, key: str, start: int, *buffers: memoryview) -> None:
+        if key.endswith("optimizer.safetensors"):
+            self.times = getattr(self, "times", 0) + 1
+            if self.times > 1:
+                raise ckpt.StorageError(f"{key}: input/output error")
+        super().read_into(key, start, *buffers)
+
+
+def large(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Linear(600, 600)
+
+
+def save(root: Path) -> str:
+    model = large(1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 600)).sum().backward()
+    optimizer.step()
+    with ckpt.StateManager(root, model=model, optimizer=optimizer) as manager:
+        manager.save_state("x")
+    return exact([model.state_dict(), optimizer.state_dict()["state"]])
+
+
+def load(rank: int, root: str, storage: type[CountingStorage], broadcast: bool | None, hosts: list[str]) -> None:
+    sharing.host = lambda: hosts[rank]
+    model = large(2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    counting = storage(root)
+    with ckpt.StateManager(counting, model=model, optimizer=optimizer, broadcast=broadcast, timeout=30) as manager:
+        manager.load_state("x")
+    Path(root, f"rank-{rank}.txt").write_text(exact([model.state_dict(), optimizer.state_dict()["state"]]))
+    Path(root, f"rank-{rank}.json").write_text(json.dumps(counting.read_in_all))
+
+
+def loaded(
+    root: Path, storage: type[CountingStorage], *, broadcast: bool | None = None, hosts: list[str] | None = None
+) -> list[int]:
+    """Load on some ranks, and say how much each has read. All of them have what was saved."""
+    hosts = hosts or ["a", "a"]
+    saved = save(root)
+    assert run_ranks(len(hosts), load, str(root), storage, broadcast, hosts) == [0] * len(hosts)
+    assert all((root / f"rank-{rank}.txt").read_text() == saved for rank in range(len(hosts)))
+    return [json.loads((root / f"rank-{rank}.json").read_text()) for rank in range(len(hosts))]
+
+
+WHOLE = 3 * 4 * 600 * 600  # weights and two moments
+
+
+def test_far_away_every_byte_is_read_once_for_all_ranks_of_a_host(tmp_path: Path) -> None:
+    near, far = loaded(tmp_path / "near", CountingStorage), loaded(tmp_path / "far", FarStorage)
+    assert min(near) > WHOLE
+    assert sum(far) < sum(near) - WHOLE
+
+
+def test_every_host_reads_for_itself(tmp_path: Path) -> None:
+    shared = loaded(tmp_path / "shared", CountingStorage, broadcast=True, hosts=["a", "b", "a", "b"])
+    apart = loaded(tmp_path / "apart", CountingStorage, broadcast=True, hosts=["a", "b", "c", "d"])
+    assert sum(shared) < sum(apart) - 2 * WHOLE
+    assert min(apart) > WHOLE
+
+
+def test_the_option_turns_it_off_far_away(tmp_path: Path) -> None:
+    assert min(loaded(tmp_path, FarStorage, broadcast=False)) > WHOLE
+
+
+def load_from_a_broken_disk(rank: int, root: str) -> None:
+    model = large(2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = exact(model.state_dict())
+    with (
+        ckpt.StateManager(BrokenStorage(root), model=model, optimizer=optimizer, broadcast=True, timeout=30) as manager,
+        pytest.raises(ckpt.DamagedError, match="input/output error"),
+    ):
+        manager.load_state("x")
+    assert exact(model.state_dict()) == before
+
+
+def test_what_one_rank_cannot_read_no_rank_waits_for(tmp_path: Path) -> None:
+    save(tmp_path)
+    assert run_ranks(2, load_from_a_broken_disk, str(tmp_path)) == [0, 0]
+
+
+def round_trip_spread(rank: int, root: str) -> None:
+    """Every rank needs other bytes: there is nothing to share, and nothing is lost."""
+    model = MODELS["fsdp2"](1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer, 0)
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, timeout=30) as manager:
+        manager.save_state("x")
+    other = MODELS["fsdp2"](2)
+    again = torch.optim.AdamW(other.parameters())
+    with ckpt.StateManager(root, model=other, optimizer=again, broadcast=True, timeout=30) as manager:
+        manager.load_state("x")
+    assert state(other, again) == state(model, optimizer)
+
+
+def test_what_is_spread_is_read_by_the_rank_that_needs_it(tmp_path: Path) -> None:
+    assert run_ranks(2, round_trip_spread, str(tmp_path)) == [0, 0]
