@@ -22,7 +22,7 @@ from ckpt.stored_file import WINDOW, StoredFile, VerifiedFile
 MARKER = ".saving"  # in a checkpoint's folder while it is being written
 _STATE = "state.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,199}")
-THREADS = min(16, max(2, os.cpu_count() or 1))
+THREADS = min(16, max(2, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ckpt.catalog import check_name
 from ckpt.choosing import Choice, choose
 from ckpt.config import read_config
 from ckpt.console import say
-from ckpt.errors import ConfigError, MetricError, MissingError, Preempted
+from ckpt.errors import ConfigError, MetricError, MissingError, Preempted, StateError
 from ckpt.formats.manifest import Manifest
 from ckpt.loop import Loop, Waiting
 from ckpt.managed import KINDS, Managed, named
@@ -92,6 +92,7 @@ class StateManager:
         self._restored: Restored | None = None
         self._started = False
         self._saved_at: tuple[int, int] | None = None
+        self._half_loaded: str | None = None
         self._handle_sigterm = handle_sigterm
         self._preemption = Preemption(self._ranks)
         weakref.finalize(self, self._preemption.close)
@@ -169,6 +170,7 @@ class StateManager:
                 "step() came before the state was resumed. Go through manager.epochs(...) or manager.batches(...), or "
                 "call manager.resume() before the loop."
             )
+        self._refuse_half_loaded()
         self.progress.step += 1
         self._metrics = _checked_metrics(metrics)
         if self._handle_sigterm:  # from the first step on: only then is there somebody to answer it
@@ -188,6 +190,7 @@ class StateManager:
         Inside `batches` the next run goes on with the batch after this one: save when it has been used. After the inner
         loop the next run begins with the next epoch: let the save be the last thing in the epoch.
         """
+        self._refuse_half_loaded()
         name = check_name(name) if name is not None else self._default_name()
         numbers = self._numbers(metrics)
         facts = {"progress": self._loop.saved_progress().to_json(), "metrics": numbers}
@@ -229,6 +232,7 @@ class StateManager:
         self._saver.close()
 
     def _start(self) -> None:
+        self._refuse_half_loaded()
         if not self._started:
             self.resume()
 
@@ -270,14 +274,36 @@ class StateManager:
             restoration: Restoration = choice.ready
             parts = restoration.finish()
             self._go_back(restoration.opened, restoration.notes)
+            self._half_loaded = None
         return self._tell(choice, parts, restoration.notes)
 
     def _prepare(self, manifest: Manifest, held: ExitStack, *, strict: bool) -> Restoration:
         far = not getattr(self._storage, "near", True)
         share = far if self._broadcast is None else self._broadcast
+        precious = self._saved_at is not None or self.progress.step > 0
+
+        def touch() -> None:
+            self._half_loaded = manifest.name
+
         return Restoration.prepare(
-            self._storage, manifest, self._ranks, self._managed, held, strict=strict, share=share
+            self._storage,
+            manifest,
+            self._ranks,
+            self._managed,
+            held,
+            strict=strict,
+            share=share,
+            precious=precious,
+            touch=touch,
         )
+
+    def _refuse_half_loaded(self) -> None:
+        """What is partly one state and partly another must not be trained on, and not be saved."""
+        if self._half_loaded:
+            raise StateError(
+                f"a load of {self._half_loaded} failed half-way, so the objects hold parts of it. Build them anew, and "
+                "a new StateManager for them, or load another checkpoint first."
+            )
 
     def _go_back(self, opened: Opened, notes: Notes) -> None:
         """Restore what is this rank's own: generators, and where its loaders are."""

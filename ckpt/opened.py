@@ -137,22 +137,27 @@ class Opened:
         """All that was asked for."""
         return [*self._asked, *self._live]
 
-    def read_tensors(self) -> None:
-        """Read what was asked for into new memory, and verify what was asked for into memory that is in use."""
-        alone, together = self.sharing.divided(self._asked)
-        with self._bar("reading", [*self._asked, *self._live]) as advance:
-            read_verified(alone, self.manifest.name, advance)
-            read_verified(together, self.manifest.name, advance, threads=1)
-            verify([one for one in self._live if self.sharing.is_mine(one)], self.manifest.name, advance)
+    def read_new(self) -> None:
+        """Read what was asked for into new memory, verifying it on the way."""
+        self._read(self._asked, read_verified)
         self._asked = []
 
-    def read_live(self) -> None:
-        """Read what was asked for into memory that is in use."""
-        alone, together = self.sharing.divided(self._live)
-        with self._bar("loading", self._live) as advance:
-            read(alone, self.manifest.name, advance)
-            read(together, self.manifest.name, advance, threads=1)
+    def verify_live(self) -> None:
+        """Verify what was asked for into memory that is in use."""
+        mine = [one for one in self._live if self.sharing.is_mine(one)]
+        with self._bar("verifying", mine) as advance:
+            verify(mine, self.manifest.name, advance)
+
+    def read_live(self, *, verified: bool) -> None:
+        """Read what was asked for into memory that is in use; what has not been verified is, on the way."""
+        self._read(self._live, read if verified else read_verified)
         self._live = []
+
+    def _read(self, transfers: list[Transfer], how: Callable[..., None]) -> None:
+        alone, together = self.sharing.divided(transfers)
+        with self._bar("loading", transfers) as advance:
+            how(alone, self.manifest.name, advance)
+            how(together, self.manifest.name, advance, threads=1)
 
     def _bar(self, verb: str, transfers: list[Transfer]) -> AbstractContextManager[Callable[[float], None]]:
         size = sum(one.size for one in transfers)

@@ -76,7 +76,7 @@ class OptimizerPart:
         notes.skipped.update({f"{self.key}.{name}": why for name, why in unfit.items()})
         if "param_groups" in unfit:
             return lambda: None
-        values = read(self._places())
+        values = read(self._places(), live=bool(self.optimizer.state))
         return lambda: self._take(values(), unfit)
 
     def _take(self, values: Any, unfit: Mapping[str, str]) -> None:
@@ -97,12 +97,22 @@ class OptimizerPart:
         self._keep_dtypes(known)
 
     def _places(self) -> Place:
-        """State with the shape of its parameter lies where the parameter does, and is spread like it."""
+        """State goes to where there is such state already: it may be most of the memory, and must not be there twice.
+
+        Else, what has the shape of its parameter lies where the parameter does, and is spread like it.
+        """
         followed = self._followed()  # once: it goes through all parameters
+        state = {} if self._fsdp1() is not None else self.optimizer.state
 
         def find(one: SavedTensor) -> Any:
-            parameter = followed.get(one.name.rpartition(".")[0].removeprefix("state."))
-            fits = parameter is not None and tuple(parameter.size()) == one.shape and one.shape
+            name, _, key = one.name.rpartition(".")
+            parameter = followed.get(name.removeprefix("state."))
+            if parameter is None:
+                return None
+            there = state.get(parameter, {}).get(key)
+            if isinstance(there, torch.Tensor) and (there.dtype, tuple(there.size())) == (one.dtype, one.shape):
+                return there
+            fits = one.shape and tuple(parameter.size()) == one.shape
             return empty_like(parameter, one.dtype) if fits else None
 
         return find

@@ -199,7 +199,7 @@ class Together:
                     "Nothing was committed; earlier checkpoints stand."
                 )
             time.sleep(pause)
-            pause = min(pause * 1.5, _LONGEST)
+            pause = min(pause * 1.5, _LONGEST, _LONGEST_PER_RANK * self.world_size)
 
     def _beats(self, keys: dict[int, str]) -> dict[int, int]:
         """How often each rank that is missing has shown that it is at work."""
@@ -233,6 +233,7 @@ class _Watched:
 
 
 _SHORTEST, _LONGEST = 0.001, 0.1  # seconds between two questions
+_LONGEST_PER_RANK = 0.002  # few ranks may ask more often than a thousand
 
 _ADVICE = (
     "Every rank must make this call: take it out of 'if rank == 0:' (or is_main_process). "

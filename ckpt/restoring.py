@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ckpt import rng
 from ckpt.agreement import together
 from ckpt.errors import CkptError, MismatchError, StateError
@@ -26,14 +28,17 @@ Unfit = Mapping[str, Mapping[str, str]]  # what does not fit and why, by part an
 class Restoration:
     """A checkpoint on its way into live objects.
 
-    `prepare` changes nothing: it checks that all of it fits, on every rank, and that all of it is intact. Only then
-    does `finish` touch the live objects.
+    `prepare` checks that all of it fits, on every rank, and that all of it is intact. Where the live objects are
+    `precious`, nothing is written to them before that is known. Where they are fresh from their constructors, tensors
+    are read straight into them, and verified on the way: `touch` is called before the first.
     """
 
     opened: Opened
     ranks: Ranks
     parts: Mapping[str, Part]
     notes: Notes
+    precious: bool
+    touch: Callable[[], None]
     takers: dict[str, Callable[[], None]] = field(default_factory=dict)
 
     @classmethod
@@ -47,6 +52,8 @@ class Restoration:
         *,
         strict: bool,
         share: bool,
+        precious: bool,
+        touch: Callable[[], None],
     ) -> Restoration:
         """Everything that can fail, on all ranks together. What must last until `finish` is put into `held`."""
         call = f"load_state({manifest.name!r})"
@@ -61,13 +68,20 @@ class Restoration:
         takers = together(ranks, call, lambda: _ask(opened, parts, unfit, notes))
         if share and ranks.world_size > 1:
             opened.sharing = held.enter_context(sharing(ranks, call, opened.wanted))
-        together(ranks, call, opened.read_tensors)
-        return cls(opened, ranks, parts, notes, takers)
+        together(ranks, call, opened.read_new)
+        if precious:
+            together(ranks, call, opened.verify_live)
+        else:
+            touch()
+            together(ranks, call, lambda: opened.read_live(verified=False))
+        return cls(opened, ranks, parts, notes, precious, touch, takers)
 
     def finish(self) -> list[str]:
         """Let all parts take their state, and return their keys."""
         call = f"load_state({self.opened.manifest.name!r})"
-        together(self.ranks, call, self.opened.read_live)
+        if self.precious:
+            self.touch()
+            together(self.ranks, call, lambda: self.opened.read_live(verified=True))
         together(self.ranks, call, lambda: _take(self.takers))
         self.notes.resharded.update(_resharded(self.opened, {key: self.parts[key] for key in self.takers}))
         return list(self.takers)
@@ -125,6 +139,7 @@ def _where(part: str, key: str) -> str:
     return f"{part}: {key}: " if key else f"{part}: "
 
 
+@torch.no_grad()  # a piece of a DTensor is then the piece itself
 def _ask(opened: Opened, parts: Mapping[str, Part], unfit: Unfit, notes: Notes) -> dict[str, Callable[[], None]]:
     """Ask for what fits. Returns, for each part, what takes it when it has been read."""
     takers = {}

@@ -23,8 +23,8 @@ class StoredFile:
     def read(self, start: int, stop: int) -> bytes:
         return self.storage.read(self.key, start, stop)
 
-    def read_into(self, start: int, *buffers: memoryview) -> None:
-        self.storage.read_into(self.key, start, *buffers)
+    def read_into(self, start: int, *buffers: memoryview, again: bool = False) -> None:
+        self.storage.read_into(self.key, start, *buffers, again=again)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class VerifiedFile:
         start, stop = self.span(index)
         while start < stop:
             piece = buffer[: stop - start]
-            self.read_into(start, piece)
+            self.stored.read_into(start, piece, again=True)
             hasher.update(piece)
             advance(len(piece))
             start += len(piece)

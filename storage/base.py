@@ -52,8 +52,11 @@ class Storage(Protocol):
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         """The bytes of `key` from `start` up to `stop` (its end if none); fewer where the object ends earlier."""
 
-    def read_into(self, key: str, start: int, *buffers: memoryview) -> None:
-        """Fill the buffers, one after the other, with the bytes of `key` from `start`; too few of them is an error."""
+    def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
+        """Fill the buffers, one after the other, with the bytes of `key` from `start`; too few of them is an error.
+
+        `again` says that the same bytes will be asked for again soon.
+        """
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """Every object whose key is below `prefix`, at any depth, in no particular order."""

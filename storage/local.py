@@ -87,10 +87,11 @@ class LocalStorage:
             file.seek(start)
             return file.read(-1 if stop is None else max(0, stop - start))
 
-    def read_into(self, key: str, start: int, *buffers: memoryview) -> None:
+    def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
         with self._explained("read", key):
             path = self._path(key, followed=True)
-            missing = read_scattered(str(path), start, [memoryview(buffer).cast("B") for buffer in buffers])
+            views = [memoryview(buffer).cast("B") for buffer in buffers]
+            missing = read_scattered(str(path), start, views, cached=again)
             if missing:
                 raise StorageError(f"{self._shown}/{key} ends {missing} bytes too early.")
 

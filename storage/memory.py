@@ -54,7 +54,7 @@ class MemoryStorage:
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         return self._object(key)[start:stop]
 
-    def read_into(self, key: str, start: int, *buffers: memoryview) -> None:
+    def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
         size = sum(map(len, buffers))
         pieces = memoryview(self._object(key))[start : start + size]
         if len(pieces) < size:

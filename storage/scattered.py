@@ -35,13 +35,16 @@ class _Pages(ctypes.Structure):
     )
 
 
-def read_scattered(path: str, start: int, buffers: list[memoryview]) -> int:
-    """Fill the buffers, one after the other, from `start` on. Returns how many bytes are missing at the end."""
+def read_scattered(path: str, start: int, buffers: list[memoryview], *, cached: bool = False) -> int:
+    """Fill the buffers, one after the other, from `start` on. Returns how many bytes are missing at the end.
+
+    What shall be `cached` is read through the page cache in any case.
+    """
     left = [buffer for buffer in buffers if len(buffer)]
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = sum(map(len, left))
-        if size >= _WORTH_IT and not _is_cached(descriptor, start, size):
+        if size >= _WORTH_IT and not cached and not _is_cached(descriptor, start, size):
             start, left = _past_cache(path, start, left)
         while left:
             got = os.preadv(descriptor, _at_once(left), start)

@@ -110,3 +110,53 @@ def test_verify_names_what_is_wrong(root: Path) -> None:
     assert report["step-00000002"] == []
     assert report["step-00000001"] == [f"state.json was altered (bytes 0 to {len(data)})"]
     assert ckpt.verify(root / "step-00000001").keys() == {"step-00000001"}
+
+
+def _large(seed: int) -> nn.Module:
+    """Longer than a block, so that damage at its end is found when its beginning has been read."""
+    torch.manual_seed(seed)
+    return nn.Linear(3000, 3000, bias=False)
+
+
+@pytest.fixture(scope="module")
+def damaged_at_its_end(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("large")
+    with ckpt.StateManager(root, model=_large(1)) as manager:
+        manager.save_state("old")
+        manager.save_state("new")
+    with open(root / "new" / "model.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"?")
+    return root
+
+
+def test_what_was_trained_stays_as_it_is_when_a_load_fails(damaged_at_its_end: Path) -> None:
+    model = _large(2)
+    with ckpt.StateManager(damaged_at_its_end, model=model) as manager:
+        manager.load_state("old")
+        with torch.no_grad():
+            model.weight.add_(1)
+        before = model.weight.clone()
+        with pytest.raises(ckpt.DamagedError, match=r"model\.safetensors was altered"):
+            manager.load_state("new")
+        assert torch.equal(model.weight, before)
+
+
+def test_fresh_objects_take_the_newest_that_is_intact(damaged_at_its_end: Path) -> None:
+    model = _large(2)
+    with ckpt.StateManager(damaged_at_its_end, model=model) as manager:
+        assert manager.load_state().name == "old"
+        manager.step()
+    assert torch.equal(model.weight, _large(1).weight)
+
+
+def test_what_was_loaded_in_part_is_neither_saved_nor_trained_on(damaged_at_its_end: Path) -> None:
+    with ckpt.StateManager(damaged_at_its_end, model=_large(2)) as manager:
+        with pytest.raises(ckpt.DamagedError):
+            manager.load_state("new")
+        with pytest.raises(ckpt.StateError, match="a load of new failed half-way"):
+            manager.save_state("mixed")
+        with pytest.raises(ckpt.StateError, match="a load of new failed half-way"):
+            next(manager.epochs(1))
+        manager.load_state("old")
+        manager.step()

@@ -22,9 +22,9 @@ class CountingStorage(LocalStorage):
 
     read_in_all = 0
 
-    def read_into(self, key: str, start: int, *buffers: memoryview) -> None:
+    def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
         self.read_in_all += sum(map(len, buffers))
-        super().read_into(key, start, *buffers)
+        super().read_into(key, start, *buffers, again=again)
 
 
 class FarStorage(CountingStorage):
@@ -34,12 +34,12 @@ class FarStorage(CountingStorage):
 class BrokenStorage(CountingStorage):
     """A disk that fails when the optimizer is read, once its header has been seen."""
 
-    def read_into(self, key: str, start: int, *buffers: memoryview) -> None:
+    def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
         if key.endswith("optimizer.safetensors"):
             self.times = getattr(self, "times", 0) + 1
             if self.times > 1:
                 raise ckpt.StorageError(f"{key}: input/output error")
-        super().read_into(key, start, *buffers)
+        super().read_into(key, start, *buffers, again=again)
 
 
 def large(seed: int) -> nn.Module:
