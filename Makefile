@@ -27,7 +27,7 @@ kills: $(READY)
 	CKPT_KILLS=200 $(BIN)/python -m pytest tests/test_kills.py -s
 
 bench: $(READY)
-	$(BIN)/python benchmarks/save_load.py
+	$(BIN)/python benchmarks/cpu.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -50,6 +50,17 @@ class Captured:
             files += _tensor_files(partial(spread_file, key, self.rank), mine, part.frozen)
         return [*files, *_whole_files(self.own)]
 
+    @property
+    def all_images(self) -> list[Image]:
+        """The files that this rank writes, but for what it is handed by others."""
+        return [*(self.images if self.rank == MAIN else ()), *self.own_images]
+
+    @property
+    def on_device(self) -> bool:
+        """Whether some of it lies on an accelerator."""
+        named = (content for image in self.all_images for content in image.contents or () if isinstance(content, tuple))
+        return any(tensor.device.type != "cpu" for _, tensor in named)
+
     def help_to_gather(self) -> None:
         """What the other ranks do while the main one writes files whole: hand over each tensor when its turn comes."""
         for part in self.gathered.values():

@@ -12,10 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
+from ckpt.background import Beside
 from ckpt.catalog import MARKER, Checkpoint, find, scan
 from ckpt.console import LONG, bar
 from ckpt.errors import AbsentError, LockedError, StorageError
-from ckpt.formats.blocks import BlockHasher
+from ckpt.formats.blocks import BlockHasher, block_digests
 from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.state import Image
 from ckpt.retention import Keep
@@ -99,6 +100,15 @@ class Attempt:
 
     def _write_one(self, storage: Storage, image: Image, advance: Callable[[float], None]) -> FileRecord:
         path = self.path_for(image.path)
+        if image.memory is not None:
+            memory = image.memory
+            hashing = Beside(lambda: block_digests(memory), "ckpt-hash")
+            try:
+                storage.write(f"{self.name}/{path}", [memory])
+            finally:
+                digests = hashing.result()
+            advance(image.size)
+            return FileRecord(name=image.path, path=path, size=image.size, blocks=digests)
         hasher = BlockHasher()
         source = image.pieces()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from ckpt import rng
 from ckpt.errors import ConfigError
+from ckpt.formats.sharding import is_sharded, local_tensor
 from ckpt.models import ModelPart
 from ckpt.optimizers import OptimizerPart
 from ckpt.parts import GradientsPart, ObjectPart, Part
@@ -36,6 +37,39 @@ class Managed:
         self._add_optimizers(optimizers)
         for key, value in others.items():
             self.parts[key] = ObjectPart(key, value, same_class=True)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers themselves, without what Accelerate wraps around them."""
+        found = []
+        for part in self.parts.values():
+            if isinstance(part, OptimizerPart):
+                inner: Any = part.optimizer
+                while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
+                    inner = inner.optimizer
+                found.append(inner)
+        return found
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The parameters and buffers of models, and what optimizers know of them: most of the state."""
+        for model in self.models.values():
+            yield from (
+                local_tensor(one) if is_sharded(one) else one for one in (*model.parameters(), *model.buffers())
+            )
+        yield from self._optimizer_state()
+
+    def optimized(self) -> frozenset[int]:
+        """The addresses of memory that only optimizers change, in their steps."""
+        parameters = (p for one in self.optimizers for group in one.param_groups for p in group["params"])
+        pieces = (local_tensor(one) if is_sharded(one) else one for one in parameters)
+        return frozenset(one.untyped_storage().data_ptr() for one in (*pieces, *self._optimizer_state()))
+
+    def _optimizer_state(self) -> Iterator[torch.Tensor]:
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                values = state.values() if isinstance(state, dict) else ()
+                tensors = (value for value in values if isinstance(value, torch.Tensor))
+                yield from (local_tensor(one) if is_sharded(one) else one for one in tensors)
 
     def own(self, rank: int) -> dict[str, Part]:
         """What a rank saves for itself alone."""

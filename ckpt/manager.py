@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import math
 import os
 import weakref
@@ -16,12 +17,13 @@ import torch
 from torch import nn
 
 from ckpt import restoring, rng
+from ckpt.agreement import Outcome, agree
 from ckpt.capture import LAYOUTS, Capture, Captured
 from ckpt.catalog import check_name
 from ckpt.choosing import Choice, choose
 from ckpt.config import read_config
 from ckpt.console import say
-from ckpt.errors import ConfigError, MetricError, MissingError, Preempted, StateError
+from ckpt.errors import CkptError, ConfigError, MetricError, MissingError, Preempted, StateError
 from ckpt.formats.manifest import Manifest
 from ckpt.loop import Loop, Waiting
 from ckpt.managed import KINDS, Managed, named
@@ -36,6 +38,8 @@ from ckpt.retention import Keep
 from ckpt.saving import Saver
 from ckpt.storage import MemoryStorage, Storage, open_storage
 from ckpt.unwrap import unwrap
+
+_log = logging.getLogger("ckpt")
 
 
 class StateManager:
@@ -55,8 +59,11 @@ class StateManager:
     sharded in pieces, each rank its own, and the rest whole; "full" gathers everything into whole files; "sharded"
     shares out also what every rank has. `gradients`: also save gradients, so that a save in the middle of an
     accumulation window resumes exactly. `broadcast`: when loading, read what all ranks of a host need once, and pass it
-    on among them; if none, where the root is far away. `timeout`: seconds to wait for a rank that does not answer.
-    `handle_sigterm`: save and stop when the process is told to terminate.
+    on among them; if none, where the root is far away. `background`: whether training goes on while a checkpoint is
+    written, unless a save says otherwise. `when_busy`: whether a save that comes while another is being
+    written waits for it ("wait") or is left out ("skip"). `host_memory`: bytes that copies of the state may take; where
+    that is not enough, training waits until a checkpoint is written. `timeout`: seconds to wait for a rank that does
+    not answer. `handle_sigterm`: save and stop when the process is told to terminate.
     """
 
     def __init__(
@@ -73,20 +80,26 @@ class StateManager:
         layout: str = "auto",
         gradients: bool = False,
         broadcast: bool | None = None,
+        background: bool = True,
+        when_busy: str = "wait",
+        host_memory: int | None = None,
         timeout: float = 300.0,
         handle_sigterm: bool = True,
     ) -> None:
-        _check_options(save_every=save_every, keep=keep, layout=layout, timeout=timeout)
+        _check_options(save_every=save_every, keep=keep, layout=layout, timeout=timeout, when_busy=when_busy)
         self._storage = open_storage(root)
         self._ranks = find_ranks(self._storage.url, timeout)
         if self._ranks.world_size > 1 and isinstance(self._storage, MemoryStorage):
             raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
-        self._saver = Saver(self._storage, self._ranks, keep)
+        self._saver = Saver(self._storage, self._ranks, keep, host_memory=host_memory)
+        self._background = background
+        self._when_busy = when_busy
         self._save_every = save_every
         self._keep = keep
         self._layout = layout
         self._broadcast = broadcast
         self._managed = Managed(model, optimizer, scheduler, scaler, gradients=gradients)
+        self._saver.snapshots.watch(self._managed.optimizers)
         self._loop = Loop(self._ranks, named("dataloader", dataloader))
         self._metrics: dict[str, Any] = {}
         self._restored: Restored | None = None
@@ -95,6 +108,9 @@ class StateManager:
         self._half_loaded: str | None = None
         self._handle_sigterm = handle_sigterm
         self._preemption = Preemption(self._ranks)
+        self._memory_ready = False
+        if all(one.state for one in self._managed.optimizers):
+            self._make_memory_ready()
         weakref.finalize(self, self._preemption.close)
 
     @classmethod
@@ -113,7 +129,12 @@ class StateManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except CkptError as failure:
+            if error is None:
+                raise
+            _log.error("%s", failure)  # what went wrong in the loop comes first
 
     @property
     def progress(self) -> Progress:
@@ -171,30 +192,42 @@ class StateManager:
                 "call manager.resume() before the loop."
             )
         self._refuse_half_loaded()
+        if self._ranks.world_size == 1:  # ranks would learn of it at different steps: they are told where they meet
+            self._saver.check()
+        self._make_memory_ready()
         self.progress.step += 1
         self._metrics = _checked_metrics(metrics)
         if self._handle_sigterm:  # from the first step on: only then is there somebody to answer it
             self._preemption.listen()
         stop = self._preemption.due(self.progress.step)
         if stop or (self._save_every and self.progress.step % self._save_every == 0):
-            self.save_state()
+            self.save_state(wait=True if stop else None)
         if stop:
             self._stop()
 
-    def save_state(self, name: str | None = None, *, metrics: Mapping[str, Any] | None = None) -> str:
+    def save_state(
+        self, name: str | None = None, *, metrics: Mapping[str, Any] | None = None, wait: bool | None = None
+    ) -> str | None:
         """Save everything, and return the checkpoint's name (`step-00001000` if none is given).
 
-        When it returns the checkpoint is committed and durable. One of the same name is replaced, and stands until the
-        new one is committed. Every rank must make this call.
+        When it returns the state has been copied, and training may go on while it is written; with `wait`, or after
+        `wait()`, the checkpoint is committed and durable. What goes wrong meanwhile is raised by the next call. While
+        an earlier save is under way, this one waits for it, or, with `when_busy="skip"`, is left out: None is returned.
+
+        A checkpoint of the same name is replaced, and stands until the new one is committed. Every rank must make this
+        call.
 
         Inside `batches` the next run goes on with the batch after this one: save when it has been used. After the inner
         loop the next run begins with the next epoch: let the save be the last thing in the epoch.
         """
         self._refuse_half_loaded()
+        wait = not self._background if wait is None else wait
         name = check_name(name) if name is not None else self._default_name()
         numbers = self._numbers(metrics)
         facts = {"progress": self._loop.saved_progress().to_json(), "metrics": numbers}
-        self._saver.save(name, lambda: self._capture(name, numbers), facts)
+        if not wait and self._is_skipped(name):
+            return None
+        self._saver.save(name, lambda: self._capture(name, numbers), self._managed.optimized, facts, wait=wait)
         self._started = True
         self._saved_at = self._where()
         return name
@@ -222,14 +255,20 @@ class StateManager:
         return restored
 
     def wait(self) -> None:
-        """Return when every save is committed. Saves do not run in the background yet: nothing is ever under way."""
+        """Return when every save is committed. Raises what went wrong with one, if nobody has been told yet."""
+        self._saver.wait()
 
     def close(self) -> None:
-        """Let go of the root, the loaders and SIGTERM. A manager that is used as a context does this itself."""
-        self.wait()
-        self._loop.release()
-        self._preemption.close()
-        self._saver.close()
+        """Finish what is under way, and let go of the root, the loaders and SIGTERM.
+
+        A manager that is used as a context does this itself.
+        """
+        try:
+            self.wait()
+        finally:
+            self._loop.release()
+            self._preemption.close()
+            self._saver.close()
 
     def _start(self) -> None:
         self._refuse_half_loaded()
@@ -264,8 +303,10 @@ class StateManager:
             raise MetricError(f"metrics must be names with one number each, not {given!r}: {error}") from error
 
     def _load(self, name: str | None, *, strict: bool) -> Restored | None:
+        self.wait()
         with ExitStack() as held:
             held.enter_context(self._ranks.working())
+            held.enter_context(self._saver.snapshots.paused())
             prepare = functools.partial(self._prepare, strict=strict)
             choice = choose(self._storage, self._ranks, name, prepare, held)
             if choice is None:
@@ -296,6 +337,21 @@ class StateManager:
             precious=precious,
             touch=touch,
         )
+
+    def _make_memory_ready(self) -> None:
+        """Once, when the size of the state is known: so that the first save is as fast as the others."""
+        if not self._memory_ready:
+            self._memory_ready = True
+            self._saver.snapshots.prepare(self._managed.tensors())
+
+    def _is_skipped(self, name: str) -> bool:
+        """Whether a save is left out because one is under way: the same on every rank."""
+        if self._when_busy != "skip":
+            return False
+        skipped: bool = agree(self._ranks, f"save_state({name!r})", Outcome(self._saver.busy), any)
+        if skipped and self._ranks.rank == MAIN:
+            _log.info("%s is not saved: the save before it is still being written", name)
+        return skipped
 
     def _refuse_half_loaded(self) -> None:
         """What is partly one state and partly another must not be trained on, and not be saved."""
@@ -345,12 +401,14 @@ def _checked_metrics(metrics: Any) -> dict[str, Any]:
     return {key: _detached(value) for key, value in (metrics or {}).items()}
 
 
-def _check_options(*, save_every: Any, keep: Any, layout: Any, timeout: Any) -> None:
+def _check_options(*, save_every: Any, keep: Any, layout: Any, timeout: Any, when_busy: Any) -> None:
     wrong = []
     if save_every is not None and (not isinstance(save_every, int) or save_every < 1):
         wrong.append(f"save_every={save_every!r} must be a number of steps, 1 or more")
     if keep is not None and not isinstance(keep, Keep):
         wrong.append(f"keep={keep!r} must be a ckpt.Keep, for example Keep(last=3)")
+    if when_busy not in ("wait", "skip"):
+        wrong.append(f"when_busy={when_busy!r} must be 'wait' or 'skip'")
     if layout not in LAYOUTS:
         wrong.append(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
     if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):

@@ -32,6 +32,9 @@ class Ranks(Protocol):
     @property
     def world_size(self) -> int: ...
 
+    def apart(self, name: str) -> Ranks:
+        """The same ranks, for talks that do not get in the way of others: another thread may hold them."""
+
     def gather(self, call: str, data: str) -> list[str]:
         """On the main rank: what every rank gave, in the order of ranks. On the others: nothing, at once."""
 
@@ -65,6 +68,9 @@ class Alone:
 
     def __init__(self) -> None:
         self._told: dict[str, str] = {}
+
+    def apart(self, name: str) -> Ranks:
+        return Alone()
 
     def gather(self, call: str, data: str) -> list[str]:
         return [data]
@@ -111,6 +117,9 @@ class Together:
         self._timeout = timeout
         self._turn = 0
         self._used: list[str] = []
+
+    def apart(self, name: str) -> Ranks:
+        return Together(PrefixStore(name, self._store), self.rank, self.world_size, self._timeout)
 
     @_reachable()
     def gather(self, call: str, data: str) -> list[str]:

@@ -26,6 +26,11 @@ from ckpt.stored_file import WINDOW, VerifiedFile
 
 Advance = Callable[[float], None]
 
+# Bytes go to a device through pinned memory, of which every thread needs two windows, and which takes time to pin. Few
+# threads and large windows: measured on an H200, where others had the threads wait for the interpreter.
+_WINDOW_AWAY = 16 << 20
+_THREADS_AWAY = 10
+
 
 def read_verified(transfers: Iterable[Transfer], where: str, advance: Advance, *, threads: int = THREADS) -> None:
     """Carry out all transfers. Raises a `DamagedError` that names every block that does not match its hash.
@@ -109,8 +114,9 @@ class _Block:
         """The block a little at a time: from where, to where, and what is wanted there."""
         stops = [piece.stop for piece in self.pieces]
         first, last = self.file.span(self.index)
-        for start in range(first, last, WINDOW):
-            stop = min(start + WINDOW, last)
+        window = _WINDOW_AWAY if any(piece.landing.away for piece in self.pieces) else WINDOW
+        for start in range(first, last, window):
+            stop = min(start + window, last)
             inside = []
             for piece in self.pieces[bisect_left(stops, start + 1) :]:
                 if piece.start >= stop:
@@ -171,7 +177,7 @@ class _Buffers:
         """A buffer in pinned memory, from which everything has arrived."""
         if not self._slots:
             self._module = torch.get_device_module(device)
-            self._slots = [torch.empty(WINDOW, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._slots = [torch.empty(_WINDOW_AWAY, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
             self._stream = self._module.Stream(device)
             self._stream.wait_stream(self._module.default_stream(device))  # the memory may just have been in use there
         self._turn = 1 - self._turn
@@ -262,7 +268,8 @@ def _run(
         finally:
             buffers.finish()
 
-    threads = min(threads, len(blocks))
+    away = any(piece.landing.away for block in blocks for piece in block.pieces)
+    threads = min(threads, len(blocks), _THREADS_AWAY if away else threads)
     if threads < 2:
         loop()
     else:

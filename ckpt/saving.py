@@ -17,8 +17,8 @@ import torch
 
 from ckpt import commit
 from ckpt.agreement import Outcome, agree
+from ckpt.background import Background
 from ckpt.capture import Captured
-from ckpt.catalog import find
 from ckpt.commit import Attempt, Earlier
 from ckpt.console import size
 from ckpt.errors import ConfigError, LockedError, RanksError, StorageError, VersionError
@@ -28,6 +28,7 @@ from ckpt.formats.spread import Table, disagreements
 from ckpt.formats.state import Image
 from ckpt.ranks import MAIN, Ranks
 from ckpt.retention import Keep
+from ckpt.snapshot import Snapshot, Snapshots
 from ckpt.storage import Storage
 from ckpt.version import __version__
 
@@ -50,22 +51,60 @@ class Saver:
     damaged: set[str] = field(default_factory=set)
     earlier: dict[str, Earlier] = field(default_factory=dict)  # files of the last checkpoint, on every rank its own
     goes_on: bool = False  # whether this run has seen what is there, or there was nothing
+    host_memory: int | None = None
     _committed: list[Manifest] | None = None
+    _unreadable: dict[str, VersionError] = field(default_factory=dict)  # written by a newer ckpt
     _held: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self.snapshots = Snapshots(self.host_memory)
+        self.talks = self.ranks.apart("saving")  # saves run beside whatever else the ranks talk about
+        self._background = Background("ckpt-save")
 
     def hold(self) -> None:
         """Take the root for this run, and clear away what a crashed one left. Refused if another run has it."""
         agree(self.ranks, "resume()", Outcome(), lambda _: self._hold())
         self.goes_on = True
 
-    def save(self, name: str, take: Callable[[], Captured], facts: Mapping[str, Any]) -> None:
-        """Capture, write and commit on all ranks, or raise on all."""
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._background.busy
+
+    def wait(self) -> None:
+        """Until no save is under way. Raises what went wrong with it, once."""
+        self._background.wait()
+
+    def check(self) -> None:
+        """Raise what went wrong with the last save, if that is known and nobody has been told."""
+        self._background.check()
+
+    def save(
+        self,
+        name: str,
+        take: Callable[[], Captured],
+        optimized: Callable[[], frozenset[int]],
+        facts: Mapping[str, Any],
+        *,
+        wait: bool,
+    ) -> None:
+        """Capture, write and commit on all ranks, or raise on all. Without `wait`, only the capture is waited for."""
+        self.wait()
+        save = _Save(self, name, facts)
+        save.prepare(take, optimized, snapshot=not wait)
+        if wait or not save.detached:
+            self._carry_out(save)
+        else:
+            self._background.start(lambda: self._carry_out(save))
+
+    def _carry_out(self, save: _Save) -> None:
         try:
-            with self.ranks.working():
-                self.parent = _Save(self, name, facts, Outcome.of(take)).run()
-        except Exception:
+            with self.talks.working():
+                self.parent = save.run()
+        except Exception as error:
             if self.ranks.rank == MAIN:
-                self._clean_up(name)
+                self._clean_up(save.name)
+                _log.error("%s/%s was not saved: %s", self.storage.url, save.name, error)
             raise
         self._retain()
 
@@ -77,7 +116,8 @@ class Saver:
         self.damaged |= set(damaged)
 
     def close(self) -> None:
-        """Let go of the root."""
+        """Let go of the root and of memory. Nothing may be under way."""
+        self.snapshots.close()
         self._held.close()
         self._committed = None
 
@@ -94,6 +134,7 @@ class Saver:
             ) from None
         found = commit.sweep(self.storage)
         self._committed = [one.manifest for one in found if one.manifest is not None]
+        self._unreadable = {one.name: one.problem for one in found if isinstance(one.problem, VersionError)}
 
     def begin(self, name: str, paths: Iterable[str]) -> Attempt:
         """Take the root, if that has not been done, and leave the mark of a save under way."""
@@ -113,9 +154,8 @@ class Saver:
                 "give this run another root."
             )
         self.goes_on = True
-        problem = find(self.storage, name).problem
-        if isinstance(problem, VersionError):
-            raise problem
+        if name in self._unreadable:
+            raise self._unreadable[name]
 
     def commit(self, attempt: Attempt, files: list[FileRecord], facts: Mapping[str, Any]) -> str:
         """Write the manifest, and return the checkpoint's id."""
@@ -135,8 +175,11 @@ class Saver:
         attempt.commit(self.storage, manifest)
         self._committed = [manifest, *(one for one in self._committed if one.name != attempt.name)]
         self.damaged.discard(attempt.name)
-        waited = facts["seconds"]["total"]
-        _log.info("saved %s/%s: %s in %.2f s", self.storage.url, attempt.name, size(manifest.size), waited)
+        seconds = facts["seconds"]
+        _log.info(
+            "saved %s/%s: %s, training waited %.2f s, durable after %.2f s",
+            self.storage.url, attempt.name, size(manifest.size), seconds["blocked"], seconds["total"],
+        )  # fmt: skip
         return attempt.id
 
     def _retain(self) -> None:
@@ -161,12 +204,35 @@ class _Save:
     saver: Saver
     name: str
     facts: Mapping[str, Any]
-    captured: Outcome
+    captured: Outcome = field(default_factory=Outcome)
+    snapshot: Snapshot | None = None
     started: float = field(default_factory=time.monotonic)
+    blocked: float | None = None  # seconds that training waited
+    seconds: dict[str, float] = field(default_factory=dict)
     documents: list[Image] = field(default_factory=list)  # of all ranks, on the main one
     written: list[FileRecord] = field(default_factory=list)
 
+    @property
+    def detached(self) -> bool:
+        """Whether training may go on: nothing that it changes is still needed."""
+        return self.snapshot is not None
+
+    def prepare(self, take: Callable[[], Captured], optimized: Callable[[], frozenset[int]], *, snapshot: bool) -> None:
+        """Take the state as it is now."""
+        self.captured = Outcome.of(take)
+        captured = self.captured.value
+        if captured is not None and not captured.gathered and (snapshot or captured.on_device):
+            held = optimized()
+            found = self.captured.then(lambda one: self.saver.snapshots.take(one.all_images, _in(held)))
+            self.snapshot, self.captured = found.value, Outcome(captured, found.error)
+        if self.snapshot is not None:
+            self.blocked = time.monotonic() - self.started
+
     def run(self) -> str:
+        if self.snapshot is not None:
+            snapshot = self.snapshot
+            self.captured = self.captured.then(lambda one: _arrived(one, snapshot))
+        self.seconds["copied"] = time.monotonic() - self.started
         attempt = self._agree(self.captured.then(_hello), self._plan)
         if attempt is None:
             self._agree(Outcome(self.captured.value.tables), self._complain, " (tensors compared)")
@@ -177,7 +243,7 @@ class _Save:
         return identity
 
     def _agree(self, mine: Outcome, decide: Callable[[list[Any]], Any], phase: str = "") -> Any:
-        return agree(self.saver.ranks, f"save_state({self.name!r}){phase}", mine, decide)
+        return agree(self.saver.talks, f"save_state({self.name!r}){phase}", mine, decide)
 
     def _plan(self, hellos: list[Any]) -> dict[str, Any] | None:
         """On the main rank: how the files will be named; None if the ranks disagree about the tensors."""
@@ -199,19 +265,31 @@ class _Save:
         captured: Captured = self.captured.value
         if captured.rank != MAIN:
             captured.help_to_gather()
-        shared = [*captured.images, *self.documents] if captured.rank == MAIN else []
-        images = [*shared, *captured.own_images]
+        files = [*captured.all_images, *(self.documents if captured.rank == MAIN else ())]
+        images = [self.snapshot.images.get(file.path, file) if self.snapshot else file for file in files]
+        began = time.monotonic()
         self.written = attempt.write(self.saver.storage, images, self.saver.earlier, show=captured.rank == MAIN)
+        self.seconds["written"] = time.monotonic() - began
         return [asdict(record) for record in self.written]
 
     def _commit(self, attempt: Attempt, reports: list[Any]) -> str:
         files = [FileRecord(**record) for report in reports for record in report]
+        total = time.monotonic() - self.started
         facts = {
             **self.facts,
             "layout": "sharded" if self.captured.value.spread else "full",
-            "seconds": {"total": time.monotonic() - self.started},
+            "seconds": {"blocked": total if self.blocked is None else self.blocked, **self.seconds, "total": total},
         }
         return self.saver.commit(attempt, files, facts)
+
+
+def _in(held: frozenset[int]) -> Callable[[torch.Tensor], bool]:
+    return lambda tensor: tensor.untyped_storage().data_ptr() in held
+
+
+def _arrived(captured: Captured, snapshot: Snapshot) -> Captured:
+    snapshot.wait()
+    return captured
 
 
 def _disagreements(key: str, tables: list[Any]) -> list[str]:

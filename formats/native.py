@@ -46,7 +46,8 @@ def image(path: str, shards: Mapping[str, Shard], *, steady: bool = False) -> Im
         for name in order:
             yield host_bytes(on_host(stored[name]))
 
-    return Image(path, len(header) + sum(stored[name].nbytes for name in order), pieces, steady)
+    size = len(header) + sum(stored[name].nbytes for name in order)
+    return Image(path, size, pieces, steady, contents=(header, *((name, stored[name]) for name in order)))
 
 
 def gathered_image(

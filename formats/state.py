@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,14 +40,18 @@ class PartState:
 class Image:
     """The bytes of a file that is to be written: how many, and a way to go through them once more.
 
-    A `steady` one is likely to be the same as in the checkpoint before.
+    A `steady` one is likely to be the same as in the checkpoint before. `contents` are what it is made of, in order:
+    bytes, and tensors with their names; none if some of it is not here yet. `memory` is all of it, where it lies in one
+    place that does not change.
     """
 
     path: str
     size: int
     pieces: Callable[[], Iterator[memoryview]]
     steady: bool = False
+    contents: Sequence[bytes | tuple[str, torch.Tensor]] | None = None
+    memory: memoryview | None = None
 
     @classmethod
     def of(cls, path: str, data: bytes) -> Image:
-        return cls(path, len(data), lambda: iter((memoryview(data),)))
+        return cls(path, len(data), lambda: iter((memoryview(data),)), contents=(data,))

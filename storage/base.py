@@ -41,7 +41,11 @@ class Storage(Protocol):
         """The root, as a user would write it. Holds no secret."""
 
     def write(self, key: str, pieces: Iterable[Buffer]) -> None:
-        """Store the pieces, one after the other, as the object `key`; an older one is replaced."""
+        """Store the pieces, one after the other, as the object `key`; an older one is replaced.
+
+        Pieces in a list are there and stay as they are until `write` returns; of others, each until the next one is
+        asked for.
+        """
 
     def link(self, source: str, target: str) -> None:
         """Store what is under `source` under `target` too, without moving it where that can be done.

@@ -6,36 +6,164 @@ disk works from the first block on, while the next one is being gathered.
 
 from __future__ import annotations
 
+import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from ckpt.storage.base import Buffer
 
 BLOCK = 8 << 20
+_ALIGNMENT = 4096
+_WRITERS = 4
+_RESERVED = 256 << 20
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 def write_durably(descriptor: int, pieces: Iterable[Buffer]) -> None:
     """Write the pieces to a new file, one after the other, and wait until they outlive a crash.
 
-    Holds two blocks of memory. A piece is done with when the next one is asked for.
+    A list of one large piece is written from where it lies. Of others a piece is done with when the next one is asked
+    for, and a few blocks of memory are held.
     """
-    behind = _Behind()
+    file = _File(descriptor)
     try:
-        for block in _blocks(pieces):
-            behind.wait()
-            if len(block) < BLOCK:
-                _write_through_cache(descriptor, block)
-            else:
-                behind.start(_write_directly, descriptor, block)
+        if isinstance(pieces, list) and len(pieces) == 1 and _is_aligned(pieces[0]):
+            view = memoryview(pieces[0]).cast("B")
+            for start in range(0, len(view), BLOCK):
+                file.write(view[start : start + BLOCK])
+        else:
+            for piece in pieces:
+                file.add(memoryview(piece).cast("B"))
     finally:
-        behind.wait()  # nothing may be on its way to a file that is closed
+        file.finish()
     os.fsync(descriptor)
+
+
+def _is_aligned(piece: Buffer) -> bool:
+    view = memoryview(piece)
+    return not view.readonly and view.nbytes >= BLOCK and _address(view) % _ALIGNMENT == 0
+
+
+def _address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+class _File:
+    """A file that several threads write, a block each, into space that is reserved beforehand."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._writers = [_Behind() for _ in range(_WRITERS)]
+        self._buffers: list[memoryview] = []
+        self._number = 0  # of the block in hand
+        self._filled = 0  # bytes of it
+        self._size = 0
+        self._reserved = 0
+        self._direct = _opened_directly(descriptor)
+
+    def add(self, view: memoryview) -> None:
+        """Take bytes over, to write them when a block is full."""
+        while view:
+            buffer = self._buffer()
+            taken = min(len(view), BLOCK - self._filled)
+            _copy(view[:taken], buffer[self._filled : self._filled + taken])
+            view, self._filled = view[taken:], self._filled + taken
+            if self._filled == BLOCK:
+                self._filled = 0
+                self.write(buffer)
+
+    def write(self, block: memoryview) -> None:
+        """Write a block that stays as it is until this writer's turn comes again."""
+        writer = self._writers[self._number % _WRITERS]
+        writer.wait()
+        self._reserve(len(block))
+        start, self._size = self._size, self._size + len(block)
+        self._number += 1
+        if len(block) == BLOCK:
+            writer.start(self._write_directly, block, start)
+        else:
+            self._wait()
+            self._write_through_cache(block, start)
+
+    def finish(self) -> None:
+        """Write what is left, and wait: nothing may be on its way to a file that is closed."""
+        try:
+            if self._filled:
+                self.write(self._buffers[self._number % _WRITERS][: self._filled])
+        finally:
+            try:
+                self._wait()
+            finally:
+                self._close()
+
+    def _close(self) -> None:
+        if self._direct is not None:
+            os.close(self._direct)
+        if self._reserved > self._size:
+            os.ftruncate(self._descriptor, self._size)
+
+    def _buffer(self) -> memoryview:
+        """The block in hand. What it held before has been written."""
+        if len(self._buffers) <= self._number % _WRITERS:
+            self._buffers.append(memoryview(mmap.mmap(-1, BLOCK)))  # pages of its own, so it is aligned
+        if not self._filled:
+            self._writers[self._number % _WRITERS].wait()
+        return self._buffers[self._number % _WRITERS]
+
+    def _reserve(self, more: int) -> None:
+        if self._size + more > self._reserved and more == BLOCK:
+            with suppress(OSError):  # no such thing here, or no room: writing will tell
+                os.posix_fallocate(self._descriptor, self._size, _RESERVED)
+                self._reserved = self._size + _RESERVED
+
+    def _wait(self) -> None:
+        """Until all writers are done. The first error is raised when they are."""
+        errors = []
+        for writer in self._writers:
+            try:
+                writer.wait()
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _write_directly(self, block: memoryview, start: int) -> None:
+        """Write a block; through the cache where direct writing is refused."""
+        written = 0
+        if self._direct is not None:
+            try:
+                written = os.pwrite(self._direct, block, start)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        if written < len(block):
+            self._write_through_cache(block[written:], start + written)
+
+    def _write_through_cache(self, view: memoryview, start: int) -> None:
+        while view:
+            written = os.pwrite(self._descriptor, view, start)
+            view, start = view[written:], start + written
+
+
+def _opened_directly(descriptor: int) -> int | None:
+    """The same file once more, for writing past the cache; none where that is refused."""
+    try:
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_CLOEXEC | _DIRECT) if _DIRECT else None
+    except OSError:
+        return None
+
+
+def _copy(source: memoryview, target: memoryview) -> None:
+    """Copy without holding the interpreter's lock, where that is allowed."""
+    if source.readonly:
+        target[:] = source
+    else:
+        ctypes.memmove(_address(target), _address(source), len(source))
 
 
 class _Behind:
@@ -66,47 +194,3 @@ class _Behind:
             function(*arguments)
         except BaseException as error:  # for whoever waits
             self._error = error
-
-
-def _blocks(pieces: Iterable[Buffer]) -> Iterator[memoryview]:
-    """The same bytes in aligned blocks of one length; the last is shorter. A block is filled again two blocks later."""
-    buffers: list[memoryview] = []
-    filled, number = 0, 0
-    for piece in pieces:
-        view = memoryview(piece).cast("B")
-        while view:
-            if not filled and len(buffers) < 2:
-                buffers.append(memoryview(mmap.mmap(-1, BLOCK)))  # pages of its own, so it is aligned
-            taken = min(len(view), BLOCK - filled)
-            buffers[number % 2][filled : filled + taken] = view[:taken]
-            view, filled = view[taken:], filled + taken
-            if filled == BLOCK:
-                yield buffers[number % 2]
-                filled, number = 0, number + 1
-    if filled:
-        yield buffers[number % 2][:filled]
-
-
-def _write_directly(descriptor: int, block: memoryview) -> None:
-    """Write a block; through the cache where direct writing is refused."""
-    try:
-        _set_direct(descriptor, _DIRECT)
-        written = os.write(descriptor, block)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        written = 0
-    if written < BLOCK:
-        _write_through_cache(descriptor, block[written:])
-
-
-def _write_through_cache(descriptor: int, view: memoryview) -> None:
-    _set_direct(descriptor, 0)
-    while view:
-        view = view[os.write(descriptor, view) :]
-
-
-def _set_direct(descriptor: int, wanted: int) -> None:
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    if flags & _DIRECT != wanted:
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~_DIRECT | wanted)

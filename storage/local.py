@@ -8,6 +8,7 @@ import logging
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import accumulate
@@ -127,22 +128,25 @@ class LocalStorage:
 
         A file's content is the note of the one who holds it alone. Directories and readers leave none.
         """
-        descriptor = self._flock(key, shared=shared)
+        with _no_fork:
+            descriptor = self._flock(key, shared=shared)
+            if descriptor is not None:
+                _held.add(descriptor)
         if descriptor is None:
             yield
             return
-        _held.add(descriptor)
         noted = bool(note) and not shared and stat.S_ISREG(os.fstat(descriptor).st_mode)
         try:
             if noted:
                 self._leave_note(key, descriptor, note)
             yield
         finally:
-            if descriptor in _held:  # a forked child has closed its copy already
-                _held.discard(descriptor)
-                if noted:
-                    os.ftruncate(descriptor, 0)  # the next holder may leave no note
-                os.close(descriptor)
+            with _no_fork:
+                if descriptor in _held:  # a forked child has closed its copy already
+                    if noted:
+                        os.ftruncate(descriptor, 0)  # the next holder may leave no note
+                    os.close(descriptor)
+                    _held.discard(descriptor)
 
     def _leave_note(self, key: str, descriptor: int, note: str) -> None:
         with self._explained("lock", key):
@@ -239,6 +243,7 @@ class LocalStorage:
 
 
 _held: set[int] = set()
+_no_fork = threading.RLock()  # or a child would get a copy of a lock that `_held` does not know
 
 
 def _let_go_in_child() -> None:
@@ -247,9 +252,10 @@ def _let_go_in_child() -> None:
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
+    _no_fork.release()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_let_go_in_child)
 
 _warned: set[str] = set()
 

@@ -63,7 +63,7 @@ def test_a_manifest_of_a_newer_version_is_not_passed_over(tmp_path: Path, monkey
         assert manager.load_state("good").name == "good"
         manager.save_state("again")  # sweeping leaves the newer one alone
         with pytest.raises(ckpt.VersionError, match="format version 2"):
-            manager.save_state("newer")
+            manager.save_state("newer", wait=True)
     assert (tmp_path / "newer" / "model.safetensors").exists()
 
 
@@ -108,10 +108,10 @@ def test_a_metric_that_is_nan_is_refused_before_anything_is_written(tmp_path: Pa
 
 def test_two_managers_in_one_process_on_one_root(tmp_path: Path) -> None:
     with ckpt.StateManager(tmp_path, model=nn.Linear(2, 2)) as first:
-        first.save_state("good")
+        first.save_state("good", wait=True)
         with ckpt.StateManager(tmp_path, model=nn.Linear(2, 2)) as second:
             with pytest.raises(ckpt.LockedError, match=rf"another run writes to .*process {os.getpid()}.*close\(\)"):
-                second.save_state("bad")
+                second.save_state("bad", wait=True)
             assert second.load_state().name == "good"  # reading is free
         first.save_state("more")
     with ckpt.StateManager(tmp_path, model=nn.Linear(2, 2)) as third:
@@ -122,7 +122,7 @@ def test_two_managers_in_one_process_on_one_root(tmp_path: Path) -> None:
 
 def _hold(rank: int, root: str, ready: str) -> None:
     with ckpt.StateManager(root, model=nn.Linear(2, 2)) as manager:
-        manager.save_state("theirs")
+        manager.save_state("theirs", wait=True)
         Path(ready).write_text("")
         time.sleep(60)
 
@@ -146,7 +146,7 @@ def test_two_processes_on_one_root(tmp_path: Path) -> None:
 
 
 def test_a_root_that_a_manager_no_longer_uses_is_free_without_close(tmp_path: Path) -> None:
-    ckpt.StateManager(tmp_path, model=nn.Linear(2, 2)).save_state("one")
+    ckpt.StateManager(tmp_path, model=nn.Linear(2, 2)).save_state("one", wait=True)
     ckpt.StateManager(tmp_path, model=nn.Linear(2, 2)).resume()
 
 
@@ -154,7 +154,7 @@ def test_a_fresh_start_is_not_saved_before_what_another_run_has_saved(tmp_path: 
     _saved(tmp_path)
     with ckpt.StateManager(tmp_path, model=nn.Linear(2, 2), keep=ckpt.Keep(last=1)) as manager:
         with pytest.raises(ckpt.ConfigError, match=r"good is the newest\) that this run has not resumed from"):
-            manager.save_state("init")
+            manager.save_state("init", wait=True)
         manager.resume()
         manager.save_state("after")
     assert [one.name for one in ckpt.list_checkpoints(tmp_path)] == ["after"]
@@ -214,7 +214,7 @@ def _as_nobody(rank: int, root: str) -> None:
     with ckpt.StateManager(root, model=nn.Linear(2, 2)) as manager:
         assert manager.load_state().name == "good"
         with pytest.raises(ckpt.StorageError, match=r"could not lock .*Permission denied.*writable"):
-            manager.save_state("bad")
+            manager.save_state("bad", wait=True)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody who may not write")
@@ -234,7 +234,7 @@ def _fill(rank: int, root: str) -> None:
         manager.save_state("fine")
         nn.init.ones_(model.weight)
         with pytest.raises(ckpt.FullError, match=r"No space left on device.*GB are free.*Free some space"):
-            manager.save_state("bad")
+            manager.save_state("bad", wait=True)
         assert manager.load_state().name == "fine"
         (Path(root) / "ballast").unlink()
         manager.save_state("better")  # and when there is room again it goes on

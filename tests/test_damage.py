@@ -112,7 +112,7 @@ def test_verify_names_what_is_wrong(root: Path) -> None:
     assert ckpt.verify(root / "step-00000001").keys() == {"step-00000001"}
 
 
-def _large(seed: int) -> nn.Module:
+def _large(seed: int) -> nn.Linear:
     """Longer than a block, so that damage at its end is found when its beginning has been read."""
     torch.manual_seed(seed)
     return nn.Linear(3000, 3000, bias=False)

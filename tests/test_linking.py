@@ -94,7 +94,7 @@ def test_a_resumed_run_links_to_what_it_has_loaded(tmp_path: Path) -> None:
 def test_a_file_that_somebody_has_removed_is_written_anew(tmp_path: Path) -> None:
     model = adapted(1)
     with ckpt.StateManager(tmp_path, model=model) as manager:
-        manager.save_state("a")
+        manager.save_state("a", wait=True)
         (tmp_path / "a" / FROZEN).unlink()
         manager.save_state("b")
     assert ckpt.verify(tmp_path / "b") == {"b": []}

@@ -377,7 +377,7 @@ def test_a_checkpoint_of_another_name_and_of_the_same_name_again() -> None:
 
 def test_replacing_a_checkpoint_leaves_no_file_of_the_old_one_and_touches_no_other(tmp_path: Path) -> None:
     with ckpt.StateManager(tmp_path, model=nn.Linear(2, 2)) as manager:
-        manager.save_state("latest")
+        manager.save_state("latest", wait=True)
         before = {path.name for path in (tmp_path / "latest").iterdir()}
         (tmp_path / "latest" / "notes.txt").write_text("mine")
         manager.save_state("latest")
@@ -407,7 +407,7 @@ def test_the_newest_is_the_one_saved_last_not_the_one_with_the_highest_step() ->
 def test_a_moved_or_copied_checkpoint_loads_under_its_new_name(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with ckpt.StateManager(tmp_path, model=model) as manager:
-        manager.save_state("old")
+        manager.save_state("old", wait=True)
         (tmp_path / "old").rename(tmp_path / "new")
         assert manager.load_state("new").name == "new"
     assert ckpt.verify(tmp_path) == {"new": []}

@@ -73,7 +73,7 @@ def _save_on_one_rank_only(rank: int, root: str, who: int) -> None:
         if rank == who:
             began = time.monotonic()
             with pytest.raises(ckpt.RanksError, match=rf"rank {1 - who} did not answer within 1 s.*is_main_process"):
-                manager.save_state("alone")
+                manager.save_state("alone", wait=True)
             assert time.monotonic() - began < 10.0
         dist.barrier()
 
@@ -90,7 +90,7 @@ def _do_different_things(rank: int, root: str) -> None:
         manager,
         pytest.raises(ckpt.RanksError, match=r"rank 0 called save_state\('a'\); rank 1 called save_state\('b'\)"),
     ):
-        manager.save_state("ab"[rank])
+        manager.save_state("ab"[rank], wait=True)
 
 
 def test_ranks_that_call_different_things_are_told_so(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def _fail_on_one_rank(rank: int, root: str) -> None:
     with manager:
         for _ in manager.batches(_Loader(rank)):
             with pytest.raises(ckpt.UnsupportedError, match=r"loader\.0\.state\.hook: a function"):
-                manager.save_state("no")
+                manager.save_state("no", wait=True)
         manager.save_state("yes")
 
 
@@ -130,11 +130,11 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_nothing_is_committed(tmp_pa
 def _lose_a_rank(rank: int, root: str) -> None:
     manager, _ = _manager(root, timeout=1.5)
     with manager:
-        manager.save_state("before")
+        manager.save_state("before", wait=True)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(ckpt.RanksError, match="rank 1 did not answer"):
-            manager.save_state("after")
+            manager.save_state("after", wait=True)
     os._exit(0)  # without a farewell to the dead rank
 
 
@@ -225,7 +225,7 @@ def _fail_then_save(rank: int, root: str) -> None:
     with manager:
         if rank == 0:
             with pytest.raises(ckpt.RanksError, match="rank 1 did not answer"):
-                manager.save_state("missed")
+                manager.save_state("missed", wait=True)
         dist.barrier()
         manager.save_state("met")
 

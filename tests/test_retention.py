@@ -49,7 +49,7 @@ def test_a_damaged_checkpoint_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "step-00000003" / "model.safetensors").write_bytes(b"")
     with ckpt.StateManager(tmp_path, model=nn.Linear(1, 1), keep=ckpt.Keep(last=2)) as manager:
         manager.resume()
-        manager.save_state("next")
+        manager.save_state("next", wait=True)
         left = {one.name for one in ckpt.list_checkpoints(tmp_path)}
         assert left == {"step-00000002", "step-00000003", "next"}
         manager.save_state("after")
@@ -61,7 +61,7 @@ def test_one_that_is_being_read_is_not_removed_until_it_has_been(tmp_path: Path)
     with ckpt.StateManager(tmp_path, model=nn.Linear(1, 1), keep=ckpt.Keep(last=1)) as manager:
         manager.resume()
         with LocalStorage(tmp_path).lock("step-00000001", shared=True):  # as a reader in another process does
-            manager.save_state("new")
+            manager.save_state("new", wait=True)
             assert ckpt.verify(tmp_path) == {"new": [], "step-00000001": []}
         manager.save_state("newer")
     assert ckpt.verify(tmp_path) == {"newer": []}
@@ -69,9 +69,9 @@ def test_one_that_is_being_read_is_not_removed_until_it_has_been(tmp_path: Path)
 
 def test_one_that_was_removed_by_hand_is_no_obstacle(tmp_path: Path) -> None:
     with ckpt.StateManager(tmp_path, model=nn.Linear(1, 1), keep=ckpt.Keep(last=1)) as manager:
-        manager.save_state("first")
+        manager.save_state("first", wait=True)
         shutil.rmtree(tmp_path / "first")
-        manager.save_state("second")
+        manager.save_state("second", wait=True)
         assert not (tmp_path / "first").exists()
         manager.save_state("first")
     assert ckpt.verify(tmp_path) == {"first": []}

@@ -184,7 +184,7 @@ def _disagree(rank: int, root: str) -> None:
         ckpt.StateManager(root, model=model, timeout=30) as manager,
         pytest.raises(ckpt.RanksError, match=r"weight: float32\[4, 2\] on rank 0; float32\[6, 2\] on rank 1"),
     ):
-        manager.save_state("bad")
+        manager.save_state("bad", wait=True)
 
 
 def test_ranks_that_disagree_on_a_shape_are_told_which(tmp_path: Path) -> None:

@@ -513,7 +513,7 @@ def save_on_two_of_four(rank: int, root: str) -> None:
         ckpt.StateManager(root, model=model, timeout=30) as manager,
         pytest.raises(ckpt.RanksError, match=r"model: in pieces on rank 0, 1; whole or not there on rank 2, 3"),
     ):
-        manager.save_state("bad")
+        manager.save_state("bad", wait=True)
 
 
 def save_with_another_layout_on_rank_1(rank: int, root: str) -> None:
@@ -522,7 +522,7 @@ def save_with_another_layout_on_rank_1(rank: int, root: str) -> None:
         ckpt.StateManager(root, model=model, layout="full" if rank == 1 else "auto", timeout=30) as manager,
         pytest.raises(ckpt.RanksError, match=r"model: in pieces on rank 0; whole on rank 1"),
     ):
-        manager.save_state("x")
+        manager.save_state("x", wait=True)
 
 
 def test_ranks_that_were_given_different_layouts_are_named_and_nobody_hangs(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import random
 from collections.abc import Iterator
@@ -28,6 +29,14 @@ def test_every_size_is_written_as_it_is(tmp_path: Path, size: int) -> None:
     assert (tmp_path / "file").read_bytes() == data
 
 
+@pytest.mark.parametrize("size", [BLOCK, BLOCK + 1, 5 * BLOCK, 6 * BLOCK + 4097])
+def test_memory_is_written_from_where_it_lies(tmp_path: Path, size: int) -> None:
+    memory = mmap.mmap(-1, size)
+    memory[:] = random.Random(size).randbytes(size)
+    write(tmp_path / "file", [memoryview(memory)])
+    assert (tmp_path / "file").read_bytes() == memory[:]
+
+
 def test_pieces_of_any_length_come_in_their_order(tmp_path: Path) -> None:
     dice = random.Random(0)
     pieces = [dice.randbytes(dice.choice([0, 1, 100, 5000, BLOCK // 3, BLOCK + 5])) for _ in range(20)]
@@ -46,26 +55,26 @@ def test_a_piece_may_be_overwritten_once_the_next_is_asked_for(tmp_path: Path) -
     assert (tmp_path / "file").read_bytes() == b"".join(bytes([value]) * (BLOCK // 2) for value in range(10))
 
 
-@pytest.mark.parametrize("refused", ["flag", "write"])
+@pytest.mark.parametrize("refused", ["open", "write"])
 def test_where_direct_writing_is_refused_the_cache_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
-    real_fcntl, real_write = fcntl.fcntl, os.write
+    real_open, real_write = os.open, os.pwrite
 
-    def no_flag(descriptor: int, command: int, flags: int = 0) -> int:
-        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
+    def no_open(path: str, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no direct writing here")
-        return real_fcntl(descriptor, command, flags)
+        return real_open(path, flags, *mode)
 
-    def no_write(descriptor: int, data: memoryview) -> int:
-        if real_fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+    def no_write(descriptor: int, data: memoryview, start: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, "not aligned for this disk")
-        return real_write(descriptor, data)
+        return real_write(descriptor, data, start)
 
-    if refused == "flag":
-        monkeypatch.setattr(fcntl, "fcntl", no_flag)
+    if refused == "open":
+        monkeypatch.setattr(os, "open", no_open)
     else:
-        monkeypatch.setattr(os, "write", no_write)
+        monkeypatch.setattr(os, "pwrite", no_write)
     data = random.Random(1).randbytes(2 * BLOCK + 77)
     write(tmp_path / "file", [data])
     assert (tmp_path / "file").read_bytes() == data
@@ -82,10 +91,10 @@ def test_a_filesystem_in_memory_serves_too() -> None:
 
 
 def test_an_error_of_the_disk_is_raised_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int, data: memoryview) -> int:
+    def full(descriptor: int, data: memoryview, start: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="No space left"):
         LocalStorage(tmp_path).write("file", [b"x" * (3 * BLOCK)])
     assert list(tmp_path.iterdir()) == []

@@ -227,10 +227,10 @@ LocalStorage(sys.argv[1]).write(sys.argv[2], pieces())
         storage = LocalStorage(tmp_path)
         script = """
 with LocalStorage(sys.argv[1]).lock(".lock", note="the killed one"):
-    if (forked := os.fork()) == 0:
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)  # not the parent: the child may begin later
         sys.stdin.read()
         os._exit(0)
-    print(forked, flush=True)
     sys.stdin.read()
 """
         with child(script, tmp_path) as holder:

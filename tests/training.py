@@ -95,12 +95,12 @@ def train(rank: int, job: Job) -> None:
                 step = manager.progress.step + 1
                 loss = _forward(wrapped, inputs)
                 _backward(loss, scaler)
-                _die_if(job, step, "before")
+                _die_if(job, step, "before", manager)
                 if job.numerics != "accumulation" or step % WINDOW == 0:
                     _update(optimizer, scheduler, scaler)
                 steps[step] = [epoch, indices.tolist(), float(loss).hex()]
                 manager.step(metrics={"loss": loss})
-                _die_if(job, step, "after")
+                _die_if(job, step, "after", manager)
         if job.record:
             final = digest(model, optimizer, scheduler, scaler)
             approximated = dict(manager.restored.approximated) if manager.restored else {}
@@ -127,8 +127,10 @@ def _update(optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any) -> No
     optimizer.zero_grad()
 
 
-def _die_if(job: Job, step: int, where: str) -> None:
+def _die_if(job: Job, step: int, where: str, manager: ckpt.StateManager) -> None:
     if job.kill == (step, where):
+        if where == "after":
+            manager.wait()  # what was saved is committed
         os.kill(os.getpid(), signal.SIGKILL)
 
 

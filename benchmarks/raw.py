@@ -1,0 +1,146 @@
+"""What the disk, the kernel and the bus take for as many bytes: the limits to compare with."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+from measure import PIECE
+from state import State
+from ways import Way
+
+
+class Raw(Way):
+    """What the disk and the kernel take for as many bytes."""
+
+    name = "raw write + fsync / read"
+    durable = needs_moments = True
+
+    def save(self, name: str) -> None:
+        with open(self.folder(name) / "raw", "wb", buffering=0) as file:
+            for view in self.views():
+                while view:
+                    view = view[file.write(view) :]
+            os.fsync(file.fileno())
+
+    def load(self, name: str) -> None:
+        with open(self.root / name / "raw", "rb", buffering=0) as file:
+            for view in self.views():
+                while view:
+                    view = view[file.readinto(view) or too_short(name) :]
+
+    def views(self) -> Iterator[memoryview]:
+        for tensor in self.state.tensors().values():
+            yield tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+class RawDirect(Raw):
+    """Past the page cache, from one aligned image of the state that is there already."""
+
+    name = "raw O_DIRECT write + fsync"
+
+    def __init__(self, state: State, root: Path) -> None:
+        super().__init__(state, root)
+        self.image = mmap.mmap(-1, -(-state.size // PIECE) * PIECE)  # pages of its own, so it is aligned
+
+    def prepare(self) -> None:
+        self.image.seek(0)
+        for view in self.views():
+            self.image.write(view)
+
+    def save(self, name: str) -> None:
+        descriptor = os.open(self.folder(name) / "raw", os.O_WRONLY | os.O_CREAT | getattr(os, "O_DIRECT", 0))
+        self.write(descriptor)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+    def write(self, descriptor: int) -> None:
+        for offset in range(0, len(self.image), PIECE):
+            self.write_piece(descriptor, offset)
+
+    def write_piece(self, descriptor: int, offset: int) -> None:
+        with memoryview(self.image) as image:
+            assert os.pwrite(descriptor, image[offset : offset + PIECE], offset) == PIECE
+
+
+class RawDirectParallel(RawDirect):
+    """The most that was found to help: space set aside first, several writes at a time."""
+
+    name = "raw O_DIRECT write + fsync, 4 threads"
+
+    def write(self, descriptor: int) -> None:
+        os.posix_fallocate(descriptor, 0, len(self.image))
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(partial(self.write_piece, descriptor), range(0, len(self.image), PIECE)))
+
+
+def too_short(name: str) -> int:
+    raise AssertionError(f"{name}: the file is too short")
+
+
+class RawReader:
+    """The limit: threads that read files into small rings of pinned memory, and copy from there to the device."""
+
+    name = "raw parallel read"
+    threads, slots = 16, 3
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        pinned = device != "cpu"
+        self.rings = [
+            [torch.empty(PIECE, dtype=torch.uint8, pin_memory=pinned) for _ in range(self.slots)]
+            for _ in range(self.threads)
+        ]
+
+    def read(self, paths: Sequence[Path], past_the_cache: bool) -> float:
+        """Seconds from the first read until all is on the device."""
+        pieces = list(pieces_of(paths))
+        target = torch.empty(sum(length for *_, length in pieces), dtype=torch.uint8, device=self.device)
+        flags = os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if past_the_cache and self.device != "cpu" else 0)
+        with ExitStack() as stack, ThreadPoolExecutor(self.threads) as pool:
+            started = time.perf_counter()
+            opened = {path: os.open(path, flags) for path in paths}
+            for descriptor in opened.values():
+                stack.callback(os.close, descriptor)
+            starts = list(itertools.accumulate((length for *_, length in pieces), initial=0))
+            work = [
+                (opened[path], offset, target[start : start + length])
+                for (path, offset, length), start in zip(pieces, starts, strict=False)
+            ]
+            list(pool.map(self.read_some, self.rings, (work[first :: self.threads] for first in range(self.threads))))
+            return time.perf_counter() - started
+
+    def read_some(self, ring: list[torch.Tensor], work: Sequence[tuple[int, int, torch.Tensor]]) -> None:
+        if self.device == "cpu":
+            for number, one in enumerate(work):
+                copy_a_piece(ring[number % self.slots], *one)
+            return
+        with torch.cuda.stream(torch.cuda.Stream()):
+            events = [torch.cuda.Event() for _ in ring]
+            for number, one in enumerate(work):
+                slot = number % self.slots
+                events[slot].synchronize()
+                copy_a_piece(ring[slot], *one)
+                events[slot].record()
+            torch.cuda.current_stream().synchronize()
+
+
+def pieces_of(paths: Sequence[Path]) -> Iterator[tuple[Path, int, int]]:
+    for path in paths:
+        size = path.stat().st_size
+        for offset in range(0, size, PIECE):
+            yield path, offset, min(PIECE, size - offset)
+
+
+def copy_a_piece(buffer: torch.Tensor, descriptor: int, offset: int, target: torch.Tensor) -> None:
+    found = os.preadv(descriptor, [buffer.numpy().data], offset)
+    assert found >= len(target), f"read {found} bytes of {len(target)}"
+    target.copy_(buffer[: len(target)], non_blocking=True)

@@ -1,0 +1,358 @@
+"""A copy of the state as it is now, laid out as the files that will be written.
+
+Parameters and optimizer state change only in `optimizer.step()`. So on an accelerator they are copied on a stream of
+their own while forward and backward run, and the next step waits for that, on the device. Everything else is copied
+before `take` returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ckpt.arena import PIECE, Arena, available
+from ckpt.console import size as shown
+from ckpt.errors import StateError
+from ckpt.formats.memory import host_bytes, is_dense, is_plain, movable
+from ckpt.formats.state import Image
+
+_log = logging.getLogger("ckpt")
+_PAGE = 4096
+_LITTLE = 64 << 20  # bytes: not worth making ready beforehand
+_PART = 8 << 20  # bytes that one thread copies at a time
+_SMALL, _PACKED = 1 << 20, 16 << 20  # bytes: what is packed, and into how much
+
+_Part = tuple[int, int, int]  # where to, where from, how many bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A tensor, and the bytes in the snapshot that it is copied to."""
+
+    path: str
+    key: str
+    source: torch.Tensor
+    start: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}: {self.key}"
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.source.nbytes
+
+
+@dataclass
+class Snapshot:
+    """Files in memory. On an accelerator the last of their bytes arrive a little later."""
+
+    images: dict[str, Image]
+    overlapped: list[tuple[_Copy, int]] = field(default_factory=list)  # with the versions that tensors had
+    arrived: Any = None  # the event after the last copy
+    rest: Callable[[], None] | None = None  # what is still to be done, behind the training's back
+    _changed: list[str] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def settle(self) -> None:
+        """See, once, whether what is still being copied has been changed meanwhile."""
+        with self._lock:
+            if self._changed is None:
+                self._changed = [one.name for one, version in self.overlapped if one.source._version != version]
+
+    def wait(self) -> None:
+        """Until all has arrived. Raises if something was changed while it was copied."""
+        if self.rest is not None:
+            self.rest()
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        self.settle()
+        names = self._changed or []
+        self.overlapped = []  # or the tensors would live as long as the snapshot
+        if names:
+            raise StateError(
+                f"nothing was saved, because these were changed in place while they were being copied: "
+                f"{', '.join(names[:8])}{' and others' if len(names) > 8 else ''}. Between save_state() and the next "
+                "optimizer.step() change nothing, or use save_state(wait=True)."
+            )
+
+
+class Snapshots:
+    """Makes snapshots, one at a time, in memory that is used again.
+
+    `limit`: bytes of host memory to use at most.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = limit
+        self._arena = Arena()
+        self._pending: Snapshot | None = None
+        self._streams: dict[torch.device, Any] = {}
+        self._hooks: list[Any] = []
+        self._told = False
+
+    def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Let the steps of these optimizers wait for copies that are under way."""
+        method = weakref.WeakMethod(self._before_step)  # an optimizer may outlive the manager
+
+        def before_step(*_: Any) -> None:
+            found = method()
+            if found is not None:
+                found()
+
+        for optimizer in optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(before_step))
+
+    def prepare(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Begin to make memory ready for as much state."""
+        found = list(tensors)
+        size = sum(-(-one.nbytes // _PAGE) * _PAGE for one in found) + (1 << 20)
+        if size > _LITTLE and self._fits(size):
+            self._arena.prepare(size, _device(found))
+
+    def take(self, images: list[Image], steady: Callable[[torch.Tensor], bool]) -> Snapshot | None:
+        """Copy what these files will hold. `steady` tells what nobody changes before the next optimizer step.
+
+        None if there is no room for it.
+        """
+        starts, size = [], 0
+        for image in images:
+            starts.append(size)
+            size += -(-image.size // _PAGE) * _PAGE
+        if not self._fits(size):
+            return None
+        self._before_step()  # of a snapshot before this one
+        layout = _Layout.of(images, starts, size)
+        if layout.device is not None and not self._arena.is_ready(size) and _has_room(layout.device, size):
+            return self._take_on_device(layout)
+        memory = self._arena.take(size, layout.device)
+        snapshot = Snapshot(layout.put(memory))
+        if layout.away:
+            self._copy_from_device(layout.away, memory, steady, snapshot)
+        return snapshot
+
+    def _take_on_device(self, layout: _Layout) -> Snapshot:
+        """Host memory takes seconds to be made ready, a copy on the device milliseconds: it is fetched later."""
+        module = torch.get_device_module(layout.device)
+        held = torch.empty(layout.size, dtype=torch.uint8, device=layout.device)
+        _send_all(layout.away, held)
+        taken = module.current_stream(layout.device).record_event()
+        later = replace(layout, here=[replace(one, source=one.source.clone()) for one in layout.here], away=[])
+        snapshot = Snapshot({})
+
+        def fetch() -> None:
+            memory = self._arena.take(layout.size, layout.device)
+            stream = module.Stream(layout.device)
+            stream.wait_event(taken)
+            with module.stream(stream):
+                _send(_Copy("", "", held, 0), memory)
+            stream.synchronize()
+            snapshot.images = later.put(memory)
+            snapshot.rest = None
+
+        snapshot.rest = fetch
+        return snapshot
+
+    def paused(self) -> AbstractContextManager[None]:
+        """While this lasts, no memory is made ready beforehand."""
+        return self._arena.paused()
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._arena.release()
+
+    def _fits(self, size: int) -> bool:
+        limit = self._limit if self._limit is not None else int(0.8 * (available() + self._arena.size))
+        if size > limit and not self._told:
+            self._told = True
+            _log.warning(
+                "a snapshot of the state needs %s of host memory, and there are %s for it: training waits while a "
+                "checkpoint is written. host_memory= sets how much may be used.", shown(size), shown(limit),
+            )  # fmt: skip
+        return size <= limit
+
+    def _copy_from_device(
+        self, copies: list[_Copy], memory: torch.Tensor, steady: Callable[[torch.Tensor], bool], snapshot: Snapshot
+    ) -> None:
+        device = copies[0].source.device
+        module = torch.get_device_module(device)
+        if device not in self._streams:
+            self._streams[device] = module.Stream(device)
+        stream = self._streams[device]
+        stream.wait_stream(module.current_stream(device))
+        later = [one for one in copies if steady(one.source)]
+        kept = set(map(id, later))
+        now = [one for one in copies if id(one) not in kept]
+        with module.stream(stream):
+            _send_all(now, memory)
+            done = stream.record_event()
+            _send_all(later, memory)
+            snapshot.arrived = stream.record_event()
+        snapshot.overlapped = [(one, one.source._version) for one in later]  # keeps them alive until they are copied
+        self._pending = snapshot
+        if now:
+            done.synchronize()
+
+    def _before_step(self, *_: Any) -> None:
+        """What is still being copied must not be changed before it has been."""
+        snapshot, self._pending = self._pending, None
+        if snapshot is not None:
+            snapshot.settle()
+            for device in self._streams:
+                torch.get_device_module(device).current_stream(device).wait_event(snapshot.arrived)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where everything goes: bytes that are known, and tensors, here or away on a device."""
+
+    images: list[Image]
+    starts: list[int]
+    size: int
+    headers: list[tuple[int, bytes]]
+    here: list[_Copy]
+    away: list[_Copy]
+
+    @classmethod
+    def of(cls, images: list[Image], starts: list[int], size: int) -> _Layout:
+        copies, headers = _laid_out(images, starts)
+        here = [one for one in copies if one.source.device.type == "cpu"]
+        away = [one for one in copies if one.source.device.type != "cpu"]
+        return cls(images, starts, size, headers, here, away)
+
+    @property
+    def device(self) -> torch.device | None:
+        return self.away[0].source.device if self.away else None
+
+    def put(self, memory: torch.Tensor) -> dict[str, Image]:
+        """Copy what is here, and return the files, which lie in memory now."""
+        for start, header in self.headers:
+            host_bytes(memory[start : start + len(header)])[:] = header
+        _copy_on_host(self.here, memory)
+        placed = zip(self.images, self.starts, strict=True)
+        return {image.path: _in_memory(image, memory, start) for image, start in placed}
+
+
+def _has_room(device: torch.device, size: int) -> bool:
+    """Whether there is so much free memory on a device that training will not miss it for a few seconds."""
+    free, total = torch.get_device_module(device).mem_get_info(device)
+    return bool(free - size > total // 4)
+
+
+def _device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    return next((one.device for one in tensors if one.device.type != "cpu"), None)
+
+
+def _laid_out(images: list[Image], starts: list[int]) -> tuple[list[_Copy], list[tuple[int, bytes]]]:
+    """Where every tensor and every other byte of the files goes."""
+    copies, headers = [], []
+    for image, start in zip(images, starts, strict=True):
+        for content in image.contents or ():
+            if isinstance(content, bytes):
+                headers.append((start, content))
+                start += len(content)
+            else:
+                name, tensor = content
+                copies.append(_Copy(image.path, name, tensor, start))
+                start += tensor.nbytes
+    return copies, headers
+
+
+def _in_memory(image: Image, memory: torch.Tensor, start: int) -> Image:
+    view = host_bytes(memory[start : start + image.size])
+    return Image(image.path, image.size, lambda: iter((view,)), image.steady, memory=view)
+
+
+def _copy_on_host(copies: list[_Copy], memory: torch.Tensor) -> None:
+    """Copy in several threads, which do not hold the interpreter's lock."""
+    base = memory.data_ptr()
+    parts = []
+    for one in copies:
+        if is_plain(one.source):
+            at, length = one.source.data_ptr(), one.source.nbytes
+            parts += [(base + one.start + b, at + b, min(_PART, length - b)) for b in range(0, length, _PART)]
+        else:
+            _send(one, memory)
+    shares = _shared_out(parts)
+    if len(shares) < 2:
+        _move(parts)
+        return
+    with ThreadPoolExecutor(max(1, torch.get_num_threads()), thread_name_prefix="ckpt-copy") as pool:
+        list(pool.map(_move, shares))
+
+
+def _shared_out(parts: list[_Part]) -> list[list[_Part]]:
+    """Small parts together, until they are worth a thread's attention."""
+    shares: list[list[_Part]] = []
+    room = 0
+    for part in parts:
+        if room <= 0:
+            shares.append([])
+            room = _PART
+        shares[-1].append(part)
+        room -= part[2]
+    return shares
+
+
+def _move(parts: list[_Part]) -> None:
+    for part in parts:
+        ctypes.memmove(*part)
+
+
+def _send_all(copies: list[_Copy], memory: torch.Tensor) -> None:
+    """Copy from a device. Small neighbours go together: a device takes only so many copies in its queue."""
+    run: list[_Copy] = []
+    for one in copies:
+        if run and (one.start != run[-1].stop or run[-1].stop - run[0].start > _PACKED):
+            _send_run(run, memory)
+            run = []
+        if one.source.nbytes > _SMALL:
+            _send_run(run, memory)
+            _send(one, memory)
+            run = []
+        elif one.source.nbytes:
+            run.append(one)
+    _send_run(run, memory)
+
+
+def _send_run(run: list[_Copy], memory: torch.Tensor) -> None:
+    if len(run) < 2:
+        for one in run:
+            _send(one, memory)
+        return
+    packed = torch.cat([_row(one.source) for one in run])
+    _send(_Copy("", "", packed, run[0].start), memory)
+
+
+def _row(source: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor as they will lie in the file."""
+    if not is_dense(source):
+        source = movable(source.resolve_conj().resolve_neg()).contiguous()
+    return source.view(-1).view(torch.uint8)
+
+
+def _send(copy: _Copy, memory: torch.Tensor) -> None:
+    if not copy.source.nbytes:
+        return
+    row = _row(copy.source)
+    for begin, stop in _within_pieces(copy.start, copy.stop):
+        memory[begin:stop].copy_(row[begin - copy.start : stop - copy.start], non_blocking=True)
+
+
+def _within_pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """A range of the memory, cut where pieces meet that were pinned one by one."""
+    while start < stop:
+        end = min(stop, (start // PIECE + 1) * PIECE)
+        yield start, end
+        start = end
