@@ -37,9 +37,13 @@ class Captured:
 
     @cached_property
     def images(self) -> list[Image]:
-        """The files for what all ranks have in common: the main rank writes them."""
-        state = Image.of(documents.STATE, documents.to_json({"parts": self._values()}))
-        return [*self._gathered_files(), *_whole_files(self.parts), state]
+        """The files for tensors that all ranks have in common: the main rank writes them."""
+        return [*self._gathered_files(), *_whole_files(self.parts)]
+
+    @cached_property
+    def values(self) -> Image:
+        """The file for everything that is no tensor. Nothing in it is live: it may be made later."""
+        return Image.of(documents.STATE, documents.to_json({"parts": self._values()}))
 
     @cached_property
     def own_images(self) -> list[Image]:
@@ -52,7 +56,7 @@ class Captured:
 
     @property
     def all_images(self) -> list[Image]:
-        """The files that this rank writes, but for what it is handed by others."""
+        """The files of tensors that this rank writes."""
         return [*(self.images if self.rank == MAIN else ()), *self.own_images]
 
     @property

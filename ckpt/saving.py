@@ -209,7 +209,7 @@ class _Save:
     started: float = field(default_factory=time.monotonic)
     blocked: float | None = None  # seconds that training waited
     seconds: dict[str, float] = field(default_factory=dict)
-    documents: list[Image] = field(default_factory=list)  # of all ranks, on the main one
+    documents: list[Image] = field(default_factory=list)  # all that are JSON, on the main rank
     written: list[FileRecord] = field(default_factory=list)
 
     @property
@@ -249,7 +249,8 @@ class _Save:
         """On the main rank: how the files will be named; None if the ranks disagree about the tensors."""
         if len({one["tables"] for one in hellos}) > 1:
             return None
-        self.documents = [Image.of(rank_document(rank), one["document"].encode()) for rank, one in enumerate(hellos)]
+        own = [Image.of(rank_document(rank), one["document"].encode()) for rank, one in enumerate(hellos)]
+        self.documents = [self.captured.value.values, *own]
         shared = [image.path for image in [*self.captured.value.images, *self.documents]]
         return asdict(self.saver.begin(self.name, [*shared, *(path for one in hellos for path in one["paths"])]))
 
