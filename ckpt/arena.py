@@ -68,7 +68,8 @@ class Arena:
     def release(self) -> None:
         """Give the memory back. Whoever had it must be done with it."""
         self._left = iter(())
-        self._work.wait()
+        with suppress(Exception):  # it is not needed any more
+            self._work.wait()
         self._unpin()
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
@@ -93,6 +94,8 @@ class Arena:
             while True:
                 if gently:
                     self._calm.wait()
+                    if not threading.main_thread().is_alive():
+                        return  # the program is about to end
                 with self._turn:
                     start = next(self._left, None)
                 if start is None:

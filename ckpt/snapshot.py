@@ -136,8 +136,8 @@ class Snapshots:
             return self._take_on_device(layout)
         memory = self._arena.take(size, layout.device)
         snapshot = Snapshot(layout.put(memory))
-        if layout.away:
-            self._copy_from_device(layout.away, memory, steady, snapshot)
+        if layout.away:  # only what waits for us may be copied later
+            self._copy_from_device(layout.away, memory, steady if self._hooks else lambda _: False, snapshot)
         return snapshot
 
     def _take_on_device(self, layout: _Layout) -> Snapshot:
