@@ -58,7 +58,7 @@ class Ours:
 
     def save(self, root: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         with ckpt.StateManager(root, model=model, optimizer=optimizer) as manager:
-            manager.save_state("x")
+            manager.save_state("x", wait=True)
 
     def load(self, root: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         with ckpt.StateManager(root, model=model, optimizer=optimizer) as manager:
