@@ -92,7 +92,8 @@ class Ours(Way):
 
     def __init__(self, state: State, root: Path) -> None:
         super().__init__(state, root)
-        self.manager = ckpt.StateManager(root, model=state.model, optimizer=state.optimizer)
+        both = {"model": state.model, "optimizer": state.optimizer}
+        self.manager = ckpt.StateManager(root, **both, background=self.background)
 
     def save(self, name: str) -> None:
         self.manager.save_state(name, wait=True)

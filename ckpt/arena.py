@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ckpt.background import Background, Beside
+from ckpt.storage.background import Background, Beside
 
 _log = logging.getLogger("ckpt")
 
@@ -76,8 +76,7 @@ class Arena:
     def _reserve(self, size: int, device: torch.device | None) -> None:
         self._unpin()
         self._bytes = torch.empty(0, dtype=torch.uint8)  # first: there may not be room for both
-        size = -(-size // PIECE) * PIECE if size > PIECE else -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = mmap.mmap(-1, max(size, mmap.PAGESIZE))
+        memory = mmap.mmap(-1, max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE)
         with suppress(OSError, AttributeError, ValueError):
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)

@@ -12,15 +12,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
-from ckpt.background import Beside
 from ckpt.catalog import MARKER, Checkpoint, find, scan
 from ckpt.console import LONG, bar
 from ckpt.errors import AbsentError, LockedError, StorageError
-from ckpt.formats.blocks import BlockHasher, block_digests
+from ckpt.formats.blocks import BlockHasher
 from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.state import Image
 from ckpt.retention import Keep
 from ckpt.storage import Storage
+from ckpt.storage.background import Beside
 from ckpt.storage.base import check_key
 
 _log = logging.getLogger("ckpt")
@@ -84,10 +84,7 @@ class Attempt:
         """Link a file that an earlier checkpoint has with the same bytes; none if there is none."""
         if earlier is None or not image.steady or image.size != earlier.file.size:
             return None
-        hasher = BlockHasher()
-        for piece in image.pieces():
-            hasher.update(piece)
-        if hasher.digests != earlier.file.blocks:
+        if _digests(image.pieces(), lambda _: None) != earlier.file.blocks:
             return None
         path = self.path_for(image.path)
         try:
@@ -100,14 +97,13 @@ class Attempt:
 
     def _write_one(self, storage: Storage, image: Image, advance: Callable[[float], None]) -> FileRecord:
         path = self.path_for(image.path)
-        if image.memory is not None:
-            memory = image.memory
-            hashing = Beside(lambda: block_digests(memory), "ckpt-hash")
+        if image.settled:
+            settled = list(image.pieces())
+            hashing = Beside(lambda: _digests(settled, advance), "ckpt-hash")
             try:
-                storage.write(f"{self.name}/{path}", [memory])
+                storage.write(f"{self.name}/{path}", settled)
             finally:
                 digests = hashing.result()
-            advance(image.size)
             return FileRecord(name=image.path, path=path, size=image.size, blocks=digests)
         hasher = BlockHasher()
         source = image.pieces()
@@ -122,6 +118,13 @@ class Attempt:
         finally:  # at once, also when it failed: other ranks may be waiting to hand over the rest
             getattr(source, "close", lambda: None)()
         return FileRecord(name=image.path, path=path, size=hasher.size, blocks=hasher.digests)
+
+
+def _digests(pieces: Iterable[memoryview], advance: Callable[[float], None]) -> tuple[str, ...]:
+    hasher = BlockHasher()
+    for piece in hasher.through(pieces):
+        advance(len(piece))
+    return hasher.digests
 
 
 def clean(storage: Storage, name: str) -> None:

@@ -342,7 +342,7 @@ class StateManager:
         """Once, when the size of the state is known: so that the first save is as fast as the others."""
         if not self._memory_ready:
             self._memory_ready = True
-            self._saver.snapshots.prepare(self._managed.tensors())
+            self._saver.snapshots.prepare(self._managed.tensors(), for_devices_only=not self._background)
 
     def _is_skipped(self, name: str) -> bool:
         """Whether a save is left out because one is under way: the same on every rank."""

@@ -166,36 +166,46 @@ class _Buffers:
     """What a thread needs: a buffer for bytes that nobody wants, and two through which bytes go to a device."""
 
     def __init__(self) -> None:
-        self.unwanted = host_bytes(torch.empty(WINDOW, dtype=torch.uint8))
+        # as long as the longest chunk: none of it may be wanted
+        self.unwanted = host_bytes(torch.empty(max(WINDOW, _WINDOW_AWAY), dtype=torch.uint8))
         self._slots: list[torch.Tensor] = []
-        self._copied: list[Any] = [None, None]
+        self._copied: list[list[Any]] = [[], []]  # for each slot, the events after the copies from it
         self._turn = 0
-        self._stream: Any = None
-        self._module: Any = None
+        self._streams: dict[torch.device, Any] = {}
 
-    def next_slot(self, device: torch.device) -> torch.Tensor:
+    def next_slot(self) -> torch.Tensor:
         """A buffer in pinned memory, from which everything has arrived."""
         if not self._slots:
-            self._module = torch.get_device_module(device)
             self._slots = [torch.empty(_WINDOW_AWAY, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-            self._stream = self._module.Stream(device)
-            self._stream.wait_stream(self._module.default_stream(device))  # the memory may just have been in use there
         self._turn = 1 - self._turn
-        if self._copied[self._turn] is not None:
-            self._copied[self._turn].synchronize()
+        for event in self._copied[self._turn]:
+            event.synchronize()
+        self._copied[self._turn] = []
         return self._slots[self._turn]
 
     def send(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy from the buffer to the device, in the background."""
-        with self._module.stream(self._stream):
-            for source, target in pairs:
-                target.copy_(source, non_blocking=True)
-            self._copied[self._turn] = self._stream.record_event()
+        """Copy from the buffer to their devices, in the background."""
+        by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        for source, target in pairs:
+            by_device[target.device].append((source, target))
+        for device, copies in by_device.items():
+            stream = self._stream(device)
+            with torch.get_device_module(device).stream(stream):
+                for source, target in copies:
+                    target.copy_(source, non_blocking=True)
+                self._copied[self._turn].append(stream.record_event())
+
+    def _stream(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            module = torch.get_device_module(device)
+            self._streams[device] = module.Stream(device)
+            self._streams[device].wait_stream(module.default_stream(device))  # memory may just have been in use there
+        return self._streams[device]
 
     def finish(self) -> None:
         """Wait until everything has arrived."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        for stream in self._streams.values():
+            stream.synchronize()
 
 
 def _read_and_verify(block: _Block, buffers: _Buffers) -> str | None:
@@ -220,7 +230,7 @@ def _read_chunk(block: _Block, start: int, stop: int, pieces: list[_Piece], buff
     """Read a chunk, each byte to its place, and return where they are now, in order."""
     away = [piece for piece in pieces if piece.landing.away]
     if away:
-        slot = buffers.next_slot(away[0].landing.device)[: stop - start]
+        slot = buffers.next_slot()[: stop - start]
         data = host_bytes(slot)
         block.file.read_into(start, data)
         for one in pieces:

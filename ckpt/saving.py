@@ -17,7 +17,6 @@ import torch
 
 from ckpt import commit
 from ckpt.agreement import Outcome, agree
-from ckpt.background import Background
 from ckpt.capture import Captured
 from ckpt.commit import Attempt, Earlier
 from ckpt.console import size
@@ -30,6 +29,7 @@ from ckpt.ranks import MAIN, Ranks
 from ckpt.retention import Keep
 from ckpt.snapshot import Snapshot, Snapshots
 from ckpt.storage import Storage
+from ckpt.storage.background import Background
 from ckpt.version import __version__
 
 _log = logging.getLogger("ckpt")

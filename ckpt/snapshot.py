@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,12 +30,12 @@ _PAGE = 4096
 _LITTLE = 64 << 20  # bytes: not worth making ready beforehand
 _PART = 8 << 20  # bytes that one thread copies at a time
 _SMALL, _PACKED = 1 << 20, 16 << 20  # bytes: what is packed, and into how much
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 _Part = tuple[int, int, int]  # where to, where from, how many bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
+class _Copy(NamedTuple):
     """A tensor, and the bytes in the snapshot that it is copied to."""
 
     path: str
@@ -98,6 +98,7 @@ class Snapshots:
         self._pending: Snapshot | None = None
         self._streams: dict[torch.device, Any] = {}
         self._hooks: list[Any] = []
+        self._places = _Places(_NOTHING)
         self._told = False
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -112,15 +113,15 @@ class Snapshots:
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(before_step))
 
-    def prepare(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Begin to make memory ready for as much state."""
-        found = list(tensors)
+    def prepare(self, tensors: Iterable[torch.Tensor], *, for_devices_only: bool = False) -> None:
+        """Begin to make memory ready for as much state: all of it, or, where training waits, what devices hold."""
+        found = [one for one in tensors if not (for_devices_only and one.is_cpu)]
         size = sum(-(-one.nbytes // _PAGE) * _PAGE for one in found) + (1 << 20)
         if size > _LITTLE and self._fits(size):
             self._arena.prepare(size, _device(found))
 
-    def take(self, images: list[Image], steady: Callable[[torch.Tensor], bool]) -> Snapshot | None:
-        """Copy what these files will hold. `steady` tells what nobody changes before the next optimizer step.
+    def take(self, images: list[Image], optimized: Callable[[torch.Tensor], bool]) -> Snapshot | None:
+        """Copy what these files will hold. `optimized` tells what nobody changes before the next optimizer step.
 
         None if there is no room for it.
         """
@@ -134,27 +135,27 @@ class Snapshots:
         layout = _Layout.of(images, starts, size)
         if layout.device is not None and not self._arena.is_ready(size) and _has_room(layout.device, size):
             return self._take_on_device(layout)
-        memory = self._arena.take(size, layout.device)
+        memory = self._memory(size, layout.device)
         snapshot = Snapshot(layout.put(memory))
         if layout.away:  # only what waits for us may be copied later
-            self._copy_from_device(layout.away, memory, steady if self._hooks else lambda _: False, snapshot)
+            self._copy_from_device(layout.away, memory, optimized if self._hooks else lambda _: False, snapshot)
         return snapshot
 
     def _take_on_device(self, layout: _Layout) -> Snapshot:
         """Host memory takes seconds to be made ready, a copy on the device milliseconds: it is fetched later."""
         module = torch.get_device_module(layout.device)
         held = torch.empty(layout.size, dtype=torch.uint8, device=layout.device)
-        _send_all(layout.away, held)
+        _send_all(layout.away, _Places(held))
         taken = module.current_stream(layout.device).record_event()
-        later = replace(layout, here=[replace(one, source=one.source.clone()) for one in layout.here], away=[])
+        later = replace(layout, here=[one._replace(source=one.source.clone()) for one in layout.here], away=[])
         snapshot = Snapshot({})
 
         def fetch() -> None:
-            memory = self._arena.take(layout.size, layout.device)
+            memory = self._memory(layout.size, layout.device)
             stream = module.Stream(layout.device)
             stream.wait_event(taken)
             with module.stream(stream):
-                _send(_Copy("", "", held, 0), memory)
+                _send(_Copy("", "", held, 0), _Places(memory))
             stream.synchronize()
             snapshot.images = later.put(memory)
             snapshot.rest = None
@@ -170,7 +171,13 @@ class Snapshots:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._places = _Places(_NOTHING)
         self._arena.release()
+
+    def _memory(self, size: int, device: torch.device | None) -> torch.Tensor:
+        if size > self._arena.size:
+            self._places = _Places(_NOTHING)  # or the old memory would live on beside the new
+        return self._arena.take(size, device)
 
     def _fits(self, size: int) -> bool:
         limit = self._limit if self._limit is not None else int(0.8 * (available() + self._arena.size))
@@ -183,7 +190,7 @@ class Snapshots:
         return size <= limit
 
     def _copy_from_device(
-        self, copies: list[_Copy], memory: torch.Tensor, steady: Callable[[torch.Tensor], bool], snapshot: Snapshot
+        self, copies: list[_Copy], memory: torch.Tensor, optimized: Callable[[torch.Tensor], bool], snapshot: Snapshot
     ) -> None:
         device = copies[0].source.device
         module = torch.get_device_module(device)
@@ -191,18 +198,26 @@ class Snapshots:
             self._streams[device] = module.Stream(device)
         stream = self._streams[device]
         stream.wait_stream(module.current_stream(device))
-        later = [one for one in copies if steady(one.source)]
+        later = [one for one in copies if optimized(one.source)]
         kept = set(map(id, later))
         now = [one for one in copies if id(one) not in kept]
+        places = self._places_in(memory)
         with module.stream(stream):
-            _send_all(now, memory)
+            _send_all(now, places)
             done = stream.record_event()
-            _send_all(later, memory)
+            _send_all(later, places)
             snapshot.arrived = stream.record_event()
         snapshot.overlapped = [(one, one.source._version) for one in later]  # keeps them alive until they are copied
         self._pending = snapshot
         if now:
             done.synchronize()
+
+    def _places_in(self, memory: torch.Tensor) -> _Places:
+        """The same ones as long as snapshots are made in the same memory."""
+        known = self._places.memory
+        if (known.data_ptr(), len(known)) != (memory.data_ptr(), len(memory)):
+            self._places = _Places(memory)
+        return self._places
 
     def _before_step(self, *_: Any) -> None:
         """What is still being copied must not be changed before it has been."""
@@ -227,8 +242,8 @@ class _Layout:
     @classmethod
     def of(cls, images: list[Image], starts: list[int], size: int) -> _Layout:
         copies, headers = _laid_out(images, starts)
-        here = [one for one in copies if one.source.device.type == "cpu"]
-        away = [one for one in copies if one.source.device.type != "cpu"]
+        here = [one for one in copies if one.source.is_cpu]
+        away = [one for one in copies if not one.source.is_cpu]
         return cls(images, starts, size, headers, here, away)
 
     @property
@@ -271,7 +286,7 @@ def _laid_out(images: list[Image], starts: list[int]) -> tuple[list[_Copy], list
 
 def _in_memory(image: Image, memory: torch.Tensor, start: int) -> Image:
     view = host_bytes(memory[start : start + image.size])
-    return Image(image.path, image.size, lambda: iter((view,)), image.steady, memory=view)
+    return Image(image.path, image.size, lambda: iter((view,)), image.steady, settled=True)
 
 
 def _copy_on_host(copies: list[_Copy], memory: torch.Tensor) -> None:
@@ -283,7 +298,7 @@ def _copy_on_host(copies: list[_Copy], memory: torch.Tensor) -> None:
             at, length = one.source.data_ptr(), one.source.nbytes
             parts += [(base + one.start + b, at + b, min(_PART, length - b)) for b in range(0, length, _PART)]
         else:
-            _send(one, memory)
+            _send(one, _Places(memory))
     shares = _shared_out(parts)
     if len(shares) < 2:
         _move(parts)
@@ -310,29 +325,52 @@ def _move(parts: list[_Part]) -> None:
         ctypes.memmove(*part)
 
 
-def _send_all(copies: list[_Copy], memory: torch.Tensor) -> None:
+class _Places:
+    """Memory of a snapshot, seen as the tensors that are copied into it. Each is made once: training waits for it."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self._made: dict[Any, torch.Tensor] = {}
+
+    def put(self, copy: _Copy, source: torch.Tensor) -> None:
+        key = copy.start, source.dtype, source.shape
+        place = self._made.get(key)
+        if place is None:
+            place = self._made[key] = self.memory[copy.start : copy.stop].view(source.dtype).view(source.shape)
+        place.copy_(source, non_blocking=True)
+
+
+def _send_all(copies: list[_Copy], places: _Places) -> None:
     """Copy from a device. Small neighbours go together: a device takes only so many copies in its queue."""
     run: list[_Copy] = []
     for one in copies:
         if run and (one.start != run[-1].stop or run[-1].stop - run[0].start > _PACKED):
-            _send_run(run, memory)
+            _send_run(run, places)
             run = []
-        if one.source.nbytes > _SMALL:
-            _send_run(run, memory)
-            _send(one, memory)
+        size = one.source.nbytes
+        if size > _SMALL:
+            _send_run(run, places)
+            _send(one, places)
             run = []
-        elif one.source.nbytes:
+        elif size:
             run.append(one)
-    _send_run(run, memory)
+    _send_run(run, places)
 
 
-def _send_run(run: list[_Copy], memory: torch.Tensor) -> None:
+def _send_run(run: list[_Copy], places: _Places) -> None:
     if len(run) < 2:
         for one in run:
-            _send(one, memory)
+            _send(one, places)
         return
-    packed = torch.cat([_row(one.source) for one in run])
-    _send(_Copy("", "", packed, run[0].start), memory)
+    _send(_Copy("", "", _packed([one.source for one in run]), run[0].start), places)
+
+
+def _packed(sources: list[torch.Tensor]) -> torch.Tensor:
+    """Tensors one after the other, as they will lie in the file."""
+    dtype = sources[0].dtype
+    if dtype.itemsize > 1 and all(one.dtype == dtype and is_dense(one) for one in sources):
+        return torch.cat([one.view(-1) for one in sources])
+    return torch.cat([_row(one) for one in sources])
 
 
 def _row(source: torch.Tensor) -> torch.Tensor:
@@ -342,12 +380,15 @@ def _row(source: torch.Tensor) -> torch.Tensor:
     return source.view(-1).view(torch.uint8)
 
 
-def _send(copy: _Copy, memory: torch.Tensor) -> None:
+def _send(copy: _Copy, places: _Places) -> None:
     if not copy.source.nbytes:
+        return
+    if copy.start // PIECE == (copy.stop - 1) // PIECE:
+        places.put(copy, movable(copy.source))
         return
     row = _row(copy.source)
     for begin, stop in _within_pieces(copy.start, copy.stop):
-        memory[begin:stop].copy_(row[begin - copy.start : stop - copy.start], non_blocking=True)
+        places.memory[begin:stop].copy_(row[begin - copy.start : stop - copy.start], non_blocking=True)
 
 
 def _within_pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:

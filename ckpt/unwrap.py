@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -19,7 +19,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def clean_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Names as `module.state_dict()` has them, each with the one that it has without any wrapper."""
-    if not any(_inner_name(one) for one in module.modules()):
+    names = list(names)
+    if not names or not any(_inner_name(one) for one in _modules(module)):
         return {name: name for name in names}
     return {name: clean_name(module, name) for name in names}
 
@@ -45,6 +46,17 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
     for name, parameter in found.items():
         names.setdefault(id(parameter), clean[name])
     return names
+
+
+def _modules(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and all below it. `modules()` also works out their names, and training waits for that."""
+    waiting, seen = [module], {id(module)}
+    while waiting:
+        one = waiting.pop()
+        yield one
+        below = [inner for inner in one._modules.values() if inner is not None and id(inner) not in seen]
+        seen.update(map(id, below))
+        waiting += below
 
 
 def _inner_name(module: nn.Module) -> str | None:

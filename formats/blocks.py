@@ -15,11 +15,6 @@ def digest(data: bytes | bytearray | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def block_digests(data: memoryview, block_size: int = BLOCK_SIZE) -> tuple[str, ...]:
-    """The hash of every block of bytes that are all there."""
-    return tuple(digest(data[start : start + block_size]) for start in range(0, len(data), block_size))
-
-
 class BlockHasher:
     """Hashes a stream as it passes: one digest for every `BLOCK_SIZE` bytes, and one for the rest."""
 

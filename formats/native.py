@@ -22,7 +22,7 @@ import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats import dtypes
-from ckpt.formats.memory import host_bytes, is_dense, movable, on_host
+from ckpt.formats.memory import host_bytes, is_dense, is_plain, movable, on_host
 from ckpt.formats.sharding import Box
 from ckpt.formats.state import Image, Shard
 from ckpt.formats.ties import View, untie
@@ -39,15 +39,16 @@ def image(path: str, shards: Mapping[str, Shard], *, steady: bool = False) -> Im
     """The file that holds these tensors. Plain tensors on the CPU are read from where they lie when it is written."""
     stored, views = untie({name: shard.tensor for name, shard in shards.items()})
     order = in_file_order(stored)
-    header = _header([(name, stored[name]) for name in order], shards, views)
+    header, end = _header([(name, stored[name]) for name in order], shards, views)
 
     def pieces() -> Iterator[memoryview]:
         yield memoryview(header)
         for name in order:
             yield host_bytes(on_host(stored[name]))
 
-    size = len(header) + sum(stored[name].nbytes for name in order)
-    return Image(path, size, pieces, steady, contents=(header, *((name, stored[name]) for name in order)))
+    contents: list[bytes | tuple[str, torch.Tensor]] = [header, *((name, stored[name]) for name in order)]
+    settled = all(is_plain(stored[name]) for name in order)
+    return Image(path, len(header) + end, pieces, steady, contents, settled)
 
 
 def gathered_image(
@@ -63,7 +64,7 @@ def gathered_image(
         name: View(of, outlines[of].dtype, tuple(outlines[of].shape), outlines[of].stride(), 0)
         for name, of in aliases.items()
     }
-    header = _header([(name, outlines[name]) for name in order], {}, views)
+    header, end = _header([(name, outlines[name]) for name in order], {}, views)
 
     def pieces() -> Iterator[memoryview]:
         left = iter(order)
@@ -75,7 +76,7 @@ def gathered_image(
             for name in left:
                 fetch(name)
 
-    return Image(path, len(header) + sum(outlines[name].nbytes for name in order), pieces)
+    return Image(path, len(header) + end, pieces)
 
 
 def in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -83,7 +84,10 @@ def in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     return sorted(tensors, key=lambda name: -tensors[name].element_size())
 
 
-def _header(tensors: list[tuple[str, torch.Tensor]], shards: Mapping[str, Shard], views: Mapping[str, View]) -> bytes:
+def _header(
+    tensors: list[tuple[str, torch.Tensor]], shards: Mapping[str, Shard], views: Mapping[str, View]
+) -> tuple[bytes, int]:
+    """The header, and how many bytes of data come after it."""
     entries: dict[str, Any] = {"__metadata__": _metadata(tensors, shards, views)}
     end = 0
     for name, tensor in tensors:
@@ -91,7 +95,7 @@ def _header(tensors: list[tuple[str, torch.Tensor]], shards: Mapping[str, Shard]
         spelling, shape = _spelled(tensor)
         entries[name] = {"dtype": spelling, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    return _LENGTH.pack(_padded(len(text))) + text.ljust(_padded(len(text)))
+    return _LENGTH.pack(_padded(len(text))) + text.ljust(_padded(len(text))), end
 
 
 def _padded(length: int) -> int:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """A rectangular piece of a tensor: its data, and where it belongs in the whole."""
 
     tensor: torch.Tensor
@@ -19,11 +18,11 @@ class Shard:
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Shard:
-        return cls(tensor, tuple(tensor.shape), (0,) * tensor.dim())
+        return cls(tensor, tensor.shape, (0,) * tensor.dim())
 
     @property
     def is_whole(self) -> bool:
-        return tuple(self.tensor.shape) == self.shape
+        return self.tensor.shape == self.shape
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,8 @@ class Image:
     """The bytes of a file that is to be written: how many, and a way to go through them once more.
 
     A `steady` one is likely to be the same as in the checkpoint before. `contents` are what it is made of, in order:
-    bytes, and tensors with their names; none if some of it is not here yet. `memory` is all of it, where it lies in one
-    place that does not change.
+    bytes, and tensors with their names; none if some of it is not here yet. The pieces of a `settled` one are all here,
+    and stay as they are until it is written.
     """
 
     path: str
@@ -50,8 +49,8 @@ class Image:
     pieces: Callable[[], Iterator[memoryview]]
     steady: bool = False
     contents: Sequence[bytes | tuple[str, torch.Tensor]] | None = None
-    memory: memoryview | None = None
+    settled: bool = False
 
     @classmethod
     def of(cls, path: str, data: bytes) -> Image:
-        return cls(path, len(data), lambda: iter((memoryview(data),)), contents=(data,))
+        return cls(path, len(data), lambda: iter((memoryview(data),)), contents=(data,), settled=True)

@@ -26,6 +26,7 @@ _SAFE_INT = 1 << 63
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _NAME = re.compile("[^\\[\\]'\"\\s\ud800-\udfff]+")
 _RESERVED = "__metadata__"  # no name for a tensor in a safetensors file
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _TOO_DEEP = 100  # levels; with more, reading the JSON back could end in a RecursionError
 
 
@@ -46,6 +47,8 @@ class Encoder:
         kind = type(value)
         if value is None or kind is bool:
             return value
+        if kind in _PLAIN_TENSORS:  # most values are, and training waits
+            return self._tensor(value, path)
         if depth > _TOO_DEEP:
             return self._refuse(path[:80] + "...", f"nested more than {_TOO_DEEP} levels deep")
         if id(value) in self._around:
@@ -88,11 +91,11 @@ class Encoder:
     def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
         if self.spread and is_sharded(tensor):
             return {"$tensor": self._add(path, tensor)}
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        if type(tensor) not in _PLAIN_TENSORS:
             return self._refuse(path, f"a {type(tensor).__module__}.{type(tensor).__qualname__}")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             return self._refuse(path, f"a tensor of layout {tensor.layout} and dtype {tensor.dtype}; only dense ones")
-        if tensor.device.type == "meta":
+        if tensor.is_meta:
             return self._refuse(path, "a tensor on the meta device, which has no data")
         return {"$tensor": self._add(path, tensor.detach())}
 

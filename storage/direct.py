@@ -6,22 +6,18 @@ disk works from the first block on, while the next one is being gathered.
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
 
+from ckpt.storage.aligned import ALIGNMENT, DIRECT, address, aligned, copy
+from ckpt.storage.background import Background
 from ckpt.storage.base import Buffer
 
 BLOCK = 8 << 20
-_ALIGNMENT = 4096
-_WRITERS = 4
+_WRITERS = 8
 _RESERVED = 256 << 20
-_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 def write_durably(descriptor: int, pieces: Iterable[Buffer]) -> None:
@@ -46,11 +42,7 @@ def write_durably(descriptor: int, pieces: Iterable[Buffer]) -> None:
 
 def _is_aligned(piece: Buffer) -> bool:
     view = memoryview(piece)
-    return not view.readonly and view.nbytes >= BLOCK and _address(view) % _ALIGNMENT == 0
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+    return not view.readonly and view.nbytes >= BLOCK and address(view) % ALIGNMENT == 0
 
 
 class _File:
@@ -58,7 +50,7 @@ class _File:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._writers = [_Behind() for _ in range(_WRITERS)]
+        self._writers = [Background("ckpt-write") for _ in range(_WRITERS)]
         self._buffers: list[memoryview] = []
         self._number = 0  # of the block in hand
         self._filled = 0  # bytes of it
@@ -71,7 +63,7 @@ class _File:
         while view:
             buffer = self._buffer()
             taken = min(len(view), BLOCK - self._filled)
-            _copy(view[:taken], buffer[self._filled : self._filled + taken])
+            copy(view[:taken], buffer[self._filled : self._filled + taken])
             view, self._filled = view[taken:], self._filled + taken
             if self._filled == BLOCK:
                 self._filled = 0
@@ -85,7 +77,7 @@ class _File:
         start, self._size = self._size, self._size + len(block)
         self._number += 1
         if len(block) == BLOCK:
-            writer.start(self._write_directly, block, start)
+            writer.start(lambda: self._write_directly(block, start))
         else:
             self._wait()
             self._write_through_cache(block, start)
@@ -110,7 +102,7 @@ class _File:
     def _buffer(self) -> memoryview:
         """The block in hand. What it held before has been written."""
         if len(self._buffers) <= self._number % _WRITERS:
-            self._buffers.append(memoryview(mmap.mmap(-1, BLOCK)))  # pages of its own, so it is aligned
+            self._buffers.append(aligned(BLOCK))
         if not self._filled:
             self._writers[self._number % _WRITERS].wait()
         return self._buffers[self._number % _WRITERS]
@@ -153,44 +145,6 @@ class _File:
 def _opened_directly(descriptor: int) -> int | None:
     """The same file once more, for writing past the cache; none where that is refused."""
     try:
-        return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_CLOEXEC | _DIRECT) if _DIRECT else None
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_CLOEXEC | DIRECT) if DIRECT else None
     except OSError:
         return None
-
-
-def _copy(source: memoryview, target: memoryview) -> None:
-    """Copy without holding the interpreter's lock, where that is allowed."""
-    if source.readonly:
-        target[:] = source
-    else:
-        ctypes.memmove(_address(target), _address(source), len(source))
-
-
-class _Behind:
-    """One call at a time that goes on in the background.
-
-    Not an executor: those refuse work while the interpreter shuts down, and a last save may just be under way then.
-    """
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-
-    def start(self, function: Callable[..., None], *arguments: Any) -> None:
-        self._thread = threading.Thread(target=self._run, args=(function, *arguments), name="ckpt-write")
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Until the call is done. What it raised is raised here, once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _run(self, function: Callable[..., None], *arguments: Any) -> None:
-        try:
-            function(*arguments)
-        except BaseException as error:  # for whoever waits
-            self._error = error

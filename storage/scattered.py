@@ -12,10 +12,10 @@ import mmap
 import os
 import threading
 
-_DIRECT: int = getattr(os, "O_DIRECT", 0)
+from ckpt.storage.aligned import ALIGNMENT, DIRECT, aligned, copy
+
 _CACHESTAT = 451  # the same on every architecture; since Linux 6.5
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM}
-_ALIGNMENT = 4096
 _WORTH_IT = 256 << 10  # bytes
 _BOUNCE = 4 << 20
 _BYTES_AT_ONCE = 1 << 30
@@ -66,19 +66,19 @@ def _is_cached(descriptor: int, start: int, size: int) -> bool:
 def _past_cache(path: str, start: int, left: list[memoryview]) -> tuple[int, list[memoryview]]:
     """Read aligned pieces straight from the disk. Stops where that is refused, or the file ends."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | _DIRECT)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | DIRECT)
     except OSError:
         return start, left
     bounce = _bounce()
     try:
         while left:
-            before = start % _ALIGNMENT
-            wanted = min(len(bounce), -(-(before + sum(map(len, left))) // _ALIGNMENT) * _ALIGNMENT)
+            before = start % ALIGNMENT
+            wanted = min(len(bounce), -(-(before + sum(map(len, left))) // ALIGNMENT) * ALIGNMENT)
             got = os.preadv(descriptor, [bounce[:wanted]], start - before) - before
             if got <= 0:
                 break
             got = min(got, sum(map(len, left)))
-            _copy(bounce[before : before + got], left)
+            _scatter(bounce[before : before + got], left)
             start, left = start + got, _rest(left, got)
     except OSError as error:
         if error.errno not in _REFUSED:
@@ -91,23 +91,17 @@ def _past_cache(path: str, start: int, left: list[memoryview]) -> tuple[int, lis
 def _bounce() -> memoryview:
     """Aligned memory of this thread's own."""
     if not hasattr(_own, "bounce"):
-        _own.bounce = memoryview(mmap.mmap(-1, _BOUNCE))
+        _own.bounce = aligned(_BOUNCE)
     bounce: memoryview = _own.bounce
     return bounce
 
 
-def _copy(source: memoryview, targets: list[memoryview]) -> None:
-    """Copy to one target after the other, without holding the interpreter's lock meanwhile."""
+def _scatter(source: memoryview, targets: list[memoryview]) -> None:
+    """Copy to one target after the other."""
     for target in targets:
         count = min(len(source), len(target))
-        if not count:
-            return
-        ctypes.memmove(_address(target), _address(source), count)
+        copy(source[:count], target[:count])
         source = source[count:]
-
-
-def _address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def _at_once(buffers: list[memoryview]) -> list[memoryview]:

@@ -143,6 +143,18 @@ def test_what_is_changed_in_place_while_it_is_copied_is_refused(tmp_path: Path) 
     assert ckpt.verify(tmp_path) == {"good": [], "warm": []}
 
 
+def test_what_is_not_wanted_beside_what_goes_to_the_gpu_is_verified_too(tmp_path: Path) -> None:
+    """The file has 24 MB that the model which is loaded does not have."""
+    torch.manual_seed(1)
+    saved = nn.ModuleDict({"wanted": nn.Linear(8, 8), "extra": nn.Linear(1000, 6000)}).cuda()
+    with ckpt.StateManager(tmp_path, model=saved) as manager:
+        manager.save_state("x")
+    loaded = nn.ModuleDict({"wanted": nn.Linear(8, 8)}).cuda()
+    with ckpt.StateManager(tmp_path, model=loaded) as manager:
+        manager.load_state("x", strict=False)
+    assert torch.equal(loaded["wanted"].weight, saved["wanted"].weight)  # type: ignore[arg-type]
+
+
 def test_offloaded_parameters_come_back(tmp_path: Path) -> None:
     import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard

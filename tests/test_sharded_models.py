@@ -356,6 +356,20 @@ class TestFrozenLayers:
         assert states(root) == {name for name in weights if name.startswith(trained)}
 
 
+def all_came_back(restored: ckpt.Restored) -> None:
+    assert not restored.skipped
+    assert not restored.resharded
+
+
+def train_alike(one: tuple[Any, torch.optim.Optimizer], other: tuple[Any, torch.optim.Optimizer]) -> None:
+    """Two models with their optimizers are the same, and stay so while they are trained."""
+    for number in range(2, 4):
+        assert everything(*other) == everything(*one)
+        step(*one, number)
+        step(*other, number)
+    assert everything(*other) == everything(*one)
+
+
 def round_trip_on_one_side(rank: int, root: str, trained: int) -> None:
     """One flat tensor in two halves, and all that is trained of it lies in one of them: the other rank has no state."""
     runs = []
@@ -372,14 +386,8 @@ def round_trip_on_one_side(rank: int, root: str, trained: int) -> None:
         assert bool(optimizer.state) == (rank == (0 if trained == 0 else 1))
         manager.save_state("x")
     with ckpt.StateManager(root, model=other, optimizer=other_optimizer, timeout=30) as manager:
-        restored = manager.load_state("x")
-    assert not restored.skipped
-    assert not restored.resharded
-    for number in range(2, 4):
-        assert everything(other, other_optimizer) == everything(model, optimizer)
-        step(model, optimizer, number)
-        step(other, other_optimizer, number)
-    assert everything(other, other_optimizer) == everything(model, optimizer)
+        all_came_back(manager.load_state("x"))
+    train_alike((model, optimizer), (other, other_optimizer))
 
 
 @pytest.mark.parametrize("trained", [0, 3])
@@ -414,14 +422,8 @@ def round_trip_without_state(rank: int, root: str) -> None:
         assert model.unused.weight not in optimizer.state
         manager.save_state("x")
     with ckpt.StateManager(root, model=other_parts, optimizer=other_optimizer, timeout=30) as manager:
-        restored = manager.load_state("x")
-    assert not restored.skipped
-    assert not restored.resharded
-    for number in range(2, 4):
-        assert everything(other, other_optimizer) == everything(model, optimizer)
-        step(model, optimizer, number)
-        step(other, other_optimizer, number)
-    assert everything(other, other_optimizer) == everything(model, optimizer)
+        all_came_back(manager.load_state("x"))
+    train_alike((model, optimizer), (other, other_optimizer))
 
 
 def test_parameters_without_a_gradient_and_parts_without_parameters(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""One piece of work at a time behind the training's back."""
+"""One piece of work at a time, in a thread of its own."""
 
 from __future__ import annotations
 
