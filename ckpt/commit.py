@@ -15,7 +15,7 @@ from datetime import datetime, timezone
 from ckpt.catalog import MARKER, Checkpoint, find, scan
 from ckpt.console import LONG, bar
 from ckpt.errors import AbsentError, LockedError, StorageError
-from ckpt.formats.blocks import BlockHasher
+from ckpt.formats.blocks import BlockHasher, digest
 from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.state import Image
 from ckpt.retention import Keep
@@ -104,12 +104,16 @@ class Attempt:
                 storage.write(f"{self.name}/{path}", settled)
             finally:
                 digests = hashing.result()
-            return FileRecord(name=image.path, path=path, size=image.size, blocks=digests)
+            head = _head(image, settled[0])
+            return FileRecord(name=image.path, path=path, size=image.size, blocks=digests, head=head)
         hasher = BlockHasher()
         source = image.pieces()
+        heads: list[tuple[int, str] | None] = []
 
         def pieces() -> Iterator[memoryview]:
             for piece in hasher.through(source):
+                if not heads:
+                    heads.append(_head(image, piece))
                 yield piece
                 advance(len(piece))
 
@@ -117,7 +121,12 @@ class Attempt:
             storage.write(f"{self.name}/{path}", pieces())
         finally:  # at once, also when it failed: other ranks may be waiting to hand over the rest
             getattr(source, "close", lambda: None)()
-        return FileRecord(name=image.path, path=path, size=hasher.size, blocks=hasher.digests)
+        return FileRecord(name=image.path, path=path, size=hasher.size, blocks=hasher.digests, head=heads[0])
+
+
+def _head(image: Image, first: memoryview) -> tuple[int, str] | None:
+    """The hash of a file's head, which lies in its first piece."""
+    return (image.head, digest(first[: image.head])) if image.head else None
 
 
 def _digests(pieces: Iterable[memoryview], advance: Callable[[float], None]) -> tuple[str, ...]:

@@ -241,7 +241,7 @@ class _Watched:
         return [rank for rank in beats if now - self._seen[rank][1] >= self.timeout]
 
 
-_SHORTEST, _LONGEST = 0.001, 0.1  # seconds between two questions
+_SHORTEST, _LONGEST = 0.0002, 0.1  # seconds between two questions
 _LONGEST_PER_RANK = 0.002  # few ranks may ask more often than a thousand
 
 _ADVICE = (

@@ -57,15 +57,19 @@ class Restoration:
     ) -> Restoration:
         """Everything that can fail, on all ranks together. What must last until `finish` is put into `held`."""
         call = f"load_state({manifest.name!r})"
-        opened = together(ranks, call, lambda: Opened(storage, manifest, ranks.rank))
         notes = Notes()
         own = managed.own(ranks.rank)
         if own and manifest.world_size != ranks.world_size:
             notes.approximated["gradients"] = "saved by another number of ranks: the accumulation window begins anew"
             own = {}
         parts = {**managed.parts, **own}
-        unfit: Unfit = together(ranks, call, lambda: _check(opened, parts, strict=strict))
-        takers = together(ranks, call, lambda: _ask(opened, parts, unfit, notes))
+
+        def look() -> tuple[Opened, dict[str, Callable[[], None]]]:
+            opened = Opened(storage, manifest, ranks.rank)
+            unfit = _check(opened, parts, strict=strict)
+            return opened, _ask(opened, parts, unfit, notes)
+
+        opened, takers = together(ranks, call, look)
         if share and ranks.world_size > 1:
             opened.sharing = held.enter_context(sharing(ranks, call, opened.wanted))
         together(ranks, call, opened.read_new)

@@ -286,7 +286,7 @@ def _laid_out(images: list[Image], starts: list[int]) -> tuple[list[_Copy], list
 
 def _in_memory(image: Image, memory: torch.Tensor, start: int) -> Image:
     view = host_bytes(memory[start : start + image.size])
-    return Image(image.path, image.size, lambda: iter((view,)), image.steady, settled=True)
+    return Image(image.path, image.size, lambda: iter((view,)), image.steady, settled=True, head=image.head)
 
 
 def _copy_on_host(copies: list[_Copy], memory: torch.Tensor) -> None:

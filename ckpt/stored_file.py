@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ckpt.errors import DamagedError
-from ckpt.formats.blocks import BlockHasher
+from ckpt.formats.blocks import BlockHasher, digest
 from ckpt.formats.manifest import FileRecord
 from ckpt.storage import Storage
 
@@ -34,16 +34,32 @@ class VerifiedFile:
     stored: StoredFile
     record: FileRecord
     _intact: set[int] = field(default_factory=set)  # blocks that have been looked at
+    _heads: list[bytes] = field(default_factory=list)  # the file's head, once it has been read
 
     def read(self, start: int, stop: int) -> bytes:
-        """The bytes from `start` up to `stop`, out of blocks that match their hashes."""
+        """The bytes from `start` up to `stop`, out of the file's head, or of blocks, that match their hashes."""
+        if self.record.head is not None and stop <= self.record.head[0]:
+            return self._head()[start:stop]
         blocks = range(start // self.record.block_size, -(-min(stop, self.record.size) // self.record.block_size))
         for index in sorted(set(blocks) - self._intact):
             wrong = self.look(index, memoryview(bytearray(WINDOW)))
             if wrong:
-                raise DamagedError(f"{self.stored.key.partition('/')[0]} is damaged: {wrong}.")
+                self._refuse(wrong)
             self._intact.add(index)
         return self.stored.read(start, stop)
+
+    def _head(self) -> bytes:
+        assert self.record.head is not None
+        if not self._heads:
+            size, expected = self.record.head
+            found = self.stored.read(0, size)
+            if digest(found) != expected:
+                self._refuse(f"{self.record.path} was altered (bytes 0 to {size})")
+            self._heads.append(found)
+        return self._heads[0]
+
+    def _refuse(self, wrong: str) -> None:
+        raise DamagedError(f"{self.stored.key.partition('/')[0]} is damaged: {wrong}.")
 
     def read_into(self, start: int, *buffers: memoryview) -> None:
         """As they are there, not verified."""

@@ -43,6 +43,7 @@ class FileRecord:
     size: int
     blocks: tuple[str, ...]
     block_size: int = BLOCK_SIZE
+    head: tuple[int, str] | None = None  # how many bytes at its start are read by themselves, and their hash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,8 @@ def _known(cls: type[Manifest], fields: dict[str, Any]) -> dict[str, Any]:
 
 def _file_record(fields: dict[str, Any]) -> FileRecord:
     known = {key: value for key, value in fields.items() if key in FileRecord.__dataclass_fields__}
-    return FileRecord(**{**known, "blocks": tuple(known["blocks"])})
+    head = tuple(known["head"]) if known.get("head") else None
+    return FileRecord(**{**known, "blocks": tuple(known["blocks"]), "head": head})
 
 
 def _json_number(value: float) -> float | str:

@@ -48,7 +48,7 @@ def image(path: str, shards: Mapping[str, Shard], *, steady: bool = False) -> Im
 
     contents: list[bytes | tuple[str, torch.Tensor]] = [header, *((name, stored[name]) for name in order)]
     settled = all(is_plain(stored[name]) for name in order)
-    return Image(path, len(header) + end, pieces, steady, contents, settled)
+    return Image(path, len(header) + end, pieces, steady, contents, settled, head=len(header))
 
 
 def gathered_image(
@@ -76,7 +76,7 @@ def gathered_image(
             for name in left:
                 fetch(name)
 
-    return Image(path, len(header) + end, pieces)
+    return Image(path, len(header) + end, pieces, head=len(header))
 
 
 def in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -282,7 +282,8 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
 def narrowed(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
     """A box of a tensor: for each dimension a start and a length."""
     for dim, (start, length) in enumerate(ranges):
-        tensor = tensor.narrow(dim, start, length)
+        if length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, length)
     return tensor
 
 

@@ -181,7 +181,7 @@ def is_sharded(value: Any) -> bool:
 def layout_of(tensor: Any) -> Layout:
     """How a sharded tensor is spread."""
     if hasattr(tensor, "device_mesh"):
-        return _root_layout(tensor.device_mesh, tuple(_spelled(one) for one in tensor.placements))
+        return _root_layout(tensor.device_mesh, tensor.placements)
     ranks = tuple(torch.distributed.get_process_group_ranks(tensor._process_group))
     layout = Layout((len(ranks),), ranks, ("S0",))  # FSDP 1 divides dimension 0 as torch.chunk does
     expected = layout.holders(tuple(tensor.size()), 0).values()
@@ -199,11 +199,12 @@ def divided(tensors: Iterable[Any]) -> frozenset[Layout]:
 
 
 @lru_cache(maxsize=1000)
-def _root_layout(mesh: Any, placements: tuple[str, ...]) -> Layout:
+def _root_layout(mesh: Any, placed: tuple[Any, ...]) -> Layout:
     """Over the whole mesh, also for a tensor on a part of it: along the other dimensions the ranks hold the same.
 
     Of the parts of a mesh, each rank sees another one; only the whole is the same for all.
     """
+    placements = tuple(_spelled(one) for one in placed)
     root = mesh._get_root_mesh()
     names, all_names = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
     if root is not mesh and set(names) <= set(all_names):

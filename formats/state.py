@@ -50,6 +50,7 @@ class Image:
     steady: bool = False
     contents: Sequence[bytes | tuple[str, torch.Tensor]] | None = None
     settled: bool = False
+    head: int = 0  # bytes at its start that readers want by themselves
 
     @classmethod
     def of(cls, path: str, data: bytes) -> Image:

@@ -32,13 +32,11 @@ class FarStorage(CountingStorage):
 
 
 class BrokenStorage(CountingStorage):
-    """A disk that fails when the optimizer is read, once its header has been seen."""
+    """A disk that gives the header of the optimizer's file, and fails at its tensors."""
 
     def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
         if key.endswith("optimizer.safetensors"):
-            self.times = getattr(self, "times", 0) + 1
-            if self.times > 1:
-                raise ckpt.StorageError(f"{key}: input/output error")
+            raise ckpt.StorageError(f"{key}: input/output error")
         super().read_into(key, start, *buffers, again=again)
 
 
