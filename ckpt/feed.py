@@ -40,6 +40,7 @@ class Position:
     ahead: int = 0  # reads that had been made beyond what was handed out
     rng_ahead: dict[str, Any] = field(default_factory=dict)  # as the first of them began
     trained: bool = False  # an optimizer was stepped meanwhile
+    split: bool = False  # every rank gets a piece of each batch, and not batches of its own
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> Position:
@@ -61,7 +62,7 @@ class Feed:
         self.waits = False  # for `take`, to go on from a saved position
         self._reader: Any = order.reader(loader)
         self._reads = 1 if self._reader is loader else reads_per_batch(loader, rank)  # for each batch
-        self._position = Position(world_size=world_size)
+        self._position = Position(world_size=world_size, split=_splits(loader))
         self._rank = rank
         self._ready: Ready = lambda done, before: None
         self._before: dict[str, Any] = {}  # the generators, before going back to the beginning of the epoch
@@ -151,6 +152,8 @@ class Feed:
         if not self.waits:
             workers = getattr(self._reader, "_iterator", None)  # a loader keeps its iterator for persistent ones
             position.worn = bool(getattr(self._reader, "persistent_workers", False)) and workers is not None
+        if getattr(self._reader, "_initial_iter_for_state_dict", False):
+            self._reader.load_state_dict({})  # Accelerate asked for its state too early, which has made an iterator
         self._before = rng.capture()
         if position.done or position.exhausted:
             return self._at_end(position)
@@ -192,6 +195,8 @@ class Feed:
             self.loader.iteration += 1  # type: ignore[attr-defined]  # as it does itself when it comes to its end
         if self._reads:
             self._restore_keeper(position)
+        if self._reads_ahead and self._keeper() is self._reader:
+            iter(self._reader)  # takes the state of its end now, and begins afresh the next time
         self._set_generators(position.generators_now)
         self._arrive(position)
         return iter(())
@@ -213,7 +218,7 @@ class Feed:
             return rng.number(position.rng["torch"], epoch, self._rank) if loader.num_workers else None
 
         if self._reads_ahead and not loader.num_workers:  # workers read with generators of their own
-            self._lookahead = Lookahead(loader, self._keeper(), lambda reads: self._arrive_after(position, reads))
+            self._look_ahead(position)
         skip = position.batches * self._reads
         self._course = Course(begin, lambda: self._land(position), skip=skip, rest=rest)
         order.steer(loader).course = self._course
@@ -224,22 +229,16 @@ class Feed:
         if not self._reads:
             return unfollowed(self.loader)
         keeper.load_state_dict(position.state)
-        if not self._reads_ahead:
-            iterator = iter(self.loader)
-            self._arrive(position)
-            return iterator
-
-        def before(reads: int) -> None:
-            if reads == 0:
-                self._land(position)
-            self._arrive_after(position, reads)
-
-        self._lookahead = Lookahead(self._reader, keeper, before)
-        return unfollowed(self.loader)
+        if self._reads_ahead:
+            self._look_ahead(position)
+            return unfollowed(self.loader)
+        iterator = iter(self.loader)
+        self._arrive(position)
+        return iterator
 
     def _by_replay(self, position: Position) -> Iterator[Any]:
         if self._reads_ahead:
-            self._lookahead = Lookahead(self._reader, self._keeper(), lambda reads: None)
+            self._look_ahead(position, again=position.batches * self._reads)
         iterator = unfollowed(self.loader)
         if position.batches:
             name = type(self.loader).__name__
@@ -249,8 +248,20 @@ class Feed:
                     if self._lookahead is not None:
                         self._lookahead.taken(self._reads)
                     advance(1)
-        self._arrive(position)
+        if not self._reads_ahead:
+            self._arrive(position)
         return iterator
+
+    def _look_ahead(self, position: Position, again: int = 0) -> None:
+        """Follow the reads. The first `again` of them have been handed out, and `position.ahead` more had been made."""
+
+        def before(reads: int) -> None:
+            if self.waits and reads == again and self._course is None:
+                self._land(position)
+            elif self.waits and position.ahead and reads == again + position.ahead:
+                self._arrive(position)
+
+        self._lookahead = Lookahead(self._reader, self._keeper(), before)
 
     def _begin(self, position: Position) -> None:
         """The first index or batch is about to be drawn: note everything it depends on, or put it back as it was."""
@@ -273,10 +284,6 @@ class Feed:
         rng.restore(position.rng_ahead)
         if self._course:
             self._restore_keeper(position)
-
-    def _arrive_after(self, position: Position, reads: int) -> None:
-        if self.waits and reads and reads == position.ahead:
-            self._arrive(position)
 
     def _arrive(self, position: Position) -> None:
         """The position is reached: all is as it was when it was saved."""
@@ -317,12 +324,17 @@ class Feed:
 
     def _redivide(self, position: Position, then: int) -> dict[str, str]:
         """Accelerate deals out whole batches to ranks in turn, or a piece of each batch to every rank."""
-        dealer = self.loader if hasattr(self.loader, "split_batches") else self._reader.batch_sampler
-        split = getattr(dealer, "split_batches", False)
+        split = position.split or _splits(self.loader)  # one rank alone gets all batches either way
         gone = position.batches * (1 if split else then)
         position.batches, again = (gone, 0) if split else divmod(gone, position.world_size)
         position.digest, position.ahead, position.state = "", 0, None
-        return {"data": f"the last {again} batches before the resume are seen again"} if again else {}
+        changes = {"data": f"the last {again} batches before the resume are seen again"} if again else {}
+        if len(position.generators) != len(order.generators(self.loader)):
+            changes["order"] = (
+                "drawn anew: Accelerate gives a sampler its own generator where there are several ranks, and only "
+                "there. With DataLoaderConfiguration(use_seedable_sampler=True) it is the same for any number"
+            )
+        return changes
 
     def _keeper(self) -> Any:
         """Who keeps the position itself, if anybody does: the loader, or a dataset that lives in this process."""
@@ -349,6 +361,12 @@ def _by_index(loader: Any) -> TypeGuard[DataLoader[Any]]:
 
 def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _splits(loader: Any) -> bool:
+    """Whether Accelerate gives every rank a piece of each batch."""
+    dealers = (loader, getattr(loader, "batch_sampler", None))
+    return any(getattr(one, "split_batches", False) is True for one in dealers)
 
 
 def _size(dataset: Any) -> int | None:

@@ -57,12 +57,12 @@ class Loop:
     through belongs to its end: the next run begins with the next epoch.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, named: Callable[[], Mapping[str, Any]]) -> None:
         self.progress = Progress()
-        self.named: Mapping[str, Any] = {}
         self.before_pass: Callable[[], None] = lambda: None  # before a plain `for` goes through a loader
         self.counts_updates = False  # a step is one of the first optimizer, and not a call of `manager.step`
         self._ranks = ranks
+        self._named = named  # the loaders that go by a name, as they are now
         self._in_epochs = False
         self._feeds: dict[str, Feed] = {}  # of this epoch
         self._waiting = Waiting()
@@ -92,7 +92,7 @@ class Loop:
 
     def owns(self, loader: Any) -> bool:
         """Whether a plain `for` over a loader is to be followed."""
-        return any(one is loader for one in self.named.values())
+        return any(one is loader for one in self._named().values())
 
     def follow(self, loader: Iterable[Any]) -> Iterator[Any]:
         """A plain `for` over a loader: what is left of the epoch, if a position waits for it, or all of it.
@@ -182,7 +182,7 @@ class Loop:
         self._waiting = waiting
         self._jumps += 1
         self._feeds = {}
-        for key, loader in self.named.items():
+        for key, loader in self._named().items():
             if key in waiting.positions:
                 self._add(key, loader)
 
@@ -210,7 +210,7 @@ class Loop:
 
     def _feed(self, loader: Iterable[Any]) -> Feed:
         """A feed for the next time through a loader."""
-        name = next((key for key, one in self.named.items() if one is loader), "loader")
+        name = next((key for key, one in self._named().items() if one is loader), "loader")
         again = 0 if name == "loader" else 1
         key = name if again else f"{name}.0"
         while key in self._feeds and not self._feeds[key].waits:

@@ -109,7 +109,7 @@ class StateManager:
         self._layout = layout
         self._broadcast = broadcast
         self._managed = Managed(self._source.find, gradients=self._source.gradients if gradients is None else gradients)
-        self._loop = Loop(self._ranks)
+        self._loop = Loop(self._ranks, self._source.loaders)
         self._look()
         if accelerator is not None:
             self._follow_loaders()
@@ -302,7 +302,6 @@ class StateManager:
         new = self._managed.look()
         self._saver.snapshots.watch(new)
         self._loop.watch(new)
-        self._loop.named = self._source.loaders()
 
     def _follow_loaders(self) -> None:
         method = weakref.WeakMethod(self._look)  # loaders, which the loop follows, may outlive the manager

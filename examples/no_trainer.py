@@ -1,9 +1,9 @@
-"""The training loop of the Hugging Face course, without Trainer and without Accelerate, that can be killed at any moment.
+"""The training loop of the Hugging Face course, without Trainer, that can be killed at any moment.
 
     python examples/no_trainer.py
 
-Stop it with Ctrl-C, `kill` or `kill -9`, and start it again with the same command. `accelerate_loop.py` is the same loop
-with Accelerate.
+Stop it with Ctrl-C, `kill` or `kill -9`, and start it again with the same command. `accelerate_loop.py` is the same
+loop with Accelerate.
 """
 
 from __future__ import annotations
