@@ -159,4 +159,4 @@ def train_on(batch: Any, accelerator: Any, model: Any, optimizer: Any, scheduler
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    return loss.item()
+    return float(loss.item())

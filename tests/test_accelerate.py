@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -261,6 +264,16 @@ def _part_of_an_epoch(rank: int, root: str, world_size: int, kind: str, stop: in
             file.writelines(f"{number}\n" for number in seen)
 
 
+def test_with_another_number_of_ranks_an_order_that_cannot_be_the_same_is_named(tmp_path: Path) -> None:
+    assert run_ranks(2, _part_of_an_epoch, str(tmp_path), 2, "sharded", 8) == [0, 0]
+    accelerator = new_accelerator()
+    _prepared(accelerator)
+    with attach(accelerator, tmp_path) as manager:
+        restored = manager.resume()
+    assert restored is not None
+    assert "use_seedable_sampler" in restored.approximated["dataloader.0.order"]
+
+
 @pytest.mark.parametrize("kind", ["seedable", "seedable and split"])
 def test_with_another_number_of_ranks_every_sample_is_seen_once(tmp_path: Path, kind: str) -> None:
     assert run_ranks(2, _part_of_an_epoch, str(tmp_path), 2, kind, 8) == [0, 0]
@@ -321,6 +334,36 @@ def test_another_number_of_models_is_named(tmp_path: Path) -> None:
     attach(other, tmp_path)
     with pytest.raises(ckpt.MismatchError, match=r"model\.1: missing.*it has 1 of kind 'model', and there are 2 here"):
         other.load_state("one")
+
+
+def in_a_notebook(root: str) -> None:
+    """A cell: nothing but the attached lines knows of ckpt."""
+    accelerator = Accelerator()
+    loader, parts = _prepared(accelerator)
+    attach(accelerator, root)
+    for batch in loader:
+        train_on(batch, accelerator, *parts)
+    accelerator.save_state("cell")
+    accelerator.load_state("cell")
+    accelerator.print(f"{accelerator.num_processes} processes, {loader.iteration} epoch")
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_notebook_launches_it(tmp_path: Path, world_size: int) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    cell = (
+        "from accelerate import notebook_launcher\n"
+        "from tests.test_accelerate import in_a_notebook\n"
+        f"notebook_launcher(in_a_notebook, ({str(tmp_path)!r},), num_processes={world_size}, use_port='{port}')\n"
+    )
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", cell], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"{world_size} processes, 1 epoch" in done.stdout
+    assert [one.name for one in ckpt.list_checkpoints(tmp_path)] == ["cell"]
 
 
 def _save_on_the_main_process_only(rank: int, root: str) -> None:
