@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields
 from typing import Any, TypeGuard
 
 import torch
@@ -15,37 +14,9 @@ from ckpt.errors import ConfigError
 from ckpt.following import unfollowed
 from ckpt.lookahead import Lookahead, reads_per_batch
 from ckpt.order import Course
+from ckpt.position import Position
 
 Ready = Callable[[bool, dict[str, Any]], None]  # given whether the loader was done, and the generators before
-
-
-@dataclass
-class Position:
-    """Where a loader is in its epoch, and what it takes to get there again."""
-
-    rng: dict[str, Any] = field(default_factory=dict)  # as the epoch began
-    generators: list[Any] = field(default_factory=list)  # the loader's own, as the epoch began
-    samplers: list[Any] = field(default_factory=list)  # those with a state_dict, as the epoch began
-    world_size: int = 1
-    batches: int = 0
-    samples: int = 0  # of this rank, since `start`
-    start: int = 0  # samples of all ranks that an earlier number of ranks had taken from this epoch
-    digest: str = ""  # of the indices handed out
-    dataset_size: int | None = None
-    worn: bool = False  # the workers have served an earlier epoch, and their generators go on from there
-    done: bool = False
-    exhausted: bool = False  # the data is at its end, though the loop has not asked for more yet
-    generators_now: list[Any] = field(default_factory=list)
-    state: Any = None  # of a loader or dataset that keeps its own
-    ahead: int = 0  # reads that had been made beyond what was handed out
-    rng_ahead: dict[str, Any] = field(default_factory=dict)  # as the first of them began
-    trained: bool = False  # an optimizer was stepped meanwhile
-    split: bool = False  # every rank gets a piece of each batch, and not batches of its own
-
-    @classmethod
-    def from_saved(cls, saved: dict[str, Any]) -> Position:
-        known = {one.name for one in fields(cls)}
-        return cls(**{key: value for key, value in saved.items() if key in known})
 
 
 class Feed:
@@ -311,7 +282,7 @@ class Feed:
         """Go on with `world_size` ranks, another number than saved the position."""
         then, position.world_size = position.world_size, world_size
         if self._reads_ahead:
-            return self._redivide(position, then)
+            return position.redivide(then, split=_splits(self.loader), generators=len(order.generators(self.loader)))
         if not _by_index(self.loader):
             position.state = None
             return {"data": f"each of {world_size} ranks goes on at batch {position.batches} of its own data"}
@@ -321,20 +292,6 @@ class Feed:
         position.batches = position.samples = 0
         position.digest = ""
         return {}
-
-    def _redivide(self, position: Position, then: int) -> dict[str, str]:
-        """Accelerate deals out whole batches to ranks in turn, or a piece of each batch to every rank."""
-        split = position.split or _splits(self.loader)  # one rank alone gets all batches either way
-        gone = position.batches * (1 if split else then)
-        position.batches, again = (gone, 0) if split else divmod(gone, position.world_size)
-        position.digest, position.ahead, position.state = "", 0, None
-        changes = {"data": f"the last {again} batches before the resume are seen again"} if again else {}
-        if len(position.generators) != len(order.generators(self.loader)):
-            changes["order"] = (
-                "drawn anew: Accelerate gives a sampler its own generator where there are several ranks, and only "
-                "there. With DataLoaderConfiguration(use_seedable_sampler=True) it is the same for any number"
-            )
-        return changes
 
     def _keeper(self) -> Any:
         """Who keeps the position itself, if anybody does: the loader, or a dataset that lives in this process."""

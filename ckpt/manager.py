@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ckpt import following, restoring, rng
-from ckpt.agreement import Outcome, agree
+from ckpt.agreement import Outcome, agree, together
 from ckpt.capture import LAYOUTS, Capture, Captured
 from ckpt.catalog import check_name
 from ckpt.choosing import Choice, choose
@@ -218,7 +218,7 @@ class StateManager:
         if self._handle_sigterm:  # from the first step on: only then is there somebody to answer it
             self._preemption.listen()
         stop = self._preemption.due(self.progress.step)
-        if stop or (self._save_every and self.progress.step % self._save_every == 0):
+        if stop or self._is_due():
             self.save_state(wait=True if stop else None)
         if stop:
             self._stop()
@@ -320,6 +320,11 @@ class StateManager:
     def _folder(self, name: str) -> str:
         return f"{self._storage.url}/{name}"
 
+    def _is_due(self) -> bool:
+        """Whether this step is one to save, and has not been: attached, several batches may make one step."""
+        step = self.progress.step
+        return bool(self._save_every and step and step % self._save_every == 0 and self._saved_at != self._where())
+
     def _where(self) -> tuple[int, int]:
         return self.progress.step, self.progress.epoch
 
@@ -373,8 +378,7 @@ class StateManager:
         def touch() -> None:
             self._half_loaded = manifest.name
 
-        self._source.before_load(self._folder(manifest.name))
-        self._look()
+        together(self._ranks, f"load_state({manifest.name!r})", lambda: self._find_for(manifest))
         return Restoration.prepare(
             self._storage,
             manifest,
@@ -386,6 +390,11 @@ class StateManager:
             precious=precious,
             touch=touch,
         )
+
+    def _find_for(self, manifest: Manifest) -> None:
+        """What a checkpoint is to be loaded into. Hooks of the user's own may load some of it themselves."""
+        self._source.before_load(self._folder(manifest.name))
+        self._look()
 
     def _make_memory_ready(self) -> None:
         """Once, when the size of the state is known: so that the first save is as fast as the others."""

@@ -95,6 +95,21 @@ def test_the_managers_own_loop_goes_through_prepared_loaders(tmp_path: Path, kin
     assert first + _with_the_managers_loop(str(tmp_path / "run"), kind, run=1) == straight
 
 
+def test_attached_a_step_is_one_of_the_optimizer_and_is_saved_once(tmp_path: Path) -> None:
+    accelerator = new_accelerator(gradient_accumulation_steps=2)
+    loader, parts = _prepared(accelerator)
+    with attach(accelerator, tmp_path, save_every=2, background=False) as manager:
+        manager.resume()
+        names = []
+        for batch in loader:
+            train_on(batch, accelerator, *parts)
+            manager.step()
+            names.append([one.name for one in ckpt.list_checkpoints(tmp_path)])
+        assert manager.progress.step == 3
+    assert names == [[], [], [], *[["step-00000002"]] * 3]
+    assert ckpt.list_checkpoints(tmp_path)[0].manifest.sequence == 1  # type: ignore[union-attr]
+
+
 def _save_then_load(rank: int, root: str) -> None:
     accelerator = new_accelerator(rank=rank, world_size=2)
     _, parts = _prepared(accelerator)

@@ -36,7 +36,11 @@ def _accelerator(fsdp: int | None, precision: str) -> Any:
     plugin = None
     if fsdp is not None:
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=fsdp, auto_wrap_policy="size_based_wrap", min_num_params=1000, use_orig_params=True
+            fsdp_version=fsdp,
+            auto_wrap_policy="size_based_wrap",
+            min_num_params=1000,
+            use_orig_params=True,
+            cpu_ram_efficient_loading=False,
         )
     scaling = GradScalerKwargs(init_scale=2.0**10, growth_interval=4)  # so that it grows within the run
     return Accelerator(mixed_precision=precision, fsdp_plugin=plugin, kwargs_handlers=[scaling])
