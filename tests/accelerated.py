@@ -129,8 +129,11 @@ class Loop:
     epochs: int = 3
     accumulate: int = 1
 
-    def run(self, run: int = 0, stop: int | None = None) -> list[Any]:
-        """Train to the end, or until a save after so many batches; what was seen: samples, noise, loss."""
+    def run(self, run: int = 0, stop: int | None = None, back: int | None = None) -> list[Any]:
+        """Train to the end, or until a save after so many batches; what was seen: samples, noise, loss.
+
+        After `back` batches, everything is saved and loaded again at once.
+        """
         reseed(self.rank, run)
         options, make = KINDS[self.kind]
         accelerator = new_accelerator(
@@ -148,6 +151,9 @@ class Loop:
                     if len(seen) == stop:
                         accelerator.save_state()
                         return seen
+                    if len(seen) == back:
+                        accelerator.save_state("here")
+                        accelerator.load_state()
             seen.append(exact([one.state_dict() for one in parts]))
         return seen
 

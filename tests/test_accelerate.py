@@ -72,7 +72,21 @@ def test_an_accumulation_window_is_resumed_in_its_middle(tmp_path: Path, world_s
     assert run_ranks(world_size, _interrupted_inside_a_window, str(tmp_path), world_size) == [0] * world_size
 
 
-def _with_the_managers_loop(root: str, kind: str, run: int, stop: int | None = None) -> list[Any]:
+def _loaded_inside_the_loop(rank: int, folder: str, world_size: int) -> None:
+    for kind in ("sharded", "dispatched", "workers", "a stream", "a stateful stream, dispatched"):
+        straight = Loop(f"{folder}/{kind}", kind, rank, world_size).run()
+        for back in (2, 3):
+            assert Loop(f"{folder}/{kind}-{back}", kind, rank, world_size).run(back=back) == straight, (kind, back)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_load_inside_a_plain_loop_takes_the_data_back_as_well(tmp_path: Path, world_size: int) -> None:
+    assert run_ranks(world_size, _loaded_inside_the_loop, str(tmp_path), world_size) == [0] * world_size
+
+
+def _with_the_managers_loop(
+    root: str, kind: str, run: int, stop: int | None = None, *, plain: bool = False
+) -> list[Any]:
     reseed(0, run)
     options, make = KINDS[kind]
     accelerator = new_accelerator(loaders=options)
@@ -80,7 +94,7 @@ def _with_the_managers_loop(root: str, kind: str, run: int, stop: int | None = N
     seen: list[Any] = []
     with ckpt.StateManager(root, accelerator=accelerator, save_every=2) as manager:
         for epoch in manager.epochs(2):
-            for batch in manager.batches(loader):
+            for batch in loader if plain else manager.batches(loader):
                 seen.append([epoch, *(one.tolist() for one in batch), train_on(batch, accelerator, *parts)])
                 manager.step()
                 if manager.progress.step == stop:
@@ -93,6 +107,12 @@ def test_the_managers_own_loop_goes_through_prepared_loaders(tmp_path: Path, kin
     straight = _with_the_managers_loop(str(tmp_path / "straight"), kind, run=0)
     first = _with_the_managers_loop(str(tmp_path / "run"), kind, run=0, stop=8)
     assert first + _with_the_managers_loop(str(tmp_path / "run"), kind, run=1) == straight
+
+
+def test_a_plain_loop_inside_the_managers_epochs_goes_on_too(tmp_path: Path) -> None:
+    straight = _with_the_managers_loop(str(tmp_path / "straight"), "seedable", run=0, plain=True)
+    first = _with_the_managers_loop(str(tmp_path / "run"), "seedable", run=0, stop=8, plain=True)
+    assert first + _with_the_managers_loop(str(tmp_path / "run"), "seedable", run=1, plain=True) == straight
 
 
 def test_attached_a_step_is_one_of_the_optimizer_and_is_saved_once(tmp_path: Path) -> None:
