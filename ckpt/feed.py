@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields
 from typing import Any, TypeGuard
 
 import torch
@@ -12,34 +11,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from ckpt import order, rng
 from ckpt.console import bar
 from ckpt.errors import ConfigError
+from ckpt.following import unfollowed
+from ckpt.lookahead import Lookahead, reads_per_batch
 from ckpt.order import Course
+from ckpt.position import Position
 
 Ready = Callable[[bool, dict[str, Any]], None]  # given whether the loader was done, and the generators before
-
-
-@dataclass
-class Position:
-    """Where a loader is in its epoch, and what it takes to get there again."""
-
-    rng: dict[str, Any] = field(default_factory=dict)  # as the epoch began
-    generators: list[Any] = field(default_factory=list)  # the loader's own, as the epoch began
-    samplers: list[Any] = field(default_factory=list)  # those with a state_dict, as the epoch began
-    world_size: int = 1
-    batches: int = 0
-    samples: int = 0  # of this rank, since `start`
-    start: int = 0  # samples of all ranks that an earlier number of ranks had taken from this epoch
-    digest: str = ""  # of the indices handed out
-    dataset_size: int | None = None
-    worn: bool = False  # the workers have served an earlier epoch, and their generators go on from there
-    done: bool = False
-    exhausted: bool = False  # the data is at its end, though the loop has not asked for more yet
-    generators_now: list[Any] = field(default_factory=list)
-    state: Any = None  # of a loader or dataset that keeps its own
-
-    @classmethod
-    def from_saved(cls, saved: dict[str, Any]) -> Position:
-        known = {one.name for one in fields(cls)}
-        return cls(**{key: value for key, value in saved.items() if key in known})
 
 
 class Feed:
@@ -47,23 +24,36 @@ class Feed:
 
     How a loader is brought back to its position depends on what it is: by its indices where data is map-style, by its
     own `state_dict` where it has one, and by going through the batches once more where nothing else is left.
+
+    Accelerate's loaders stand around another one, the `reader`, and read ahead of the loop.
     """
 
     def __init__(self, loader: Iterable[Any], rank: int, world_size: int) -> None:
         self.loader = loader
         self.waits = False  # for `take`, to go on from a saved position
-        self._position = Position(world_size=world_size)
+        self._reader: Any = order.reader(loader)
+        self._reads = 1 if self._reader is loader else reads_per_batch(loader, rank)  # for each batch
+        self._position = Position(world_size=world_size, split=_splits(loader))
         self._rank = rank
         self._ready: Ready = lambda done, before: None
         self._before: dict[str, Any] = {}  # the generators, before going back to the beginning of the epoch
         self._warn: Callable[[str], None] = lambda text: None
         self._course: Course | None = None
+        self._lookahead: Lookahead | None = None
         self._iterator: Any = None
 
     @property
     def is_open(self) -> bool:
         """Whether the training loop is inside."""
         return self._iterator is not None
+
+    @property
+    def trained(self) -> bool:
+        return self._position.trained
+
+    @trained.setter
+    def trained(self, trained: bool) -> None:
+        self._position.trained = trained
 
     @property
     def batches(self) -> int:
@@ -78,7 +68,7 @@ class Feed:
         if not self.waits:
             self._note()
             keeper = self._keeper()
-            if keeper is not None:
+            if keeper is not None and not self._reads_ahead:
                 self._position.state = keeper.state_dict()
         return dict(vars(self._position))
 
@@ -89,25 +79,25 @@ class Feed:
         self.waits = True
         self._ready, self._warn = ready, warn
         changes = self._reshape(position, world_size) if position.world_size != world_size else {}
-        size = _size(getattr(self.loader, "dataset", None))
+        size = _size(getattr(self._reader, "dataset", None))
         if None not in (size, position.dataset_size) and size != position.dataset_size:
             changes["dataset"] = f"has {size} samples now and had {position.dataset_size} when it was saved"
-        workers = bool(getattr(self.loader, "num_workers", 0))
-        unseeded = workers and getattr(self.loader, "batch_sampler", self) is None
-        if unseeded or (position.worn and not _by_index(self.loader)):
+        workers = bool(getattr(self._reader, "num_workers", 0))
+        unseeded = workers and getattr(self._reader, "batch_sampler", self) is None
+        if unseeded or (position.worn and not _by_index(self._reader)):
             changes["workers"] = "they are new processes, and what they draw at random differs from here on"
         return changes
 
-    def take(self, epoch: int) -> Iterator[tuple[Any, int]]:
-        """The rest of the epoch: each batch with its number of samples."""
+    def take(self, epoch: int, *, announced: bool = True) -> Iterator[tuple[Any, int]]:
+        """The rest of the epoch: each batch with its number of samples. The loader is told the epoch if `announced`."""
         for one in [self.loader, *order.samplers(self.loader), getattr(self.loader, "dataset", None)]:
-            if callable(getattr(one, "set_epoch", None)):
+            if announced and callable(getattr(one, "set_epoch", None)):
                 one.set_epoch(epoch)
         position = self._position
         try:
             self._iterator = self._open(position, epoch)
             for batch in self._iterator:
-                samples = self._course.taken() if self._course else _batch_size(batch)
+                samples = self._taken(batch)
                 position.batches += 1
                 position.samples += samples
                 yield batch, samples
@@ -115,32 +105,50 @@ class Feed:
         finally:
             self._leave()
 
+    @property
+    def _reads_ahead(self) -> bool:
+        return self._reader is not self.loader
+
+    def _taken(self, batch: Any) -> int:
+        """The loop gets a batch: how many samples it has."""
+        if self.waits:  # nothing was read here: the main rank reads, and hands out
+            self._arrive(self._position)
+        if self._lookahead is not None:
+            self._lookahead.taken(self._reads)
+        read = self._course.taken(self._reads) if self._course else 0
+        return read if self._course and self._reads == 1 else _batch_size(batch)
+
     def _open(self, position: Position, epoch: int) -> Iterator[Any]:
         """An iterator that stands at the position."""
         if not self.waits:
-            workers = getattr(self.loader, "_iterator", None)  # a loader keeps its iterator for persistent ones
-            position.worn = bool(getattr(self.loader, "persistent_workers", False)) and workers is not None
+            workers = getattr(self._reader, "_iterator", None)  # a loader keeps its iterator for persistent ones
+            position.worn = bool(getattr(self._reader, "persistent_workers", False)) and workers is not None
+        if getattr(self._reader, "_initial_iter_for_state_dict", False):
+            self._reader.load_state_dict({})  # Accelerate asked for its state too early, which has made an iterator
         self._before = rng.capture()
         if position.done or position.exhausted:
             return self._at_end(position)
-        if _by_index(self.loader):
-            return self._by_index(self.loader, position, epoch)
+        if _by_index(self._reader):
+            return self._by_index(self._reader, position, epoch)
         self._begin(position)
         keeper = self._keeper()
         if keeper is None or not self.waits or position.state is None:
             return self._by_replay(position)
-        keeper.load_state_dict(position.state)
-        iterator = iter(self.loader)
-        self._arrive(position)
-        return iterator
+        return self._by_state(keeper, position)
 
     def _note(self) -> None:
         """Bring the position up to what the loader and its iterator say now."""
         position = self._position
-        position.generators_now = [rng.capture_one(one) for one in self._generators()]
+        position.generators_now = [rng.capture_one(one) for one in order.generators(self.loader)]
         if self._course is not None:
             position.digest = self._course.digest.hexdigest()
-        if self._iterator is not None and self._keeper() is not self.loader:  # such a loader knows it itself
+        if self._lookahead is not None:
+            position.ahead, position.rng_ahead, position.state = self._lookahead.first
+        if not self._reads and self._keeper() is not None:
+            position.state = ()  # the main rank, which reads, has it
+        if self._iterator is not None and self._reads_ahead:
+            position.exhausted = position.batches > 0 and bool(getattr(self.loader, "end_of_dataloader", False))
+        elif self._iterator is not None and self._keeper() is not self.loader:  # such a loader knows it itself
             position.exhausted = getattr(getattr(self._iterator, "_dataset_fetcher", None), "ended", False)
 
     def _leave(self) -> None:
@@ -149,12 +157,17 @@ class Feed:
         self._iterator = None
         if self._course is not None:
             self._course.forget()
-        self._course = None
+        if self._lookahead is not None:
+            self._lookahead.forget()
+        self._course = self._lookahead = None
 
     def _at_end(self, position: Position) -> Iterator[Any]:
-        keeper = self._keeper()
-        if keeper is not None and position.state is not None:
-            keeper.load_state_dict(position.state)
+        if self._reads_ahead and not position.done:
+            self.loader.iteration += 1  # type: ignore[attr-defined]  # as it does itself when it comes to its end
+        if self._reads:
+            self._restore_keeper(position)
+        if self._reads_ahead and self._keeper() is self._reader:
+            iter(self._reader)  # takes the state of its end now, and begins afresh the next time
         self._set_generators(position.generators_now)
         self._arrive(position)
         return iter(())
@@ -165,6 +178,9 @@ class Feed:
                 "a DataLoader with in_order=False gives batches in an order that depends on timing: no run can go on "
                 "from the middle of it. Build it with in_order=True."
             )
+        if not self._reads:
+            self._begin(position)
+            return unfollowed(self.loader)
         sampler = order.distributed_sampler(loader)
         rest = order.Rest(sampler, position.start) if sampler is not None and position.start else None
 
@@ -172,20 +188,51 @@ class Feed:
             self._begin(position)
             return rng.number(position.rng["torch"], epoch, self._rank) if loader.num_workers else None
 
-        self._course = Course(begin, lambda: self._arrive(position), skip=position.batches, rest=rest)
+        if self._reads_ahead and not loader.num_workers:  # workers read with generators of their own
+            self._look_ahead(position)
+        skip = position.batches * self._reads
+        self._course = Course(begin, lambda: self._land(position), skip=skip, rest=rest)
         order.steer(loader).course = self._course
-        return iter(loader)
+        return unfollowed(self.loader)
+
+    def _by_state(self, keeper: Any, position: Position) -> Iterator[Any]:
+        """From the state that the loader or the dataset kept."""
+        if not self._reads:
+            return unfollowed(self.loader)
+        keeper.load_state_dict(position.state)
+        if self._reads_ahead:
+            self._look_ahead(position)
+            return unfollowed(self.loader)
+        iterator = iter(self.loader)
+        self._arrive(position)
+        return iterator
 
     def _by_replay(self, position: Position) -> Iterator[Any]:
-        iterator = iter(self.loader)
+        if self._reads_ahead:
+            self._look_ahead(position, again=position.batches * self._reads)
+        iterator = unfollowed(self.loader)
         if position.batches:
             name = type(self.loader).__name__
             with bar(f"going through {position.batches} batches of {name} again", position.batches) as advance:
                 for _ in range(position.batches):
                     next(iterator, None)
+                    if self._lookahead is not None:
+                        self._lookahead.taken(self._reads)
                     advance(1)
-        self._arrive(position)
+        if not self._reads_ahead:
+            self._arrive(position)
         return iterator
+
+    def _look_ahead(self, position: Position, again: int = 0) -> None:
+        """Follow the reads. The first `again` of them have been handed out, and `position.ahead` more had been made."""
+
+        def before(reads: int) -> None:
+            if self.waits and reads == again and self._course is None:
+                self._land(position)
+            elif self.waits and position.ahead and reads == again + position.ahead:
+                self._arrive(position)
+
+        self._lookahead = Lookahead(self._reader, self._keeper(), before)
 
     def _begin(self, position: Position) -> None:
         """The first index or batch is about to be drawn: note everything it depends on, or put it back as it was."""
@@ -196,9 +243,18 @@ class Feed:
                 sampler.load_state_dict(state)
             return
         position.rng = rng.capture()
-        position.generators = [rng.capture_one(one) for one in self._generators()]
+        position.generators = [rng.capture_one(one) for one in order.generators(self.loader)]
         position.samplers = [sampler.state_dict() for sampler in self._stateful_samplers()]
-        position.dataset_size = _size(getattr(self.loader, "dataset", None))
+        position.dataset_size = _size(getattr(self._reader, "dataset", None))
+
+    def _land(self, position: Position) -> None:
+        """What was handed out is behind. What had been read ahead is read again, as things stood then."""
+        if not (self.waits and self._lookahead is not None and position.ahead):
+            self._arrive(position)
+            return
+        rng.restore(position.rng_ahead)
+        if self._course:
+            self._restore_keeper(position)
 
     def _arrive(self, position: Position) -> None:
         """The position is reached: all is as it was when it was saved."""
@@ -206,21 +262,27 @@ class Feed:
             return
         self.waits = False
         self._ready(position.done, self._before)
-        if self._course and not getattr(self.loader, "num_workers", 0):
+        if self._course and not getattr(self._reader, "num_workers", 0):
             # with workers the sampler is ahead of the loop, and these are as they were by going through it again
             self._set_generators(position.generators_now)
-        keeper = self._keeper()
-        if self._course and keeper is not None and position.state is not None:
-            keeper.load_state_dict(position.state)
+        if self._course and not position.ahead:
+            self._restore_keeper(position)
         if self._course and position.digest not in ("", self._course.skipped):
             self._warn(
                 f"the sampler of {type(self.loader).__name__} gave another order than before the resume, so samples of "
                 "this epoch may repeat or be missed. Give the sampler a generator of its own, or a state_dict."
             )
 
+    def _restore_keeper(self, position: Position) -> None:
+        keeper = self._keeper()
+        if keeper is not None and position.state is not None:
+            keeper.load_state_dict(position.state)
+
     def _reshape(self, position: Position, world_size: int) -> dict[str, str]:
         """Go on with `world_size` ranks, another number than saved the position."""
         then, position.world_size = position.world_size, world_size
+        if self._reads_ahead:
+            return position.redivide(then, split=_splits(self.loader), generators=len(order.generators(self.loader)))
         if not _by_index(self.loader):
             position.state = None
             return {"data": f"each of {world_size} ranks goes on at batch {position.batches} of its own data"}
@@ -233,24 +295,16 @@ class Feed:
 
     def _keeper(self) -> Any:
         """Who keeps the position itself, if anybody does: the loader, or a dataset that lives in this process."""
-        dataset = getattr(self.loader, "dataset", None)
-        if _is_stateful(self.loader) and not _by_index(self.loader):
-            return self.loader
-        return dataset if _is_stateful(dataset) and getattr(self.loader, "num_workers", 0) == 0 else None
+        dataset = getattr(self._reader, "dataset", None)
+        if _is_stateful(self._reader) and not _by_index(self._reader):
+            return self._reader
+        return dataset if _is_stateful(dataset) and getattr(self._reader, "num_workers", 0) == 0 else None
 
     def _stateful_samplers(self) -> list[Any]:
         return [sampler for sampler in order.samplers(self.loader) if _is_stateful(sampler)]
 
-    def _generators(self) -> list[Any]:
-        found: list[Any] = []
-        for owner in [self.loader, *order.samplers(self.loader)]:
-            generator = getattr(owner, "generator", None)
-            if rng.is_generator(generator) and not any(generator is other for other in found):
-                found.append(generator)
-        return found
-
     def _set_generators(self, states: list[Any]) -> None:
-        for generator, state in zip(self._generators(), states, strict=False):
+        for generator, state in zip(order.generators(self.loader), states, strict=False):
             rng.restore_one(generator, state)
 
 
@@ -264,6 +318,12 @@ def _by_index(loader: Any) -> TypeGuard[DataLoader[Any]]:
 
 def _is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _splits(loader: Any) -> bool:
+    """Whether Accelerate gives every rank a piece of each batch."""
+    dealers = (loader, getattr(loader, "batch_sampler", None))
+    return any(getattr(one, "split_batches", False) is True for one in dealers)
 
 
 def _size(dataset: Any) -> int | None:

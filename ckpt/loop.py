@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from ckpt import order, rng
@@ -56,15 +57,19 @@ class Loop:
     through belongs to its end: the next run begins with the next epoch.
     """
 
-    def __init__(self, ranks: Ranks, named: Mapping[str, Any]) -> None:
+    def __init__(self, ranks: Ranks, named: Callable[[], Mapping[str, Any]]) -> None:
         self.progress = Progress()
+        self.before_pass: Callable[[], None] = lambda: None  # before a plain `for` goes through a loader
+        self.counts_updates = False  # a step is one of the first optimizer, and not a call of `manager.step`
         self._ranks = ranks
-        self._named = named
+        self._named = named  # the loaders that go by a name, as they are now
         self._in_epochs = False
         self._feeds: dict[str, Feed] = {}  # of this epoch
         self._waiting = Waiting()
         self._jumps = 0
         self._steered: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
+        self._hooks: list[Any] = []
+        self._first: weakref.ref[torch.optim.Optimizer] | None = None
 
     def epochs(self, total: int) -> Iterator[int]:
         if not isinstance(total, int):
@@ -81,21 +86,83 @@ class Loop:
         """The rest of the epoch. If `go_back` is called meanwhile, it goes on from there."""
         if not isinstance(loader, Iterable):
             raise ConfigError(f"batches() goes through a loader, and a {type(loader).__name__} cannot be gone through.")
+        yield from self._through(loader, announced=True)
+        if not self._in_epochs and not self._is_inside:
+            self._next_epoch()
+
+    def owns(self, loader: Any) -> bool:
+        """Whether a plain `for` over a loader is to be followed."""
+        return any(one is loader for one in self._named().values())
+
+    def follow(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """A plain `for` over a loader: what is left of the epoch, if a position waits for it, or all of it.
+
+        Outside of `epochs` it is an epoch: until its end or, where it is left, until the loop comes to the loader
+        again. But if no optimizer was stepped meanwhile it was no training, and leaves no trace.
+        """
+        self.before_pass()
+        if self._over(loader) and not self._in_epochs and not self._is_inside:
+            self._next_epoch()
+        jumps, batch, samples = self._jumps, self.progress.batch, self.progress.samples
+        try:
+            yield from self._through(loader, announced=False)
+        finally:
+            over = self._over(loader)
+            if not any(feed.trained for feed in over.values()) and jumps == self._jumps:
+                self._feeds = {key: feed for key, feed in self._feeds.items() if key not in over}
+                self.progress.batch, self.progress.samples = batch, samples
+            elif all(feed.done for feed in over.values()) and not self._in_epochs and not self._is_inside:
+                self._next_epoch()
+
+    def waits_for(self, loader: Any) -> int | None:
+        """How many batches a loader will leave out when it is gone through next; none if it waits at no position."""
+        return next((feed.batches for feed in self._feeds.values() if feed.waits and feed.loader is loader), None)
+
+    def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Notice the steps of these optimizers: what the loop goes through meanwhile is training."""
+        method = weakref.WeakMethod(self._updated)  # an optimizer may outlive the manager
+
+        def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            found = method()
+            if found is not None:
+                found(optimizer)
+
+        for optimizer in optimizers:
+            self._first = self._first or weakref.ref(optimizer)
+            self._hooks.append(optimizer.register_step_post_hook(after_step))
+
+    def _updated(self, optimizer: torch.optim.Optimizer) -> None:
+        for feed in self._feeds.values():
+            feed.trained = feed.trained or feed.is_open
+        if self.counts_updates and self._first is not None and self._first() is optimizer:
+            self.progress.step += 1
+
+    @property
+    def _is_inside(self) -> bool:
+        return any(feed.is_open for feed in self._feeds.values())
+
+    def _over(self, loader: Any) -> dict[str, Feed]:
+        """The times through a loader that have ended, or were left."""
+        return {
+            key: feed
+            for key, feed in self._feeds.items()
+            if feed.loader is loader and not feed.is_open and not feed.waits
+        }
+
+    def _through(self, loader: Iterable[Any], *, announced: bool) -> Iterator[Any]:
         jumps = -1
         while jumps != self._jumps:
             jumps = self._jumps
             feed = self._feed(loader)
             around = {id(one): one.batches for one in self._feeds.values() if one.is_open}
             try:
-                for batch, samples in feed.take(self.progress.epoch):
+                for batch, samples in feed.take(self.progress.epoch, announced=announced):
                     self._count(samples, nested=bool(around))
                     yield batch
                     if jumps != self._jumps:
                         break
             finally:
                 self._forget_if_nested(feed, around)
-        if not self._in_epochs and not any(feed.is_open for feed in self._feeds.values()):
-            self._next_epoch()
 
     def saved_progress(self) -> Progress:
         """Where the next run will begin."""
@@ -115,12 +182,15 @@ class Loop:
         self._waiting = waiting
         self._jumps += 1
         self._feeds = {}
-        for key, loader in self._named.items():
+        for key, loader in self._named().items():
             if key in waiting.positions:
                 self._add(key, loader)
 
     def release(self) -> None:
-        """Leave the loaders as they were."""
+        """Leave the loaders and optimizers as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         for loader in self._steered:
             order.release(loader)
 
@@ -140,7 +210,7 @@ class Loop:
 
     def _feed(self, loader: Iterable[Any]) -> Feed:
         """A feed for the next time through a loader."""
-        name = next((key for key, one in self._named.items() if one is loader), "loader")
+        name = next((key for key, one in self._named().items() if one is loader), "loader")
         again = 0 if name == "loader" else 1
         key = name if again else f"{name}.0"
         while key in self._feeds and not self._feeds[key].waits:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,28 +14,37 @@ from ckpt.formats.sharding import is_sharded, local_tensor
 from ckpt.models import ModelPart
 from ckpt.optimizers import OptimizerPart
 from ckpt.parts import GradientsPart, ObjectPart, Part
+from ckpt.sources import KINDS, Found
 
-KINDS = ("model", "optimizer", "scheduler", "scaler", "dataloader")
-_TAKEN = (*KINDS, "rng", "generators", "loaders", "gradients", "state", "manifest")
-_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_TAKEN = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", "state", "manifest")
 
 
 class Managed:
-    """Parts, of which the main rank's state is saved, and generators, which every rank has of its own."""
+    """Parts, of which the main rank's state is saved, and generators, which every rank has of its own.
 
-    def __init__(self, model: Any, optimizer: Any, scheduler: Any, scaler: Any, *, gradients: bool) -> None:
-        self.models: dict[str, nn.Module] = named("model", model)
+    `find` says what there is. It is asked again at every `look`: objects may come later.
+    """
+
+    def __init__(self, find: Callable[[], Found], *, gradients: bool) -> None:
+        self.models: dict[str, nn.Module] = {}
         self.parts: dict[str, Part] = {}
         self.generators: dict[str, Any] = {}
+        self._find = find
+        self._found = Found()
+        self._registered: dict[str, Part] = {}
         self._gradients = gradients
-        optimizers = named("optimizer", optimizer)
-        others = {**named("scheduler", scheduler), **named("scaler", scaler)}
-        _refuse_unmanageable({**self.models, **optimizers, **others})
-        for key, value in self.models.items():
-            self.parts[key] = ModelPart(key, value)
-        self._add_optimizers(optimizers)
-        for key, value in others.items():
-            self.parts[key] = ObjectPart(key, value, same_class=True)
+
+    def look(self) -> list[torch.optim.Optimizer]:
+        """Take care of what there is now. Returns the optimizers that have come since the last look."""
+        found = self._find()
+        if found.identities() == self._found.identities():
+            return []
+        _refuse_unmanageable({**found.models, **found.optimizers, **found.others, **found.custom})
+        known = self.optimizers
+        self._found, self.models = found, found.models
+        parts = {**_found_parts(found), **self._registered}
+        self.parts = {key: part for key, part in parts.items() if key not in found.left_out}
+        return [one for one in self.optimizers if not any(one is other for other in known)]
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -85,14 +93,7 @@ class Managed:
             if rng.is_generator(value):
                 self.generators[name] = value
             else:
-                self.parts[name] = ModelPart(name, value) if isinstance(value, nn.Module) else ObjectPart(name, value)
-
-    def _add_optimizers(self, optimizers: Mapping[str, Any]) -> None:
-        # a single model's parameters go by their own names, those of several by the model's name and their own
-        prefixed = {"" if len(self.models) == 1 else key.partition(".")[2]: one for key, one in self.models.items()}
-        for key, value in optimizers.items():
-            ours = isinstance(value, torch.optim.Optimizer)
-            self.parts[key] = OptimizerPart(key, value, prefixed) if ours else ObjectPart(key, value)
+                self._registered[name] = self.parts[name] = _registered_part(name, value)
 
     def _obstacle(self, name: str, value: Any) -> str | None:
         if name in self.parts or name in self.generators or name in _TAKEN:
@@ -100,6 +101,21 @@ class Managed:
         if rng.is_generator(value) or _has_state(value):
             return None
         return f"a {type(value).__name__} has no state_dict and load_state_dict"
+
+
+def _found_parts(found: Found) -> dict[str, Part]:
+    # a single model's parameters go by their own names, those of several by the model's name and their own
+    prefixed = {"" if len(found.models) == 1 else key.partition(".")[2]: one for key, one in found.models.items()}
+    parts: dict[str, Part] = {key: ModelPart(key, one) for key, one in found.models.items()}
+    for key, one in found.optimizers.items():
+        ours = isinstance(one, torch.optim.Optimizer)
+        parts[key] = OptimizerPart(key, one, prefixed) if ours else ObjectPart(key, one)
+    parts |= {key: ObjectPart(key, one, same_class=True) for key, one in found.others.items()}
+    return parts | {key: _registered_part(key, one) for key, one in found.custom.items()}
+
+
+def _registered_part(key: str, value: Any) -> Part:
+    return ModelPart(key, value) if isinstance(value, nn.Module) else ObjectPart(key, value)
 
 
 def _refuse_unmanageable(objects: Mapping[str, Any]) -> None:
@@ -115,20 +131,3 @@ def _refuse_unmanageable(objects: Mapping[str, Any]) -> None:
 
 def _has_state(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def named(kind: str, value: Any) -> dict[str, Any]:
-    """One object, a sequence or a dict of named ones, as objects by key: `model`, `model.0`, `model.generator`."""
-    if value is None:
-        return {}
-    if isinstance(value, Mapping):
-        return {f"{kind}.{_checked(name)}": one for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return {f"{kind}.{index}": one for index, one in enumerate(value)}
-    return {kind: value}
-
-
-def _checked(name: Any) -> str:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} cannot name a part: use letters, digits, '_' and '-'. It becomes a file's name.")
-    return name

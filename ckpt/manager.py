@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt import restoring, rng
-from ckpt.agreement import Outcome, agree
+from ckpt import following, restoring, rng
+from ckpt.agreement import Outcome, agree, together
 from ckpt.capture import LAYOUTS, Capture, Captured
 from ckpt.catalog import check_name
 from ckpt.choosing import Choice, choose
@@ -26,7 +26,7 @@ from ckpt.console import say
 from ckpt.errors import CkptError, ConfigError, MetricError, MissingError, Preempted, StateError
 from ckpt.formats.manifest import Manifest
 from ckpt.loop import Loop, Waiting
-from ckpt.managed import KINDS, Managed, named
+from ckpt.managed import Managed
 from ckpt.opened import Opened
 from ckpt.parts import Notes
 from ckpt.preemption import EXIT_STATUS, Preemption
@@ -36,6 +36,7 @@ from ckpt.restored import Restored
 from ckpt.restoring import Restoration
 from ckpt.retention import Keep
 from ckpt.saving import Saver
+from ckpt.sources import KINDS, find_source
 from ckpt.storage import MemoryStorage, Storage, open_storage
 from ckpt.unwrap import unwrap
 
@@ -55,21 +56,26 @@ class StateManager:
     each, a sequence, or a dict of named objects; `register` adds others. With several processes, every one of them
     builds the manager and makes the same calls; the main one writes.
 
+    `accelerator` stands for all of them: whatever it has prepared or will prepare, and what is registered with it, is
+    managed. The folder, naming and limit of its project hold where nothing else is said. A plain `for` over its loaders
+    goes on where it stopped, after `resume` or `load_state`.
+
     `save_every`: steps between saves. `keep`: which checkpoints stay (all, if none). `layout`: "auto" saves what is
     sharded in pieces, each rank its own, and the rest whole; "full" gathers everything into whole files; "sharded"
     shares out also what every rank has. `gradients`: also save gradients, so that a save in the middle of an
-    accumulation window resumes exactly. `broadcast`: when loading, read what all ranks of a host need once, and pass it
-    on among them; if none, where the root is far away. `background`: whether training goes on while a checkpoint is
-    written, unless a save says otherwise. `when_busy`: whether a save that comes while another is being
-    written waits for it ("wait") or is left out ("skip"). `host_memory`: bytes that copies of the state may take; where
-    that is not enough, training waits until a checkpoint is written. `timeout`: seconds to wait for a rank that does
-    not answer. `handle_sigterm`: save and stop when the process is told to terminate.
+    accumulation window resumes exactly; if none, where an accelerator accumulates. `broadcast`: when loading, read what
+    all ranks of a host need once, and pass it on among them; if none, where the root is far away. `background`: whether
+    training goes on while a checkpoint is written, unless a save says otherwise. `when_busy`: whether a save that comes
+    while another is being written waits for it ("wait") or is left out ("skip"). `host_memory`: bytes that copies of
+    the state may take; where that is not enough, training waits until a checkpoint is written. `timeout`: seconds to
+    wait for a rank that does not answer. `handle_sigterm`: save and stop when the process is told to terminate.
     """
 
     def __init__(
         self,
-        root: str | os.PathLike[str] | Storage,
+        root: str | os.PathLike[str] | Storage | None = None,
         *,
+        accelerator: Any = None,
         model: Any = None,
         optimizer: Any = None,
         scheduler: Any = None,
@@ -78,7 +84,7 @@ class StateManager:
         save_every: int | None = None,
         keep: Keep | None = None,
         layout: str = "auto",
-        gradients: bool = False,
+        gradients: bool | None = None,
         broadcast: bool | None = None,
         background: bool = True,
         when_busy: str = "wait",
@@ -87,10 +93,14 @@ class StateManager:
         handle_sigterm: bool = True,
     ) -> None:
         _check_options(save_every=save_every, keep=keep, layout=layout, timeout=timeout, when_busy=when_busy)
-        self._storage = open_storage(root)
+        self._source = find_source(
+            accelerator, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, dataloader=dataloader
+        )
+        self._storage = open_storage(_required(self._source.root if root is None else root))
         self._ranks = find_ranks(self._storage.url, timeout)
         if self._ranks.world_size > 1 and isinstance(self._storage, MemoryStorage):
             raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
+        keep = self._source.keep if keep is None else keep
         self._saver = Saver(self._storage, self._ranks, keep, host_memory=host_memory)
         self._background = background
         self._when_busy = when_busy
@@ -98,9 +108,11 @@ class StateManager:
         self._keep = keep
         self._layout = layout
         self._broadcast = broadcast
-        self._managed = Managed(model, optimizer, scheduler, scaler, gradients=gradients)
-        self._saver.snapshots.watch(self._managed.optimizers)
-        self._loop = Loop(self._ranks, named("dataloader", dataloader))
+        self._managed = Managed(self._source.find, gradients=self._source.gradients if gradients is None else gradients)
+        self._loop = Loop(self._ranks, self._source.loaders)
+        self._look()
+        if accelerator is not None:
+            self._follow_loaders()
         self._metrics: dict[str, Any] = {}
         self._restored: Restored | None = None
         self._started = False
@@ -109,14 +121,14 @@ class StateManager:
         self._handle_sigterm = handle_sigterm
         self._preemption = Preemption(self._ranks)
         self._memory_ready = False
-        if all(one.state for one in self._managed.optimizers):
+        if self._managed.parts and all(one.state for one in self._managed.optimizers):
             self._make_memory_ready()
         weakref.finalize(self, self._preemption.close)
 
     @classmethod
     def from_config(cls, path: str | os.PathLike[str], **objects: Any) -> StateManager:
         """A manager with the options of a YAML file (`root`, `save_every`, `keep`, ...) for these objects."""
-        known = inspect.signature(cls.__init__).parameters.keys() - {"self", *KINDS}
+        known = inspect.signature(cls.__init__).parameters.keys() - {"self", "accelerator", *KINDS}
         options = read_config(path, known)
         return cls(options.pop("root"), **{**options, **objects})
 
@@ -135,6 +147,11 @@ class StateManager:
             if error is None:
                 raise
             _log.error("%s", failure)  # what went wrong in the loop comes first
+
+    @property
+    def url(self) -> str:
+        """Where the checkpoints are kept."""
+        return self._storage.url
 
     @property
     def progress(self) -> Progress:
@@ -171,7 +188,7 @@ class StateManager:
         self._preemption.close()
         if self._save_every and self._saved_at != self._where():
             saved_in_loop = self._saved_at is not None and self._saved_at[0] == self.progress.step
-            self.save_state(f"{self._default_name()}-end" if saved_in_loop else None)
+            self.save_state(f"{self._default_name()}-end" if saved_in_loop and not self._source.name() else None)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches of this epoch that are left, in the same order as ever.
@@ -194,13 +211,14 @@ class StateManager:
         self._refuse_half_loaded()
         if self._ranks.world_size == 1:  # ranks would learn of it at different steps: they are told where they meet
             self._saver.check()
+        self._look()
         self._make_memory_ready()
-        self.progress.step += 1
+        self.progress.step += 0 if self._loop.counts_updates else 1
         self._metrics = _checked_metrics(metrics)
         if self._handle_sigterm:  # from the first step on: only then is there somebody to answer it
             self._preemption.listen()
         stop = self._preemption.due(self.progress.step)
-        if stop or (self._save_every and self.progress.step % self._save_every == 0):
+        if stop or self._is_due():
             self.save_state(wait=True if stop else None)
         if stop:
             self._stop()
@@ -227,7 +245,10 @@ class StateManager:
         facts = {"progress": self._loop.saved_progress().to_json(), "metrics": numbers}
         if not wait and self._is_skipped(name):
             return None
+        self._source.before_save(self._folder(name))
+        self._look()
         self._saver.save(name, lambda: self._capture(name, numbers), self._managed.optimized, facts, wait=wait)
+        self._source.after_save()
         self._started = True
         self._saved_at = self._where()
         return name
@@ -266,6 +287,7 @@ class StateManager:
         try:
             self.wait()
         finally:
+            following.end(self._loop)
             self._loop.release()
             self._preemption.close()
             self._saver.close()
@@ -275,8 +297,33 @@ class StateManager:
         if not self._started:
             self.resume()
 
+    def _look(self) -> None:
+        """Take care also of what has come since the last look."""
+        new = self._managed.look()
+        self._saver.snapshots.watch(new)
+        self._loop.watch(new)
+
+    def _follow_loaders(self) -> None:
+        method = weakref.WeakMethod(self._look)  # loaders, which the loop follows, may outlive the manager
+
+        def look() -> None:
+            found = method()
+            if found is not None:
+                found()
+
+        self._loop.before_pass = look
+        following.begin(self._loop)
+
     def _default_name(self) -> str:
-        return f"step-{self.progress.step:08d}"
+        return self._source.name() or f"step-{self.progress.step:08d}"
+
+    def _folder(self, name: str) -> str:
+        return f"{self._storage.url}/{name}"
+
+    def _is_due(self) -> bool:
+        """Whether this step is one to save, and has not been: attached, several batches may make one step."""
+        step = self.progress.step
+        return bool(self._save_every and step and step % self._save_every == 0 and self._saved_at != self._where())
 
     def _where(self) -> tuple[int, int]:
         return self.progress.step, self.progress.epoch
@@ -290,7 +337,12 @@ class StateManager:
         if self._keep is not None:
             self._keep.check(metrics, name)
         generators = {key: rng.capture_one(one) for key, one in self._managed.generators.items()}
-        rank_state = {"rng": rng.capture(), "generators": generators, "loaders": self._loop.state()}
+        rank_state = {
+            "rng": rng.capture(),
+            "generators": generators,
+            "loaders": self._loop.state(),
+            "source": self._source.state(),
+        }
         parts, own = self._managed.parts.values(), self._managed.own(self._ranks.rank)
         return Capture(self._ranks, self._layout).take(parts, own, rank_state)
 
@@ -326,6 +378,7 @@ class StateManager:
         def touch() -> None:
             self._half_loaded = manifest.name
 
+        together(self._ranks, f"load_state({manifest.name!r})", lambda: self._find_for(manifest))
         return Restoration.prepare(
             self._storage,
             manifest,
@@ -337,6 +390,11 @@ class StateManager:
             precious=precious,
             touch=touch,
         )
+
+    def _find_for(self, manifest: Manifest) -> None:
+        """What a checkpoint is to be loaded into. Hooks of the user's own may load some of it themselves."""
+        self._source.before_load(self._folder(manifest.name))
+        self._look()
 
     def _make_memory_ready(self) -> None:
         """Once, when the size of the state is known: so that the first save is as fast as the others."""
@@ -363,6 +421,7 @@ class StateManager:
 
     def _go_back(self, opened: Opened, notes: Notes) -> None:
         """Restore what is this rank's own: generators, and where its loaders are."""
+        self._source.go_back(opened.state.get("source", {}))
         rewind = restoring.rewinder(opened, self._ranks, self._managed.generators, notes)
         rewind()
         waiting = Waiting(opened.state["loaders"], rewind, notes.approximated)
@@ -375,7 +434,7 @@ class StateManager:
         self._saved_at = self._where()
         self._restored = Restored(
             name=manifest.name,
-            url=f"{self._storage.url}/{manifest.name}",
+            url=self._folder(manifest.name),
             run=manifest.run,
             progress=Progress(**manifest.progress),
             metrics=manifest.metrics,
@@ -388,6 +447,15 @@ class StateManager:
         if self._ranks.rank == MAIN:
             say(str(self._restored))
         return self._restored
+
+
+def _required(root: Any) -> Any:
+    if root is None:
+        raise ConfigError(
+            "StateManager needs a root: the folder or URL below which checkpoints are kept. An accelerator brings one "
+            "if its ProjectConfiguration has a project_dir."
+        )
+    return root
 
 
 def _detached(value: Any) -> Any:

@@ -14,6 +14,8 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, DistributedSampler
 
+from ckpt import rng
+
 
 @dataclass
 class Course:
@@ -43,11 +45,12 @@ class Course:
             self.ahead.append((len(batch) if isinstance(batch, list | tuple) else 1, repr(batch).encode()))
             yield batch if seed is None else _seeded(batch, seed, count)
 
-    def taken(self) -> int:
-        """A batch has reached the training loop: how many samples it has."""
-        samples, indices = self.ahead.popleft()
-        self.digest.update(indices)
-        return samples
+    def taken(self, reads: int = 1) -> int:
+        """What this many reads brought has reached the training loop; fewer, at the end: how many samples it has."""
+        found = [self.ahead.popleft() for _ in range(min(reads, len(self.ahead)))]
+        for _, indices in found:
+            self.digest.update(indices)
+        return sum(samples for samples, _ in found)
 
     def forget(self) -> None:
         """Let go of whoever set this course: an iterator that nobody finishes holds on to it."""
@@ -153,7 +156,7 @@ def whole_order(sampler: DistributedSampler[Any]) -> list[int]:
 
 
 def steer(loader: DataLoader[Any]) -> SteeredSampler:
-    """Put a `SteeredSampler` into the loader, once, and return it."""
+    """Put a `SteeredSampler` into the loader that reads, once, and return it."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     current = getattr(loader, name)
     if isinstance(current, SteeredSampler):
@@ -165,8 +168,14 @@ def steer(loader: DataLoader[Any]) -> SteeredSampler:
     return steered
 
 
+def reader(loader: Any) -> Any:
+    """The loader that does the reading: the one inside, where Accelerate has put its own around it."""
+    return getattr(loader, "base_dataloader", loader)
+
+
 def release(loader: Any) -> None:
     """Give the loader its own sampler back."""
+    loader = reader(loader)
     for name in ("sampler", "batch_sampler"):
         current = getattr(loader, name, None)
         if isinstance(current, SteeredSampler):
@@ -174,16 +183,28 @@ def release(loader: Any) -> None:
 
 
 def samplers(loader: Any) -> list[Any]:
-    """The loader's samplers, outermost first."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    batch_sampler = batch_sampler.inner if isinstance(batch_sampler, SteeredSampler) else batch_sampler
-    sampler = getattr(loader, "sampler", None)
-    sampler = sampler.inner if isinstance(sampler, SteeredSampler) else sampler
-    inside = getattr(batch_sampler, "sampler", None)
+    """The loader's samplers, outermost first: each, and what it draws from."""
     found: list[Any] = []
-    for one in (batch_sampler, inside, sampler):
+    _collect_samplers(reader(loader), found)
+    return found
+
+
+def _collect_samplers(owner: Any, found: list[Any]) -> None:
+    for name in ("batch_sampler", "sampler"):
+        one = getattr(owner, name, None)
+        one = one.inner if isinstance(one, SteeredSampler) else one
         if one is not None and not any(one is other for other in found):
             found.append(one)
+            _collect_samplers(one, found)
+
+
+def generators(loader: Any) -> list[Any]:
+    """The generators of the loader and its samplers."""
+    found: list[Any] = []
+    for owner in [reader(loader), *samplers(loader)]:
+        generator = getattr(owner, "generator", None)
+        if rng.is_generator(generator) and not any(generator is other for other in found):
+            found.append(generator)
     return found
 
 

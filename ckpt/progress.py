@@ -10,7 +10,8 @@ class Progress:
     """Counters that a checkpoint keeps.
 
     `epoch` and `batch` say where the loop is: `batch` batches of epoch `epoch` have been handed out. `step` counts the
-    calls of `manager.step()`, `samples` the samples that all ranks together have seen, over all epochs.
+    calls of `manager.step()` or, attached to an accelerator, the steps of its first optimizer. `samples` counts what
+    all ranks together have seen, over all epochs.
     """
 
     epoch: int = 0

@@ -118,7 +118,7 @@ def _check(opened: Opened, parts: Mapping[str, Part], *, strict: bool) -> Unfit:
     unfit: dict[str, dict[str, str]] = {}
     for key, part in parts.items():
         if not opened.has(key):
-            unfit[key] = {"": "missing: the checkpoint has no such part"}
+            unfit[key] = {"": f"missing: the checkpoint has no such part{_numbers(opened, parts, key)}"}
         elif part.same_class and part.kind != opened.kind(key):
             unfit[key] = {"": f"a {opened.kind(key)} in the checkpoint, a {part.kind} here"}
         elif problems := _explained(key, lambda: part.check(opened.tree(key))):  # noqa: B023
@@ -126,6 +126,13 @@ def _check(opened: Opened, parts: Mapping[str, Part], *, strict: bool) -> Unfit:
     if strict:
         _require_fit(opened, unfit)
     return unfit
+
+
+def _numbers(opened: Opened, parts: Mapping[str, Part], key: str) -> str:
+    """Where the checkpoint has another number of parts of that kind, if it has any: how many."""
+    kind = key.partition(".")[0]
+    then, now = (sum(one.partition(".")[0] == kind for one in keys) for keys in (opened.parts, parts))
+    return f" (it has {then} of kind {kind!r}, and there are {now} here)" if then and then != now else ""
 
 
 def _require_fit(opened: Opened, unfit: Unfit) -> None:

@@ -286,7 +286,7 @@ def test_values_that_cannot_be_held_are_refused_by_path_all_at_once(tmp_path: Pa
         (lambda: ckpt.StateManager("memory://x").unwrap(), "0 models: say which"),
         (lambda: ckpt.StateManager("memory://x").step(), r"call manager\.resume\(\) before the loop"),
         (lambda: ckpt.StateManager(""), "must be a path or a URL"),
-        (lambda: ckpt.StateManager(None), "must be a path or a URL"),  # type: ignore[arg-type]
+        (lambda: ckpt.StateManager(), "needs a root"),
         (lambda: ckpt.StateManager("memory://x", layout="flat"), "layout='flat' must be one of auto, full, sharded"),
         (lambda: list(ckpt.StateManager("memory://x").epochs("3")), "number of epochs"),  # type: ignore[arg-type]
         (lambda: list(ckpt.StateManager("memory://x").batches(None)), "cannot be gone through"),  # type: ignore[arg-type]

@@ -19,8 +19,10 @@ from tests.processes import DEADLINE
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+ACCELERATE = ["-m", "accelerate.commands.launch", "--num_machines", "1", "--num_processes"]
 ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}  # sums in one order, whatever else runs here
 TRAINING = ("--epochs", "3", "--save-every", "7")
+ON_CPU = {"ACCELERATE_USE_CPU": "true"}
 TENSORS = ("model.safetensors", "optimizer.safetensors")
 
 
@@ -32,6 +34,7 @@ class Example:
     name: str
     options: tuple[str, ...] = ()
     world_size: int = 1
+    launcher: tuple[str, ...] = ()
 
     @property
     def root(self) -> Path:
@@ -44,13 +47,20 @@ class Example:
     @contextmanager
     def started(self) -> Iterator[subprocess.Popen[bytes]]:
         """It runs inside this. Nothing of it does afterwards."""
-        launcher = [*TORCHRUN, str(self.world_size)] if self.world_size > 1 else []
-        command = [sys.executable, *launcher, str(EXAMPLES / self.name), "--root", str(self.root), *self.options]
+        torchrun = (*TORCHRUN, str(self.world_size)) if self.world_size > 1 else ()
+        command = [
+            sys.executable,
+            *(self.launcher or torchrun),
+            str(EXAMPLES / self.name),
+            "--root",
+            str(self.root),
+            *self.options,
+        ]
         self.folder.mkdir(exist_ok=True)
         # not a pipe: one that nobody reads would stop it, and a rank that outlives its launcher would keep it open
         with self.log.open("wb") as log:
             process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=os.environ | ENVIRONMENT, start_new_session=True
+                command, stdout=log, stderr=log, env=os.environ | ENVIRONMENT | ON_CPU, start_new_session=True
             )
         try:
             yield process
@@ -170,6 +180,35 @@ def test_two_models_and_their_optimizers_come_back_from_one_step(tmp_path: Path)
         assert tensors(job, "step-00000640", files) == tensors(straight, "step-00000640", files)
     assert len({one.splitlines()[-1] for one in said}) == 1
     assert "off the ring" in said[0]
+
+
+def course(folder: Path, world_size: int) -> Example:
+    """The loop of the Hugging Face course: plain, or launched by Accelerate with so many processes."""
+    losses = ("--losses", str(folder / "losses"), "--epochs", "2")
+    if not world_size:
+        return Example(folder, "no_trainer.py", (*losses, "--save-every", "9"))
+    several = ("--multi_gpu",) if world_size > 1 else ("--cpu",)
+    launcher = (*ACCELERATE, str(world_size), *several)
+    accumulating = ("--accumulate", "3", "--save-every", "5")
+    return Example(folder, "accelerate_loop.py", (*losses, *accumulating), world_size, launcher)
+
+
+@pytest.mark.parametrize("world_size", [0, 1, 2], ids=["plain", "accelerate-1", "accelerate-2"])
+def test_the_loop_of_the_course_killed_and_started_again_equals_one_that_was_not(
+    tmp_path: Path, world_size: int
+) -> None:
+    straight, job = (course(tmp_path / name, world_size) for name in ("straight", "killed"))
+    said = straight.run()
+    middle = len(lines(straight)) * 2 // 3  # of the second epoch
+    assert job.interrupt(lambda: len(lines(job)) > middle, kill) == -signal.SIGKILL
+    assert middle < len(lines(job)) < len(lines(straight))
+    again = job.run()
+    assert f"resumed from {job.root}/" in again
+    assert last_of_each_step(lines(job)) == lines(straight)
+    assert again.splitlines()[-1] == said.splitlines()[-1]
+    assert "accuracy" in said.splitlines()[-1]
+    last = "epoch_1" if world_size else f"step-{len(lines(straight)):08d}"
+    assert tensors(job, last) == tensors(straight, last)
 
 
 def test_a_loop_of_ones_own_comes_back_with_its_objects_and_named_checkpoints(tmp_path: Path) -> None:

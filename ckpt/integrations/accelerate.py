@@ -1,0 +1,116 @@
+"""`accelerator.save_state()` and `accelerator.load_state()` themselves, through ckpt."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from ckpt.errors import ConfigError
+from ckpt.manager import StateManager
+from ckpt.storage import Storage, open_storage
+
+_log = logging.getLogger("ckpt")
+_ATTACHED = "_ckpt_attached"
+
+
+def attach(accelerator: Any, root: str | os.PathLike[str] | Storage | None = None, **options: Any) -> StateManager:
+    """Let an accelerator save and load its state through ckpt, and return the manager that does it.
+
+        manager = attach(accelerator, "runs/mrpc")
+        restored = manager.resume()         # the newest intact checkpoint, if there is one
+        ...
+        accelerator.save_state()            # as ever
+        accelerator.load_state()
+
+    The rest of a script stays as it is: a `for` over a prepared loader goes on where it stopped, by itself, and
+    `accelerator.skip_first_batches` knows that. `root` may be left out where the accelerator's project has a
+    `project_dir`. The options are those of `StateManager`. Attaching again lets go of what was attached before.
+    """
+    former: _Attached | None = vars(accelerator).get(_ATTACHED)
+    if former is not None:
+        former.detach()
+    manager = StateManager(root, accelerator=accelerator, **options)
+    _Attached(accelerator, manager)
+    return manager
+
+
+class _Attached:
+    """Stands in front of the accelerator's own methods, with their signatures."""
+
+    def __init__(self, accelerator: Any, manager: StateManager) -> None:
+        self._accelerator = accelerator
+        self._manager = manager
+        manager._loop.counts_updates = True
+        vars(accelerator).update({_ATTACHED: self, **{name: getattr(self, name) for name in _METHODS}})
+
+    def detach(self) -> None:
+        """Leave the accelerator as it was."""
+        for name in (_ATTACHED, *_METHODS):
+            vars(self._accelerator).pop(name, None)
+        self._manager.close()
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> Path | str | None:
+        """Save everything. `output_dir` is the checkpoint's name, or its folder below the root.
+
+        None is returned only if the save was left out, by `when_busy="skip"`.
+        """
+        _note_unused({"safe_serialization": safe_serialization is False, **save_model_func_kwargs})
+        named = self._accelerator.project_configuration.automatic_checkpoint_naming
+        name = None if named or output_dir is None else self._name(output_dir)
+        saved = self._manager.save_state(name)
+        return None if saved is None else _made(f"{self._manager.url}/{saved}")
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """Load a checkpoint: the one by that name, or in that folder below the root; or the newest intact one."""
+        _note_unused({**(load_kwargs or {}), **load_model_func_kwargs})
+        self._manager.load_state(None if input_dir is None else self._name(input_dir))
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """The loader itself, where it goes on from its position anyway."""
+        waits = self._manager._loop.waits_for(dataloader)
+        if waits is None:
+            return type(self._accelerator).skip_first_batches(self._accelerator, dataloader, num_batches)
+        if waits != num_batches:
+            _log.warning(
+                "skip_first_batches(%d): by the checkpoint %d batches of this loader are done, and those are skipped.",
+                num_batches, waits,
+            )  # fmt: skip
+        return dataloader
+
+    def end_training(self) -> None:
+        """Finish what is being saved, before the ranks part."""
+        self.detach()
+        self._accelerator.end_training()
+
+    def _name(self, folder: str | os.PathLike[str]) -> str:
+        path = os.path.expanduser(os.fspath(folder)).rstrip("/")
+        parent, _, name = path.rpartition("/")
+        if parent and open_storage(parent).url != self._manager.url:
+            raise ConfigError(
+                f"{path} is not directly below {self._manager.url}, the root that was attached. Give a plain name or "
+                f"a folder there, or attach(accelerator, {parent!r})."
+            )
+        return name
+
+
+_METHODS = ("save_state", "load_state", "skip_first_batches", "end_training")
+
+
+def _note_unused(options: dict[str, Any]) -> None:
+    given = [name for name, value in options.items() if value]
+    if given:
+        _log.info("%s: not used, checkpoints of ckpt are read and written in their own way", ", ".join(given))
+
+
+def _made(folder: str) -> Path | str:
+    """The checkpoint's folder, which is there at once: scripts put files of their own into it."""
+    if "://" in folder:
+        return folder
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder)
