@@ -12,11 +12,15 @@ _INSIDE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _OUTSIDE = "module."  # of DistributedDataParallel
 
 
-def unwrapped(names: Iterable[str]) -> dict[str, str]:
-    """The bare name for each name. `module.` goes only where all begin with it: it may be the model's own word."""
+def unwrapped(names: Iterable[str], *, outer: int | None = None) -> dict[str, str]:
+    """The bare name for each name. `module.` goes only where all begin with it: it may be the model's own word.
+
+    `outer`: how often it goes at most, where that is known.
+    """
     bare = {name: _without_inner(name) for name in names}
-    while bare and all(name.startswith(_OUTSIDE) for name in bare.values()):
+    while bare and outer != 0 and all(name.startswith(_OUTSIDE) for name in bare.values()):
         bare = {name: stripped.removeprefix(_OUTSIDE) for name, stripped in bare.items()}
+        outer = None if outer is None else outer - 1
     _check_distinct(bare)
     return bare
 
