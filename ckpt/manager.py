@@ -375,7 +375,7 @@ class StateManager:
         self._saved_at = self._where()
         self._restored = Restored(
             name=manifest.name,
-            url=f"{self._storage.url}/{manifest.name}",
+            url=choice.url,
             run=manifest.run,
             progress=Progress(**manifest.progress),
             metrics=manifest.metrics,

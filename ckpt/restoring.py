@@ -20,6 +20,7 @@ from ckpt.parts import Notes, Part, Place
 from ckpt.ranks import Ranks
 from ckpt.sharing import sharing
 from ckpt.storage import Storage
+from ckpt.taking_over import UNKNOWN_PROGRESS, open_any
 
 Unfit = Mapping[str, Mapping[str, str]]  # what does not fit and why, by part and key
 
@@ -57,8 +58,10 @@ class Restoration:
     ) -> Restoration:
         """Everything that can fail, on all ranks together. What must last until `finish` is put into `held`."""
         call = f"load_state({manifest.name!r})"
-        opened = together(ranks, call, lambda: Opened(storage, manifest, ranks.rank))
+        opened = together(ranks, call, lambda: open_any(storage, manifest, ranks.rank, managed.parts))
         notes = Notes()
+        if manifest.origin:
+            notes.approximated["progress"] = UNKNOWN_PROGRESS
         own = managed.own(ranks.rank)
         if own and manifest.world_size != ranks.world_size:
             notes.approximated["gradients"] = "saved by another number of ranks: the accumulation window begins anew"
@@ -115,7 +118,7 @@ def _check(opened: Opened, parts: Mapping[str, Part], *, strict: bool) -> Unfit:
     for key, part in parts.items():
         if not opened.has(key):
             unfit[key] = {"": "missing: the checkpoint has no such part"}
-        elif part.same_class and part.kind != opened.kind(key):
+        elif part.same_class and opened.kind(key) not in ("", part.kind):  # not every format tells the class
             unfit[key] = {"": f"a {opened.kind(key)} in the checkpoint, a {part.kind} here"}
         elif problems := _explained(key, lambda: part.check(opened.tree(key))):  # noqa: B023
             unfit[key] = problems
