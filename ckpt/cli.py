@@ -101,7 +101,9 @@ def merge(source: str, destination: str, dtype: str | None, max_shard_size: str 
 @main.command()
 @click.argument("source")
 @click.argument("destination")
-@click.option("--to", default="ckpt", show_default=True, type=click.Choice(["ckpt", "accelerate"]), help="What to make.")
+@click.option(
+    "--to", default="ckpt", show_default=True, type=click.Choice(["ckpt", "accelerate"]), help="What to make."
+)
 @click.option("--name", help="Of the checkpoint; that of the folder, if none is given.")
 def convert(source: str, destination: str, to: str, name: str | None) -> None:
     """Make a checkpoint of ckpt out of one of Accelerate, or the other way round.

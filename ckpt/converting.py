@@ -124,7 +124,7 @@ def _tensor_file(key: str, part: ForeignPart) -> Image:
     stored = [name for name in part.tensors if name not in tied]
     outlines = {name: _outline(*part.about(name)) for name in stored}
     read: Callable[[str], torch.Tensor] = part.read
-    return native.gathered_image(whole_file(key), outlines, tied, read)
+    return native.gathered_image(whole_file(key), outlines, tied, read, together=False)
 
 
 def _outline(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

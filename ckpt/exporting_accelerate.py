@@ -25,8 +25,6 @@ from ckpt.storage import Storage, open_storage
 from ckpt.taking_over import kind_of
 from ckpt.whole_folder import whole_folder
 
-_DDP = "module."  # what DistributedDataParallel puts before all names
-
 
 def export(
     source: str | os.PathLike[str], destination: str | os.PathLike[str]
@@ -71,8 +69,8 @@ class _Writing:
     def parts(self) -> None:
         with bar(f"converting {self.manifest.name}", len(self.opened.parts)) as advance:
             for kind, keys in self._by_kind().items():
-                for number, key in enumerate(keys):
-                    self._write_part(kind, number, key)
+                for index, key in enumerate(keys):
+                    self._write_part(kind, _position(key) if kind == "dataloader" else index, key)
                     advance(1)
 
     def _by_kind(self) -> dict[str, list[str]]:
@@ -87,21 +85,15 @@ class _Writing:
         if kind == "model" and all(isinstance(one, SavedTensor) for one in self.opened.tree(key).values()):
             self._stream_model(number, key)
         elif kind == "model":
-            self._write(pickled_model(number), self._named(self._values(key)))
+            self._write(pickled_model(number), self._values(key))
         else:
             change = _CHANGED.get(kind, lambda values: values)
             self._write(file_of(kind, number), change(self._values(key)))
 
     def _stream_model(self, number: int, key: str) -> None:
         with open_source(f"{self.storage.url.rstrip('/')}/{self.manifest.name}", key) as tensors:
-            named = self._named(tensors)
-            (image,) = images(file_of("model", number), named, same_place(named))
+            (image,) = images(file_of("model", number), tensors, same_place(tensors))
             open_storage(self.folder).write(image.path, image.pieces())
-
-    def _named(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """By the names that Accelerate's own model has: with several processes it is inside DDP."""
-        prefix = _DDP if self.manifest.world_size > 1 else ""
-        return {f"{prefix}{name}": value for name, value in state.items()}
 
     def _values(self, key: str) -> Any:
         values = self.opened.ask(key)

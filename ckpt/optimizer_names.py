@@ -11,18 +11,14 @@ def nameless(number: int) -> str:
     return f"@{number}"
 
 
-def by_name(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A `state_dict` by parameter name: as its groups tell (`param_names`), or else by number."""
-    names: dict[Any, str] = {}
-    for group in state["param_groups"]:
-        told = group.get("param_names") or [_name(one) for one in group["params"]]
-        names |= dict(zip(group["params"], told, strict=True))
-    groups = [{**group, "params": [names[one] for one in group["params"]]} for group in state["param_groups"]]
-    return {**state, "state": {names.get(key, key): one for key, one in state["state"].items()}, "param_groups": groups}
+def by_name(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A `state_dict` by parameter name, which `prefix` is put before; a parameter without a name goes by its number."""
 
+    def name(parameter: str | int) -> str:
+        return nameless(parameter) if isinstance(parameter, int) else f"{prefix}{parameter}"
 
-def _name(parameter: str | int) -> str:
-    return nameless(parameter) if isinstance(parameter, int) else parameter
+    groups = [{**group, "params": [name(one) for one in group["params"]]} for group in state["param_groups"]]
+    return {**state, "state": {name(key): one for key, one in state["state"].items()}, "param_groups": groups}
 
 
 def by_number(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from ckpt.formats import accelerate
 from ckpt.formats.accelerate_random import from_accelerate
 from ckpt.formats.blocks import digest
 from ckpt.formats.manifest import FILE_NAME, Manifest
-from ckpt.formats.native import narrowed
+from ckpt.formats.native import copy_into, narrowed
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.sharding import Box
 from ckpt.formats.values import Encoder, refuse
@@ -68,17 +68,21 @@ class Foreign:
     def __init__(self, folder: Folder, live: Iterable[str] = ()) -> None:
         self.saved = accelerate.Saved(folder)
         self.name = os.path.basename(folder.where)
-        problems: list[str] = []
         found = _keyed(self.saved.parts(), list(live))
+        with _explained(folder.where, "an optimizer"):
+            _name_parameters(found)
+        problems: list[str] = []
         self.parts = {key: _encoded(key, tree, problems) for key, tree in found.items()}
         refuse(problems)
 
     def rank_state(self, rank: int) -> dict[str, Any]:
         """What is a rank's own, as a manager saves it."""
         states = self.saved.random_states(rank)
+        with _explained(self.name, "random generators"):
+            rng = from_accelerate(states)
         saves = 1 + _number(self.name) if _NUMBER.fullmatch(self.name) else 0
         source = {"step": states.get("step", 0), "sync_gradients": True, "saves": saves, "loaders": {}}
-        return {"rng": from_accelerate(states), "generators": {}, "loaders": {}, "source": source}
+        return {"rng": rng, "generators": {}, "loaders": {}, "source": source}
 
 
 def kind_of(key: str) -> str:
@@ -87,14 +91,31 @@ def kind_of(key: str) -> str:
     return head if head in KINDS else CUSTOM
 
 
-def _keyed(found: Mapping[str, list[Any]], live: list[str]) -> dict[str, Any]:
+def _keyed(found: Mapping[str, Mapping[int, Any]], live: list[str]) -> dict[str, Any]:
     parts = {}
     for kind, trees in found.items():
-        names = [key for key in live if kind_of(key) == kind]
+        here = dict(enumerate(key for key in live if kind_of(key) == kind))
         several = len(trees) > 1 or kind in (CUSTOM, "dataloader")
-        names += [f"{kind}.{number}" if several else kind for number in range(len(names), len(trees))]
-        parts |= dict(zip(names, map(by_name, trees) if kind == "optimizer" else trees, strict=False))
+        for number, tree in trees.items():
+            parts[here.get(number, f"{kind}.{number}" if several else kind)] = tree
     return parts
+
+
+def _name_parameters(parts: dict[str, Any]) -> None:
+    """Let the state of optimizers be by name. Under FSDP each has a model, and of several that is told by a prefix."""
+    models = [key for key in parts if kind_of(key) == "model"]
+    optimizers = [key for key in parts if kind_of(key) == "optimizer"]
+    for number, key in enumerate(optimizers):
+        prefix = f"{models[number].partition('.')[2]}." if 1 < len(models) > number else ""
+        parts[key] = by_name(parts[key], prefix)
+
+
+@contextmanager
+def _explained(where: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedError(f"{where} does not hold the state of {what}: {type(error).__name__}: {error}.") from error
 
 
 def _encoded(key: str, tree: Any, problems: list[str]) -> ForeignPart:
@@ -187,7 +208,7 @@ class _Tensors:
         return target
 
     def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
-        self.want(_Later(target.nbytes, lambda: target.detach().copy_(self.part.read(name, box))))
+        self.want(_Later(target.nbytes, lambda: copy_into(self.part.read(name, box), target.detach())))
 
 
 class _TakenOver(Opened):

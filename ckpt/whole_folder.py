@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckpt.errors import ConfigError, StorageError
+from ckpt.errors import ConfigError, LockedError, StorageError
 from ckpt.storage import open_storage
 from ckpt.storage.local import TEMPORARY
 
@@ -25,7 +25,7 @@ def whole_folder(path: str | os.PathLike[str]) -> Iterator[str]:
     temporary = f".{name}{TEMPORARY}"
     with _explained(final):
         os.makedirs(os.path.join(parent, temporary), exist_ok=True)
-    with open_storage(parent).lock(temporary):  # or two at once would clear each other away
+    with _alone(parent, temporary):
         folder = os.path.join(parent, temporary)
         try:
             with _explained(final):
@@ -38,6 +38,16 @@ def whole_folder(path: str | os.PathLike[str]) -> Iterator[str]:
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
+
+
+@contextmanager
+def _alone(parent: str, name: str) -> Iterator[None]:
+    """Two at once would clear each other away."""
+    try:
+        with open_storage(parent).lock(name):
+            yield
+    except LockedError:
+        raise LockedError(f"another process is writing {parent}/{name}. Wait until it has ended.") from None
 
 
 @contextmanager

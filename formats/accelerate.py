@@ -10,7 +10,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -74,20 +74,23 @@ class Saved:
     """The state in a folder of Accelerate: parts by their kind, in the order in which they were prepared."""
 
     folder: Files
-    left_out: dict[str, str] = field(default_factory=dict)  # what could not be read, and why that does not matter
 
     @property
     def world_size(self) -> int:
         return len(self._paths[_RANDOM])
 
-    def parts(self) -> dict[str, list[Any]]:
-        """Models by parameter name; all other state as it was saved, optimizers by number or by parameter name."""
-        found = {
-            kind: [self._read(kind, paths) for _, paths in sorted(self._paths[kind].items())]
+    @property
+    def left_out(self) -> dict[str, str]:
+        """What is not read, and why."""
+        paths = [path for paths in self._paths[_SAMPLER].values() for path in paths]
+        return dict.fromkeys(paths, "a sampler as an object, with its data, which cannot be read without executing it")
+
+    def parts(self) -> dict[str, dict[int, Any]]:
+        """The state of every part, by kind and number: of models by parameter name, of others as it was saved."""
+        return {
+            kind: {number: self._read(kind, paths) for number, paths in sorted(self._paths[kind].items())}
             for kind in ("model", "optimizer", "scheduler", "scaler", _LOADER, "custom")
         }
-        self._look_at_samplers()
-        return found
 
     def random_states(self, rank: int) -> dict[str, Any]:
         """The generators of one rank, and the step of its accumulation."""
@@ -118,9 +121,11 @@ class Saved:
             tree = self._values(paths[0])
         return self._named(tree, paths[0]) if kind == "model" else tree
 
-    def _named(self, tensors: Mapping[str, PiecedTensor], path: str) -> dict[str, PiecedTensor]:
-        """By bare names. DDP puts a word before all of them, FSDP does not."""
-        bare = unwrapped(tensors, outer=int(self.world_size > 1 and "fsdp" not in path))
+    def _named(self, tensors: Any, path: str) -> dict[str, Any]:
+        """By bare names. What Accelerate saves is never inside DDP: a `module.` is the model's own word."""
+        if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
+            raise DamagedError(f"{self.folder.where}/{path} is not the state of a model.")
+        bare = unwrapped(tensors, outside=False)
         return {bare[name]: tensor for name, tensor in tensors.items()}
 
     def _distributed(self, name: str, kind: str) -> Any:
@@ -145,15 +150,12 @@ class Saved:
         return shards
 
     def _tensor_file(self, path: str) -> TensorFile:
-        return TensorFile.open(self.folder.opened(path), f"{self.folder.where}/{path}")
+        file = TensorFile.open(self.folder.opened(path), f"{self.folder.where}/{path}")
+        self.folder.check({path: max((one.stop for one in file.stored.values()), default=0)})
+        return file
 
     def _values(self, path: str) -> Any:
         return read_values(self.folder.opened(path), 0, self.folder.files[path], f"{self.folder.where}/{path}")
-
-    def _look_at_samplers(self) -> None:
-        """A sampler is saved as an object, with its data: whether that can be read matters to nobody."""
-        for paths in self._paths[_SAMPLER].values():
-            self.left_out[paths[0]] = "a sampler as an object, with its data, which is not read"
 
 
 def in_memory(value: Any) -> Any:
@@ -170,8 +172,8 @@ def _check(folder: Files, found: Mapping[str, Mapping[int, list[str]]]) -> None:
         foreign = [path for path in folder.files if pattern.fullmatch(path)]
         if foreign:
             raise ConfigError(
-                f"{folder.where}/{foreign[0]} {why}, which ckpt does not read. Load it with Accelerate, and save it with "
-                "ckpt, or as SHARDED_STATE_DICT."
+                f"{folder.where}/{foreign[0]} {why}, which ckpt does not read. Load it with Accelerate, and save it "
+                "with ckpt, or as SHARDED_STATE_DICT."
             )
     if not found[_RANDOM]:
         raise DamagedError(f"{folder.where}/{_RANDOM}_0.pkl is missing. It is written last: this save was cut off.")
@@ -184,8 +186,8 @@ def _check_numbers(where: str, kind: str, numbered: Mapping[int, list[str]]) -> 
     if missing and kind not in _SPARSE:
         there = ", ".join(paths[0] for paths in numbered.values())
         raise DamagedError(
-            f"{where} is damaged: of its {kind} files number {', '.join(map(str, missing))} is missing; there are {there}."
-            " Copy the files of every rank there."
+            f"{where} is damaged: of its {kind} files number {', '.join(map(str, missing))} is missing; there are "
+            f"{there}. Copy the files of every rank there."
         )
     for paths in numbered.values():
         if len({path.partition("/")[0] for path in paths}) > 1:

@@ -34,7 +34,7 @@ def _numpy_from(state: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _numpy_to(state: Mapping[str, Any] | None) -> tuple[Any, ...]:
-    """NumPy's state as it was; where a run had not imported it, one that is fresh: Accelerate stops at a missing one."""
+    """NumPy's state as it was; of a run that had not imported it, a fresh one: at a missing one Accelerate stops."""
     import numpy as np
 
     if state is None:

@@ -1,6 +1,6 @@
 """Files as `Accelerator.load_state` reads them. Its format asks for `torch.save`: this is the one place that pickles.
 
-What is pickled are values out of a checkpoint of ours, which are plain data: containers, numbers, text, tensors, arrays.
+What is pickled are values out of a checkpoint of ours, which are plain data: containers, numbers, text, tensors.
 """
 
 from __future__ import annotations

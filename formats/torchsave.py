@@ -52,7 +52,7 @@ def is_tensor(found: Any) -> bool:
 
 @contextmanager
 def opened(reader: ByteReader, start: int, length: int, where: str, is_none: str) -> Iterator[Saved]:
-    """What `torch.save` wrote to these bytes of a file. Whatever is wrong with it ends as one error: it holds `is_none`."""
+    """What `torch.save` wrote to these bytes of a file. Whatever is wrong with it is one error: it holds `is_none`."""
     window = _Window(reader, start, length)
     try:
         with zipfile.ZipFile(window) as archive:

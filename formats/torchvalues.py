@@ -124,9 +124,7 @@ def _call(kind: Callable[..., Any]) -> Callable[[Described], Any]:
 
 
 _PLAIN: dict[str, Callable[..., Any]] = {
-    f"{home}.{kind.__name__}": kind
-    for home in ("builtins", "__builtin__")
-    for kind in (complex, frozenset, slice)
+    f"{home}.{kind.__name__}": kind for home in ("builtins", "__builtin__") for kind in (complex, frozenset, slice)
 } | {"builtins.range": range, "__builtin__.xrange": range}
 _BYTES = [f"{home}.{name}" for home in ("builtins", "__builtin__") for name in ("bytes", "bytearray")]
 _MADE: dict[str, Callable[[Described], Any]] = {

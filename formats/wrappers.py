@@ -12,15 +12,14 @@ _INSIDE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _OUTSIDE = "module."  # of DistributedDataParallel
 
 
-def unwrapped(names: Iterable[str], *, outer: int | None = None) -> dict[str, str]:
+def unwrapped(names: Iterable[str], *, outside: bool = True) -> dict[str, str]:
     """The bare name for each name. `module.` goes only where all begin with it: it may be the model's own word.
 
-    `outer`: how often it goes at most, where that is known.
+    `outside`: whether it goes at all.
     """
     bare = {name: _without_inner(name) for name in names}
-    while bare and outer != 0 and all(name.startswith(_OUTSIDE) for name in bare.values()):
+    while bare and outside and all(name.startswith(_OUTSIDE) for name in bare.values()):
         bare = {name: stripped.removeprefix(_OUTSIDE) for name, stripped in bare.items()}
-        outer = None if outer is None else outer - 1
     _check_distinct(bare)
     return bare
 
