@@ -76,7 +76,10 @@ def build(*, scaler: bool, seed: int = 0) -> Run:
     model = Tied()
     decayed = [model.embed.weight, model.module.weight]
     others = [model.module.bias, *model.norm.parameters()]
-    groups = [{"params": others, "weight_decay": 0.0}, {"params": decayed}]  # not in the order of the model's names
+    groups: list[dict[str, Any]] = [
+        {"params": others, "weight_decay": 0.0},
+        {"params": decayed},
+    ]  # not in the order of the model's names
     optimizer = torch.optim.AdamW(groups, lr=0.01)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3])
     return Run(model, optimizer, scheduler, torch.amp.GradScaler("cpu", init_scale=256.0) if scaler else None)

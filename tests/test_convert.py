@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import ckpt
 from ckpt.cli import main
@@ -200,11 +201,27 @@ class TestTakingOver:
         with pytest.raises(ckpt.DamagedError, match=r"model-00001-of-.* is missing"):
             ckpt.convert(copy, tmp_path / "root", name="third")
 
+    def test_the_state_of_a_loader_that_keeps_it_goes_there_and_back(self, tmp_path: Path) -> None:
+        from accelerate import Accelerator, DataLoaderConfiguration
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+        loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(8)), batch_size=2))
+        next(iter(loader))
+        accelerator.save_state(str(tmp_path / "checkpoint_0"))
+        assert ckpt.convert(tmp_path / "checkpoint_0", tmp_path / "root").parts == ("dataloader.0", "rng")
+        ckpt.convert(tmp_path / "root" / "checkpoint_0", tmp_path / "back", to="accelerate")
+        names = (tmp_path / name / "dl_state_dict.bin" for name in ("checkpoint_0", "back"))
+        before, after = (torch.load(name, weights_only=True) for name in names)
+        assert before["_num_yielded"] == 1
+        assert repr(after) == repr(before)
+
 
 class TestHandingOver:
     def test_what_has_no_place_there_is_named(self, tmp_path: Path) -> None:
         run = build(scaler=False)
-        loader = torch.utils.data.DataLoader(torch.arange(8), batch_size=2)  # type: ignore[arg-type]
+        loader = DataLoader(TensorDataset(torch.arange(8)), batch_size=2)
         with ckpt.StateManager(tmp_path / "root", **run.parts(), gradients=True) as manager:
             manager.register(dice=torch.Generator())
             for _ in manager.batches(loader):
@@ -277,6 +294,10 @@ def pair(seed: int) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
     return models, [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
 
 
+def states(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> str:
+    return exact([*(one.state_dict() for one in models), *(one.state_dict() for one in optimizers)])
+
+
 class TestSeveral:
     def test_models_and_optimizers_go_by_their_order_whatever_they_are_called(self, tmp_path: Path) -> None:
         saved = save_pair(tmp_path / "checkpoint_0")
@@ -287,9 +308,7 @@ class TestSeveral:
             optimizer=dict(zip(("generator", "critic"), optimizers, strict=True)),
         ) as manager:
             manager.load_state()
-        assert exact([one.state_dict() for one in (*models, *optimizers)]) == exact(
-            [one.state_dict() for kind in saved for one in kind]
-        )
+        assert states(models, optimizers) == states(*saved)
 
     def test_converted_they_are_numbered_and_come_back_so(self, tmp_path: Path) -> None:
         from accelerate import Accelerator
@@ -303,9 +322,7 @@ class TestSeveral:
         accelerator.free_memory()
         accelerator.prepare(*models, *optimizers)
         accelerator.load_state(str(tmp_path / "back"))
-        assert exact([one.state_dict() for one in (*models, *optimizers)]) == exact(
-            [one.state_dict() for kind in saved for one in kind]
-        )
+        assert states(models, optimizers) == states(*saved)
 
 
 def save_fsdp(rank: int, folder: str) -> None:
@@ -490,7 +507,7 @@ class TestBadInput:
 def convert_and_die(rank: int, source: str, destination: str, to: str, at: int) -> None:
     """Convert, and be killed at a write to a file."""
     from ckpt import exporting_accelerate
-    from ckpt.storage.local import LocalStorage
+    from ckpt.formats.accelerate_writing import write_values
 
     left = [at]
 
@@ -504,7 +521,7 @@ def convert_and_die(rank: int, source: str, destination: str, to: str, at: int) 
         return dying
 
     LocalStorage.write = counted(LocalStorage.write)  # type: ignore[method-assign]
-    exporting_accelerate.write_values = counted(exporting_accelerate.write_values)
+    vars(exporting_accelerate)["write_values"] = counted(write_values)
     ckpt.convert(source, destination, to=to)
 
 
@@ -559,8 +576,13 @@ class TestValues:
         }
         found = values_of(tmp_path, value)
         assert repr(found) == repr(value)
-        arrays = [np.arange(6, dtype=dtype).reshape(2, 3) for dtype in ("<u4", ">f8", "i1", "c8")]
-        arrays += [np.asfortranarray(np.ones((2, 3))), np.zeros(0), np.float32(0.1), np.random.get_state()[1]]
+        arrays: list[Any] = [np.arange(6, dtype=dtype).reshape(2, 3) for dtype in ("<u4", ">f8", "i1", "c8")]
+        arrays += [
+            np.asfortranarray(np.ones((2, 3))),
+            np.zeros(0),
+            np.float32(0.1),
+            np.arange(624, dtype=np.uint32),
+        ]
         for one, other in zip(values_of(tmp_path, arrays), arrays, strict=True):
             assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
 
