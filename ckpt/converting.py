@@ -17,6 +17,7 @@ from ckpt.errors import ConfigError, MissingError, StorageError
 from ckpt.exporting_accelerate import export
 from ckpt.files import whole_file
 from ckpt.folder import Folder
+from ckpt.foreign import UNKNOWN_PROGRESS, Foreign, ForeignPart
 from ckpt.formats import accelerate, documents, native
 from ckpt.formats.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
@@ -27,7 +28,6 @@ from ckpt.progress import Progress
 from ckpt.ranks import Alone
 from ckpt.saving import Saver
 from ckpt.storage import open_storage
-from ckpt.taking_over import UNKNOWN_PROGRESS, Foreign, ForeignPart
 
 OURS = "ckpt"
 TARGETS = (OURS, accelerate.NAME)
@@ -73,7 +73,7 @@ def _take_over(source: str | os.PathLike[str], root: str | os.PathLike[str], nam
     folder = Folder.at(source)
     _require_accelerate(folder)
     foreign = Foreign(folder)
-    chosen = check_name(os.path.basename(os.path.abspath(folder.where)) if name is None else name)
+    chosen = check_name(folder.name if name is None else name)
     images = [*_tensor_files(foreign.parts), *_documents(foreign)]
     with closing(Saver(open_storage(root), Alone())) as saver:
         _write(saver, chosen, images, foreign.saved.world_size)

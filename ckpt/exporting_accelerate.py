@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from ckpt.catalog import locate, read_manifest, size_problems
 from ckpt.console import bar
 from ckpt.errors import ConfigError, DamagedError
+from ckpt.foreign import kind_of
 from ckpt.formats.accelerate_random import to_accelerate
 from ckpt.formats.accelerate_writing import file_of, pickled_model, write_values
 from ckpt.formats.huggingface import images
@@ -22,7 +23,6 @@ from ckpt.opened import Opened
 from ckpt.optimizer_names import by_number
 from ckpt.parts import SavedTensor
 from ckpt.storage import Storage, open_storage
-from ckpt.taking_over import kind_of
 from ckpt.whole_folder import whole_folder
 
 
@@ -87,8 +87,9 @@ class _Writing:
         elif kind == "model":
             self._write(pickled_model(number), self._values(key))
         else:
-            change = _CHANGED.get(kind, lambda values: values)
-            self._write(file_of(kind, number), change(self._values(key)))
+            values = self._values(key)
+            numbered = kind == "optimizer" and {"state", "param_groups"} <= values.keys()  # one of torch
+            self._write(file_of(kind, number), by_number(values) if numbered else values)
 
     def _stream_model(self, number: int, key: str) -> None:
         with open_source(f"{self.storage.url.rstrip('/')}/{self.manifest.name}", key) as tensors:
@@ -121,9 +122,6 @@ class _Writing:
 
     def _write(self, name: str, values: Any) -> None:
         write_values(os.path.join(self.folder, name), values)
-
-
-_CHANGED: dict[str, Callable[[Any], Any]] = {"optimizer": by_number}
 
 
 def _position(key: str) -> int:

@@ -21,6 +21,10 @@ class Folder:
     where: str
     files: Mapping[str, int]
 
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.where if "://" in self.where else os.path.abspath(self.where))
+
     @classmethod
     def at(cls, source: str | os.PathLike[str]) -> Folder:
         """What is at a path or URL. Storages without folders have it below a root that ends earlier."""

@@ -13,18 +13,17 @@ def nameless(number: int) -> str:
 
 def by_name(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """A `state_dict` by parameter name, which `prefix` is put before; a parameter without a name goes by its number."""
-
-    def name(parameter: str | int) -> str:
-        return nameless(parameter) if isinstance(parameter, int) else f"{prefix}{parameter}"
-
-    groups = [{**group, "params": [name(one) for one in group["params"]]} for group in state["param_groups"]]
-    return {**state, "state": {name(key): one for key, one in state["state"].items()}, "param_groups": groups}
+    order = [parameter for group in state["param_groups"] for parameter in group["params"]]
+    return _renamed(state, {one: nameless(one) if isinstance(one, int) else f"{prefix}{one}" for one in order})
 
 
 def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state by parameter name as torch's optimizers give and take it: parameters are numbered group by group."""
     order = [name for group in state["param_groups"] for name in group["params"]]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(order))}
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
-    found = {numbers.get(name, name): one for name, one in state["state"].items()}
-    return {**state, "state": found, "param_groups": groups}
+    return _renamed(state, {name: number for number, name in enumerate(dict.fromkeys(order))})
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """With other names for parameters. Some optimizers keep more than the state of parameters: that stays."""
+    groups = [{**group, "params": [names[one] for one in group["params"]]} for group in state["param_groups"]]
+    return {**state, "state": {names.get(key, key): one for key, one in state["state"].items()}, "param_groups": groups}

@@ -12,6 +12,7 @@ import torch
 from ckpt import rng
 from ckpt.agreement import together
 from ckpt.errors import CkptError, MismatchError, StateError
+from ckpt.foreign import UNKNOWN_PROGRESS
 from ckpt.formats.manifest import Manifest
 from ckpt.formats.sharding import Layout
 from ckpt.managed import Managed
@@ -20,7 +21,7 @@ from ckpt.parts import Notes, Part, Place
 from ckpt.ranks import Ranks
 from ckpt.sharing import sharing
 from ckpt.storage import Storage
-from ckpt.taking_over import UNKNOWN_PROGRESS, open_any
+from ckpt.taking_over import open_any
 
 Unfit = Mapping[str, Mapping[str, str]]  # what does not fit and why, by part and key
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,26 +12,15 @@ import torch
 from ckpt.catalog import MARKER, read_manifest
 from ckpt.errors import ConfigError, DamagedError
 from ckpt.folder import Folder
+from ckpt.foreign import Foreign, ForeignPart, split_name
 from ckpt.formats import accelerate
-from ckpt.formats.accelerate_random import from_accelerate
 from ckpt.formats.blocks import digest
 from ckpt.formats.manifest import FILE_NAME, Manifest
-from ckpt.formats.native import copy_into, narrowed
-from ckpt.formats.pieces import PiecedTensor
+from ckpt.formats.native import copy_into
 from ckpt.formats.sharding import Box
-from ckpt.formats.values import Encoder, refuse
-from ckpt.managed import KINDS
 from ckpt.opened import Opened, Tensors
-from ckpt.optimizer_names import by_name
 from ckpt.progress import Progress
 from ckpt.storage import Storage
-
-CUSTOM = "custom"  # objects of the user's own
-UNKNOWN_PROGRESS = (
-    "Accelerate does not save how many epochs, batches and steps were done: counting begins at 0. Set manager.progress "
-    "before the loop if they matter"
-)
-_NUMBER = re.compile(r"(.*?)(\d+)\D*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,86 +28,6 @@ class ForeignManifest(Manifest):
     """What a manifest would say of a folder that has none."""
 
     folder: Folder
-
-
-@dataclass(frozen=True)
-class ForeignPart:
-    """The state of a part: values in which tensors stand as references, and the tensors, not read yet."""
-
-    values: Any
-    tensors: Mapping[str, PiecedTensor | torch.Tensor]
-
-    def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        return self.tensors[name].dtype, tuple(self.tensors[name].shape)
-
-    def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """A tensor, or a box of it."""
-        tensor = self.tensors[name]
-        if isinstance(tensor, PiecedTensor):
-            return tensor.read(box or tensor.box)
-        return narrowed(tensor, box.ranges) if box else tensor
-
-
-class Foreign:
-    """The state in a folder of Accelerate. `live` are the keys of a manager's parts: the first model of the folder is
-    its first model, and so on. Without them parts go by `model`, or `model.0`, `model.1` where there are several."""
-
-    def __init__(self, folder: Folder, live: Iterable[str] = ()) -> None:
-        self.saved = accelerate.Saved(folder)
-        self.name = os.path.basename(folder.where)
-        found = _keyed(self.saved.parts(), list(live))
-        with _explained(folder.where, "an optimizer"):
-            _name_parameters(found)
-        problems: list[str] = []
-        self.parts = {key: _encoded(key, tree, problems) for key, tree in found.items()}
-        refuse(problems)
-
-    def rank_state(self, rank: int) -> dict[str, Any]:
-        """What is a rank's own, as a manager saves it."""
-        states = self.saved.random_states(rank)
-        with _explained(self.name, "random generators"):
-            rng = from_accelerate(states)
-        saves = 1 + _number(self.name) if _NUMBER.fullmatch(self.name) else 0
-        source = {"step": states.get("step", 0), "sync_gradients": True, "saves": saves, "loaders": {}}
-        return {"rng": rng, "generators": {}, "loaders": {}, "source": source}
-
-
-def kind_of(key: str) -> str:
-    """`model` of `model.0`. What was registered by a name of its own is custom."""
-    head = key.partition(".")[0]
-    return head if head in KINDS else CUSTOM
-
-
-def _keyed(found: Mapping[str, Mapping[int, Any]], live: list[str]) -> dict[str, Any]:
-    parts = {}
-    for kind, trees in found.items():
-        here = dict(enumerate(key for key in live if kind_of(key) == kind))
-        several = len(trees) > 1 or kind in (CUSTOM, "dataloader")
-        for number, tree in trees.items():
-            parts[here.get(number, f"{kind}.{number}" if several else kind)] = tree
-    return parts
-
-
-def _name_parameters(parts: dict[str, Any]) -> None:
-    """Let the state of optimizers be by name. Under FSDP each has a model, and of several that is told by a prefix."""
-    models = [key for key in parts if kind_of(key) == "model"]
-    optimizers = [key for key in parts if kind_of(key) == "optimizer"]
-    for number, key in enumerate(optimizers):
-        prefix = f"{models[number].partition('.')[2]}." if 1 < len(models) > number else ""
-        parts[key] = by_name(parts[key], prefix)
-
-
-@contextmanager
-def _explained(where: str, what: str) -> Iterator[None]:
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedError(f"{where} does not hold the state of {what}: {type(error).__name__}: {error}.") from error
-
-
-def _encoded(key: str, tree: Any, problems: list[str]) -> ForeignPart:
-    encoder = Encoder(prefix=key, problems=problems)
-    return ForeignPart(encoder.encode(tree), encoder.tensors)
 
 
 def read_any(storage: Storage, name: str) -> Manifest:
@@ -133,8 +40,8 @@ def read_any(storage: Storage, name: str) -> Manifest:
                 raise
     folder = _folder(storage, name)
     return ForeignManifest(
-        name=os.path.basename(folder.where),
-        id=f"{accelerate.NAME}:{os.path.basename(folder.where)}",
+        name=folder.name,
+        id=f"{accelerate.NAME}:{folder.name}",
         run=digest(folder.where.encode()),
         sequence=0,
         created="",
@@ -147,29 +54,30 @@ def read_any(storage: Storage, name: str) -> Manifest:
 
 
 def is_foreign(storage: Storage, name: str) -> bool:
-    """Whether a folder of the root, or the root itself if it has no name, was written by Accelerate."""
-    files = _folder(storage, name).files
-    return FILE_NAME not in files and MARKER not in files and accelerate.is_one(files)
+    """Whether a folder of the root was written by Accelerate, and not by ckpt."""
+    return _is_foreign(_folder(storage, name).files)
+
+
+def _is_foreign(files: Iterable[str]) -> bool:
+    return not {FILE_NAME, MARKER}.intersection(files) and accelerate.is_one(files)
 
 
 def foreign_names(storage: Storage) -> list[str]:
     """The folders in the root that Accelerate wrote, the newest first; the root itself is the one without a name."""
-    names = {entry.key.partition("/")[0] for entry in storage.list() if "/" in entry.key}
-    if is_foreign(storage, ""):
+    files: dict[str, list[str]] = defaultdict(list)
+    for entry in storage.list():
+        name, _, rest = entry.key.partition("/")
+        files[""].append(entry.key)
+        files[name].append(rest)
+    if _is_foreign(files[""]):
         return [""]
-    found = sorted(name for name in names if is_foreign(storage, name))
-    stems = {match.group(1) if (match := _NUMBER.fullmatch(name)) else name for name in found}
-    if len(stems) > 1:
+    found = sorted(name for name, inside in files.items() if _is_foreign(inside))
+    if len({split_name(name)[0] for name in found}) > 1:
         raise ConfigError(
             f"{storage.url} holds what Accelerate saved as {', '.join(found)}, and no name says which is the newest. "
             f"Say which: load_state({found[-1]!r})."
         )
-    return sorted(found, key=_number, reverse=True)
-
-
-def _number(name: str) -> int:
-    match = _NUMBER.fullmatch(name)
-    return int(match.group(2)) if match else 0
+    return sorted(found, key=lambda name: split_name(name)[1] or 0, reverse=True)
 
 
 def _folder(storage: Storage, name: str) -> Folder:
@@ -241,8 +149,7 @@ class _TakenOver(Opened):
         return _Tensors(self._foreign.parts[key], self._asked.append)
 
     def _read(self, transfers: list[Any], how: Callable[..., None]) -> None:
-        showing: AbstractContextManager[Callable[[float], None]] = self._bar("loading", transfers)
-        with showing as advance, torch.no_grad():
+        with self._bar("loading", transfers) as advance, torch.no_grad():
             for one in transfers:
                 one.read()
                 advance(one.size)

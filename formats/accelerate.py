@@ -39,7 +39,10 @@ _FILES = {
     _RANDOM: r"random_states_(\d+)\.pkl",
 }
 _PATTERNS = {kind: re.compile(pattern) for kind, pattern in _FILES.items()}
-_TELLING = frozenset(_FILES) - {"model"}  # models are saved by many
+_TELLING = {"optimizer", "scheduler"}  # what is there before the random states are; models are saved by many
+_OF_TRAINER = re.compile(
+    r"trainer_state\.json|training_args\.bin|scheduler\.pt|rng_state.*\.pth"
+)  # which uses Accelerate
 _FOREIGN = {
     re.compile(r".*_rank\d+\.bin"): "holds pieces of one rank as torch.save wrote them",
     re.compile(r"pytorch_model(_\d+)?/.*"): "was written by DeepSpeed",
@@ -65,8 +68,10 @@ class Files(Protocol):
 
 
 def is_one(files: Iterable[str]) -> bool:
-    """Whether Accelerate wrote these files, or began to."""
-    return any(_PATTERNS[kind].fullmatch(path) for path in files for kind in _TELLING)
+    """Whether `save_state` wrote these files, or began to."""
+    listed = list(files)
+    kinds = {kind for path in listed for kind, pattern in _PATTERNS.items() if pattern.fullmatch(path)}
+    return _RANDOM in kinds or (bool(kinds & _TELLING) and not any(map(_OF_TRAINER.fullmatch, listed)))
 
 
 @dataclass(frozen=True)

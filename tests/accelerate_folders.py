@@ -133,15 +133,17 @@ def save_theirs(rank: int, folder: str, scaler: bool, safe: bool) -> None:
     accelerator, model = accelerator_for(run)
     torch.manual_seed(50 + rank)
     train(run, model)
+    accelerator.step = 5
     accelerator.save_state(folder, safe_serialization=safe)
     record(run, f"{folder}-saved", rank)
 
 
-def load_theirs(rank: int, folder: str, out: str, scaler: bool) -> None:
+def load_theirs(rank: int, folder: str, step: int, out: str, scaler: bool) -> None:
     """Let Accelerate load into something else."""
     run = build(scaler=scaler, seed=9)
     accelerator, _ = accelerator_for(run)
     accelerator.load_state(folder)
+    assert accelerator.step == step
     record(run, out, rank)
 
 

@@ -99,7 +99,7 @@ class TestBothWays:
         assert (found.manifest.world_size, found.manifest.origin) == (case.ranks, "accelerate")
         assert case.run(load_ours, str(tmp_path / "root"), None, out=tmp_path / "loaded") == case.saved
         ckpt.convert(tmp_path / "root" / "checkpoint_3", tmp_path / "back", to="accelerate")
-        assert case.run(load_theirs, str(tmp_path / "back"), out=tmp_path / "returned") == case.saved
+        assert case.run(load_theirs, str(tmp_path / "back"), 5, out=tmp_path / "returned") == case.saved
 
     @pytest.mark.parametrize(("ranks", "scaler"), [(1, True), (2, False)])
     def test_what_a_manager_saved_loads_in_accelerate(self, ranks: int, scaler: bool, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ class TestBothWays:
         saved = recorded(tmp_path / "root-saved", ranks)
         converted = ckpt.convert(tmp_path / "root" / "x", tmp_path / "out", to="accelerate")
         assert {"model", "optimizer", "scheduler", "seen", "rng"} <= set(converted.parts)
-        run_ranks(ranks, load_theirs, str(tmp_path / "out"), str(tmp_path / "loaded"), scaler)
+        run_ranks(ranks, load_theirs, str(tmp_path / "out"), 0, str(tmp_path / "loaded"), scaler)
         assert recorded(tmp_path / "loaded", ranks) == saved
 
 
@@ -138,6 +138,14 @@ class TestTakingOver:
         with manager_for(copy) as manager:
             restored = manager.load_state()
         assert (restored.name, restored.url) == ("checkpoint_3", str(copy))
+
+    def test_what_a_trainer_saved_is_not_taken_for_it(self, theirs: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "checkpoint-500"
+        folder.mkdir()
+        for name in ("scaler.pt", "optimizer.bin", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
+            shutil.copy(theirs / "optimizer.bin", folder / name)
+        with manager_for(tmp_path) as manager:
+            assert manager.resume() is None
 
     def test_where_names_do_not_tell_the_newest_one_has_to_be_named(self, theirs: Path, tmp_path: Path) -> None:
         for name in ("epoch_1", "step_500"):
