@@ -40,9 +40,8 @@ _FILES = {
 }
 _PATTERNS = {kind: re.compile(pattern) for kind, pattern in _FILES.items()}
 _TELLING = {"optimizer", "scheduler"}  # what is there before the random states are; models are saved by many
-_OF_TRAINER = re.compile(
-    r"trainer_state\.json|training_args\.bin|scheduler\.pt|rng_state.*\.pth"
-)  # which uses Accelerate
+# the Trainer saves with Accelerate's functions, and with others of its own
+_OF_TRAINER = re.compile(r"trainer_state\.json|training_args\.bin|scheduler\.pt|rng_state.*\.pth")
 _FOREIGN = {
     re.compile(r".*_rank\d+\.bin"): "holds pieces of one rank as torch.save wrote them",
     re.compile(r"pytorch_model(_\d+)?/.*"): "was written by DeepSpeed",
@@ -187,7 +186,7 @@ def _check(folder: Files, found: Mapping[str, Mapping[int, list[str]]]) -> None:
 
 
 def _check_numbers(where: str, kind: str, numbered: Mapping[int, list[str]]) -> None:
-    missing = [number for number in range(max(numbered, default=-1)) if number not in numbered]
+    missing = [number for number in range(len(numbered)) if number not in numbered]
     if missing and kind not in _SPARSE:
         there = ", ".join(paths[0] for paths in numbered.values())
         raise DamagedError(

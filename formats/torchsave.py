@@ -75,7 +75,10 @@ class Saved:
 
     def described(self, allowed: Container[str]) -> Any:
         """What the pickle describes. `allowed` are the names that it may hold."""
-        return read_pickle(self._archive.read(f"{self._root}/data.pkl"), allowed, self._where)
+        entry = self._archive.getinfo(f"{self._root}/data.pkl")
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("its pickle is compressed, and could be of any size")
+        return read_pickle(self._archive.read(entry), allowed, self._where)
 
     def region(self, found: Any) -> Region:
         """Where the bytes of a tensor are that the pickle describes."""

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import os
 import random
 import shutil
 import signal
-import zipfile
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from click.testing import CliRunner
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ckpt
 from ckpt.cli import main
-from ckpt.formats.torchvalues import read_values
 from ckpt.storage import LocalStorage
-from ckpt.stored_file import StoredFile
 from tests.accelerate_folders import (
     Seen,
     build,
@@ -38,6 +34,16 @@ from tests.processes import run_alone, run_ranks, start_alone
 from tests.training import exact
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator_is_left() -> Iterator[None]:
+    """Accelerate keeps its state for the whole process."""
+    yield
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+
 
 CASES = {  # ranks, a scaler, safetensors
     "one": (1, False, True),
@@ -211,9 +217,7 @@ class TestTakingOver:
 
     def test_the_state_of_a_loader_that_keeps_it_goes_there_and_back(self, tmp_path: Path) -> None:
         from accelerate import Accelerator, DataLoaderConfiguration
-        from accelerate.state import AcceleratorState
 
-        AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
         loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(8)), batch_size=2))
         next(iter(loader))
@@ -283,10 +287,8 @@ class WithExtra(nn.Linear):
 def save_pair(folder: Path) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
     """Two models with an optimizer each, saved by Accelerate."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
     models, optimizers = pair(3)
-    AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True)
     for model, optimizer in zip(models, optimizers, strict=True):
         model(torch.ones(2, 3)).pow(2).sum().backward()
@@ -394,6 +396,22 @@ class TestFsdp:
         ckpt.convert(tmp_path / "pieces", tmp_path / "whole", to="accelerate")
         shutil.copy(fsdp / "saved-0.txt", tmp_path)
         run_ranks(2, load_fsdp, str(tmp_path), "whole", "ddp")
+
+    def test_gathered_state_goes_by_name_also_of_several_models(self, tmp_path: Path) -> None:
+        """What Accelerate saves with FULL_STATE_DICT: parameters have names, each optimizer those of its model."""
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        saved = save_pair(tmp_path / "checkpoint_0")
+        for number, (model, optimizer) in enumerate(zip(*saved, strict=True)):
+            end = f"_{number}" if number else ""
+            torch.save(model.state_dict(), tmp_path / "checkpoint_0" / f"pytorch_model_fsdp{end}.bin")
+            (tmp_path / "checkpoint_0" / f"model{end}.safetensors").unlink()
+            named = get_optimizer_state_dict(model, optimizer)
+            torch.save(named, tmp_path / "checkpoint_0" / f"optimizer{end}.bin")
+        models, optimizers = pair(4)
+        with ckpt.StateManager(tmp_path, model=models, optimizer=optimizers) as manager:
+            manager.load_state()
+        assert states(models, optimizers) == states(*saved)
 
     def test_a_lost_file_of_a_rank_is_named(self, fsdp: Path, tmp_path: Path) -> None:
         folder = Path(shutil.copytree(fsdp / "saved", tmp_path / "lost"))
@@ -552,76 +570,3 @@ class TestKilled:
         if to == "ckpt":
             assert ckpt.verify(destination) == {"checkpoint_3": []}
         assert not [path for path in tmp_path.rglob("*") if path.name.endswith((".ckpt-tmp", ".saving"))]
-
-
-def values_of(tmp_path: Path, value: Any) -> Any:
-    torch.save(value, tmp_path / "value.pt")
-    size = (tmp_path / "value.pt").stat().st_size
-    return read_values(StoredFile(LocalStorage(tmp_path), "value.pt"), 0, size, "value.pt")
-
-
-class TestValues:
-    """What `torch.save` made of plain data comes back as it was."""
-
-    def test_all_kinds_of_data(self, tmp_path: Path) -> None:
-        import collections
-
-        import numpy as np
-
-        value = {
-            "numbers": [1, -5, 1 << 90, 1.5, float("inf"), 2 + 3j, True, None],
-            "text": ("a", b"\x00\xfe", bytearray(b"xy"), b""),
-            "sets": ({1, 2}, frozenset((3,)), set()),
-            "torch": (torch.Size((2, 3)), torch.device("cuda", 1), torch.bfloat16),
-            "collections": (
-                collections.OrderedDict(a=1),
-                collections.Counter("aab"),
-                collections.deque([1, 2], maxlen=4),
-                collections.defaultdict(list, x=[1]),
-            ),
-            "others": (range(1, 7, 2), slice(1, None, 2)),
-            7: "a key that is no text",
-        }
-        found = values_of(tmp_path, value)
-        assert repr(found) == repr(value)
-        arrays: list[Any] = [np.arange(6, dtype=dtype).reshape(2, 3) for dtype in ("<u4", ">f8", "i1", "c8")]
-        arrays += [
-            np.asfortranarray(np.ones((2, 3))),
-            np.zeros(0),
-            np.float32(0.1),
-            np.arange(624, dtype=np.uint32),
-        ]
-        for one, other in zip(values_of(tmp_path, arrays), arrays, strict=True):
-            assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
-
-    def test_a_thing_that_is_referred_to_a_billion_times_is_made_once(self, tmp_path: Path) -> None:
-        value: list[Any] = ["x"]
-        for _ in range(64):
-            value = [value, value]
-        found = values_of(tmp_path, value)
-        while isinstance(found[0], list):
-            assert found[0] is found[1]
-            found = found[0]
-
-    def test_what_is_inside_itself_is_refused(self, tmp_path: Path) -> None:
-        value: list[Any] = []
-        value.append(value)
-        with pytest.raises(ckpt.DamagedError, match="inside itself"):
-            values_of(tmp_path, value)
-
-    @pytest.mark.parametrize(
-        "pickled", [b"c__builtin__\nbytearray\n(I99999999999\ntR.", b"c__builtin__\neval\n(Vx\ntR."]
-    )
-    def test_calls_that_no_data_needs_are_refused(self, tmp_path: Path, pickled: bytes) -> None:
-        data = io.BytesIO()
-        with zipfile.ZipFile(data, "w") as archive:
-            archive.writestr("x/data.pkl", pickled)
-        (tmp_path / "value.pt").write_bytes(data.getvalue())
-        with pytest.raises(ckpt.DamagedError, match=r"by their number|__builtin__\.eval"):
-            read_values(StoredFile(LocalStorage(tmp_path), "value.pt"), 0, len(data.getvalue()), "value.pt")
-
-
-@pytest.fixture(autouse=True)
-def _accelerate_leaves_nothing_behind() -> Iterator[None]:
-    yield
-    assert not dist.is_initialized()
