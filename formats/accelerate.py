@@ -87,7 +87,7 @@ class Saved:
     def left_out(self) -> dict[str, str]:
         """What is not read, and why."""
         paths = [path for paths in self._paths[_SAMPLER].values() for path in paths]
-        return dict.fromkeys(paths, "a sampler as an object, with its data, which cannot be read without executing it")
+        return dict.fromkeys(paths, "a sampler that was pickled as an object, with its data: it is not looked at")
 
     def parts(self) -> dict[str, dict[int, Any]]:
         """The state of every part, by kind and number: of models by parameter name, of others as it was saved."""

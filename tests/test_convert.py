@@ -143,7 +143,9 @@ class TestTakingOver:
     def test_the_root_itself_may_be_the_folder(self, copy: Path) -> None:
         with manager_for(copy) as manager:
             restored = manager.load_state()
-        assert (restored.name, restored.url) == ("checkpoint_3", str(copy))
+            assert (restored.name, restored.url) == ("checkpoint_3", str(copy))
+            manager.progress.epoch = 3  # which Accelerate does not say
+            assert list(manager.epochs(5)) == [3, 4]
 
     def test_what_a_trainer_saved_is_not_taken_for_it(self, theirs: Path, tmp_path: Path) -> None:
         folder = tmp_path / "checkpoint-500"
@@ -462,6 +464,17 @@ class TestBadInput:
         with_payload(copy / "pytorch_model.bin", Payload(trap))
         with pytest.raises(ckpt.DamagedError, match=r"posix\.system"):
             ckpt.convert(copy, copy.parent / "root", name="other")
+        assert not trap.exists()
+
+    def test_a_hostile_value_in_an_fsdp_folder_is_refused_too(self, copy: Path) -> None:
+        from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
+
+        trap = copy.parent / "executed"
+        (copy / "optimizer.bin").unlink()
+        state = {"state": {}, "param_groups": [{"params": [], "lr": Payload(trap), "step": torch.ones(1)}]}
+        save_dcp({"optimizer": state}, checkpoint_id=copy / "optimizer_0")
+        with pytest.raises(ckpt.DamagedError, match=r"distcp names 'posix\.system'.* It was not executed"):
+            ckpt.convert(copy, copy.parent / "root")
         assert not trap.exists()
 
     def test_files_that_are_cut_or_lost_are_named(self, copy: Path) -> None:
