@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from ckpt import fsdp1
 from ckpt.formats.sharding import Layout, divided, empty_like, is_sharded
 from ckpt.fsdp1 import is_fsdp1
-from ckpt.optimizer_names import nameless
+from ckpt.optimizer_names import nameless, renamed
 from ckpt.parts import Notes, Place, Read, SavedTensor
 from ckpt.unwrap import parameter_names, unwrap
 
@@ -55,6 +55,7 @@ class OptimizerPart:
         return {"state": state, "param_groups": groups, **extra}
 
     def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
+        saved = self._named(saved)
         saved_groups = [group["params"] for group in saved["param_groups"]]
         if len(self.optimizer.param_groups) != len(saved_groups):
             return {"param_groups": f"{len(saved_groups)} in the checkpoint, {len(self.optimizer.param_groups)} here"}
@@ -62,8 +63,6 @@ class OptimizerPart:
         if model is not None and fsdp1.is_flat(model):
             return {}  # its parameters have no names of their own
         names = self._names()
-        told = self._told(saved_groups)
-        saved_groups = [[told.get(name, name) for name in group] for group in saved_groups]
         numbered = self.optimizer.state_dict()["param_groups"]
         live_groups = [[names[index] for index in group["params"]] for group in numbered]
         unfit: dict[str, str] = {}
@@ -73,8 +72,7 @@ class OptimizerPart:
             unfit |= {
                 f"{where}.{name}": "unexpected: the optimizer has no such parameter" for name in old if name not in live
             }
-        state = {told.get(name, name): one for name, one in saved["state"].items()}
-        return unfit | self._misshapen(state, names)
+        return unfit | self._misshapen(saved["state"], names)
 
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
         notes.skipped.update({f"{self.key}.{name}": why for name, why in unfit.items()})
@@ -84,13 +82,12 @@ class OptimizerPart:
         return lambda: self._take(values(), unfit)
 
     def _take(self, values: Any, unfit: Mapping[str, str]) -> None:
+        values = self._named(values)
         model = self._fsdp1()
         if model is not None:
             fsdp1.load_optimizer_state(model, self.optimizer, values)
             return
-        told = self._told(group["params"] for group in values["param_groups"])
-        by_name = {told.get(name, name): value for name, value in values["state"].items()}
-        state = {name: value for name, value in by_name.items() if f"state.{name}" not in unfit}
+        state = {name: value for name, value in values["state"].items() if f"state.{name}" not in unfit}
         indices = {name: index for index, name in self._names().items()}
         known = {indices[name]: value for name, value in state.items() if name in indices}
         live = self.optimizer.state_dict()["param_groups"]
@@ -131,11 +128,9 @@ class OptimizerPart:
         numbered = {nameless(index): one for index, one in enumerate(self._parameters())}
         return numbered | dict(zip(self._names().values(), self._parameters(), strict=True))
 
-    def _told(self, groups: Iterable[Iterable[str]]) -> dict[str, str]:
-        """The names here of parameters that were saved by number: the order of parameters says which they are."""
-        names = self._names()
-        saved = {name for group in groups for name in group}
-        return {nameless(index): name for index, name in names.items() if nameless(index) in saved}
+    def _named(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """A saved state whose parameters that went by number have names: their order says which they are."""
+        return renamed(saved, {nameless(index): name for index, name in self._names().items()})
 
     def _fsdp1(self) -> nn.Module | None:
         return next((model for model in self.models.values() if is_fsdp1(model)), None)
