@@ -12,6 +12,7 @@ from ckpt.version import __version__
 
 if TYPE_CHECKING:
     from ckpt.catalog import Checkpoint, list_checkpoints, verify
+    from ckpt.converting import Converted, convert
     from ckpt.errors import (
         AbsentError,
         CheckpointError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ckpt.catalog": ("Checkpoint", "list_checkpoints", "verify"),
+    "ckpt.converting": ("Converted", "convert"),
     "ckpt.errors": (
         "AbsentError",
         "CheckpointError",
@@ -73,6 +75,7 @@ __all__ = [
     "CheckpointError",
     "CkptError",
     "ConfigError",
+    "Converted",
     "DamagedError",
     "FullError",
     "Keep",
@@ -92,6 +95,7 @@ __all__ = [
     "UnsupportedError",
     "VersionError",
     "__version__",
+    "convert",
     "list_checkpoints",
     "merge",
     "verify",

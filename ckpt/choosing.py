@@ -13,6 +13,7 @@ from ckpt.errors import AbsentError, DamagedError, LockedError, MissingError, St
 from ckpt.formats.manifest import Manifest
 from ckpt.ranks import Ranks
 from ckpt.storage import Storage
+from ckpt.taking_over import foreign_names, read_any
 
 _RESCANS = 5
 
@@ -22,6 +23,7 @@ class Choice:
     """The checkpoint that all ranks will load, and the newer ones that were passed over, with the reasons."""
 
     manifest: Manifest
+    url: str
     ready: Any
     passed_over: dict[str, str] = field(default_factory=dict)
 
@@ -80,7 +82,8 @@ class _Search:
                     self.passed_over[name] = str(error)
                     continue
                 self.held.push(mine.pop_all())
-                return Choice(manifest, ready, self.passed_over)
+                url = f"{self.storage.url}/{name}" if name else self.storage.url
+                return Choice(manifest, url, ready, self.passed_over)
         return None
 
     def _inspected(self, name: str, held: ExitStack) -> Manifest:
@@ -102,21 +105,23 @@ def _joined(verdicts: list[Any]) -> Any:
 def _offer(storage: Storage, name: str | None) -> dict[str, Any]:
     """On the main rank: the names to try, in order, and those that need no trying."""
     if name is not None:
-        catalog.read_manifest(storage, catalog.check_name(name))
+        read_any(storage, catalog.check_name(name))
         return {"names": [name], "passed_over": {}}
     found = catalog.scan(storage)
     for one in found:
         if isinstance(one.problem, VersionError):
             raise one.problem
     passed_over = {one.name: str(one.problem) for one in found if not one.committed}
-    return {"names": [one.name for one in found if one.committed], "passed_over": passed_over}
+    names = [one.name for one in found if one.committed]
+    return {"names": names or foreign_names(storage), "passed_over": passed_over}
 
 
 def _inspect(storage: Storage, name: str, held: ExitStack, found: list[Manifest]) -> Any:
     """What is wrong with a checkpoint, as this rank sees it without reading its files; None if nothing is."""
     try:
-        held.enter_context(storage.lock(name, shared=True))
-        manifest = catalog.read_manifest(storage, name)
+        if name:
+            held.enter_context(storage.lock(name, shared=True))
+        manifest = read_any(storage, name)
         wrong = catalog.size_problems(storage, manifest)
     except (DamagedError, StorageError) as error:
         gone = isinstance(error, AbsentError | LockedError)  # removed since it was listed, or just being

@@ -98,6 +98,24 @@ def merge(source: str, destination: str, dtype: str | None, max_shard_size: str 
         click.echo(url)
 
 
+@main.command()
+@click.argument("source")
+@click.argument("destination")
+@click.option(
+    "--to", default="ckpt", show_default=True, type=click.Choice(["ckpt", "accelerate"]), help="What to make."
+)
+@click.option("--name", help="Of the checkpoint; that of the folder, if none is given.")
+def convert(source: str, destination: str, to: str, name: str | None) -> None:
+    """Make a checkpoint of ckpt out of one of Accelerate, or the other way round.
+
+    SOURCE is a folder that Accelerate's save_state wrote, and DESTINATION a root: runs/mine. With --to accelerate,
+    SOURCE is a checkpoint of ckpt, and DESTINATION a new folder that accelerator.load_state will read.
+    """
+    from ckpt.converting import convert
+
+    click.echo(convert(source, destination, to=to, name=name))
+
+
 def show_checkpoints(root: str, *, verify: bool = False) -> None:
     """Print what `ckpt ls` does."""
     storage, found = _checkpoints(root)

@@ -256,6 +256,9 @@ class StateManager:
     def load_state(self, name: str | None = None, *, strict: bool = True) -> Restored:
         """Load a checkpoint: the one by that name, or the newest that is intact. Prints and returns what was restored.
 
+        A folder that Accelerate's `save_state` wrote is as good: by its name, or, where there is no other checkpoint,
+        the one with the highest number.
+
         With `strict` everything must fit, or nothing is changed and one error lists what does not. Without it, what
         fits is restored, and the rest is listed as skipped.
         """
@@ -434,7 +437,7 @@ class StateManager:
         self._saved_at = self._where()
         self._restored = Restored(
             name=manifest.name,
-            url=self._folder(manifest.name),
+            url=choice.url,
             run=manifest.run,
             progress=Progress(**manifest.progress),
             metrics=manifest.metrics,

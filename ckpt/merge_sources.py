@@ -6,12 +6,13 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckpt.catalog import locate, read_manifest, scan, size_problems
-from ckpt.console import bar, size
+from ckpt.console import bar
 from ckpt.errors import ConfigError, DamagedError, MissingError
 from ckpt.files import part_of
+from ckpt.folder import Folder
 from ckpt.formats import dcp
 from ckpt.formats.blocks import digest
 from ckpt.formats.documents import STATE, from_json
@@ -20,7 +21,7 @@ from ckpt.formats.native import SUFFIX, TensorFile
 from ckpt.formats.native_pieces import pieced
 from ckpt.formats.pieces import PiecedTensor, check_complete
 from ckpt.formats.wrappers import unwrapped
-from ckpt.storage import Storage, open_storage
+from ckpt.storage import Storage
 from ckpt.stored_file import StoredFile
 
 _log = logging.getLogger("ckpt")
@@ -35,7 +36,9 @@ _KNOWN = (
 @contextmanager
 def open_source(source: str | os.PathLike[str], part: str) -> Iterator[dict[str, PiecedTensor]]:
     """The tensors of one part of whatever is at a path or URL, by their bare names. None lacks a piece."""
-    found = _Folder.at(source)
+    if os.path.isfile(source):
+        raise ConfigError(f"{os.fspath(source)} is a file. What can be merged is {_KNOWN}.")
+    found = Folder.at(source)
     if FILE_NAME in found.files:
         with _checkpoint(source, part) as tensors:
             yield tensors
@@ -46,41 +49,7 @@ def open_source(source: str | os.PathLike[str], part: str) -> Iterator[dict[str,
     yield _distributed(folder, part)
 
 
-@dataclass(frozen=True)
-class _Folder:
-    """The objects of a storage whose keys begin with a prefix: their sizes, by the rest of the key."""
-
-    storage: Storage
-    prefix: str
-    where: str
-    files: Mapping[str, int]
-
-    @classmethod
-    def at(cls, source: str | os.PathLike[str]) -> _Folder:
-        """What is at a path or URL. Storages without folders have it below a root that ends earlier."""
-        where = os.fspath(source).rstrip("/")
-        if os.path.isfile(where):
-            raise ConfigError(f"{where} is a file. What can be merged is {_KNOWN}.")
-        found = cls._listed(open_storage(source), "", where)
-        root, _, name = where.rpartition("/")
-        if not found.files and "://" in root:
-            return cls._listed(open_storage(root), f"{name}/", where)
-        return found
-
-    @classmethod
-    def _listed(cls, storage: Storage, prefix: str, where: str) -> _Folder:
-        entries = storage.list(prefix.rstrip("/"))
-        return cls(storage, prefix, where, {entry.key.removeprefix(prefix): entry.size for entry in entries})
-
-    def below(self, name: str) -> _Folder:
-        inside = {key.removeprefix(name): size for key, size in self.files.items() if key.startswith(name)}
-        return _Folder(self.storage, self.prefix + name, f"{self.where}/{name}".rstrip("/"), inside)
-
-    def opened(self, path: str) -> StoredFile:
-        return StoredFile(self.storage, self.prefix + path)
-
-
-def _unknown(found: _Folder) -> Exception:
+def _unknown(found: Folder) -> Exception:
     where = found.where
     if not found.files:
         return MissingError(f"there is nothing at {where}. What can be merged is {_KNOWN}.")
@@ -144,7 +113,7 @@ def _of_part(manifest: Manifest, part: str) -> Manifest:
     return replace(manifest, files=tuple(files))
 
 
-def _dcp_folder(found: _Folder, part: str) -> _Folder | None:
+def _dcp_folder(found: Folder, part: str) -> Folder | None:
     """The folder itself if it is one of DCP, or the one in it that Accelerate made for the part."""
     name, _, number = part.partition(".")
     below = f"{_ACCELERATE.get(name, name)}_{number or 0}/"
@@ -159,13 +128,13 @@ def _dcp_folder(found: _Folder, part: str) -> _Folder | None:
     return None
 
 
-def _distributed(folder: _Folder, part: str) -> dict[str, PiecedTensor]:
+def _distributed(folder: Folder, part: str) -> dict[str, PiecedTensor]:
     where = folder.where
     metadata = folder.opened(dcp.METADATA).read(0, folder.files[dcp.METADATA])
     contents = dcp.read_metadata(metadata, f"{where}/{dcp.METADATA}")
     chosen = _chosen(contents, part, where)
     names = unwrapped(chosen.tensors)
-    _check_files(dcp.needed_files(chosen.tensors.values()), folder)
+    folder.check(dcp.needed_files(chosen.tensors.values()))
     if chosen.others:
         _log.warning("%s: left out, because they are no tensors: %s.", where, ", ".join(sorted(chosen.others)))
     tensors = {names[name]: one.pieced(name, folder.opened, where) for name, one in chosen.tensors.items()}
@@ -182,15 +151,3 @@ def _chosen(contents: dcp.Contents, part: str, where: str) -> dcp.Contents:
         return contents
     known = ", ".join(contents.parts()) or "none"
     raise MissingError(f"{where} has no tensors of a part {part!r}. Parts with tensors: {known}.")
-
-
-def _check_files(needed: Mapping[str, int], folder: _Folder) -> None:
-    found = folder.files
-    wrong = [f"{path} is missing" for path in needed if path not in found]
-    for path, length in needed.items():
-        if found.get(path, length) < length:
-            wrong.append(f"{path} is {size(found[path])} of {size(length)} ({found[path]} bytes)")
-    if wrong:
-        raise DamagedError(
-            f"{folder.where} is damaged: {'; '.join(sorted(wrong))}. Copy the files of every rank there."
-        )

@@ -55,7 +55,9 @@ class ModelPart:
 
     def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
         live = self.capture()
-        unfit = dict.fromkeys(live.keys() - saved.keys(), "missing in the checkpoint")
+        there = {id(value) for name, value in live.items() if name in saved}  # a tied one, under any of its names
+        missing = [name for name in live.keys() - saved.keys() if not _is_tied(live[name], there)]
+        unfit = dict.fromkeys(missing, "missing in the checkpoint")
         unfit |= dict.fromkeys(saved.keys() - live.keys(), "unexpected: the model has no such key")
         for name in live.keys() & saved.keys():
             if problem := _compare(live[name], saved[name]):
@@ -65,7 +67,8 @@ class ModelPart:
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
         live = self.capture()
         fitting = {name for name in live if name not in unfit or _fits_when_cast(live[name], saved.get(name))}
-        owners = {id(value): name for name, value in live.items()}  # of a tied one, the last name counts
+        # of a tied one, the last name that was saved counts
+        owners = {id(value): name for name, value in live.items() if name in saved}
         places = {
             one.name: live[name] if name in fitting and owners[id(live[name])] == name else LEFT
             for name, one in saved.items()
@@ -90,6 +93,10 @@ class ModelPart:
         module = unwrap(self.model)
         raw = clean_names(module, module.state_dict(keep_vars=True))
         module.load_state_dict({name: state[clean] for name, clean in raw.items()}, strict=False)
+
+
+def _is_tied(value: Any, others: set[int]) -> bool:
+    return isinstance(value, torch.Tensor) and id(value) in others
 
 
 def _compare(live: Any, saved: Any) -> str | None:

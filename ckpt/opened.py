@@ -72,15 +72,22 @@ class Opened:
         self.rank = rank
         self._records = {file.name: file for file in manifest.files}
         self.sharing = Sharing(rank)
-        self._asked: list[Transfer] = []
-        self._live: list[Transfer] = []
+        self._asked: list[Any] = []  # transfers
+        self._live: list[Any] = []
         self._opened: dict[str, Tensors] = {}
         self._trees: dict[str, Any] = {}
-        self.parts: dict[str, Any] = self._document(STATE)["parts"]
+        self.parts: dict[str, Any] = {}
+        self.own: dict[str, Any] = {}
+        self.state: dict[str, Any] = {}
+        self._read_documents()
+
+    def _read_documents(self) -> None:
+        self.parts = self._document(STATE)["parts"]
         # ranks that were not there when it was saved look at the main rank's document
-        document = self._document(rank_document(rank if rank < manifest.world_size else 0))
-        self.own: dict[str, Any] = document["own"] if rank < manifest.world_size else {}
-        self.state: dict[str, Any] = {key: decode_inline(value) for key, value in document["state"].items()}
+        was_there = self.rank < self.manifest.world_size
+        document = self._document(rank_document(self.rank if was_there else 0))
+        self.own = document["own"] if was_there else {}
+        self.state = {key: decode_inline(value) for key, value in document["state"].items()}
 
     def rank_state(self, rank: int) -> dict[str, Any]:
         """What another rank had as its own."""

@@ -12,6 +12,7 @@ from torch import nn
 from ckpt import fsdp1
 from ckpt.formats.sharding import Layout, divided, empty_like, is_sharded
 from ckpt.fsdp1 import is_fsdp1
+from ckpt.optimizer_names import nameless, renamed
 from ckpt.parts import Notes, Place, Read, SavedTensor
 from ckpt.unwrap import parameter_names, unwrap
 
@@ -54,6 +55,7 @@ class OptimizerPart:
         return {"state": state, "param_groups": groups, **extra}
 
     def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
+        saved = self._named(saved)
         saved_groups = [group["params"] for group in saved["param_groups"]]
         if len(self.optimizer.param_groups) != len(saved_groups):
             return {"param_groups": f"{len(saved_groups)} in the checkpoint, {len(self.optimizer.param_groups)} here"}
@@ -80,6 +82,7 @@ class OptimizerPart:
         return lambda: self._take(values(), unfit)
 
     def _take(self, values: Any, unfit: Mapping[str, str]) -> None:
+        values = self._named(values)
         model = self._fsdp1()
         if model is not None:
             fsdp1.load_optimizer_state(model, self.optimizer, values)
@@ -122,7 +125,12 @@ class OptimizerPart:
         model = self._fsdp1()
         if model is not None:
             return fsdp1.model_state(model)
-        return dict(zip(self._names().values(), self._parameters(), strict=True))
+        numbered = {nameless(index): one for index, one in enumerate(self._parameters())}
+        return numbered | dict(zip(self._names().values(), self._parameters(), strict=True))
+
+    def _named(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """A saved state whose parameters that went by number have names: their order says which they are."""
+        return renamed(saved, {nameless(index): name for index, name in self._names().items()})
 
     def _fsdp1(self) -> nn.Module | None:
         return next((model for model in self.models.values() if is_fsdp1(model)), None)
@@ -160,4 +168,4 @@ class OptimizerPart:
         for key, model in self.models.items():
             for identity, name in parameter_names(unwrap(model)).items():
                 known.setdefault(identity, f"{key}.{name}" if key else name)
-        return {i: known.get(id(p), f"@{i}") for i, p in enumerate(self._parameters())}
+        return {i: known.get(id(p), nameless(i)) for i, p in enumerate(self._parameters())}

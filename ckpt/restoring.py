@@ -12,6 +12,7 @@ import torch
 from ckpt import rng
 from ckpt.agreement import together
 from ckpt.errors import CkptError, MismatchError, StateError
+from ckpt.foreign import UNKNOWN_PROGRESS
 from ckpt.formats.manifest import Manifest
 from ckpt.formats.sharding import Layout
 from ckpt.managed import Managed
@@ -20,6 +21,7 @@ from ckpt.parts import Notes, Part, Place
 from ckpt.ranks import Ranks
 from ckpt.sharing import sharing
 from ckpt.storage import Storage
+from ckpt.taking_over import open_any
 
 Unfit = Mapping[str, Mapping[str, str]]  # what does not fit and why, by part and key
 
@@ -58,6 +60,8 @@ class Restoration:
         """Everything that can fail, on all ranks together. What must last until `finish` is put into `held`."""
         call = f"load_state({manifest.name!r})"
         notes = Notes()
+        if manifest.origin:
+            notes.approximated["progress"] = UNKNOWN_PROGRESS
         own = managed.own(ranks.rank)
         if own and manifest.world_size != ranks.world_size:
             notes.approximated["gradients"] = "saved by another number of ranks: the accumulation window begins anew"
@@ -65,7 +69,7 @@ class Restoration:
         parts = {**managed.parts, **own}
 
         def look() -> tuple[Opened, dict[str, Callable[[], None]]]:
-            opened = Opened(storage, manifest, ranks.rank)
+            opened = open_any(storage, manifest, ranks.rank, managed.parts)
             unfit = _check(opened, parts, strict=strict)
             return opened, _ask(opened, parts, unfit, notes)
 
@@ -119,7 +123,7 @@ def _check(opened: Opened, parts: Mapping[str, Part], *, strict: bool) -> Unfit:
     for key, part in parts.items():
         if not opened.has(key):
             unfit[key] = {"": f"missing: the checkpoint has no such part{_numbers(opened, parts, key)}"}
-        elif part.same_class and part.kind != opened.kind(key):
+        elif part.same_class and opened.kind(key) not in ("", part.kind):  # not every format tells the class
             unfit[key] = {"": f"a {opened.kind(key)} in the checkpoint, a {part.kind} here"}
         elif problems := _explained(key, lambda: part.check(opened.tree(key))):  # noqa: B023
             unfit[key] = problems

@@ -30,6 +30,7 @@ from ckpt.retention import Keep
 from ckpt.snapshot import Snapshot, Snapshots
 from ckpt.storage import Storage
 from ckpt.storage.background import Background
+from ckpt.taking_over import is_foreign
 from ckpt.version import __version__
 
 _log = logging.getLogger("ckpt")
@@ -140,6 +141,10 @@ class Saver:
         """Take the root, if that has not been done, and leave the mark of a save under way."""
         self._hold()
         self._refuse_to_overtake(name)
+        if is_foreign(self.storage, name):
+            raise ConfigError(
+                f"{self.storage.url}/{name} was written by Accelerate, and stays as it is. Save under another name."
+            )
         older = next((one for one in self._committed or () if one.name == name), None)
         attempt = Attempt(name, tuple(file.path for file in older.files) if older else ())
         attempt.begin(self.storage, paths)
@@ -168,9 +173,8 @@ class Saver:
             run=self.run,
             parent=self.parent,
             files=tuple(sorted(files, key=lambda file: file.path)),
-            world_size=self.ranks.world_size,
             versions={"ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            **facts,
+            **{"world_size": self.ranks.world_size, **facts},
         )
         attempt.commit(self.storage, manifest)
         self._committed = [manifest, *(one for one in self._committed if one.name != attempt.name)]

@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats import dtypes
 from ckpt.formats.pickled import Described, read_pickle
-from ckpt.formats.pieces import Piece, PiecedTensor, Sizes
+from ckpt.formats.pieces import Piece, PiecedTensor, Sizes, check_complete
 from ckpt.formats.sharding import Box
 from ckpt.formats.torchsave import DTYPES, find_tensor
+from ckpt.formats.torchvalues import read_values
 from ckpt.formats.transfers import ByteReader
 
 METADATA = ".metadata"
@@ -62,11 +63,14 @@ class Chunk:
     length: int
 
 
+Keys = tuple[str | int, ...]  # those of a nested state dict, from the outside in; numbers are places in a list
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor of the checkpoint. `keys` are those of the nested state dict that it was in."""
 
-    keys: tuple[str, ...]
+    keys: Keys
     dtype: torch.dtype
     shape: Sizes
     chunks: tuple[Chunk, ...]
@@ -85,26 +89,70 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
+class StoredValue:
+    """What is no tensor: which bytes of which file hold what `torch.save` made of it."""
+
+    keys: Keys
+    path: str
+    start: int
+    length: int
+
+    def read(self, opened: Callable[[str], ByteReader], where: str) -> Any:
+        """The value. Nothing is executed."""
+        return read_values(opened(self.path), self.start, self.length, f"{where}/{self.path}")
+
+
+@dataclass(frozen=True)
 class Contents:
-    """What is in the folder, by the names in `.metadata`: tensors, and the names of what is none."""
+    """What is in the folder, by the names in `.metadata`: tensors, and what is none."""
 
     tensors: Mapping[str, StoredTensor]
-    others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    others: Mapping[str, StoredValue] = field(default_factory=dict)
 
     def of_part(self, part: str) -> Contents:
         """What lies under one key of the nested state dict, by the names below it."""
-        return Contents(
-            {".".join(_below(one.keys, part)): one for one in self.tensors.values() if _below(one.keys, part)},
-            {".".join(_below(keys, part)): keys for keys in self.others.values() if _below(keys, part)},
-        )
+        return Contents(_of_part(self.tensors, part), _of_part(self.others, part))
 
     def parts(self) -> list[str]:
         """The outermost keys under which tensors are nested."""
-        return sorted({one.keys[0] for one in self.tensors.values() if len(one.keys) > 1})
+        return sorted({str(one.keys[0]) for one in self.tensors.values() if len(one.keys) > 1})
+
+    def needed_files(self) -> dict[str, int]:
+        """The files that hold all this, and how long each must be at least."""
+        needed = defaultdict(int, needed_files(self.tensors.values()))
+        for value in self.others.values():
+            needed[value.path] = max(needed[value.path], value.start + value.length)
+        return dict(needed)
+
+    def tree(self, opened: Callable[[str], ByteReader], where: str) -> Any:
+        """The nested state dict, with `PiecedTensor`s that have not been read."""
+        tensors = {name: one.pieced(name, opened, where) for name, one in self.tensors.items()}
+        check_complete(tensors, where)
+        leaves = [(one.keys, tensors[name]) for name, one in self.tensors.items()]
+        return _nested([*leaves, *((one.keys, one.read(opened, where)) for one in self.others.values())])
 
 
-def _below(keys: tuple[str, ...], part: str) -> tuple[str, ...]:
+_Stored = TypeVar("_Stored", StoredTensor, StoredValue)
+
+
+def _of_part(stored: Mapping[str, _Stored], part: str) -> dict[str, _Stored]:
+    return {".".join(map(str, below)): one for one in stored.values() if (below := _below(one.keys, part))}
+
+
+def _below(keys: Keys, part: str) -> Keys:
     return keys[keys.index(part) + 1 :] if part in keys[:-1] else ()
+
+
+def _nested(leaves: Iterable[tuple[Keys, Any]]) -> Any:
+    """Values put back under their keys; where those are numbers, into lists."""
+    below: dict[str | int, list[tuple[Keys, Any]]] = defaultdict(list)
+    for keys, value in leaves:
+        if not keys:
+            return value
+        below[keys[0]].append((keys[1:], value))
+    found = {key: _nested(inside) for key, inside in below.items()}
+    numbers = sorted(key for key in found if isinstance(key, int))
+    return [found[number] for number in numbers] if len(numbers) == len(found) else found
 
 
 def read_metadata(data: bytes, where: str) -> Contents:
@@ -119,18 +167,19 @@ def read_metadata(data: bytes, where: str) -> Contents:
 def _contents(state: Mapping[str, Any]) -> Contents:
     paths = state.get("planner_data") or {}
     chunks = _chunks(state["storage_data"])
+    values = _values(state["storage_data"])
     tensors: dict[str, StoredTensor] = {}
-    others: dict[str, tuple[str, ...]] = {}
+    others: dict[str, StoredValue] = {}
     for name, entry in state["state_dict_metadata"].items():
-        keys = tuple(str(key) for key in paths.get(name, (name,)))
+        keys = tuple(key if type(key) is int else str(key) for key in paths.get(name, (name,)))
         if entry.name == _TENSOR:
             tensors[name] = _stored(keys, entry.state, chunks[name])
         else:
-            others[name] = keys
+            others[name] = StoredValue(keys, *_place(values[name]))
     return Contents(tensors, others)
 
 
-def _stored(keys: tuple[str, ...], state: Mapping[str, Any], chunks: Mapping[Sizes, Mapping[str, Any]]) -> StoredTensor:
+def _stored(keys: Keys, state: Mapping[str, Any], chunks: Mapping[Sizes, Mapping[str, Any]]) -> StoredTensor:
     """A tensor with its chunks. One of which no file is told is left out: it shows as a hole."""
     boxes = {box.offsets: box for box in map(_box, state["chunks"]) if not box.is_empty}
     listed = [_chunk(box, chunks[offsets]) for offsets, box in boxes.items() if offsets in chunks]
@@ -142,10 +191,15 @@ def _box(chunk: Described) -> Box:
 
 
 def _chunk(box: Box, info: Mapping[str, Any]) -> Chunk:
+    return Chunk(box, *_place(info))
+
+
+def _place(info: Mapping[str, Any]) -> tuple[str, int, int]:
+    """A file, and which bytes of it."""
     if info.get("transform_descriptors"):
         raise ValueError(f"{info['relative_path']} is transformed by {info['transform_descriptors']}; only plain ones")
     start, length = _checked((info["offset"], info["length"]))
-    return Chunk(box, str(info["relative_path"]), start, length)
+    return str(info["relative_path"]), start, length
 
 
 def _chunks(storage: Mapping[Described, Described]) -> dict[str, dict[Sizes, Mapping[str, Any]]]:
@@ -156,6 +210,11 @@ def _chunks(storage: Mapping[Described, Described]) -> dict[str, dict[Sizes, Map
         if offset is not None:
             found[index.state["fqn"]][_sizes(offset)] = info.state
     return found
+
+
+def _values(storage: Mapping[Described, Described]) -> dict[str, Mapping[str, Any]]:
+    """What is known of the file of everything that has no chunks."""
+    return {index.state["fqn"]: info.state for index, info in storage.items() if index.state.get("offset") is None}
 
 
 def _sizes(size: Described) -> Sizes:

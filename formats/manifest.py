@@ -59,6 +59,7 @@ class Manifest:
     world_size: int = 1
     layout: str = "full"
     parent: str | None = None
+    origin: str = ""  # the tool whose checkpoint this was, if it was converted
     progress: Mapping[str, int] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)

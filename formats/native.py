@@ -52,12 +52,17 @@ def image(path: str, shards: Mapping[str, Shard], *, steady: bool = False) -> Im
 
 
 def gathered_image(
-    path: str, outlines: Mapping[str, torch.Tensor], aliases: Mapping[str, str], fetch: Callable[[str], torch.Tensor]
+    path: str,
+    outlines: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
+    fetch: Callable[[str], torch.Tensor],
+    *,
+    together: bool = True,
 ) -> Image:
     """The file that holds these tensors, each of which is fetched when its turn to be written comes.
 
-    `outlines` are tensors on the meta device. `fetch` is called once for each, in `in_file_order`, also if writing
-    fails half-way: other ranks take part in it.
+    `outlines` are tensors on the meta device. `fetch` is called once for each, in `in_file_order`; where ranks do it
+    `together`, also if writing fails half-way.
     """
     order = in_file_order(outlines)
     views = {
@@ -73,7 +78,7 @@ def gathered_image(
             for name in left:
                 yield host_bytes(on_host(fetch(name)))
         finally:
-            for name in left:
+            for name in left if together else ():
                 fetch(name)
 
     return Image(path, len(header) + end, pieces, head=len(header))
@@ -224,7 +229,7 @@ class TensorFile:
         size = reach * view.dtype.itemsize if math.prod(view.shape) else 0
 
         def take(data: torch.Tensor) -> None:
-            _copy(narrowed(data.view(view.dtype).as_strided(view.shape, view.stride), box.ranges), target)
+            copy_into(narrowed(data.view(view.dtype).as_strided(view.shape, view.stride), box.ranges), target)
 
         self._want(self.stored[view.of].start + view.start, size, take=take)
 
@@ -239,7 +244,7 @@ class TensorFile:
         """Read elements, and copy those `inside` some ranges to the target."""
 
         def take(data: torch.Tensor) -> None:
-            _copy(narrowed(data.view(dtype).view(shape), inside), target)
+            copy_into(narrowed(data.view(dtype).view(shape), inside), target)
 
         self._want(start, math.prod(shape) * dtype.itemsize, take=take)
 
@@ -273,7 +278,8 @@ class TensorFile:
         self.offsets = {name: _sizes(info["saved_offsets"]) for name, info in sharding.items()}
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+def copy_into(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Fill `target`, which may have another dtype."""
     if source.dtype == target.dtype:
         source, target = movable(source), movable(target)
     target.copy_(source)

@@ -8,14 +8,14 @@ ends it with an error, so a file that is not what it claims to be is told at onc
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Container
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import DamagedError
 
 PERSISTENT = "<persistent>"  # stands for a reference to something outside the pickle
-_ORDERED = "collections.OrderedDict"
 
 
 @dataclass(eq=False)
@@ -147,12 +147,15 @@ class _Machine:
 
     def _reduce(self) -> None:
         arguments, called = self.stack.pop(), self.stack.pop()
-        self.stack.append({} if called.name == _ORDERED else Described(called.name, tuple(arguments)))
+        make = CONTAINERS.get(called.name)
+        self.stack.append(make(*arguments) if make else Described(called.name, tuple(arguments)))
 
     _newobj = _reduce
 
     def _build(self) -> None:
         state = self.stack.pop()
+        if isinstance(self.stack[-1], OrderedDict):
+            return  # of a module's state_dict(): the versions of its classes, which are no state
         if not isinstance(self.stack[-1], Described):
             raise TypeError(f"it gives a state to {type(self.stack[-1]).__name__}")
         self.stack[-1].state = state
@@ -160,6 +163,24 @@ class _Machine:
     def _binpersid(self) -> None:
         self.stack.append(Described(PERSISTENT, (self.stack.pop(),)))
 
+
+def _defaultdict(factory: Described | None = None) -> defaultdict[Any, Any]:
+    return defaultdict(_FACTORIES[factory.name] if factory else None)
+
+
+_BUILTIN = ("builtins", "__builtin__")  # as Python 3 and Python 2 say
+_FACTORIES: dict[str, type] = {
+    f"{home}.{kind.__name__}": kind for home in _BUILTIN for kind in (int, float, str, list, dict, set)
+}
+# what is filled after it was made, so that a description of it would not do; all of them hold data alone
+CONTAINERS: dict[str, Callable[..., Any]] = {
+    "collections.OrderedDict": OrderedDict,
+    "collections.Counter": Counter,
+    "collections.defaultdict": _defaultdict,
+    "collections.deque": deque,
+    **{f"{home}.set": set for home in _BUILTIN},
+}
+FACTORIES = frozenset(_FACTORIES)
 
 _LITERALS = frozenset(
     [

@@ -19,7 +19,7 @@ _SHARED = "shared"
 
 def tied(tensors: Mapping[str, PiecedTensor]) -> dict[str, str]:
     """Names that need not be written, each with the name that stands for it."""
-    found = _same_place(tensors)
+    found = same_place(tensors)
     left = {name: tensor for name, tensor in tensors.items() if name not in found}
     for kept, other in _candidates(left):
         if kept not in found and other not in found and _equal(left[kept], left[other]):
@@ -27,7 +27,8 @@ def tied(tensors: Mapping[str, PiecedTensor]) -> dict[str, str]:
     return found
 
 
-def _same_place(tensors: Mapping[str, PiecedTensor]) -> dict[str, str]:
+def same_place(tensors: Mapping[str, PiecedTensor]) -> dict[str, str]:
+    """Those of them that were saved as one."""
     by_place = defaultdict(list)
     for name, tensor in tensors.items():
         if tensor.size:

@@ -1,9 +1,11 @@
-"""Where the bytes of a tensor are inside what `torch.save` wrote. The pickle in there is not executed."""
+"""What `torch.save` wrote: where the bytes of its tensors are, and what else is in it. Its pickle is not executed."""
 
 from __future__ import annotations
 
 import struct
 import zipfile
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,29 +36,58 @@ _STORAGES = {
     "torch.ComplexDoubleStorage": torch.complex128,
 }
 DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-_ALLOWED = frozenset((*_REBUILD, _PARAMETER, _UNTYPED, *_STORAGES, *DTYPES, "collections.OrderedDict"))
+TENSORS = frozenset((*_REBUILD, _PARAMETER, _UNTYPED, *_STORAGES, *DTYPES, "collections.OrderedDict"))
 
 
 def find_tensor(reader: ByteReader, start: int, length: int, where: str) -> Region:
     """Where the one tensor is that `torch.save` wrote to these bytes of a file. Reads a few kB, whatever its size."""
+    with opened(reader, start, length, where, "no tensor of torch.save") as saved:
+        return saved.region(saved.described(TENSORS))
+
+
+def is_tensor(found: Any) -> bool:
+    """Whether something in a pickle describes a tensor."""
+    return isinstance(found, Described) and found.name in (*_REBUILD, _PARAMETER)
+
+
+@contextmanager
+def opened(reader: ByteReader, start: int, length: int, where: str, is_none: str) -> Iterator[Saved]:
+    """What `torch.save` wrote to these bytes of a file. Whatever is wrong with it is one error: it holds `is_none`."""
     window = _Window(reader, start, length)
     try:
         with zipfile.ZipFile(window) as archive:
-            return _region(reader, window, archive, where)
+            yield Saved(window, archive, where)
     except (zipfile.BadZipFile, struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{where} holds no tensor of torch.save at byte {start}: {error}.") from error
+        raise DamagedError(f"{where} holds {is_none} at byte {start}: {error}.") from error
 
 
-def _region(reader: ByteReader, window: _Window, archive: zipfile.ZipFile, where: str) -> Region:
-    root = archive.namelist()[0].partition("/")[0]
-    if f"{root}/byteorder" in archive.namelist() and archive.read(f"{root}/byteorder") != b"little":
-        raise ValueError("its bytes are in the order of another kind of machine")
-    saved = _Tensor.described(read_pickle(archive.read(f"{root}/data.pkl"), _ALLOWED, where))
-    entry = archive.getinfo(f"{root}/data/{saved.key}")
-    if saved.stop > entry.file_size or entry.compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"{entry.file_size} bytes, compressed or not, do not hold its tensor of {saved.stop}")
-    data = window.start + window.data_of(entry.header_offset, entry.file_size)
-    return Region(reader, where, saved.dtype, data + saved.start, saved.sizes, saved.strides)
+class Saved:
+    """An archive of `torch.save`: a pickle, and beside it the bytes of every storage."""
+
+    def __init__(self, window: _Window, archive: zipfile.ZipFile, where: str) -> None:
+        self._window = window
+        self._archive = archive
+        self._where = where
+        self._root = archive.namelist()[0].partition("/")[0]
+        order = f"{self._root}/byteorder"
+        if order in archive.namelist() and archive.read(order) != b"little":
+            raise ValueError("its bytes are in the order of another kind of machine")
+
+    def described(self, allowed: Container[str]) -> Any:
+        """What the pickle describes. `allowed` are the names that it may hold."""
+        entry = self._archive.getinfo(f"{self._root}/data.pkl")
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("its pickle is compressed, and could be of any size")
+        return read_pickle(self._archive.read(entry), allowed, self._where)
+
+    def region(self, found: Any) -> Region:
+        """Where the bytes of a tensor are that the pickle describes."""
+        saved = _Tensor.described(found)
+        entry = self._archive.getinfo(f"{self._root}/data/{saved.key}")
+        if saved.stop > entry.file_size or entry.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"{entry.file_size} bytes, compressed or not, do not hold its tensor of {saved.stop}")
+        data = self._window.start + self._window.data_of(entry.header_offset, entry.file_size)
+        return Region(self._window.reader, self._where, saved.dtype, data + saved.start, saved.sizes, saved.strides)
 
 
 @dataclass(frozen=True)
@@ -113,7 +144,7 @@ class _Window:
 
     def __init__(self, reader: ByteReader, start: int, length: int) -> None:
         self.start = start
-        self._reader = reader
+        self.reader = reader
         self._length = length
         self._at = 0
         self._tail_at = max(0, length - _ENDS)
@@ -143,7 +174,7 @@ class _Window:
             return self._tail[start - self._tail_at : stop - self._tail_at]
         if stop <= len(self._head):
             return self._head[start:stop]
-        return self._reader.read(self.start + start, self.start + stop)
+        return self.reader.read(self.start + start, self.start + stop)
 
     def data_of(self, header: int, length: int) -> int:
         """Where the data of an entry begins."""

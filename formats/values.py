@@ -20,6 +20,7 @@ import torch
 
 from ckpt.errors import DamagedError, UnsupportedError
 from ckpt.formats import dtypes
+from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.sharding import is_sharded
 
 _SAFE_INT = 1 << 63
@@ -34,7 +35,7 @@ _TOO_DEEP = 100  # levels; with more, reading the JSON back could end in a Recur
 class Encoder:
     """Turns values into JSON; collects tensors by name, and every value that cannot be held by its path."""
 
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[str, Any] = field(default_factory=dict)  # as they are here, or as `PiecedTensor`s
     problems: list[str] = field(default_factory=list)
     prefix: str = ""
     spread: bool = False  # whether tensors may be such that every rank holds a piece
@@ -59,6 +60,8 @@ class Encoder:
             return self._coded(value, path, depth)
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
+        if isinstance(value, PiecedTensor):
+            return {"$tensor": self._add(path, value)}
         if _is_numpy(value):
             return self._numpy(value, path)
         return self._refuse(path, describe(value))
@@ -114,7 +117,7 @@ class Encoder:
         tensor = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return {tag: {**stored, "tensor": self._add(path, tensor)}}
 
-    def _add(self, path: str, tensor: torch.Tensor) -> str:
+    def _add(self, path: str, tensor: torch.Tensor | PiecedTensor) -> str:
         name, again = path or "value", 1
         while name in self.tensors or name == _RESERVED:
             again += 1

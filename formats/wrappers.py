@@ -12,10 +12,13 @@ _INSIDE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _OUTSIDE = "module."  # of DistributedDataParallel
 
 
-def unwrapped(names: Iterable[str]) -> dict[str, str]:
-    """The bare name for each name. `module.` goes only where all begin with it: it may be the model's own word."""
+def unwrapped(names: Iterable[str], *, outside: bool = True) -> dict[str, str]:
+    """The bare name for each name. `module.` goes only where all begin with it: it may be the model's own word.
+
+    `outside`: whether it goes at all.
+    """
     bare = {name: _without_inner(name) for name in names}
-    while bare and all(name.startswith(_OUTSIDE) for name in bare.values()):
+    while bare and outside and all(name.startswith(_OUTSIDE) for name in bare.values()):
         bare = {name: stripped.removeprefix(_OUTSIDE) for name, stripped in bare.items()}
     _check_distinct(bare)
     return bare
