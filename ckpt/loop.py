@@ -119,6 +119,9 @@ class Loop:
             if key in waiting.positions:
                 self._add(key, loader)
 
+    def rewind_rng(self) -> None:
+        self._waiting.ready()
+
     def release(self) -> None:
         """Leave the loaders as they were."""
         for loader in self._steered:
