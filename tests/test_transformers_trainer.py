@@ -10,28 +10,28 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset
 
 import ckpt
 from tests.processes import run_ranks
 from tests.training import exact
 
-pytest.importorskip("transformers")
-
 STEPS = 21  # three epochs of seven
 VARIES = ("runtime", "per_second", "train_loss", "total_flos")
 
 
-class Sentences(TensorDataset):
+class Sentences(Dataset[Any]):
     """Random words, and whether their sum is odd."""
 
     def __init__(self, count: int) -> None:
-        words = torch.randint(0, 50, (count, 8), generator=torch.Generator().manual_seed(1))
-        super().__init__(words, words.sum(1) % 2)
+        self._words = torch.randint(0, 50, (count, 8), generator=torch.Generator().manual_seed(1))
 
-    def __getitem__(self, index: Any) -> Any:
-        words, odd = super().__getitem__(index)
-        return {"input_ids": words, "labels": odd}
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        words = self._words[index]
+        return {"input_ids": words, "labels": words.sum() % 2}
 
 
 def classifier() -> Any:
@@ -94,7 +94,12 @@ def train(rank: int, folder: str, world_size: int, killed_at: int) -> None:
     if world_size > 1:
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
         os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    evaluated = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, "save_total_limit": 2}
+    evaluated: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "load_best_model_at_end": True,
+        "save_total_limit": 2,
+    }
     callbacks = (kept(Path(folder, "root"), timeout=60), signalling(killed_at, signal.SIGKILL))
     one = trainer(Path(folder), *callbacks, world_size=world_size, **evaluated)
     one.train(resume_from_checkpoint=True)
@@ -129,7 +134,12 @@ def scored() -> Any:
 def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path, scored: Any) -> None:
     from safetensors.torch import load_file
 
-    best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True, "save_total_limit": 2}
+    best: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "load_best_model_at_end": True,
+        "save_total_limit": 2,
+    }
     one = trainer(tmp_path, kept(tmp_path / "root"), metric_for_best_model="score", **best)
     one.compute_metrics = scored
     one.train()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,22 +12,19 @@ from types import TracebackType
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_callback import ExportableState, TrainerState
+from transformers.trainer_callback import TrainerState
 
 from ckpt import catalog, rng
-from ckpt.agreement import Outcome, agree, together
+from ckpt.agreement import Outcome, agree
 from ckpt.choosing import Choice, choose
-from ckpt.errors import ConfigError, DamagedError, MismatchError, Preempted
-from ckpt.formats.manifest import Manifest
+from ckpt.errors import ConfigError, Preempted
+from ckpt.integrations.trainer_state import PART, TrainerPart, logged_metrics, total_limit, verified_state
 from ckpt.managed import KINDS
 from ckpt.manager import StateManager
-from ckpt.opened import Opened
 from ckpt.preemption import EXIT_STATUS
 from ckpt.ranks import Ranks, find_ranks
-from ckpt.retention import Keep
 from ckpt.storage import Storage, open_storage
 
-_PART = "trainer_state"
 _FILE = "trainer_state.json"
 _DECIDED_ELSEWHERE = {"self", "root", "save_every", "accelerator", *KINDS}  # by the Trainer and its arguments
 
@@ -50,15 +46,15 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         known = inspect.signature(StateManager.__init__).parameters.keys() - _DECIDED_ELSEWHERE
         if unknown := sorted(options.keys() - known):
             raise ConfigError(
-                f"CkptCallback has no option {', '.join(unknown)}. It takes {', '.join(sorted(known))}; when to save is "
-                "for TrainingArguments to say."
+                f"CkptCallback has no option {', '.join(unknown)}. It takes {', '.join(sorted(known))}; when to "
+                "save is for TrainingArguments to say."
             )
         self._storage = open_storage(root)
         self._options = options
         self._trainer: Any = None
         self._own: dict[str, Any] = {}  # the trainer's own methods, where ours stand now
         self._manager: StateManager | None = None
-        self._part: _TrainerPart | None = None
+        self._part: TrainerPart | None = None
         self._resumed: str | None = None  # the checkpoint of ours that training goes on from
         self._held = ExitStack()
         self._saved: set[str] = set()
@@ -148,7 +144,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         ranks = self._ranks()
         with ranks.working():
             return choose(
-                self._storage, ranks, name, lambda one, _: _trainer_state(self._storage, ranks, one), self._held
+                self._storage, ranks, name, lambda one, _: verified_state(self._storage, ranks, one), self._held
             )
 
     def _ranks(self) -> Ranks:
@@ -164,24 +160,25 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             "scheduler": trainer.lr_scheduler,
             "scaler": trainer.accelerator.scaler,
         }
-        options = {"keep": _total_limit(trainer.args), **self._options}
+        options = {"keep": total_limit(trainer.args), **self._options}
         if not trainer.args.save_only_model:
             options |= parts
         self._manager = StateManager(self._storage, model=trainer.model, **options)
-        self._part = _TrainerPart(trainer)
-        self._manager.register(**{_PART: self._part})
+        self._part = TrainerPart(trainer)
+        self._manager.register(**{PART: self._part})
         return self._manager
 
     def _save(self, model: Any, trial: Any = None) -> None:
         trainer, manager, part = self._trainer, self._manager, self._part
-        assert manager is not None and part is not None
+        assert manager is not None
+        assert part is not None
         state = trainer.state
         trainer.store_flos()
         part.gather()
         manager.progress.step, manager.progress.epoch = state.global_step, int(state.epoch)
         self._saved.add(_name(state.global_step))
         self._name_the_best(state)
-        manager.save_state(_name(state.global_step), metrics=_metrics(state))
+        manager.save_state(_name(state.global_step), metrics=logged_metrics(state))
 
     def _name_the_best(self, state: Any) -> None:
         best = _name(state.best_global_step or 0)
@@ -217,98 +214,21 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         rng.restore(before)
 
 
-class _TrainerPart:
-    """The Trainer's state, and what it does not keep itself: the loss since it was last logged, of every rank."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._unlogged: list[float] = []
-        self._since = 0
-
-    def gather(self) -> None:
-        self._unlogged = self._trainer.accelerator.gather(self._trainer._tr_loss).reshape(-1).tolist()
-        self._since = self._trainer._globalstep_last_logged
-
-    def state_dict(self) -> dict[str, Any]:
-        trainer = self._trainer
-        stateful = [one for one in (*trainer.callback_handler.callbacks, trainer.control) if _has_state(one)]
-        state = dataclasses.asdict(dataclasses.replace(trainer.state, stateful_callbacks=stateful))
-        return {"state": state, "unlogged": self._unlogged, "since": self._since}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self._unlogged, self._since = saved["unlogged"], saved["since"]
-
-    def go_on(self) -> None:
-        """Log the next loss over the same steps as if nothing had happened. In the sum of this run it does not count."""
-        trainer, rank = self._trainer, self._trainer.args.process_index
-        mean = sum(self._unlogged) / len(self._unlogged)
-        same_ranks = len(self._unlogged) == trainer.args.world_size
-        trainer._tr_loss += self._unlogged[rank] if same_ranks else mean
-        trainer._total_loss_scalar -= mean
-        trainer._globalstep_last_logged = self._since
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _TotalLimit(Keep):
-    """As `save_total_limit` has it: so many in all, the best one among them. The newest stays in any case."""
-
-    def check(self, metrics: Mapping[str, float], where: str) -> None:
-        """A NaN is never the best, and no reason to stop."""
-
-    def removable(self, newest_first: Sequence[Manifest], damaged: Collection[str] = ()) -> list[str]:
-        intact = [one for one in newest_first if one.name not in damaged]
-        best = self._best(intact[::-1])  # of equals, the first that was reached
-        others = [one for one in intact if one not in best]
-        kept = {one.name for one in [*intact[:1], *best, *others[: self.last - len(best)]]}
-        newest = intact[0].sequence if intact else 0
-        return [one.name for one in newest_first if one.name not in kept and one.sequence < newest]
-
-
-def _total_limit(args: Any) -> Keep | None:
-    if args.save_total_limit is None:
-        return None
-    limit, metric = max(1, args.save_total_limit), args.metric_for_best_model
-    if metric is None:
-        return _TotalLimit(last=limit)
-    mode = "max" if args.greater_is_better else "min"
-    return _TotalLimit(last=limit, best=1, metric=f"eval_{metric.removeprefix('eval_')}", mode=mode)
-
-
-def _trainer_state(storage: Storage, ranks: Ranks, manifest: Manifest) -> dict[str, Any]:
-    """The Trainer's state in a checkpoint that is intact.
-
-    Every byte is looked at: the Trainer takes its state, and finds its place in the data, before there is an optimizer
-    to load, and could not be brought to another checkpoint then.
-    """
-    call = f"train({manifest.name!r})"
-    wrong = agree(ranks, call, Outcome(), lambda _: catalog.problems(storage, manifest, show=True))
-    if wrong:
-        raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}.")
-    opened: Opened = together(ranks, call, lambda: Opened(storage, manifest, ranks.rank))
-    if not opened.has(_PART):
-        raise MismatchError(
-            f"{manifest.name} has no {_PART}: no Trainer saved it. Load it with StateManager, or give CkptCallback "
-            "another root."
-        )
-    state: dict[str, Any] = opened.tree(_PART)["state"]
-    return state
-
-
 def _refuse_to_overtake(storage: Storage, ranks: Ranks) -> None:
     """What a run saves becomes the newest: known at the start, and not at the first save."""
     there = agree(ranks, "train()", Outcome(), lambda _: [one.name for one in catalog.scan(storage) if one.committed])
     if there:
         raise ConfigError(
-            f"{storage.url} has checkpoints ({there[0]} is the newest), and this run begins afresh: what it saves would "
-            "be put before them. Call train(resume_from_checkpoint=True), or give CkptCallback another root."
+            f"{storage.url} has checkpoints ({there[0]} is the newest), and this run begins afresh: what it saves "
+            "would be put before them. Call train(resume_from_checkpoint=True), or give CkptCallback another root."
         )
 
 
 def _refuse_unfit(trainer: Any, methods: Collection[str]) -> None:
     if trainer.is_deepspeed_enabled:
         raise ConfigError(
-            "CkptCallback does not keep DeepSpeed's engine. Use StateManager(accelerator=...) in a loop of your own, or "
-            "Trainer's own checkpoints."
+            "CkptCallback does not keep DeepSpeed's engine. Use StateManager(accelerator=...) in a loop of your own, "
+            "or Trainer's own checkpoints."
         )
     missing = [name for name in (*methods, "_run_epoch") if not hasattr(trainer, name)]
     if missing:
@@ -326,14 +246,3 @@ def _calling_trainer() -> Any:
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
-
-
-def _metrics(state: Any) -> dict[str, float]:
-    """What has been logged at this step."""
-    logged = [one for one in state.log_history if one.get("step") == state.global_step]
-    found = {key: value for one in logged for key, value in one.items() if key not in ("step", "epoch")}
-    return {key: value for key, value in found.items() if isinstance(value, int | float)}
-
-
-def _has_state(callback: Any) -> bool:
-    return isinstance(callback, ExportableState)
