@@ -14,11 +14,12 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerState
 
-from ckpt import catalog, rng
+from ckpt import catalog
 from ckpt.agreement import Outcome, agree
 from ckpt.choosing import Choice, choose
 from ckpt.errors import ConfigError, Preempted
 from ckpt.integrations.trainer_state import PART, TrainerPart, logged_metrics, total_limit, verified_state
+from ckpt.integrations.weights import load_weights
 from ckpt.managed import KINDS
 from ckpt.manager import StateManager
 from ckpt.preemption import EXIT_STATUS
@@ -207,11 +208,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         assert self._manager is not None
         self._manager.wait()
-        state, before = self._trainer.state, rng.capture()
-        with StateManager(self._storage, model=self._trainer.model, handle_sigterm=False) as reader:
-            reader.progress.step = state.global_step  # it was trained: all is verified before anything is changed
-            reader.load_state(_name(state.best_global_step))
-        rng.restore(before)
+        load_weights(self._storage, _name(self._trainer.state.best_global_step), self._trainer.model)
 
 
 def _refuse_to_overtake(storage: Storage, ranks: Ranks) -> None:
