@@ -142,6 +142,11 @@ class StateManager:
         return self._loop.progress
 
     @property
+    def run(self) -> str:
+        """The run's identity, the same over all its resumes: after `resume`, on the main rank, for trackers."""
+        return self._saver.run
+
+    @property
     def restored(self) -> Restored | None:
         """What the last load brought back; none if this run began afresh."""
         return self._restored

@@ -215,3 +215,18 @@ def test_adapters_come_back_the_frozen_base_is_written_once_and_both_are_merged(
     merged = [GPT2LMHeadModel.from_pretrained(one.folder / "merged").state_dict() for one in (straight, job)]
     assert all(torch.equal(merged[0][name], merged[1][name]) for name in merged[0])
     assert (job.folder / "merged" / "config.json").exists()
+
+
+def test_a_log_of_metrics_goes_on_in_the_same_run_with_every_step_once(tmp_path: Path) -> None:
+    straight, job = (
+        Example(tmp_path / name, "tracked.py", ("--log", str(tmp_path / name / "metrics")))
+        for name in ("straight", "killed")
+    )
+    straight.run()
+    assert job.interrupt(job.has("step-00000150"), kill) == -signal.SIGKILL
+    (begun,) = (job.folder / "metrics").iterdir()
+    job.run()
+    assert list((job.folder / "metrics").iterdir()) == [begun]
+    (whole,) = (straight.folder / "metrics").iterdir()
+    assert begun.read_text() == whole.read_text()
+    assert whole.read_text().count("\n") == 320
