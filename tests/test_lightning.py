@@ -14,36 +14,39 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
-from ckpt.integrations.lightning import CkptIO
-from tests.processes import run_alone
+from ckpt.integrations.lightning import CkptGenerators, CkptIO
+from tests.processes import run_here, run_ranks
 from tests.training import exact
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+STEPS = 48
 
 
 class Regression(lightning.LightningModule):  # type: ignore[misc]
-    """A line through random points, with momentum and a schedule. Records every loss, and may be killed."""
+    """A curve through random points, with dropout and a schedule. Records every loss, and may be killed."""
 
     def __init__(self, record: str = "", killed_at: int = -1) -> None:
         super().__init__()
         self.save_hyperparameters()
-        torch.manual_seed(1)
-        self.line = nn.Linear(4, 1)
+        self.curve = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
 
     def training_step(self, batch: Any, index: int) -> Any:
         if self.global_step == self.hparams.killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        loss = nn.functional.mse_loss(self.line(batch[0]), batch[1])
+        loss = nn.functional.mse_loss(self.curve(batch[0]), batch[1])
         if self.hparams.record:
             with open(self.hparams.record, "a") as file:
                 file.write(f"{self.global_step} {float(loss).hex()}\n")
         return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("error", nn.functional.mse_loss(self.curve(batch[0]), batch[1]))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
@@ -55,47 +58,56 @@ def points() -> TensorDataset:
     return TensorDataset(torch.randn(48, 4, generator=generator), torch.randn(48, 1, generator=generator))
 
 
-def by_epoch() -> DataLoader[Any]:
-    """Shuffled anew in every epoch, by its number."""
-    data = points()
-    return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, num_replicas=1, rank=0))
+def loader() -> DataLoader[Any]:
+    return DataLoader(points(), batch_size=4, shuffle=True)
 
 
-def by_state() -> Any:
-    """One that says where it is in the middle of an epoch."""
-    return StatefulDataLoader(points(), batch_size=4, shuffle=True)
-
-
-def trainer(folder: Path, **options: Any) -> Any:
-    every = ModelCheckpoint(folder / "checkpoints", save_top_k=2, monitor="step", mode="max", **options)
-    return lightning.Trainer(max_epochs=4, plugins=[CkptIO()], callbacks=[every], **QUIET)
-
-
-def fit(rank: int, folder: str, in_epoch: bool, killed_at: int) -> None:
+def fit(rank: int, folder: str, kind: str, world_size: int, killed_at: int) -> None:
     """Train from the newest intact checkpoint on, or afresh, until the end or the kill."""
-    model = Regression(str(Path(folder, "losses")), killed_at)
-    one = trainer(Path(folder), **({"every_n_train_steps": 5} if in_epoch else {}))
-    newest = CkptIO.newest(Path(folder, "checkpoints"))
-    one.fit(model, by_state() if in_epoch else by_epoch(), ckpt_path=newest)
-    Path(folder, "weights").write_text(exact(model.state_dict()))
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    together: dict[str, Any] = {"devices": world_size, "strategy": "ddp"} if world_size > 1 else {}
+    plugins: list[Any] = [CkptIO()]
+    if world_size > 1:
+        os.environ.update({key: str(value) for key, value in ranks.items()})
+        plugins.append(TorchElasticEnvironment())
+    model = Regression(str(Path(folder, f"losses-{rank}")), killed_at)
+    often = {"every_n_train_steps": 5} if kind == "in the middle" else {}
+    callbacks = [ModelCheckpoint(Path(folder, "checkpoints"), save_top_k=2, monitor="step", mode="max", **often)]
+    one = lightning.Trainer(
+        max_epochs=4 * world_size, plugins=plugins, callbacks=[*callbacks, CkptGenerators()], **together, **QUIET
+    )
+    data = StatefulDataLoader(points(), batch_size=4, shuffle=True) if often else loader()
+    validation = DataLoader(points(), batch_size=16) if kind == "after validation" else None
+    one.fit(model, data, validation, ckpt_path=CkptIO.newest(Path(folder, "checkpoints")))
+    Path(folder, f"weights-{rank}").write_text(exact(model.state_dict()))
 
 
-def last_of_each_step(folder: Path) -> dict[str, str]:
-    return dict(line.split() for line in (folder / "losses").read_text().splitlines())
+def run_through(folder: Path, kind: str, world_size: int) -> None:
+    arguments = (fit, str(folder), kind, world_size, -1)
+    codes = run_ranks(world_size, *arguments) if world_size > 1 else [run_here(*arguments)]
+    assert codes == [0] * world_size
 
 
-@pytest.mark.parametrize("in_epoch", [False, True], ids=["at the end of an epoch", "in the middle"])
-def test_a_fit_that_was_killed_and_resumes_equals_one_that_was_not(tmp_path: Path, in_epoch: bool) -> None:
+def last_of_each_step(folder: Path, rank: int) -> dict[str, str]:
+    return dict(line.split() for line in (folder / f"losses-{rank}").read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [("at the end of an epoch", 1), ("after validation", 1), ("in the middle", 1), ("at the end of an epoch", 2)],
+)
+def test_a_fit_that_was_killed_and_resumes_equals_one_that_was_not(tmp_path: Path, kind: str, world_size: int) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     for folder in (straight, killed):
         folder.mkdir()
-    assert run_alone(fit, str(straight), in_epoch, -1) == 0
-    assert run_alone(fit, str(killed), in_epoch, 32) == -signal.SIGKILL
+    run_through(straight, kind, world_size)
+    assert run_ranks(world_size, fit, str(killed), kind, world_size, 32) == [-signal.SIGKILL] * world_size
     assert CkptIO.newest(killed / "checkpoints") is not None
-    assert run_alone(fit, str(killed), in_epoch, -1) == 0
-    assert last_of_each_step(killed) == last_of_each_step(straight)
-    assert len(last_of_each_step(straight)) == 48
-    assert (killed / "weights").read_text() == (straight / "weights").read_text()
+    run_through(killed, kind, world_size)
+    for rank in range(world_size):
+        assert last_of_each_step(killed, rank) == last_of_each_step(straight, rank)
+        assert len(last_of_each_step(straight, rank)) == STEPS
+        assert (killed / f"weights-{rank}").read_text() == (straight / f"weights-{rank}").read_text()
     assert all(problems == [] for problems in ckpt.verify(killed / "checkpoints").values())
 
 
@@ -106,11 +118,11 @@ def test_what_is_let_go_goes_when_its_successor_is_committed(tmp_path: Path) -> 
         callbacks=[ModelCheckpoint(tmp_path, filename="{epoch}", save_last=True)],
         **QUIET,
     )
-    one.fit(Regression(), by_epoch())
+    one.fit(Regression(), loader())
     assert {item.name for item in ckpt.list_checkpoints(tmp_path)} == {"epoch=2.ckpt", "last.ckpt"}
     assert ckpt.verify(tmp_path) == {"epoch=2.ckpt": [], "last.ckpt": []}
     (newest, _) = ckpt.list_checkpoints(tmp_path)
-    assert (newest.step, newest.manifest is not None) == (36, True)
+    assert newest.step == 36
     other = Regression()
     other.load_state_dict(CkptIO().load_checkpoint(tmp_path / "last.ckpt")["state_dict"])
     assert exact(other.state_dict()) == exact(one.lightning_module.state_dict())

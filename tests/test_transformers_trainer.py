@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 import ckpt
-from tests.processes import run_ranks
+from tests.processes import run_here, run_ranks
 from tests.training import exact
 
 STEPS = 21  # three epochs of seven
@@ -107,15 +107,21 @@ def train(rank: int, folder: str, world_size: int, killed_at: int) -> None:
     Path(folder, f"weights-{rank}").write_text(exact(one.model.state_dict()))
 
 
+def run_through(folder: Path, world_size: int) -> None:
+    arguments = (train, str(folder), world_size, -1)
+    codes = run_ranks(world_size, *arguments) if world_size > 1 else [run_here(*arguments)]
+    assert codes == [0] * world_size
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_trainer_that_was_killed_and_resumes_equals_one_that_was_not(tmp_path: Path, world_size: int) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     for folder in (straight, killed):
         folder.mkdir()
-    assert run_ranks(world_size, train, str(straight), world_size, -1) == [0] * world_size
+    run_through(straight, world_size)
     assert run_ranks(world_size, train, str(killed), world_size, 11) == [-signal.SIGKILL] * world_size
     assert names(killed / "root")[0] in ("step-00000006", "step-00000009")
-    assert run_ranks(world_size, train, str(killed), world_size, -1) == [0] * world_size
+    run_through(killed, world_size)
     results = [f"{kind}-{rank}" for kind in ("log", "weights") for rank in range(world_size)]
     assert [name for name in results if (killed / name).read_bytes() != (straight / name).read_bytes()] == []
     for name in ("model.safetensors", "optimizer.safetensors"):

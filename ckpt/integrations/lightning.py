@@ -1,7 +1,8 @@
-"""Lightning: a plugin through which its Trainer, and Fabric, write and read checkpoints."""
+"""Lightning: a plugin through which its Trainer and Fabric save and load, and a callback for what they leave out."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,21 +11,24 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.pytorch.callbacks import Callback
 
-from ckpt import catalog
+from ckpt import catalog, rng
 from ckpt.capture import Capture, Captured
 from ckpt.choosing import choose
 from ckpt.errors import ConfigError, DamagedError, UnsupportedError
+from ckpt.formats.documents import decode_inline, encode_inline
 from ckpt.formats.manifest import Manifest
 from ckpt.managed import is_part_name
 from ckpt.opened import Opened
 from ckpt.parts import ObjectPart, SavedTensor
 from ckpt.progress import Progress
-from ckpt.ranks import MAIN, Alone
+from ckpt.ranks import MAIN, Alone, Ranks, find_ranks
 from ckpt.saving import Saver
 from ckpt.storage import Storage, open_storage
 
 _WHOLE = "checkpoint"  # the one part, where entries have names that no file can have
+_GENERATORS = "ckpt_generators"
 _WEIGHTS, _MODEL = "state_dict", "model"  # where Lightning has a model's weights, and where other tools look for them
 
 
@@ -108,6 +112,46 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         for path in unwanted:
             root, name = _divided(path)
             self._saver(root).remove(name)
+
+
+class CkptGenerators(Callback):  # type: ignore[misc]
+    """Keeps the random generators of every rank, as Lightning does not: dropout and shuffling go on exactly.
+
+        Trainer(plugins=[CkptIO()], callbacks=[ModelCheckpoint("checkpoints"), CkptGenerators()])
+
+    In the middle of an epoch that needs a loader that says where it is, such as torchdata's `StatefulDataLoader`.
+    """
+
+    def __init__(self, *, timeout: float = 300.0) -> None:
+        self._timeout = timeout
+        self._ranks: Ranks | None = None
+        self._waiting: list[str] = []  # of every rank, as they were saved
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        mine = json.dumps(encode_inline(rng.capture(), _GENERATORS, []))
+        checkpoint[_GENERATORS] = self._talks().gather("on_save_checkpoint()", mine)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self._waiting = checkpoint.get(_GENERATORS, []) if trainer.state.fn == "fit" else []
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self._restore()  # loaders are asked for the order of an epoch after this
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx > 0:  # asking for an order that was known already has moved them on
+            self._restore()
+        self._waiting = []
+
+    def _restore(self) -> None:
+        if self._waiting:
+            rank = self._talks().rank
+            known = rank < len(self._waiting)
+            state = decode_inline(json.loads(self._waiting[rank if known else MAIN]))
+            rng.restore(state) if known else rng.derive(state, rank)
+
+    def _talks(self) -> Ranks:
+        self._ranks = self._ranks or find_ranks(_GENERATORS, self._timeout)
+        return self._ranks
 
 
 @dataclass
