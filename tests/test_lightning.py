@@ -21,7 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
 from ckpt.integrations.lightning import CkptGenerators, CkptIO
-from tests.processes import run_here, run_ranks
+from tests.processes import run_here, run_ranks, seed_everything
 from tests.training import exact
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
@@ -82,10 +82,11 @@ def fit(rank: int, folder: str, kind: str, world_size: int, killed_at: int) -> N
     Path(folder, f"weights-{rank}").write_text(exact(model.state_dict()))
 
 
-def run_through(folder: Path, kind: str, world_size: int) -> None:
-    arguments = (fit, str(folder), kind, world_size, -1)
-    codes = run_ranks(world_size, *arguments) if world_size > 1 else [run_here(*arguments)]
-    assert codes == [0] * world_size
+def fit_and_be_killed(rank: int, straight: str, killed: str, kind: str, world_size: int) -> None:
+    """Both in the same process: to import Lightning takes longer than to train with it."""
+    fit(rank, straight, kind, world_size, -1)
+    seed_everything(rank)
+    fit(rank, killed, kind, world_size, 32)
 
 
 def last_of_each_step(folder: Path, rank: int) -> dict[str, str]:
@@ -100,10 +101,11 @@ def test_a_fit_that_was_killed_and_resumes_equals_one_that_was_not(tmp_path: Pat
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     for folder in (straight, killed):
         folder.mkdir()
-    run_through(straight, kind, world_size)
-    assert run_ranks(world_size, fit, str(killed), kind, world_size, 32) == [-signal.SIGKILL] * world_size
+    both = (str(straight), str(killed), kind, world_size)
+    assert run_ranks(world_size, fit_and_be_killed, *both) == [-signal.SIGKILL] * world_size
     assert CkptIO.newest(killed / "checkpoints") is not None
-    run_through(killed, kind, world_size)
+    again = (fit, str(killed), kind, world_size, -1)
+    assert (run_ranks(world_size, *again) if world_size > 1 else [run_here(*again)]) == [0] * world_size
     for rank in range(world_size):
         assert last_of_each_step(killed, rank) == last_of_each_step(straight, rank)
         assert len(last_of_each_step(straight, rank)) == STEPS

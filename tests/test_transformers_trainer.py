@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 import ckpt
-from tests.processes import run_here, run_ranks
+from tests.processes import run_here, run_ranks, seed_everything
 from tests.training import exact
 
 STEPS = 21  # three epochs of seven
@@ -107,10 +107,11 @@ def train(rank: int, folder: str, world_size: int, killed_at: int) -> None:
     Path(folder, f"weights-{rank}").write_text(exact(one.model.state_dict()))
 
 
-def run_through(folder: Path, world_size: int) -> None:
-    arguments = (train, str(folder), world_size, -1)
-    codes = run_ranks(world_size, *arguments) if world_size > 1 else [run_here(*arguments)]
-    assert codes == [0] * world_size
+def train_and_be_killed(rank: int, straight: str, killed: str, world_size: int) -> None:
+    """Both in the same process: to import transformers takes longer than to train with it."""
+    train(rank, straight, world_size, -1)
+    seed_everything(rank)
+    train(rank, killed, world_size, 11)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -118,10 +119,11 @@ def test_a_trainer_that_was_killed_and_resumes_equals_one_that_was_not(tmp_path:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     for folder in (straight, killed):
         folder.mkdir()
-    run_through(straight, world_size)
-    assert run_ranks(world_size, train, str(killed), world_size, 11) == [-signal.SIGKILL] * world_size
+    both = (str(straight), str(killed), world_size)
+    assert run_ranks(world_size, train_and_be_killed, *both) == [-signal.SIGKILL] * world_size
     assert names(killed / "root")[0] in ("step-00000006", "step-00000009")
-    run_through(killed, world_size)
+    again = (train, str(killed), world_size, -1)
+    assert (run_ranks(world_size, *again) if world_size > 1 else [run_here(*again)]) == [0] * world_size
     results = [f"{kind}-{rank}" for kind in ("log", "weights") for rank in range(world_size)]
     assert [name for name in results if (killed / name).read_bytes() != (straight / name).read_bytes()] == []
     for name in ("model.safetensors", "optimizer.safetensors"):
@@ -216,13 +218,24 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_named_one_is_taken(
     assert_same(again, straight)
 
 
-def test_a_folder_that_a_trainer_wrote_is_taken_over(tmp_path: Path, straight: Any) -> None:
-    trainer(tmp_path, max_steps=12, save_steps=12, lr_scheduler_type="constant").train()
-    own = tmp_path / "output" / "checkpoint-12"
-    one = trainer(tmp_path, kept(tmp_path / "root"), save_steps=12, lr_scheduler_type="constant")
-    one.train(resume_from_checkpoint=str(own))
-    assert names(tmp_path / "root") == ["step-00000021"]
-    assert sorted(path.name for path in (tmp_path / "output").iterdir()) == ["checkpoint-12"]
+@pytest.mark.parametrize("named", [False, True])
+def test_a_folder_that_a_trainer_wrote_is_taken_over(tmp_path: Path, straight: Any, named: bool) -> None:
+    usual = trainer(tmp_path, signalling(12, signal.SIGINT), save_steps=6)
+    with pytest.raises(KeyboardInterrupt):
+        usual.train()
+    one = trainer(tmp_path, kept(tmp_path / "root"), save_steps=6)
+    one.train(resume_from_checkpoint=str(tmp_path / "output" / "checkpoint-6") if named else True)
+    assert exact(one.model.state_dict()) == exact(straight.model.state_dict())
+    assert names(tmp_path / "root") == [f"step-{step:08d}" for step in (21, 18, 12)]
+    assert [path.name for path in (tmp_path / "output").iterdir()] == ["checkpoint-6"]
+
+
+def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
+    trainer(tmp_path, kept(tmp_path / "root"), max_steps=3).train()
+    with pytest.raises(ckpt.MissingError, match=r"no checkpoint 'step-9' in .* There are: step-00000003"):
+        trainer(tmp_path, kept(tmp_path / "root")).train(resume_from_checkpoint="step-9")
+    with pytest.raises(ckpt.ConfigError, match=r"other/step-9 is no checkpoint in .*root, and none that a Trainer"):
+        trainer(tmp_path, kept(tmp_path / "root")).train(resume_from_checkpoint=str(tmp_path / "other" / "step-9"))
 
 
 def test_a_fresh_start_where_checkpoints_are_is_refused_before_training(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import get_last_checkpoint
 
 from ckpt import catalog
 from ckpt.agreement import Outcome, agree
@@ -26,6 +28,7 @@ from ckpt.preemption import EXIT_STATUS
 from ckpt.ranks import Ranks, find_ranks
 from ckpt.storage import Storage, open_storage
 
+_log = logging.getLogger("ckpt")
 _FILE = "trainer_state.json"
 _DECIDED_ELSEWHERE = {"self", "root", "save_every", "accelerator", *KINDS}  # by the Trainer and its arguments
 
@@ -40,7 +43,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
     `load_best_model_at_end`. The Trainer writes no checkpoint of its own beside. `options` are those of `StateManager`.
     For a trainer that is built already: `CkptCallback("runs/mrpc").attach(trainer)`.
 
-    `resume_from_checkpoint` may also be the name of a checkpoint, or a folder that a Trainer without this wrote.
+    `resume_from_checkpoint` may also be the name of a checkpoint, or a folder that a Trainer without this wrote. The
+    last one of those in `output_dir` is taken, too, while there is none here.
     """
 
     def __init__(self, root: str | os.PathLike[str] | Storage, **options: Any) -> None:
@@ -77,6 +81,10 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self._own = {name: getattr(trainer, name) for name in ours}
         for name, method in ours.items():
             setattr(trainer, name, method)
+        if trainer.args.push_to_hub:
+            _log.warning(
+                "CkptCallback pushes no checkpoints while training goes on; trainer.push_to_hub() does at the end."
+            )
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
 
@@ -105,6 +113,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
     def _train(self, resume_from_checkpoint: Any = None, trial: Any = None, *others: Any, **named: Any) -> Any:
         if trial is not None:
             raise ConfigError("CkptCallback keeps one run, and a hyperparameter search is many. Search without it.")
+        self._told_to_stop = False
         with ExitStack() as stack:
             stack.push(self._leave)
             resume = self._chosen(resume_from_checkpoint or None, stack)
@@ -128,17 +137,25 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self._resumed = choice.manifest.name if choice else None
         if choice is None:
             _refuse_to_overtake(self._storage, self._ranks())
-            return None if resume is True else resume
+            return self._left_by_the_trainer() if resume is True else resume
         folder = stack.enter_context(TemporaryDirectory(prefix="ckpt-"))
         TrainerState(**choice.ready).save_to_json(str(Path(folder, _FILE)))
         return folder
 
     def _name_of(self, resume: str) -> str | None:
-        """The checkpoint of this root that a path or a name means, if it does."""
+        """The checkpoint that a path or a name means; none if a Trainer without this callback wrote it."""
+        if Path(resume, _FILE).is_file():
+            return None
         root, _, name = resume.rstrip("/").rpartition("/")
         if root and open_storage(root).url != self._storage.url:
-            return None
-        return name if catalog.find(self._storage, name).committed else None
+            raise ConfigError(f"{resume} is no checkpoint in {self._storage.url}, and none that a Trainer wrote.")
+        return name
+
+    def _left_by_the_trainer(self) -> str | None:
+        """The last checkpoint from before this callback was used, if there is one."""
+        folder = self._trainer.args.output_dir
+        found: str | None = get_last_checkpoint(folder) if Path(folder).is_dir() else None
+        return found
 
     def _find(self, name: str | None) -> Choice | None:
         """The checkpoint by that name, or the newest that is intact; it is kept until it has been loaded."""
@@ -183,7 +200,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
 
     def _name_the_best(self, state: Any) -> None:
         best = _name(state.best_global_step or 0)
-        state.best_model_checkpoint = f"{self._storage.url}/{best}" if best in self._saved else None
+        if best in self._saved:
+            state.best_model_checkpoint = f"{self._storage.url}/{best}"
 
     def _unless_ours(self, name: str, load: Callable[[], None]) -> Callable[..., None]:
         """The trainer's own way to load something, but for a checkpoint of ours."""
@@ -208,7 +226,11 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         assert self._manager is not None
         self._manager.wait()
-        load_weights(self._storage, _name(self._trainer.state.best_global_step), self._trainer.model)
+        best = self._trainer.state.best_model_checkpoint.rpartition("/")[2]
+        if best in self._saved:
+            load_weights(self._storage, best, self._trainer.model)
+        else:
+            self._own["_load_best_model"]()
 
 
 def _refuse_to_overtake(storage: Storage, ranks: Ranks) -> None:
