@@ -103,16 +103,17 @@ class Blockwise(torch.optim.Optimizer):
                 state["step"] += 1
 
 
-def quantized(parameters: Any, bits: int) -> Any:
+def quantized(parameters: Any, kind: str) -> Any:
     from torchao import optim
 
-    return {8: optim.AdamW8bit, 4: optim.AdamW4bit}[bits](parameters, lr=0.01)
+    return getattr(optim, kind)(parameters, lr=0.01)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "blockwise": Blockwise,
-    "torchao 8 bits": lambda parameters: quantized(parameters, 8),
-    "torchao 4 bits": lambda parameters: quantized(parameters, 4),
+    "torchao 8 bits": lambda parameters: quantized(parameters, "AdamW8bit"),
+    "torchao 4 bits": lambda parameters: quantized(parameters, "AdamW4bit"),
+    "torchao fp8": lambda parameters: quantized(parameters, "AdamWFp8"),
 }
 
 
@@ -131,7 +132,7 @@ def test_an_optimizer_with_few_bits_goes_on_as_it_would_have(tmp_path: Path, mak
         step(other, again)
     assert exact(other.state_dict()) == exact(model.state_dict())
     assert exact(plain(again)) == exact(plain(optimizer))
-    assert any(one.dtype is torch.uint8 for one in plain(optimizer))
+    assert any(one.dtype in (torch.uint8, torch.float8_e4m3fn) for one in plain(optimizer))
 
 
 def plain(optimizer: Any) -> list[torch.Tensor]:
