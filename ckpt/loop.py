@@ -186,6 +186,9 @@ class Loop:
             if key in waiting.positions:
                 self._add(key, loader)
 
+    def rewind_rng(self) -> None:
+        self._waiting.ready()
+
     def release(self) -> None:
         """Leave the loaders and optimizers as they were."""
         for hook in self._hooks:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ckpt import rng
 from ckpt.errors import ConfigError
+from ckpt.formats.packed import is_packed, pieces
 from ckpt.formats.sharding import is_sharded, local_tensor
 from ckpt.models import ModelPart
 from ckpt.optimizers import OptimizerPart
@@ -76,7 +77,8 @@ class Managed:
         for optimizer in self.optimizers:
             for state in optimizer.state.values():
                 values = state.values() if isinstance(state, dict) else ()
-                tensors = (value for value in values if isinstance(value, torch.Tensor))
+                whole = [value for value in values if isinstance(value, torch.Tensor)]
+                tensors = (piece for one in whole for piece in (pieces(one).values() if is_packed(one) else (one,)))
                 yield from (local_tensor(one) if is_sharded(one) else one for one in tensors)
 
     def own(self, rank: int) -> dict[str, Part]:

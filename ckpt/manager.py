@@ -159,6 +159,11 @@ class StateManager:
         return self._loop.progress
 
     @property
+    def run(self) -> str:
+        """The run's identity, the same over all its resumes: after `resume`, on the main rank, for trackers."""
+        return self._saver.run
+
+    @property
     def restored(self) -> Restored | None:
         """What the last load brought back; none if this run began afresh."""
         return self._restored
@@ -215,13 +220,20 @@ class StateManager:
         self._make_memory_ready()
         self.progress.step += 0 if self._loop.counts_updates else 1
         self._metrics = _checked_metrics(metrics)
-        if self._handle_sigterm:  # from the first step on: only then is there somebody to answer it
-            self._preemption.listen()
-        stop = self._preemption.due(self.progress.step)
+        stop = self.told_to_stop()  # from the first step on: only then is there somebody to answer it
         if stop or self._is_due():
             self.save_state(wait=True if stop else None)
         if stop:
             self._stop()
+
+    def told_to_stop(self) -> bool:
+        """Whether the process was told to terminate: for loops that do not call `step`, to ask after every step.
+
+        `progress.step` must have been set to that step. All ranks are told at the same one, where they save and stop.
+        """
+        if self._handle_sigterm:
+            self._preemption.listen()
+        return self._preemption.due(self.progress.step)
 
     def save_state(
         self, name: str | None = None, *, metrics: Mapping[str, Any] | None = None, wait: bool | None = None
@@ -277,6 +289,11 @@ class StateManager:
         if restored is None and self._ranks.rank == MAIN:
             say(f"no checkpoint in {self._storage.url}: starting afresh")
         return restored
+
+    def rewind_rng(self) -> None:
+        """Put the generators back once more as the last load did: for loops that find their place in the data alone,
+        and draw numbers on the way."""
+        self._loop.rewind_rng()
 
     def wait(self) -> None:
         """Return when every save is committed. Raises what went wrong with one, if nobody has been told yet."""

@@ -164,7 +164,7 @@ def _ask(opened: Opened, parts: Mapping[str, Part], unfit: Unfit, notes: Notes) 
             notes.skipped[key] = misfits[""]
         else:
             takers[key] = _ask_for(opened, key, part, misfits, notes)
-    for key in opened.parts.keys() - parts.keys():
+    for key in sorted(opened.parts.keys() - parts.keys()):
         notes.skipped[key] = "in the checkpoint, but not managed here"
     return takers
 

@@ -18,6 +18,7 @@ import torch
 from ckpt import commit
 from ckpt.agreement import Outcome, agree
 from ckpt.capture import Captured
+from ckpt.catalog import find
 from ckpt.commit import Attempt, Earlier
 from ckpt.console import size
 from ckpt.errors import ConfigError, LockedError, RanksError, StorageError, VersionError
@@ -115,6 +116,12 @@ class Saver:
         self.earlier = {file.name: Earlier(manifest.name, file) for file in manifest.files}
         self.goes_on = True
         self.damaged |= set(damaged)
+
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint, unless somebody is reading it. Nothing may be under way."""
+        manifest = find(self.storage, name).manifest
+        if manifest is not None and commit.remove(self.storage, manifest) and self._committed is not None:
+            self._committed = [one for one in self._committed if one.name != name]
 
     def close(self) -> None:
         """Let go of the root and of memory. Nothing may be under way."""

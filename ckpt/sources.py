@@ -132,7 +132,11 @@ def named(kind: str, value: Any) -> dict[str, Any]:
     return {kind: value}
 
 
+def is_part_name(name: Any) -> bool:
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
 def _checked(name: Any) -> str:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not is_part_name(name):
         raise ConfigError(f"{name!r} cannot name a part: use letters, digits, '_' and '-'. It becomes a file's name.")
-    return name
+    return str(name)

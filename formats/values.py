@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ckpt.errors import DamagedError, UnsupportedError
-from ckpt.formats import dtypes
+from ckpt.formats import dtypes, packed
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.sharding import is_sharded
 
@@ -94,6 +94,8 @@ class Encoder:
     def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
         if self.spread and is_sharded(tensor):
             return {"$tensor": self._add(path, tensor)}
+        if packed.is_packed(tensor):
+            return {"$packed": self._packed(tensor, path)}
         if type(tensor) not in _PLAIN_TENSORS:
             return self._refuse(path, f"a {type(tensor).__module__}.{type(tensor).__qualname__}")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
@@ -101,6 +103,11 @@ class Encoder:
         if tensor.is_meta:
             return self._refuse(path, "a tensor on the meta device, which has no data")
         return {"$tensor": self._add(path, tensor.detach())}
+
+    def _packed(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
+        kind, context = packed.about(tensor)
+        tensors = {name: self._tensor(piece, step(path, name)) for name, piece in packed.pieces(tensor).items()}
+        return {"kind": kind, "tensors": tensors, "context": self._encode(context, path, 0)}
 
     def _numpy(self, value: Any, path: str) -> Any:
         if value.dtype.hasobject:
@@ -190,9 +197,17 @@ class Decoder:
             return {self.decode(key): self.decode(value) for key, value in inner}
         if tag in ("$numpy", "$ndarray"):
             return self._numpy(tag, inner)
+        if tag == "$packed":
+            return self._packed(inner)
         if tag not in _BY_TAG:
             raise DamagedError(f"the state holds a value of an unknown kind, {tag!r}. Was it written by a newer ckpt?")
         return _BY_TAG[tag](self.decode(inner))
+
+    def _packed(self, inner: Mapping[str, Any]) -> Any:
+        tensors = self.decode(inner["tensors"])
+        if not all(isinstance(one, torch.Tensor) for one in tensors.values()):  # somebody looks before reading
+            return tensors
+        return packed.pack(inner["kind"], tensors, self.decode(inner["context"]))
 
     def _numpy(self, tag: str, inner: Mapping[str, Any]) -> Any:
         import numpy as np

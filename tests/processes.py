@@ -45,6 +45,18 @@ def run_alone(function: Callable[..., None], *args: Any) -> int:
     return run_ranks(1, function, *args)[0]
 
 
+def run_here(function: Callable[..., None], *args: Any) -> int:
+    """Run `function(0, *args)` in this process as `run_alone` would: where a new one would import for long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    seed_everything(0)
+    try:
+        function(0, *args)
+    finally:
+        torch.set_num_threads(threads)
+    return 0
+
+
 def start_alone(folder: str, function: Callable[..., None], *args: Any) -> BaseProcess:
     """Start `function(rank, *args)` in one process, and return it running."""
     return start_rank(0, 1, 0, folder, function, *args)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import safetensors.torch
+import torch
 
 from tests.processes import DEADLINE
 
@@ -232,3 +233,39 @@ def test_the_sharded_example_goes_on_with_other_ranks_and_becomes_one_file(tmp_p
     command = [sys.executable, "-m", "ckpt.cli", "merge", str(second.root / "step-00000100-end"), str(merged)]
     subprocess.run(command, check=True, capture_output=True)
     assert safetensors.torch.load_file(merged)["0.0.weight"].shape == (64, 64)
+
+
+def test_adapters_come_back_the_frozen_base_is_written_once_and_both_are_merged(tmp_path: Path) -> None:
+    from transformers import GPT2LMHeadModel
+
+    straight, job = (
+        Example(tmp_path / name, "lora.py", ("--merged", str(tmp_path / name / "merged")))
+        for name in ("straight", "killed")
+    )
+    said = [straight.run()]
+    assert job.interrupt(job.has("step-00000040"), kill) == -signal.SIGKILL
+    said.append(job.run())
+    files = (*TENSORS, "model+frozen.safetensors")
+    assert tensors(job, "step-00000090", files) == tensors(straight, "step-00000090", files)
+    inodes = {path.stat().st_ino for path in job.root.glob("step-*/model+frozen.safetensors")}
+    assert len(inodes) == 1
+    ends = [[line for line in one.splitlines() if line.startswith("epoch 2")] for one in said]
+    assert ends[0] == ends[1] != []
+    merged = [GPT2LMHeadModel.from_pretrained(one.folder / "merged").state_dict() for one in (straight, job)]
+    assert all(torch.equal(merged[0][name], merged[1][name]) for name in merged[0])
+    assert (job.folder / "merged" / "config.json").exists()
+
+
+def test_a_log_of_metrics_goes_on_in_the_same_run_with_every_step_once(tmp_path: Path) -> None:
+    straight, job = (
+        Example(tmp_path / name, "tracked.py", ("--log", str(tmp_path / name / "metrics")))
+        for name in ("straight", "killed")
+    )
+    straight.run()
+    assert job.interrupt(job.has("step-00000150"), kill) == -signal.SIGKILL
+    (begun,) = (job.folder / "metrics").iterdir()
+    job.run()
+    assert list((job.folder / "metrics").iterdir()) == [begun]
+    (whole,) = (straight.folder / "metrics").iterdir()
+    assert begun.read_text() == whole.read_text()
+    assert whole.read_text().count("\n") == 320

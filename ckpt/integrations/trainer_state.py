@@ -1,0 +1,108 @@
+"""What a Trainer keeps in its checkpoints beside weights and optimizer, and how many checkpoints it keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from transformers.trainer_callback import ExportableState
+
+from ckpt import catalog
+from ckpt.agreement import Outcome, agree, together
+from ckpt.errors import DamagedError, MismatchError
+from ckpt.formats.manifest import Manifest
+from ckpt.opened import Opened
+from ckpt.ranks import Ranks
+from ckpt.retention import Keep
+from ckpt.storage import Storage
+
+PART = "trainer_state"
+
+
+class TrainerPart:
+    """The Trainer's state, and what it does not keep itself: the loss since it was last logged, of every rank."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._unlogged: list[float] = []
+        self._since = 0
+
+    def gather(self) -> None:
+        self._unlogged = self._trainer.accelerator.gather(self._trainer._tr_loss).reshape(-1).tolist()
+        self._since = self._trainer._globalstep_last_logged
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        stateful = [one for one in (*trainer.callback_handler.callbacks, trainer.control) if _has_state(one)]
+        state = dataclasses.asdict(dataclasses.replace(trainer.state, stateful_callbacks=stateful))
+        return {"state": state, "unlogged": self._unlogged, "since": self._since}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._unlogged, self._since = saved["unlogged"], saved["since"]
+
+    def go_on(self) -> None:
+        """Log the next loss over the same steps as an uninterrupted run. In the mean of this one it does not count."""
+        trainer, rank = self._trainer, self._trainer.args.process_index
+        mean = sum(self._unlogged) / len(self._unlogged)
+        same_ranks = len(self._unlogged) == trainer.args.world_size
+        trainer._tr_loss += self._unlogged[rank] if same_ranks else mean
+        trainer._total_loss_scalar -= mean
+        trainer._globalstep_last_logged = self._since
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TotalLimit(Keep):
+    """As `save_total_limit` has it: so many in all, the best one among them. The newest stays in any case."""
+
+    def check(self, metrics: Mapping[str, float], where: str) -> None:
+        """A NaN is never the best, and no reason to stop."""
+
+    def removable(self, newest_first: Sequence[Manifest], damaged: Collection[str] = ()) -> list[str]:
+        intact = [one for one in newest_first if one.name not in damaged]
+        best = self._best(intact[::-1])  # of equals, the first that was reached
+        others = [one for one in intact if one not in best]
+        kept = {one.name for one in [*intact[:1], *best, *others[: self.last - len(best)]]}
+        newest = intact[0].sequence if intact else 0
+        return [one.name for one in newest_first if one.name not in kept and one.sequence < newest]
+
+
+def total_limit(args: Any) -> Keep | None:
+    if args.save_total_limit is None:
+        return None
+    limit, metric = max(1, args.save_total_limit), args.metric_for_best_model
+    if metric is None:
+        return TotalLimit(last=limit)
+    mode = "max" if args.greater_is_better else "min"
+    return TotalLimit(last=limit, best=1, metric=f"eval_{metric.removeprefix('eval_')}", mode=mode)
+
+
+def verified_state(storage: Storage, ranks: Ranks, manifest: Manifest) -> dict[str, Any]:
+    """The Trainer's state in a checkpoint that is intact.
+
+    Every byte is looked at: the Trainer takes its state, and finds its place in the data, before there is an optimizer
+    to load, and could not be brought to another checkpoint then.
+    """
+    call = f"train({manifest.name!r})"
+    wrong = agree(ranks, call, Outcome(), lambda _: catalog.problems(storage, manifest, show=True))
+    if wrong:
+        raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}.")
+    opened: Opened = together(ranks, call, lambda: Opened(storage, manifest, ranks.rank))
+    if not opened.has(PART):
+        raise MismatchError(
+            f"{manifest.name} has no {PART}: no Trainer saved it. Load it with StateManager, or give CkptCallback "
+            "another root."
+        )
+    state: dict[str, Any] = opened.tree(PART)["state"]
+    return state
+
+
+def logged_metrics(state: Any) -> dict[str, float]:
+    """What has been logged at this step."""
+    logged = [one for one in state.log_history if one.get("step") == state.global_step]
+    found = {key: value for one in logged for key, value in one.items() if key not in ("step", "epoch")}
+    return {key: value for key, value in found.items() if isinstance(value, int | float)}
+
+
+def _has_state(callback: Any) -> bool:
+    return isinstance(callback, ExportableState)

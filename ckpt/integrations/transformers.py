@@ -1,0 +1,267 @@
+"""Hugging Face Trainer: its checkpoints are kept by ckpt."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import get_last_checkpoint
+
+from ckpt import catalog
+from ckpt.agreement import Outcome, agree
+from ckpt.choosing import Choice, choose
+from ckpt.errors import ConfigError, Preempted
+from ckpt.integrations.trainer_state import PART, TrainerPart, logged_metrics, total_limit, verified_state
+from ckpt.integrations.weights import load_weights
+from ckpt.manager import StateManager
+from ckpt.preemption import EXIT_STATUS
+from ckpt.ranks import Ranks, find_ranks
+from ckpt.sources import KINDS
+from ckpt.storage import Storage, open_storage
+
+_log = logging.getLogger("ckpt")
+_FILE = "trainer_state.json"
+_DECIDED_ELSEWHERE = {"self", "root", "save_every", "accelerator", *KINDS}  # by the Trainer and its arguments
+
+
+class CkptCallback(TrainerCallback):  # type: ignore[misc]
+    """Lets a Trainer save and resume through ckpt: atomically, verified, and while training goes on.
+
+        trainer = Trainer(model, args, callbacks=[CkptCallback("runs/mrpc")], train_dataset=data)
+        trainer.train(resume_from_checkpoint=True)      # the newest intact checkpoint, or a fresh start
+
+    When to save and what to keep is said as ever: `save_strategy`, `save_steps`, `save_total_limit`,
+    `load_best_model_at_end`. The Trainer writes no checkpoint of its own beside. `options` are those of `StateManager`.
+    For a trainer that is built already: `CkptCallback("runs/mrpc").attach(trainer)`.
+
+    `resume_from_checkpoint` may also be the name of a checkpoint, or a folder that a Trainer without this wrote. The
+    last one of those in `output_dir` is taken, too, while there is none here.
+    """
+
+    def __init__(self, root: str | os.PathLike[str] | Storage, **options: Any) -> None:
+        known = inspect.signature(StateManager.__init__).parameters.keys() - _DECIDED_ELSEWHERE
+        if unknown := sorted(options.keys() - known):
+            raise ConfigError(
+                f"CkptCallback has no option {', '.join(unknown)}. It takes {', '.join(sorted(known))}; when to "
+                "save is for TrainingArguments to say."
+            )
+        self._storage = open_storage(root)
+        self._options = options
+        self._trainer: Any = None
+        self._own: dict[str, Any] = {}  # the trainer's own methods, where ours stand now
+        self._manager: StateManager | None = None
+        self._part: TrainerPart | None = None
+        self._resumed: str | None = None  # the checkpoint of ours that training goes on from
+        self._held = ExitStack()
+        self._saved: set[str] = set()
+        self._told_to_stop = False
+
+    def attach(self, trainer: Any) -> None:
+        """Take care of this trainer's checkpoints."""
+        ours = {
+            "train": self._train,
+            "_save_checkpoint": self._save,
+            "_load_from_checkpoint": self._unless_ours("_load_from_checkpoint", lambda: None),  # loaded with the others
+            "_load_scaler": self._unless_ours("_load_scaler", lambda: None),
+            "_load_optimizer_and_scheduler": self._unless_ours("_load_optimizer_and_scheduler", self._load),
+            "_load_rng_state": self._unless_ours("_load_rng_state", self._load_rng_state),
+            "_load_best_model": self._load_best_model,
+        }
+        _refuse_unfit(trainer, ours)
+        self._trainer = trainer
+        self._own = {name: getattr(trainer, name) for name in ours}
+        for name, method in ours.items():
+            setattr(trainer, name, method)
+        if trainer.args.push_to_hub:
+            _log.warning(
+                "CkptCallback pushes no checkpoints while training goes on; trainer.push_to_hub() does at the end."
+            )
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.attach(_calling_trainer())
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._trainer is None:
+            raise ConfigError(
+                "CkptCallback was added to a Trainer that was built already, and a callback is not told which. Give it "
+                "as Trainer(callbacks=[...]), or call CkptCallback(...).attach(trainer)."
+            )
+        if self._resumed is None:
+            self._open().resume()
+        elif self._part is not None:
+            self._part.go_on()
+        self._saved = {one.name for one in catalog.scan(self._storage) if one.committed}
+        self._name_the_best(state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self._manager is not None
+        self._manager.progress.step = state.global_step
+        if self._manager.told_to_stop():
+            self._told_to_stop = control.should_save = control.should_training_stop = True
+
+    def _train(self, resume_from_checkpoint: Any = None, trial: Any = None, *others: Any, **named: Any) -> Any:
+        if trial is not None:
+            raise ConfigError("CkptCallback keeps one run, and a hyperparameter search is many. Search without it.")
+        self._told_to_stop = False
+        with ExitStack() as stack:
+            stack.push(self._leave)
+            resume = self._chosen(resume_from_checkpoint or None, stack)
+            output = self._own["train"](resume, trial, *others, **named)
+        if self._told_to_stop:
+            raise Preempted(EXIT_STATUS)
+        return output
+
+    def _leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        manager, self._manager = self._manager, None
+        self._held.close()
+        if manager is not None:
+            manager.__exit__(kind, error, trace)
+
+    def _chosen(self, resume: Any, stack: ExitStack) -> Any:
+        """What the Trainer shall resume from: for a checkpoint of ours, a folder with no more than its state."""
+        name = self._name_of(resume) if isinstance(resume, str) else None
+        choice = self._find(name) if resume is True or name else None
+        self._resumed = choice.manifest.name if choice else None
+        if choice is None:
+            _refuse_to_overtake(self._storage, self._ranks())
+            return self._left_by_the_trainer() if resume is True else resume
+        folder = stack.enter_context(TemporaryDirectory(prefix="ckpt-"))
+        TrainerState(**choice.ready).save_to_json(str(Path(folder, _FILE)))
+        return folder
+
+    def _name_of(self, resume: str) -> str | None:
+        """The checkpoint that a path or a name means; none if a Trainer without this callback wrote it."""
+        if Path(resume, _FILE).is_file():
+            return None
+        root, _, name = resume.rstrip("/").rpartition("/")
+        if root and open_storage(root).url != self._storage.url:
+            raise ConfigError(f"{resume} is no checkpoint in {self._storage.url}, and none that a Trainer wrote.")
+        return name
+
+    def _left_by_the_trainer(self) -> str | None:
+        """The last checkpoint from before this callback was used, if there is one."""
+        folder = self._trainer.args.output_dir
+        found: str | None = get_last_checkpoint(folder) if Path(folder).is_dir() else None
+        return found
+
+    def _find(self, name: str | None) -> Choice | None:
+        """The checkpoint by that name, or the newest that is intact; it is kept until it has been loaded."""
+        ranks = self._ranks()
+        with ranks.working():
+            return choose(
+                self._storage, ranks, name, lambda one, _: verified_state(self._storage, ranks, one), self._held
+            )
+
+    def _ranks(self) -> Ranks:
+        return find_ranks(self._storage.url, self._options.get("timeout", 300.0))
+
+    def _open(self) -> StateManager:
+        """A manager of what the Trainer has just prepared."""
+        trainer = self._trainer
+        if self._manager is not None:  # the Trainer begins again, with smaller batches
+            self._manager.close()
+        parts = {
+            "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+            "scheduler": trainer.lr_scheduler,
+            "scaler": trainer.accelerator.scaler,
+        }
+        options = {"keep": total_limit(trainer.args), **self._options}
+        if not trainer.args.save_only_model:
+            options |= parts
+        self._manager = StateManager(self._storage, model=trainer.model, **options)
+        self._part = TrainerPart(trainer)
+        self._manager.register(**{PART: self._part})
+        return self._manager
+
+    def _save(self, model: Any, trial: Any = None) -> None:
+        trainer, manager, part = self._trainer, self._manager, self._part
+        assert manager is not None
+        assert part is not None
+        state = trainer.state
+        trainer.store_flos()
+        part.gather()
+        manager.progress.step, manager.progress.epoch = state.global_step, int(state.epoch)
+        self._saved.add(_name(state.global_step))
+        self._name_the_best(state)
+        manager.save_state(_name(state.global_step), metrics=logged_metrics(state))
+
+    def _name_the_best(self, state: Any) -> None:
+        best = _name(state.best_global_step or 0)
+        if best in self._saved:
+            state.best_model_checkpoint = f"{self._storage.url}/{best}"
+
+    def _unless_ours(self, name: str, load: Callable[[], None]) -> Callable[..., None]:
+        """The trainer's own way to load something, but for a checkpoint of ours."""
+
+        def load_it(*given: Any, **named: Any) -> None:
+            if self._resumed is None:
+                self._own[name](*given, **named)
+            else:
+                load()
+
+        return load_it
+
+    def _load(self) -> None:
+        """Everything at once: now there is a model, an optimizer and a scheduler, each as training will use it."""
+        self._open().load_state(self._resumed)
+        self._held.close()
+
+    def _load_rng_state(self) -> None:
+        assert self._manager is not None
+        self._manager.rewind_rng()
+
+    def _load_best_model(self) -> None:
+        assert self._manager is not None
+        self._manager.wait()
+        best = self._trainer.state.best_model_checkpoint.rpartition("/")[2]
+        if best in self._saved:
+            load_weights(self._storage, best, self._trainer.model)
+        else:
+            self._own["_load_best_model"]()
+
+
+def _refuse_to_overtake(storage: Storage, ranks: Ranks) -> None:
+    """What a run saves becomes the newest: known at the start, and not at the first save."""
+    there = agree(ranks, "train()", Outcome(), lambda _: [one.name for one in catalog.scan(storage) if one.committed])
+    if there:
+        raise ConfigError(
+            f"{storage.url} has checkpoints ({there[0]} is the newest), and this run begins afresh: what it saves "
+            "would be put before them. Call train(resume_from_checkpoint=True), or give CkptCallback another root."
+        )
+
+
+def _refuse_unfit(trainer: Any, methods: Collection[str]) -> None:
+    if trainer.is_deepspeed_enabled:
+        raise ConfigError(
+            "CkptCallback does not keep DeepSpeed's engine. Use StateManager(accelerator=...) in a loop of your own, "
+            "or Trainer's own checkpoints."
+        )
+    missing = [name for name in (*methods, "_run_epoch") if not hasattr(trainer, name)]
+    if missing:
+        raise ConfigError(f"this Trainer has no {', '.join(missing)}: install transformers 5.22 or newer.")
+
+
+def _calling_trainer() -> Any:
+    """The Trainer that is being built: it calls its callbacks, but does not tell them who it is."""
+    frame = inspect.currentframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
+        frame = frame.f_back
+    assert frame is not None
+    return frame.f_locals["self"]
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
