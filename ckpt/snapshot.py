@@ -11,7 +11,8 @@ import ctypes
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from ckpt.console import size as shown
 from ckpt.errors import StateError
 from ckpt.formats.memory import host_bytes, is_dense, is_plain, movable
 from ckpt.formats.state import Image
+from ckpt.storage.background import Beside
 
 _log = logging.getLogger("ckpt")
 _PAGE = 4096
@@ -58,24 +60,26 @@ class Snapshot:
 
     images: dict[str, Image]
     overlapped: list[tuple[_Copy, int]] = field(default_factory=list)  # with the versions that tensors had
-    arrived: Any = None  # the event after the last copy
+    sending: Beside | None = None  # gives the copies to their devices, and returns the event after the last of each
     rest: Callable[[], None] | None = None  # what is still to be done, behind the training's back
     _changed: list[str] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def settle(self) -> None:
-        """See, once, whether what is still being copied has been changed meanwhile."""
+        """See, once, whether what is still being copied has been changed before all copies were under way."""
         with self._lock:
             if self._changed is None:
+                if self.sending is not None:
+                    self.sending.has_failed()  # which waits for it
                 self._changed = [one.name for one, version in self.overlapped if one.source._version != version]
 
     def wait(self) -> None:
         """Until all has arrived. Raises if something was changed while it was copied."""
         if self.rest is not None:
             self.rest()
-        if self.arrived is not None:
-            self.arrived.synchronize()
         self.settle()
+        if self.sending is not None:
+            _synchronize(self.sending.result())
         names = self._changed or []
         self.overlapped = []  # or the tensors would live as long as the snapshot
         if names:
@@ -192,25 +196,34 @@ class Snapshots:
     def _copy_from_device(
         self, copies: list[_Copy], memory: torch.Tensor, optimized: Callable[[torch.Tensor], bool], snapshot: Snapshot
     ) -> None:
-        device = copies[0].source.device
-        module = torch.get_device_module(device)
-        if device not in self._streams:
-            self._streams[device] = module.Stream(device)
-        stream = self._streams[device]
-        stream.wait_stream(module.current_stream(device))
+        for device in {one.source.device for one in copies}:
+            self._stream(device).wait_stream(torch.get_device_module(device).current_stream(device))
         later = [one for one in copies if optimized(one.source)]
         kept = set(map(id, later))
         now = [one for one in copies if id(one) not in kept]
         places = self._places_in(memory)
-        with module.stream(stream):
-            _send_all(now, places)
-            done = stream.record_event()
-            _send_all(later, places)
-            snapshot.arrived = stream.record_event()
+        done = self._send(now, places)
         snapshot.overlapped = [(one, one.source._version) for one in later]  # keeps them alive until they are copied
+        snapshot.sending = Beside(lambda: self._send(later, places), "ckpt-copy")
         self._pending = snapshot
-        if now:
-            done.synchronize()
+        _synchronize(done)
+
+    def _send(self, copies: list[_Copy], places: _Places) -> dict[torch.device, Any]:
+        """Give copies to their devices, each on a stream of its own. Returns the event after the last of each."""
+        by_device: dict[torch.device, list[_Copy]] = defaultdict(list)
+        for one in copies:
+            by_device[one.source.device].append(one)
+        events = {}
+        for device, some in by_device.items():
+            with torch.get_device_module(device).stream(self._stream(device)):
+                _send_all(some, places)
+                events[device] = self._stream(device).record_event()
+        return events
+
+    def _stream(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = torch.get_device_module(device).Stream(device)
+        return self._streams[device]
 
     def _places_in(self, memory: torch.Tensor) -> _Places:
         """The same ones as long as snapshots are made in the same memory."""
@@ -224,8 +237,10 @@ class Snapshots:
         snapshot, self._pending = self._pending, None
         if snapshot is not None:
             snapshot.settle()
-            for device in self._streams:
-                torch.get_device_module(device).current_stream(device).wait_event(snapshot.arrived)
+            if snapshot.sending is None or snapshot.sending.has_failed():
+                return  # the save will fail, and not this step
+            for device, event in snapshot.sending.result().items():
+                torch.get_device_module(device).current_stream(device).wait_event(event)
 
 
 @dataclass(frozen=True)
@@ -257,6 +272,11 @@ class _Layout:
         _copy_on_host(self.here, memory)
         placed = zip(self.images, self.starts, strict=True)
         return {image.path: _in_memory(image, memory, start) for image, start in placed}
+
+
+def _synchronize(events: Mapping[torch.device, Any]) -> None:
+    for event in events.values():
+        event.synchronize()
 
 
 def _has_room(device: torch.device, size: int) -> bool:

@@ -56,13 +56,23 @@ class Beside:
 
     def __init__(self, call: Callable[[], Any], name: str) -> None:
         self._result: Any = None
-        self._work = Background(name)
-        self._work.start(lambda: self._keep(call()))
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(call,), name=name)
+        self._thread.start()
+
+    def has_failed(self) -> bool:
+        """Whether the call has raised, when it is done."""
+        self._thread.join()
+        return self._error is not None
 
     def result(self) -> Any:
         """What the call has returned, when it is done; or raised."""
-        self._work.wait()
+        if self.has_failed():
+            raise self._error  # type: ignore[misc]
         return self._result
 
-    def _keep(self, result: Any) -> None:
-        self._result = result
+    def _run(self, call: Callable[[], Any]) -> None:
+        try:
+            self._result = call()
+        except BaseException as error:  # for whoever asks
+            self._error = error

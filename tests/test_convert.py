@@ -168,7 +168,9 @@ class TestTakingOver:
         before = exact(models[0].state_dict())
         with ckpt.StateManager(theirs, model=models) as manager, pytest.raises(ckpt.MismatchError) as caught:
             manager.load_state()
-        assert caught.value.problems == ("model.1: missing: the checkpoint has no such part",)
+        assert caught.value.problems == (
+            "model.1: missing: the checkpoint has no such part (it has 1 of kind 'model', and there are 2 here)",
+        )
         assert exact(models[0].state_dict()) == before
 
     def test_parameters_in_another_order_than_saved_are_noticed_by_their_shapes(self, theirs: Path) -> None:
