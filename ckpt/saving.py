@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import platform
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -93,7 +94,8 @@ class Saver:
         """Capture, write and commit on all ranks, or raise on all. Without `wait`, only the capture is waited for."""
         self.wait()
         save = _Save(self, name, facts)
-        save.prepare(take, optimized, snapshot=not wait)
+        with _undisturbed():
+            save.prepare(take, optimized, snapshot=not wait)
         if wait or not save.detached:
             self._carry_out(save)
         else:
@@ -293,6 +295,18 @@ class _Save:
             "seconds": {"blocked": total if self.blocked is None else self.blocked, **self.seconds, "total": total},
         }
         return self.saver.commit(attempt, files, facts)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Without the garbage collector: thousands of new objects would call it up just while training waits."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _in(held: frozenset[int]) -> Callable[[torch.Tensor], bool]:
