@@ -93,7 +93,7 @@ class Captured:
         values = {**_values(self.parts), **_values(self.gathered)}
         for key, part in self.spread.items():
             table = {name: one for name, one in self.tables[key].items() if name != "written"}
-            values[key] = {"class": part.kind, "state": part.values, "spread": table}
+            values[key] = {**_value(part), "spread": table}
         return values
 
 
@@ -126,13 +126,14 @@ class Capture:
         return whole, spread
 
     def _encoded(self, part: Part) -> PartState:
-        state = documents.encode_part(part.kind, _state_of(part), part.key, self.problems)
-        return replace(state, frozen=part.frozen())
+        live = _state_of(part)
+        state = documents.encode_part(part.kind, live, part.key, self.problems)
+        return replace(state, frozen=part.frozen(), about=part.about(live))
 
     def _encoded_spread(self, part: Part) -> SpreadState:
-        world_size = self.ranks.world_size
-        state = documents.encode_spread(part.kind, _state_of(part), part.key, self.problems, world_size)
-        return replace(state, frozen=part.frozen())
+        live, world_size = _state_of(part), self.ranks.world_size
+        state = documents.encode_spread(part.kind, live, part.key, self.problems, world_size)
+        return replace(state, frozen=part.frozen(), about=part.about(live))
 
 
 def _state_of(part: Part) -> Any:
@@ -145,7 +146,12 @@ def _state_of(part: Part) -> Any:
 
 
 def _values(parts: Mapping[str, PartState | SpreadState]) -> dict[str, Any]:
-    return {key: {"class": part.kind, "state": part.values} for key, part in parts.items()}
+    return {key: _value(part) for key, part in parts.items()}
+
+
+def _value(part: PartState | SpreadState) -> dict[str, Any]:
+    about = {"about": part.about} if part.about else {}
+    return {"class": part.kind, "state": part.values, **about}
 
 
 def _whole_files(parts: Mapping[str, PartState]) -> list[Image]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ckpt import fsdp1
+from ckpt.describing import describe
 from ckpt.formats.dtypes import name_of
 from ckpt.formats.sharding import Layout, divided, is_sharded
 from ckpt.fsdp1 import is_fsdp1
@@ -44,6 +45,10 @@ class ModelPart:
         module = unwrap(self.model)
         named = module.named_parameters(remove_duplicate=False)
         return frozenset(clean_names(module, (name for name, one in named if not one.requires_grad)).values())
+
+    def about(self, state: Any) -> dict[str, Any]:
+        """The configuration that Hugging Face's tools build such a model from, if it has one."""
+        return describe(unwrap(self.model), [name for name, value in state.items() if hasattr(value, "dtype")])
 
     def is_spread(self) -> bool:
         return is_fsdp1(self.model) or any(is_sharded(one) for one in unwrap(self.model).parameters())

@@ -1,0 +1,200 @@
+"""A model as other tools read it: the files of `from_pretrained`, in a folder that appears when it is complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt.agreement import together
+from ckpt.console import LONG, bar
+from ckpt.errors import ConfigError, StorageError, UnsupportedError
+from ckpt.formats.dtypes import name_of
+from ckpt.formats.huggingface import LiveTensor, Source, images, parse_dtype, parse_size
+from ckpt.formats.sharding import is_sharded
+from ckpt.formats.spread import SpreadState, spread
+from ckpt.formats.state import Image
+from ckpt.formats.tied import one_of_each
+from ckpt.models import ModelPart
+from ckpt.ranks import MAIN, Ranks
+from ckpt.storage import LocalStorage
+
+MODEL = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
+SHARD_SIZE = "5GB"
+WEIGHTS = re.compile(r"(?:[^/]+/)?(?:adapter_)?model(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
+_DEFAULT_ADAPTER = "default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """How the weights shall be written."""
+
+    dtype: torch.dtype | None = None
+    max_shard_size: int | None = None
+
+    @classmethod
+    def of(cls, dtype: str | torch.dtype | None, max_shard_size: int | str | None) -> Wanted:
+        return cls(
+            dtype=None if dtype is None else parse_dtype(dtype),
+            max_shard_size=None if max_shard_size is None else parse_size(max_shard_size),
+        )
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The files of a model. `shared` ones are put together from pieces of all ranks, who go through them alike."""
+
+    files: list[Image]
+    shared: bool = False
+
+    def write(self, folder: Path) -> None:
+        """Write all files. If one cannot be, the rest is gone through all the same: other ranks take part in it."""
+        storage = LocalStorage(folder)
+        left = iter(self.files)
+        size = sum(file.size for file in self.files)
+        with bar(f"writing {folder.name}", size, in_bytes=True, show=size > LONG) as advance:
+            try:
+                for file in left:
+                    self._write_one(storage, file)
+                    advance(file.size)
+            finally:
+                if self.shared:
+                    Exported(list(left)).go_through()
+
+    def go_through(self) -> None:
+        """What the other ranks do while the main one writes."""
+        for file in self.files:
+            for _ in file.pieces():
+                pass
+
+    def _write_one(self, storage: LocalStorage, file: Image) -> None:
+        pieces = file.pieces()
+        try:
+            storage.write(file.path, pieces)
+        finally:
+            if self.shared:
+                for _ in pieces:
+                    pass
+
+
+def from_live(part: ModelPart, ranks: Ranks, wanted: Wanted) -> Exported:
+    """A live model, however it is wrapped or spread. Every rank makes this call."""
+    state = part.capture()
+    tensors = {name: one for name, one in state.items() if isinstance(one, torch.Tensor) or is_sharded(one)}
+    table = spread(tensors, ranks.world_size)
+    held = SpreadState(part.kind, None, table, tensors)
+    sources: dict[str, Source] = {
+        name: LiveTensor(one.dtype, one.shape, partial(held.gather, name)) for name, one in table.tensors.items()
+    }
+    sources |= {alias: sources[first] for alias, first in table.aliases.items()}
+    groups: dict[str, list[str]] = {}
+    for alias, first in table.aliases.items():
+        groups.setdefault(first, [first]).append(alias)
+    files = model_files(part.about(state), sources, one_of_each(groups.values()), wanted)
+    return Exported(files, shared=part.is_spread() and ranks.world_size > 1)
+
+
+def model_files(
+    about: Mapping[str, Any], tensors: Mapping[str, Source], tied: Mapping[str, str], wanted: Wanted
+) -> list[Image]:
+    """The files of a model: its weights and configuration; of one with adapters, only theirs, as PEFT has them."""
+    if "adapters" in about:
+        return [file for name, one in about["adapters"].items() for file in _adapter_files(name, one, tensors, wanted)]
+    weights = images(MODEL, tensors, tied, dtype=wanted.dtype, max_shard_size=wanted.max_shard_size)
+    config = dict(about.get("config", {}))
+    if config:
+        config["dtype"] = _dtype_name(tensors, wanted)
+    documents = {"config.json": config, "generation_config.json": about.get("generation_config")}
+    return [*weights, *(_json(name, fields) for name, fields in documents.items() if fields)]
+
+
+def _adapter_files(name: str, adapter: Any, tensors: Mapping[str, Source], wanted: Wanted) -> list[Image]:
+    folder = "" if name == _DEFAULT_ADAPTER else f"{name}/"
+    unknown = [key for key, inside in adapter["tensors"].items() if inside not in tensors]
+    if unknown:
+        raise UnsupportedError(
+            f"adapter {name!r} has tensors that are none of its model's state: {', '.join(unknown)}. "
+            "Save it with model.save_pretrained(...)."
+        )
+    chosen = {key: tensors[inside] for key, inside in adapter["tensors"].items()}
+    weights = images(f"{folder}{ADAPTER}", chosen, {}, dtype=wanted.dtype)
+    return [*weights, _json(f"{folder}adapter_config.json", adapter["config"])]
+
+
+def _json(path: str, fields: Any) -> Image:
+    return Image.of(path, (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _dtype_name(tensors: Mapping[str, Source], wanted: Wanted) -> str:
+    floating = (one.dtype for one in tensors.values() if one.dtype.is_floating_point)
+    return name_of(wanted.dtype or next(floating, torch.float32))
+
+
+def save_live(
+    directory: str | os.PathLike[str], part: ModelPart, ranks: Ranks, wanted: Wanted, beside: tuple[Any, ...]
+) -> None:
+    """Write a live model and what belongs to it into a folder, on all ranks together or not at all."""
+    call = f"save_model({os.fspath(directory)!r})"
+    with ranks.working():
+        exported = together(ranks, call, lambda: from_live(part, ranks, wanted))
+
+        def work() -> None:
+            if ranks.rank == MAIN:
+                with appearing(Path(directory)) as folder:
+                    exported.write(folder)
+                    write_beside(folder, beside)
+            elif exported.shared:
+                exported.go_through()
+
+        together(ranks, call, work)
+
+
+def write_beside(folder: Path, beside: tuple[Any, ...]) -> None:
+    """Tokenizers and processors write their files themselves."""
+    for one in beside:
+        if one is not None:
+            one.save_pretrained(folder)
+
+
+@contextmanager
+def appearing(directory: Path) -> Iterator[Path]:
+    """A folder to write into, which takes its place when the context ends well. Files of the user's own in it stay."""
+    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
+        raise ConfigError(f"{directory} is not a directory of its own. Choose another place for the model.")
+    beside = directory.absolute().parent
+    stamp = secrets.token_hex(4)
+    new, old = (beside / f".{directory.name}.{stamp}.{word}.ckpt-tmp" for word in ("new", "old"))
+    try:
+        new.mkdir(parents=True)
+        yield new
+        _carry_over(directory, new)
+        with suppress(FileNotFoundError):
+            os.rename(directory, old)
+        os.rename(new, directory)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(f"could not write {directory}: {error.strerror or error}.") from error
+    finally:
+        for left in (new, old):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _carry_over(directory: Path, new: Path) -> None:
+    """What was there stays, but for weights: of those, some would belong to the older model."""
+    for path in directory.rglob("*") if directory.exists() else ():
+        name = path.relative_to(directory)
+        if path.is_file() and not WEIGHTS.fullmatch(name.as_posix()) and not (new / name).exists():
+            (new / name).parent.mkdir(parents=True, exist_ok=True)
+            os.link(path, new / name)
