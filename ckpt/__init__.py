@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from ckpt.manager import StateManager
     from ckpt.merging import merge
     from ckpt.progress import Progress
+    from ckpt.pushing import push_to_hub
     from ckpt.restored import Restored
     from ckpt.retention import Keep
 
@@ -63,6 +64,7 @@ _HOMES = {
     "ckpt.manager": ("StateManager",),
     "ckpt.merging": ("merge",),
     "ckpt.progress": ("Progress",),
+    "ckpt.pushing": ("push_to_hub",),
     "ckpt.restored": ("Restored",),
     "ckpt.retention": ("Keep",),
 }
@@ -94,6 +96,7 @@ __all__ = [
     "__version__",
     "list_checkpoints",
     "merge",
+    "push_to_hub",
     "verify",
 ]
 

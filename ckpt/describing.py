@@ -23,8 +23,9 @@ def describe(module: nn.Module, names: Sequence[str]) -> dict[str, Any]:
     config = getattr(module, "config", None)
     if configuration is None or not isinstance(config, configuration.PretrainedConfig):
         return {}
-    architecture = type(module).__name__.removeprefix(_FSDP2)
-    return {"config": {**json.loads(config.to_json_string()), "architectures": [architecture]}, **_generation(module)}
+    fields = {**json.loads(config.to_json_string()), "architectures": [type(module).__name__.removeprefix(_FSDP2)]}
+    base = {"base": config.name_or_path} if getattr(config, "name_or_path", "") else {}
+    return {"config": fields, **base, **_generation(module)}
 
 
 def _generation(module: Any) -> dict[str, Any]:

@@ -7,9 +7,9 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from ckpt.storage import LocalStorage
 MODEL = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
 SHARD_SIZE = "5GB"
-WEIGHTS = re.compile(r"(?:[^/]+/)?(?:adapter_)?model(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
+_WEIGHTS = re.compile(r"((?:adapter_)?model)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
 _DEFAULT_ADAPTER = "default"
 
 
@@ -56,6 +56,7 @@ class Exported:
     """The files of a model. `shared` ones are put together from pieces of all ranks, who go through them alike."""
 
     files: list[Image]
+    about: Mapping[str, Any] = field(default_factory=dict)
     shared: bool = False
 
     def write(self, folder: Path) -> None:
@@ -101,8 +102,9 @@ def from_live(part: ModelPart, ranks: Ranks, wanted: Wanted) -> Exported:
     groups: dict[str, list[str]] = {}
     for alias, first in table.aliases.items():
         groups.setdefault(first, [first]).append(alias)
-    files = model_files(part.about(state), sources, one_of_each(groups.values()), wanted)
-    return Exported(files, shared=part.is_spread() and ranks.world_size > 1)
+    about = part.about(state)
+    files = model_files(about, sources, one_of_each(groups.values()), wanted)
+    return Exported(files, about, shared=part.is_spread() and ranks.world_size > 1)
 
 
 def model_files(
@@ -143,11 +145,11 @@ def _dtype_name(tensors: Mapping[str, Source], wanted: Wanted) -> str:
 
 def save_live(
     directory: str | os.PathLike[str], part: ModelPart, ranks: Ranks, wanted: Wanted, beside: tuple[Any, ...]
-) -> None:
+) -> Exported:
     """Write a live model and what belongs to it into a folder, on all ranks together or not at all."""
     call = f"save_model({os.fspath(directory)!r})"
     with ranks.working():
-        exported = together(ranks, call, lambda: from_live(part, ranks, wanted))
+        exported: Exported = together(ranks, call, lambda: from_live(part, ranks, wanted))
 
         def work() -> None:
             if ranks.rank == MAIN:
@@ -158,6 +160,7 @@ def save_live(
                 exported.go_through()
 
         together(ranks, call, work)
+    return exported
 
 
 def write_beside(folder: Path, beside: tuple[Any, ...]) -> None:
@@ -192,9 +195,16 @@ def appearing(directory: Path) -> Iterator[Path]:
 
 
 def _carry_over(directory: Path, new: Path) -> None:
-    """What was there stays, but for weights: of those, some would belong to the older model."""
-    for path in directory.rglob("*") if directory.exists() else ():
-        name = path.relative_to(directory)
-        if path.is_file() and not WEIGHTS.fullmatch(name.as_posix()) and not (new / name).exists():
-            (new / name).parent.mkdir(parents=True, exist_ok=True)
-            os.link(path, new / name)
+    """What was there stays, but for what is replaced."""
+    old = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    fresh = {path.relative_to(new).as_posix() for path in new.rglob("*") if path.is_file()}
+    for name in old - fresh - outdated(old, fresh):
+        (new / name).parent.mkdir(parents=True, exist_ok=True)
+        os.link(directory / name, new / name)
+
+
+def outdated(old: Collection[str], new: Collection[str]) -> set[str]:
+    """Files that would be mixed up with new ones: shards and indexes of an older model of the same kind."""
+    kinds = {match.group(1) for path in new if (match := _WEIGHTS.fullmatch(path))}
+    found = {path: _WEIGHTS.fullmatch(path) for path in old if path not in new}
+    return {path for path, match in found.items() if match and match.group(1) in kinds}

@@ -26,6 +26,7 @@ from ckpt.formats.documents import rank_document
 from ckpt.formats.manifest import FileRecord, Manifest
 from ckpt.formats.spread import Table, disagreements
 from ckpt.formats.state import Image
+from ckpt.hardware import device_name
 from ckpt.ranks import MAIN, Ranks
 from ckpt.retention import Keep
 from ckpt.snapshot import Snapshot, Snapshots
@@ -169,7 +170,8 @@ class Saver:
             parent=self.parent,
             files=tuple(sorted(files, key=lambda file: file.path)),
             world_size=self.ranks.world_size,
-            versions={"ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            versions=versions(),
+            hardware=device_name(),
             **facts,
         )
         attempt.commit(self.storage, manifest)
@@ -282,6 +284,10 @@ class _Save:
             "seconds": {"blocked": total if self.blocked is None else self.blocked, **self.seconds, "total": total},
         }
         return self.saver.commit(attempt, files, facts)
+
+
+def versions() -> dict[str, str]:
+    return {"ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _in(held: frozenset[int]) -> Callable[[torch.Tensor], bool]:

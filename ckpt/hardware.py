@@ -1,0 +1,23 @@
+"""What a run trains on, in words."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+
+def device_name() -> str:
+    """The accelerator if this process uses one, else the processor."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return str(torch.cuda.get_device_name())
+    return _processor() or platform.machine()
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            lines = (line.partition(":") for line in file)
+            return next((value.strip() for key, _, value in lines if key.strip() == "model name"), "")
+    except OSError:
+        return platform.processor()
