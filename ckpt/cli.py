@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from ckpt import catalog
+from ckpt import catalog, cli_hub
 from ckpt.catalog import Checkpoint
 from ckpt.console import size
 from ckpt.errors import CkptError, MissingError, StorageError
@@ -96,6 +96,10 @@ def merge(source: str, destination: str, dtype: str | None, max_shard_size: str 
 
     for url in merge(source, destination, dtype=dtype, max_shard_size=max_shard_size, part=part):
         click.echo(url)
+
+
+main.add_command(cli_hub.push)
+main.add_command(cli_hub.pull)
 
 
 def show_checkpoints(root: str, *, verify: bool = False) -> None:

@@ -118,7 +118,10 @@ class Attempt:
 
     def _put(self, storage: Storage, path: str, pieces: Iterable[Buffer]) -> str | None:
         key = f"{self.name}/{path}"
-        return storage.stage(key, pieces) if isinstance(storage, Staging) else storage.write(key, pieces)
+        if isinstance(storage, Staging):
+            return storage.stage(key, pieces)
+        storage.write(key, pieces)
+        return None
 
     def _write_one(self, storage: Storage, image: Image, advance: Callable[[float], None]) -> Stored:
         path = self.path_for(image.path)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import secrets
-import shutil
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,7 +14,8 @@ import torch
 
 from ckpt.agreement import together
 from ckpt.console import LONG, bar
-from ckpt.errors import ConfigError, StorageError, UnsupportedError
+from ckpt.errors import UnsupportedError
+from ckpt.folders import appearing
 from ckpt.formats.dtypes import name_of
 from ckpt.formats.huggingface import LiveTensor, Source, images, parse_dtype, parse_size
 from ckpt.formats.sharding import is_sharded
@@ -32,7 +29,6 @@ from ckpt.storage import LocalStorage
 MODEL = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
 SHARD_SIZE = "5GB"
-_WEIGHTS = re.compile(r"((?:adapter_)?model)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
 _DEFAULT_ADAPTER = "default"
 
 
@@ -144,10 +140,9 @@ def _dtype_name(tensors: Mapping[str, Source], wanted: Wanted) -> str:
 
 
 def save_live(
-    directory: str | os.PathLike[str], part: ModelPart, ranks: Ranks, wanted: Wanted, beside: tuple[Any, ...]
+    call: str, directory: str | os.PathLike[str], part: ModelPart, ranks: Ranks, wanted: Wanted, beside: tuple[Any, ...]
 ) -> Exported:
     """Write a live model and what belongs to it into a folder, on all ranks together or not at all."""
-    call = f"save_model({os.fspath(directory)!r})"
     with ranks.working():
         exported: Exported = together(ranks, call, lambda: from_live(part, ranks, wanted))
 
@@ -168,43 +163,3 @@ def write_beside(folder: Path, beside: tuple[Any, ...]) -> None:
     for one in beside:
         if one is not None:
             one.save_pretrained(folder)
-
-
-@contextmanager
-def appearing(directory: Path) -> Iterator[Path]:
-    """A folder to write into, which takes its place when the context ends well. Files of the user's own in it stay."""
-    if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
-        raise ConfigError(f"{directory} is not a directory of its own. Choose another place for the model.")
-    beside = directory.absolute().parent
-    stamp = secrets.token_hex(4)
-    new, old = (beside / f".{directory.name}.{stamp}.{word}.ckpt-tmp" for word in ("new", "old"))
-    try:
-        new.mkdir(parents=True)
-        yield new
-        _carry_over(directory, new)
-        with suppress(FileNotFoundError):
-            os.rename(directory, old)
-        os.rename(new, directory)
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError(f"could not write {directory}: {error.strerror or error}.") from error
-    finally:
-        for left in (new, old):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _carry_over(directory: Path, new: Path) -> None:
-    """What was there stays, but for what is replaced."""
-    old = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
-    fresh = {path.relative_to(new).as_posix() for path in new.rglob("*") if path.is_file()}
-    for name in old - fresh - outdated(old, fresh):
-        (new / name).parent.mkdir(parents=True, exist_ok=True)
-        os.link(directory / name, new / name)
-
-
-def outdated(old: Collection[str], new: Collection[str]) -> set[str]:
-    """Files that would be mixed up with new ones: shards and indexes of an older model of the same kind."""
-    kinds = {match.group(1) for path in new if (match := _WEIGHTS.fullmatch(path))}
-    found = {path: _WEIGHTS.fullmatch(path) for path in old if path not in new}
-    return {path for path, match in found.items() if match and match.group(1) in kinds}

@@ -9,7 +9,7 @@ import torch
 
 def device_name() -> str:
     """The accelerator if this process uses one, else the processor."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
     return _processor() or platform.machine()
 

@@ -295,8 +295,9 @@ class StateManager:
         must make this call; the main one writes.
         """
         self._refuse_half_loaded()
-        wanted = Wanted.of(dtype, max_shard_size)
-        save_live(directory, self._managed.model_part(part), self._ranks, wanted, (tokenizer, processor))
+        model, wanted = self._managed.model_part(part), Wanted.of(dtype, max_shard_size)
+        call = f"save_model({os.fspath(directory)!r})"
+        save_live(call, directory, model, self._ranks, wanted, (tokenizer, processor))
 
     def push_to_hub(
         self,

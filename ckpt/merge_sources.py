@@ -29,7 +29,7 @@ _log = logging.getLogger("ckpt")
 
 _ACCELERATE = {"model": "pytorch_model_fsdp", "optimizer": "optimizer"}  # its folders end with the number of the object
 _KNOWN = (
-    "a checkpoint of ckpt (with manifest.json), a folder of torch.distributed.checkpoint (with .metadata and *.distcp), "
+    "a checkpoint of ckpt (with manifest.json), a folder of torch.distributed.checkpoint (with .metadata, *.distcp), "
     "what Accelerate saves under FSDP with SHARDED_STATE_DICT (pytorch_model_fsdp_0/, or the folder around it), "
     "or a folder with model.safetensors, whole or in shards"
 )

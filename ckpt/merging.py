@@ -30,9 +30,9 @@ def merge(
     """Write the tensors of a checkpoint as one safetensors file, and return the URLs of what was written.
 
     `source` is a checkpoint of ours, a folder of torch.distributed.checkpoint, what Accelerate saves under FSDP, or a
-    folder of safetensors. Beyond `max_shard_size` (bytes, or `"5GB"`) the output is shards and `model.safetensors.index.json`. Floating point
-    tensors are cast to `dtype`. Tied weights are written once. Less than 256 MB are held at a time, and the output
-    appears only when it is complete.
+    folder of safetensors. Beyond `max_shard_size` (bytes, or `"5GB"`) the output is shards and
+    `model.safetensors.index.json`. Floating point tensors are cast to `dtype`. Tied weights are written once. Less than
+    256 MB are held at a time, and the output appears only when it is complete.
     """
     target = _Target.at(destination)
     cast = None if dtype is None else parse_dtype(dtype)

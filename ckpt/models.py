@@ -83,11 +83,12 @@ class ModelPart:
         def take() -> None:
             known = values()
             extra = {name: known[name] for name in fitting if not isinstance(live[name], torch.Tensor)}
-            self._load({**live, **extra})
+            self.load({**live, **extra})
 
         return take
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
+        """Take a state whose tensors are the live ones, filled already."""
         if is_fsdp1(self.model):
             fsdp1.load_model_state(self.model, state)
             return

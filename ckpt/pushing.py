@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -19,15 +19,16 @@ from ckpt.catalog import locate, scan
 from ckpt.console import say
 from ckpt.curve import draw
 from ckpt.errors import ConfigError, TransientError
-from ckpt.exporting import SHARD_SIZE, Exported, Wanted, model_files, outdated, save_live
+from ckpt.exporting import SHARD_SIZE, Exported, Wanted, model_files, save_live
+from ckpt.folders import outdated
 from ckpt.formats.manifest import FILE_NAME, Manifest
 from ckpt.formats.native import SUFFIX
 from ckpt.formats.tied import tied
 from ckpt.merge_sources import open_source
 from ckpt.model_card import CARD, CURVE, Training
 from ckpt.models import ModelPart
-from ckpt.ranks import Ranks, find_ranks
-from ckpt.storage.hub_errors import Moved
+from ckpt.ranks import MAIN, Ranks, find_ranks
+from ckpt.storage.hub_errors import MovedError
 from ckpt.storage.hub_repo import MAIN_BRANCH, HubFile, HubRepo
 
 if TYPE_CHECKING:
@@ -88,9 +89,7 @@ class Ready:
 
 
 @contextmanager
-def _folder_of(
-    source: str, part: str, wanted: Wanted, beside: str | os.PathLike[str] | None
-) -> Iterator[Ready]:
+def _folder_of(source: str, part: str, wanted: Wanted, beside: str | os.PathLike[str] | None) -> Iterator[Ready]:
     """What is at a path or URL as a folder to publish: itself, if it is one already."""
     if _is_published_form(Path(source)):
         if wanted.dtype is not None or beside is not None:
@@ -146,12 +145,12 @@ class Target:
                 return self._url(head)
             try:
                 commit = self.repo.commit(operations, self.message or "Upload model with ckpt", head)
-            except Moved:
+            except MovedError:
                 continue
             say(f"pushed to {self.repo.page}: {len(operations)} files in commit {commit[:8]}")
             return self._url(commit)
         raise TransientError(
-            f"{self.repo.url}: others commit there again and again, so nothing was pushed. Try again when they are done."
+            f"{self.repo.url}: others commit there again and again, so nothing was pushed. Try again later."
         )
 
     def _url(self, commit: str) -> str:
@@ -178,10 +177,9 @@ class Target:
         if self.card is False:
             return {}
         local = ready.folder / CARD
+        existing = local.read_text() if local.exists() else None
         if CARD in there:
             existing = self.repo.read(CARD, head).decode()
-        else:
-            existing = local.read_text() if local.exists() else None
         picture = draw(ready.training.curves) if ready.training else None
         known = model_card.known_fields(ready.about, ready.training)
         given = self.card if isinstance(self.card, Mapping) else {}
@@ -215,12 +213,15 @@ def push_live(
     part: ModelPart, ranks: Ranks, target: Target, wanted: Wanted, beside: tuple[Any, ...], training: Training | None
 ) -> Callable[[], str]:
     """Make the files of a live model, on all ranks together. What is returned publishes them, on the main rank."""
-    temporary = tempfile.TemporaryDirectory(prefix="ckpt-push-")
-    folder = Path(temporary.name, "model")
-    exported = save_live(folder, part, ranks, wanted, beside)
+    with ExitStack() as stack:
+        temporary: AbstractContextManager[str]
+        temporary = tempfile.TemporaryDirectory(prefix="ckpt-push-") if ranks.rank == MAIN else nullcontext("")
+        folder = Path(stack.enter_context(temporary), "model")
+        exported = save_live(f"push_to_hub({target.repo.id!r})", folder, part, ranks, wanted, beside)
+        until_published = stack.pop_all()
 
     def publish() -> str:
-        with temporary:
+        with until_published:
             return target.publish(Ready(folder, exported.about, training))
 
     return publish

@@ -47,7 +47,9 @@ class HubStorage:
     def __init__(self, rest: str, *, token: str | None = None, interval: float = INTERVAL) -> None:
         match = _REST.fullmatch(rest.rstrip("/"))
         if match is None:
-            raise ConfigError(f"hub://{rest} names no repository: write hub://user/repo, or hub://user/repo@branch/path.")
+            raise ConfigError(
+                f"hub://{rest} names no repository: write hub://user/repo, or hub://user/repo@branch/path."
+            )
         repo, revision, path = match.groups()
         self._repo = HubRepo(repo, unquote(revision or MAIN_BRANCH), token)
         self._top = check_key(path) + "/" if path else ""
@@ -63,6 +65,11 @@ class HubStorage:
     def repo(self) -> HubRepo:
         return self._repo
 
+    @property
+    def folder(self) -> str:
+        """Where in the repository the root is; empty at its top."""
+        return self._top.rstrip("/")
+
     def __repr__(self) -> str:
         return f"HubStorage({self.url.removeprefix('hub://')!r})"
 
@@ -77,7 +84,7 @@ class HubStorage:
 
     def publish(self, receipts: Mapping[str, str], *, gone: Iterable[str] = ()) -> None:
         shown = {self._path(key): Receipt.from_text(text) for key, text in receipts.items()}
-        removed = dict.fromkeys((self._path(key) for key in gone if key not in receipts))
+        removed = dict.fromkeys(self._path(key) for key in gone if key not in receipts)
         self._pending.add({**removed, **shown})
 
     def settle(self) -> None:
@@ -153,7 +160,7 @@ class HubStorage:
         try:
             head = self._repo.head()
             if self._seen is None or self._seen.commit != head:
-                self._seen = _Snapshot(head, self._repo.files(head, self._top.rstrip("/")))
+                self._seen = _Snapshot(head, self._repo.files(head, self.folder))
         except AbsentError:
             return _Snapshot()
         return self._seen

@@ -18,7 +18,7 @@ _LOGIN = "Log in with 'hf auth login', set HF_TOKEN, or give token=..."
 _KEPT = "What was uploaded is kept there, and is not sent again."
 
 
-class Moved(TransientError):
+class MovedError(TransientError):
     """A branch of a repository does not stand where a commit was made for: somebody else has committed."""
 
 
@@ -90,7 +90,7 @@ def _by_status(status: int, error: BaseException, what: str) -> Exception:
     if status == 404:
         return AbsentError(f"{about}. Is the name right, and may the token see it? {_LOGIN}")
     if status in (409, 412):
-        return Moved(f"{about}: somebody else has changed the repository meanwhile. Try again.")
+        return MovedError(f"{about}: somebody else has changed the repository meanwhile. Try again.")
     if status == 413:
         return FullError(f"{about}: it is too large. Use a smaller max_shard_size.")
     if status == 429:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt.errors import StorageError, TransientError
-from ckpt.storage.hub_errors import Moved
+from ckpt.storage.hub_errors import MovedError
 from ckpt.storage.hub_repo import HubRepo
 
 if TYPE_CHECKING:
@@ -118,13 +118,15 @@ class Pending:
             try:
                 if operations:
                     self._repo.commit(operations, self._message(), head)
-            except Moved:
+            except MovedError:
                 continue
             self._changes = {}
             self._last = time.monotonic()
             self._committed()
             return
-        raise TransientError(f"{self._repo.url}: others commit there again and again. Give this run a branch of its own.")
+        raise TransientError(
+            f"{self._repo.url}: others commit there again and again. Give this run a branch of its own."
+        )
 
     def _operations(self, head: str) -> list[CommitOperationAdd | CommitOperationDelete]:
         from huggingface_hub import CommitOperationDelete

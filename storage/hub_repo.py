@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ckpt.storage.hub_errors import Moved, explained, patiently
+from ckpt.storage.hub_errors import MovedError, explained, patiently
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -21,7 +21,7 @@ MAIN_BRANCH = "main"
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file in a repository: its size, and the hash that says what is in it (sha256 of large ones, git's of others)."""
+    """A file in a repository: its size, and the hash of what is in it: sha256 of large files, git's of others."""
 
     path: str
     size: int
@@ -96,7 +96,7 @@ class HubRepo:
             self.api.preupload_lfs_files(self.id, additions, revision=self.revision, free_memory=True)
 
     def commit(self, operations: Sequence[Operation], message: str, parent: str) -> str:
-        """One commit on top of `parent`. If the branch is elsewhere, it raises `Moved` and nothing has changed.
+        """One commit on top of `parent`. If the branch is elsewhere, it raises `MovedError` and nothing has changed.
 
         Where the answer to a commit was lost, the mark in its description tells whether it was made.
         """
@@ -119,7 +119,9 @@ class HubRepo:
                     raise
                 made = self._marked(mark)
                 if made is None:
-                    raise Moved(f"{self.url} has moved on from {parent[:8]}: somebody else has committed.") from None
+                    raise MovedError(
+                        f"{self.url} has moved on from {parent[:8]}: somebody else has committed."
+                    ) from None
                 return made
             return str(done.oid)
 

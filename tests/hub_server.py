@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import socket
 import threading
@@ -22,7 +23,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-from tests.hub_store import Fields, HubStore, Missing, Moved, StoredBlob
+from tests.hub_store import Fields, HubStore, MissingError, MovedError, StoredBlob
 
 _LARGE = 1 << 20  # bytes: what is larger, or ends like weights, or is no text, is kept as a large file
 _WEIGHTS = (".safetensors", ".bin")
@@ -129,7 +130,7 @@ class HubServer:
                 words = {key: unquote(value) for key, value in match.groupdict(default="").items()}
                 try:
                     return serve(self, Call(words, query, body, dict(headers), path))
-                except Missing as error:
+                except MissingError as error:
                     return Answer.error(404, str(error), str(error))
         return Answer.error(404, f"the stand-in does not know {method} {path}")
 
@@ -222,7 +223,7 @@ def _commit(hub: HubServer, call: Call) -> Answer:
             one["value"]["content"] = base64.b64decode(one["value"]["content"])
     try:
         oid = hub.store.commit(call.words["repo"], call.words["revision"], header["value"], operations)
-    except Moved:
+    except MovedError:
         return Answer.error(412, "A commit has happened since. Please refresh and try again.")
     return Answer.json({"success": True, "commitOid": oid, "commitUrl": f"{hub.url}/{call.words['repo']}/commit/{oid}"})
 
@@ -232,7 +233,7 @@ def _tree(hub: HubServer, call: Call) -> Answer:
     top = call.words["path"] and call.words["path"].rstrip("/") + "/"
     listed = [blob.to_json(path) for path, blob in sorted(hub.store.files(commit).items()) if path.startswith(top)]
     if top and not listed:
-        raise Missing("EntryNotFound")
+        raise MissingError("EntryNotFound")
     start = int(call.query.get("cursor", ["0"])[0])
     more = start + hub.page < len(listed)
     answer = Answer.json(listed[start : start + hub.page])
@@ -321,7 +322,7 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
         def _serve(self) -> None:
             body = self._body()
             if body is None:
-                return
+                return None
             authorization = self.headers.get("Authorization", "")
             hub.requests.append(Request(self.command, self.path, authorization, len(body)))
             hub.gate(self.command, self.path)
@@ -368,6 +369,13 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             self.connection.shutdown(socket.SHUT_RDWR)
 
     return Handler
+
+
+def connect(url: str, home: str, token: str = "") -> None:
+    """Make this process, which has not imported the client yet, one of the server's."""
+    known = {"HF_ENDPOINT": url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": home, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    os.environ.update(known)
+    os.environ["HF_TOKEN"] = token
 
 
 @contextmanager

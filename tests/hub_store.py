@@ -28,11 +28,11 @@ class StoredBlob:
         return {"type": "file", "oid": self.oid, "size": self.size, "path": path, **large}
 
 
-class Missing(Exception):
+class MissingError(Exception):
     """Something is not there: a repository, a revision or an entry."""
 
 
-class Moved(Exception):
+class MovedError(Exception):
     """A branch does not point at the parent that a commit was made for."""
 
 
@@ -58,7 +58,7 @@ class HubStore:
         try:
             found: Fields = json.loads(self._repo_path(repo).read_text())
         except FileNotFoundError:
-            raise Missing("RepoNotFound") from None
+            raise MissingError("RepoNotFound") from None
         return found
 
     def resolve(self, repo: str, revision: str) -> str:
@@ -68,7 +68,7 @@ class HubStore:
             return str(branches[revision])
         if len(revision) == 40 and (self.folder / "commits" / revision).exists():
             return revision
-        raise Missing("RevisionNotFound")
+        raise MissingError("RevisionNotFound")
 
     def branch(self, repo: str, name: str, start: str) -> bool:
         with self._lock:
@@ -84,10 +84,10 @@ class HubStore:
         with self._lock:
             fields = self.repo(repo)
             if branch not in fields["branches"]:
-                raise Missing("RevisionNotFound")
+                raise MissingError("RevisionNotFound")
             head = fields["branches"][branch]
             if header.get("parentCommit") not in (None, head):
-                raise Moved(head)
+                raise MovedError(head)
             files = dict(self.files(head))
             for operation in operations:
                 self._apply(files, operation["key"], operation["value"])
@@ -136,7 +136,7 @@ class HubStore:
             files[path] = StoredBlob(_git_oid(f"pointer to {value['oid']}".encode()), size, value["oid"])
         elif kind == "deletedFile":
             if path not in files:
-                raise Missing("EntryNotFound")
+                raise MissingError("EntryNotFound")
             del files[path]
         elif kind == "deletedFolder":
             for key in [key for key in files if key.startswith(path.rstrip("/") + "/")]:

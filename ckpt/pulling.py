@@ -1,0 +1,80 @@
+"""A repository, or one checkpoint of it, comes back from the Hub into a folder.
+
+Imports no torch: a shell asks for it too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from ckpt import catalog
+from ckpt.console import say
+from ckpt.errors import DamagedError, MissingError, TransientError
+from ckpt.folders import appearing
+from ckpt.formats.manifest import FILE_NAME
+from ckpt.hub_cache import fetched
+from ckpt.storage.hub import HubStorage
+from ckpt.storage.hub_repo import HubRepo
+
+
+def pull(
+    repo_id: str,
+    directory: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+) -> str:
+    """Copy a repository (`user/repo`, or `hub://user/repo@revision/path`) into a folder, and return the folder.
+
+    With `step`, only the checkpoint of that step, as a folder below `directory`, from which a run can resume. Files
+    are verified, and appear when all of them are there. They come through Hugging Face's cache: what is in it is not
+    fetched again, and where the Hub cannot be reached it is taken from there.
+    """
+    storage = HubStorage(_rest(repo_id, revision), token=token)
+    top = f"{storage.folder}/" if storage.folder else ""
+    if step is None:
+        _copy(fetched(storage.repo, [f"{top}*"] if top else None) / top, Path(directory))
+        return str(directory)
+    path = _checkpoint_path(storage.repo, top, step)
+    name = path.rpartition("/")[2]
+    _copy(fetched(storage.repo, [f"{path}/*"]) / path, Path(directory, name))
+    wrong = catalog.verify(Path(directory, name))[name]
+    if wrong:
+        raise DamagedError(f"{storage.repo.url}/{path} is damaged there: {'; '.join(wrong)}.")
+    return str(Path(directory, name))
+
+
+def _rest(repo_id: str, revision: str | None) -> str:
+    rest = repo_id.removeprefix("hub://")
+    return f"{rest}@{revision.replace('/', '%2F')}" if revision else rest
+
+
+def _checkpoint_path(repo: HubRepo, top: str, step: int) -> str:
+    """The folder of a step's checkpoint in the repository; the one of the end of an epoch, if there are two."""
+    pattern = re.compile(rf"{re.escape(top)}((?:.*/)?step-0*{step}(?:-end)?)/{re.escape(FILE_NAME)}")
+    try:
+        paths = list(repo.files(repo.head()))
+    except TransientError:  # the cache knows as well
+        folder = fetched(repo, [f"{top}*{FILE_NAME}"])
+        paths = [path.relative_to(folder).as_posix() for path in folder.rglob(FILE_NAME)]
+    found = sorted(match.group(1) for path in paths if (match := pattern.fullmatch(path)))
+    if not found:
+        known = sorted(path.rpartition("/")[0] for path in paths if path.endswith(f"/{FILE_NAME}"))
+        raise MissingError(f"{repo.url} has no checkpoint of step {step}. There are: {', '.join(known) or 'none'}.")
+    return top + found[-1]
+
+
+def _copy(source: Path, directory: Path) -> None:
+    files = [path for path in sorted(source.rglob("*")) if path.is_file()]
+    if not files:
+        raise MissingError(f"there is nothing to pull at {source.name}.")
+    with appearing(directory) as folder:
+        for path in files:
+            target = folder / path.relative_to(source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+    say(f"pulled {len(files)} files into {directory}")
