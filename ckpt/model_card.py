@@ -117,8 +117,9 @@ def _merged(front: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> s
     try:
         fields = yaml.safe_load(front) or {}
     except yaml.YAMLError as error:
+        why = getattr(error, "problem", None) or error
         raise ConfigError(
-            f"the front matter of {CARD} is not YAML: {error}. Correct it, or push with card=False."
+            f"the front matter of {CARD} is not YAML: {why}. Correct it, or push with card=False."
         ) from None
     if any(key in fields and fields[key] != value for key, value in given.items()):
         return str(yaml.safe_dump({**known, **fields, **given}, sort_keys=False, allow_unicode=True))

@@ -14,7 +14,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -75,6 +75,7 @@ class HubServer:
         self.requests: list[Request] = []
         self.accepted: list[str] = []  # large files that were taken in, each time
         self.faults: list[Fault] = []
+        self.connections: set[socket.socket] = set()
         self.token: str | None = None  # asked for, if set
         self.page = 1000
         self.part_size = 0  # bytes of a part, where large files come in parts
@@ -89,9 +90,13 @@ class HubServer:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def close(self) -> None:
+        """Stop, and leave no connection open that a client could go on with."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+        for connection in list(self.connections):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def fail(self, pattern: str, status: int = 0, *, times: int = 1, cut: str = "", **headers: str) -> None:
         """Let the next requests whose `METHOD /path` matches fail."""
@@ -315,6 +320,14 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
+
+        def setup(self) -> None:
+            super().setup()
+            hub.connections.add(self.connection)
+
+        def finish(self) -> None:
+            hub.connections.discard(self.connection)
+            super().finish()
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
