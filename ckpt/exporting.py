@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,11 +19,10 @@ from ckpt.errors import UnsupportedError
 from ckpt.folders import appearing
 from ckpt.formats.dtypes import name_of
 from ckpt.formats.huggingface import LiveTensor, Source, images, parse_dtype, parse_size
-from ckpt.formats.sharding import is_sharded
 from ckpt.formats.spread import SpreadState, spread
 from ckpt.formats.state import Image
 from ckpt.formats.tied import one_of_each
-from ckpt.models import ModelPart
+from ckpt.models import ModelPart, tensors_in
 from ckpt.ranks import MAIN, Ranks
 from ckpt.storage import LocalStorage
 
@@ -66,12 +66,14 @@ class Exported:
                     self._write_one(storage, file)
                     advance(file.size)
             finally:
-                if self.shared:
-                    Exported(list(left)).go_through()
+                self._go_through(left)
 
-    def go_through(self) -> None:
+    def help_to_write(self) -> None:
         """What the other ranks do while the main one writes."""
-        for file in self.files:
+        self._go_through(self.files)
+
+    def _go_through(self, files: Iterable[Image]) -> None:
+        for file in files if self.shared else ():
             for _ in file.pieces():
                 pass
 
@@ -88,7 +90,7 @@ class Exported:
 def from_live(part: ModelPart, ranks: Ranks, wanted: Wanted) -> Exported:
     """A live model, however it is wrapped or spread. Every rank makes this call."""
     state = part.capture()
-    tensors = {name: one for name, one in state.items() if isinstance(one, torch.Tensor) or is_sharded(one)}
+    tensors = tensors_in(state)
     table = spread(tensors, ranks.world_size)
     held = SpreadState(part.kind, None, table, tensors)
     sources: dict[str, Source] = {
@@ -143,18 +145,14 @@ def save_live(
     call: str, directory: str | os.PathLike[str], part: ModelPart, ranks: Ranks, wanted: Wanted, beside: tuple[Any, ...]
 ) -> Exported:
     """Write a live model and what belongs to it into a folder, on all ranks together or not at all."""
-    with ranks.working():
+    main = ranks.rank == MAIN
+    with ranks.working(), ExitStack() as stack:
+        # before anything is gathered: from there on a rank that gave up would keep the others waiting
+        folder = together(ranks, call, lambda: stack.enter_context(appearing(Path(directory))) if main else None)
         exported: Exported = together(ranks, call, lambda: from_live(part, ranks, wanted))
-
-        def work() -> None:
-            if ranks.rank == MAIN:
-                with appearing(Path(directory)) as folder:
-                    exported.write(folder)
-                    write_beside(folder, beside)
-            elif exported.shared:
-                exported.go_through()
-
-        together(ranks, call, work)
+        together(ranks, call, lambda: exported.write(folder) if main else exported.help_to_write())
+        together(ranks, call, lambda: write_beside(folder, beside) if main else None)
+        together(ranks, call, stack.close)
     return exported
 
 

@@ -21,7 +21,7 @@ from ckpt.formats.sharding import Box, is_sharded, layout_of, local_tensor
 from ckpt.hub_cache import fetched
 from ckpt.managed import Managed
 from ckpt.merge_sources import open_source
-from ckpt.models import ModelPart
+from ckpt.models import ModelPart, tensors_in
 from ckpt.ranks import MAIN, Ranks, find_ranks
 from ckpt.restoring import Restoration
 from ckpt.storage import HubStorage, Storage, open_storage
@@ -129,7 +129,7 @@ def _load_tensors(where: str, ranks: Ranks, model: nn.Module, part: str, *, stri
 def _unfit(live: Mapping[str, Any], saved: Mapping[str, PiecedTensor]) -> Notes:
     """What does not go together. A tied tensor may be there under another of its names; another dtype is cast."""
     found = {id(value) for name, value in live.items() if name in saved}
-    tensors = {name: value for name, value in live.items() if hasattr(value, "dtype")}
+    tensors = tensors_in(live)
     notes = {name: "missing there" for name, value in tensors.items() if name not in saved and id(value) not in found}
     notes |= {name: "unexpected: the model has no such tensor" for name in saved if name not in tensors}
     for name in tensors.keys() & saved.keys():

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ckpt import restoring, rng
-from ckpt.agreement import Outcome, agree
+from ckpt.agreement import Outcome, agree, together
 from ckpt.background import Background
 from ckpt.capture import LAYOUTS, Capture, Captured
 from ckpt.catalog import check_name, scan
@@ -322,14 +322,15 @@ class StateManager:
         """
         self._refuse_half_loaded()
         target = Target(HubRepo(repo_id, revision or MAIN_BRANCH, token), private, commit_message, card)
-        training = self._training() if self._ranks.rank == MAIN else None
+        call = f"push_to_hub({repo_id!r})"
+        training = together(self._ranks, call, lambda: self._training() if self._ranks.rank == MAIN else None)
         model, wanted = self._managed.model_part(part), Wanted.of(dtype, max_shard_size)
         publish = push_live(model, self._ranks, target, wanted, (tokenizer, processor), training)
         if not wait:
             self._pushes.start(publish if self._ranks.rank == MAIN else lambda: None)
             return None
         with self._ranks.working():
-            url: str = agree(self._ranks, f"push_to_hub({repo_id!r})", Outcome(), lambda _: publish())
+            url: str = agree(self._ranks, call, Outcome(), lambda _: publish())
         return url
 
     def _training(self) -> Training:

@@ -48,7 +48,7 @@ class ModelPart:
 
     def about(self, state: Any) -> dict[str, Any]:
         """The configuration that Hugging Face's tools build such a model from, if it has one."""
-        return describe(unwrap(self.model), [name for name, value in state.items() if hasattr(value, "dtype")])
+        return describe(unwrap(self.model), list(tensors_in(state)))
 
     def is_spread(self) -> bool:
         return is_fsdp1(self.model) or any(is_sharded(one) for one in unwrap(self.model).parameters())
@@ -96,6 +96,11 @@ class ModelPart:
         module = unwrap(self.model)
         raw = clean_names(module, module.state_dict(keep_vars=True))
         module.load_state_dict({name: state[clean] for name, clean in raw.items()}, strict=False)
+
+
+def tensors_in(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of a model's state, without what modules keep beside them."""
+    return {name: one for name, one in state.items() if isinstance(one, torch.Tensor) or is_sharded(one)}
 
 
 def _compare(live: Any, saved: Any) -> str | None:

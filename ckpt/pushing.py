@@ -18,7 +18,7 @@ from ckpt.agreement import Outcome, agree
 from ckpt.catalog import locate, scan
 from ckpt.console import say
 from ckpt.curve import draw
-from ckpt.errors import ConfigError, TransientError
+from ckpt.errors import ConfigError
 from ckpt.exporting import SHARD_SIZE, Exported, Wanted, model_files, save_live
 from ckpt.folders import outdated
 from ckpt.formats.manifest import FILE_NAME, Manifest
@@ -28,14 +28,12 @@ from ckpt.merge_sources import open_source
 from ckpt.model_card import CARD, CURVE, Training
 from ckpt.models import ModelPart
 from ckpt.ranks import MAIN, Ranks, find_ranks
-from ckpt.storage.hub_errors import MovedError
 from ckpt.storage.hub_repo import MAIN_BRANCH, HubFile, HubRepo
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 Card = bool | Mapping[str, Any]
-_TRIES = 8  # when others commit at the same time
 _LARGE = 64  # digits of sha256, by which large files are known; git's hash has 40
 
 
@@ -136,35 +134,21 @@ class Target:
         """Make one commit of what differs from what is there, and return its URL."""
         hashes = _Hashes()
         self.repo.create(private=self.private)
-        for _ in range(_TRIES):
-            head = self.repo.head()
-            there = self.repo.files(head)
-            operations = self._operations(ready, hashes, head, there)
-            if not operations:
-                say(f"{self.repo.page} has all of it already: nothing to push")
-                return self._url(head)
-            try:
-                commit = self.repo.commit(operations, self.message or "Upload model with ckpt", head)
-            except MovedError:
-                continue
-            say(f"pushed to {self.repo.page}: {len(operations)} files in commit {commit[:8]}")
-            return self._url(commit)
-        raise TransientError(
-            f"{self.repo.url}: others commit there again and again, so nothing was pushed. Try again later."
-        )
-
-    def _url(self, commit: str) -> str:
+        message = self.message or "Upload model with ckpt"
+        commit, count = self.repo.commit_on_head(lambda head: self._operations(ready, hashes, head), message)
+        if count:
+            say(f"pushed to {self.repo.page}: {count} files in commit {commit[:8]}")
+        else:
+            say(f"{self.repo.page} has all of it already: nothing to push")
         return f"{self.repo.page}/commit/{commit}"
 
-    def _operations(
-        self, ready: Ready, hashes: _Hashes, head: str, there: Mapping[str, HubFile]
-    ) -> list[CommitOperationAdd | CommitOperationDelete]:
+    def _operations(self, ready: Ready, hashes: _Hashes, head: str) -> list[CommitOperationAdd | CommitOperationDelete]:
+        """What differs between what shall be there and what is there at a commit."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
-        paths = ready.paths()
-        texts = self._texts(ready, head, there)
-        new: dict[str, str | bytes] = {path: str(file) for path, file in paths.items()}
-        new |= {path: text.encode() for path, text in texts.items()}
+        there = self.repo.files(head)
+        new: dict[str, str | bytes] = {path: str(file) for path, file in ready.paths().items()}
+        new |= {path: text.encode() for path, text in self._texts(ready, head, there).items()}
         additions = [
             CommitOperationAdd(path, content)
             for path, content in new.items()

@@ -100,6 +100,10 @@ class Saver:
         else:
             self._background.start(lambda: self._carry_out(save))
         if wait and isinstance(self.storage, Staging):
+            self._settle_together(name)
+
+    def _settle_together(self, name: str) -> None:
+        with self.talks.working():
             agree(self.talks, f"save_state({name!r}) (durable)", Outcome(), lambda _: self._settle())
 
     def _settle(self) -> None:

@@ -54,7 +54,12 @@ def explained(verb: str, where: str) -> Iterator[None]:
 
 def translated(error: BaseException, what: str) -> Exception:
     """The error that a user sees in place of the client's."""
-    from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     status = _status(error)
     if isinstance(error, RepositoryNotFoundError) and status != 401:
@@ -70,11 +75,8 @@ def translated(error: BaseException, what: str) -> Exception:
             f"{what}: the Hub cannot be reached ({type(error).__name__}: {error}). Look at the network, at HF_ENDPOINT "
             f"and HF_HUB_OFFLINE, then try again. {_KEPT}"
         )
-    if isinstance(error, ValueError):
-        return ConfigError(f"{what}: {error}")
-    if isinstance(error, OSError):
-        return StorageError(f"{what}: {error.strerror or error}.")
-    return error if isinstance(error, Exception) else StorageError(f"{what}: {error!r}")
+    kind = ConfigError if isinstance(error, HFValidationError) else StorageError
+    return kind(f"{what}: {type(error).__name__}: {error}")
 
 
 def _by_status(status: int, error: BaseException, what: str) -> Exception:

@@ -11,15 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt.errors import StorageError, TransientError
-from ckpt.storage.hub_errors import MovedError
+from ckpt.errors import StorageError
 from ckpt.storage.hub_repo import HubRepo
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 _log = logging.getLogger("ckpt")
-_TRIES = 10  # when others commit at the same time
 _LOOK = 0.2  # seconds after which a waiting thread looks whether the program has ended
 
 
@@ -112,21 +110,10 @@ class Pending:
     def _commit(self) -> None:
         if not self._changes:
             return
-        for _ in range(_TRIES):
-            head = self._repo.head()
-            operations = self._operations(head)
-            try:
-                if operations:
-                    self._repo.commit(operations, self._message(), head)
-            except MovedError:
-                continue
-            self._changes = {}
-            self._last = time.monotonic()
-            self._committed()
-            return
-        raise TransientError(
-            f"{self._repo.url}: others commit there again and again. Give this run a branch of its own."
-        )
+        self._repo.commit_on_head(self._operations, self._message())
+        self._changes = {}
+        self._last = time.monotonic()
+        self._committed()
 
     def _operations(self, head: str) -> list[CommitOperationAdd | CommitOperationDelete]:
         from huggingface_hub import CommitOperationDelete

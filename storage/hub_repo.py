@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ckpt.errors import TransientError
 from ckpt.storage.hub_errors import MovedError, explained, patiently
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     Operation = CommitOperationAdd | CommitOperationDelete
 
 MAIN_BRANCH = "main"
+_PAUSES = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # seconds, after others have committed
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,24 @@ class HubRepo:
         with explained("upload to", self.url):
             self.api.preupload_lfs_files(self.id, additions, revision=self.revision, free_memory=True)
 
-    def commit(self, operations: Sequence[Operation], message: str, parent: str) -> str:
+    def commit_on_head(self, make: Callable[[str], Sequence[Operation]], message: str) -> tuple[str, int]:
+        """Commit what `make` says is to be done, given the head; again on the new head when others were first.
+
+        Returns the commit that then has all of it, and the number of changes: none if nothing was to be done.
+        """
+        for pause in _PAUSES:
+            head = self.head()
+            operations = make(head)
+            try:
+                return self._commit(operations, message, head) if operations else head, len(operations)
+            except MovedError:
+                time.sleep(pause)
+        raise TransientError(
+            f"{self.url}: others commit there again and again, so nothing was changed. Try again later, or use a "
+            "branch of your own."
+        )
+
+    def _commit(self, operations: Sequence[Operation], message: str, parent: str) -> str:
         """One commit on top of `parent`. If the branch is elsewhere, it raises `MovedError` and nothing has changed.
 
         Where the answer to a commit was lost, the mark in its description tells whether it was made.
@@ -132,8 +152,3 @@ class HubRepo:
 
 def _file(entry: Any) -> HubFile:
     return HubFile(entry.path, entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id)
-
-
-def changed(new: Mapping[str, str], there: Mapping[str, HubFile]) -> list[str]:
-    """The paths whose content, by its hash, is not what is there."""
-    return [path for path, oid in new.items() if path not in there or there[path].oid != oid]

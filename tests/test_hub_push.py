@@ -306,7 +306,7 @@ class TestFaults:
         self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         waited: list[float] = []
-        monkeypatch.setattr(hub_errors.time, "sleep", waited.append)
+        monkeypatch.setattr("ckpt.storage.hub_errors.time.sleep", waited.append)
         hub.fail("/commit/", 429, Retry_After="37")
         with ckpt.StateManager(tmp_path / "run", model=small(0)) as manager:
             manager.push_to_hub(REPO)
