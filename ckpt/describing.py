@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ def describe(module: nn.Module, names: Sequence[str]) -> dict[str, Any]:
     """A bare model, whose tensors have these names: its configuration, or its adapters; nothing of other models."""
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(module, peft.PeftModel):
-        return {"adapters": {name: _adapter(module, name, names) for name in module.peft_config}}
+        return {"adapters": _adapters(module, names)}
     configuration = sys.modules.get("transformers.configuration_utils")
     config = getattr(module, "config", None)
     if configuration is None or not isinstance(config, configuration.PretrainedConfig):
@@ -31,6 +32,17 @@ def describe(module: nn.Module, names: Sequence[str]) -> dict[str, Any]:
 def _generation(module: Any) -> dict[str, Any]:
     config = getattr(module, "generation_config", None)
     return {} if config is None else {"generation_config": json.loads(config.to_json_string())}
+
+
+_known: WeakKeyDictionary[nn.Module, tuple[object, dict[str, Any]]] = WeakKeyDictionary()
+
+
+def _adapters(module: Any, names: Sequence[str]) -> dict[str, Any]:
+    """All adapters. PEFT takes a tenth of a second for that, so it is asked again only when something has changed."""
+    key = (tuple(names), repr(module.peft_config))
+    if module not in _known or _known[module][0] != key:
+        _known[module] = key, {name: _adapter(module, name, names) for name in module.peft_config}
+    return _known[module][1]
 
 
 def _adapter(module: Any, adapter: str, names: Sequence[str]) -> dict[str, Any]:
@@ -64,8 +76,8 @@ def _adapter_config(module: Any, config: Any) -> dict[str, Any]:
             "base_model_class": base_class.__name__.removeprefix(_FSDP2),
             "parent_library": base_class.__module__,
         }
-    known: dict[str, Any] = json.loads(json.dumps(fields, default=str))
-    return known
+    plain: dict[str, Any] = json.loads(json.dumps(fields, default=str))
+    return plain
 
 
 def _targets_embeddings(config: Any) -> bool:

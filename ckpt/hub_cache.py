@@ -32,7 +32,7 @@ def fetched(repo: HubRepo, patterns: Sequence[str] | None = None) -> Path:
         say(f"the Hub cannot be reached: {repo.url} is taken from the cache, as it was at commit {folder.name[:8]}")
     else:
         folder = _downloaded(repo, patterns)
-    verify(folder)
+    verify(folder, patterns)
     return folder
 
 
@@ -67,13 +67,16 @@ def _cached(repo: HubRepo, patterns: Sequence[str] | None, unreachable: Transien
     return Path(found)
 
 
-def verify(folder: Path) -> None:
-    """Compare every file of a snapshot with the hash that names its blob."""
-    blobs = {path: Path(os.path.realpath(path)) for path in sorted(folder.rglob("*")) if path.is_file()}
-    sized = {path: blob for path, blob in blobs.items() if _HASHED.fullmatch(blob.name)}
-    total = sum(blob.stat().st_size for blob in sized.values())
-    with bar(f"verifying {folder.name[:8]}", total, in_bytes=True) as advance:
-        altered = [blob for blob in dict.fromkeys(sized.values()) if _hash(blob, advance) != blob.name]
+def verify(folder: Path, patterns: Sequence[str] | None = None) -> None:
+    """Compare the files of a snapshot that match with the hashes that name their blobs."""
+    from huggingface_hub.utils import filter_repo_objects
+
+    files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    chosen = filter_repo_objects(files, allow_patterns=None if patterns is None else [*patterns])
+    blobs = dict.fromkeys(Path(os.path.realpath(folder / path)) for path in chosen)
+    hashed = [blob for blob in blobs if _HASHED.fullmatch(blob.name)]
+    with bar(f"verifying {folder.name[:8]}", sum(blob.stat().st_size for blob in hashed), in_bytes=True) as advance:
+        altered = [blob for blob in hashed if _hash(blob, advance) != blob.name]
     if altered:
         names = "; ".join(str(blob) for blob in altered)
         raise DamagedError(f"these files do not match their hashes: {names}. Remove them, and they are fetched again.")

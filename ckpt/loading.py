@@ -42,7 +42,8 @@ def load_model(
     `source` is a checkpoint, a root (its newest intact checkpoint is taken), a folder of safetensors, or whatever else
     `merge` reads, at a path or URL: `hub://user/repo`. The model may be wrapped, compiled or sharded; every rank makes
     this call, and reads what it holds. Checkpoints are verified by their manifests, files of the Hub by their hashes
-    there; without the network they come from the cache. With `strict` everything must fit, or nothing is changed.
+    there; without the network they come from the cache. With `strict` everything must fit, or nothing is changed. What
+    is far away is read once, and verified on the way: if it is damaged, a part of it is in the model already.
     """
     where = os.fspath(source)
     ranks = find_ranks(f"load {where}", timeout)
@@ -91,7 +92,7 @@ def _load_checkpoint(
             held,
             strict=strict,
             share=not storage.near,
-            precious=True,
+            precious=storage.near,
             touch=lambda: None,
         )
 

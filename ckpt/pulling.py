@@ -6,13 +6,12 @@ Imports no torch: a shell asks for it too.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from pathlib import Path
 
 from ckpt import catalog
 from ckpt.console import say
-from ckpt.errors import DamagedError, MissingError, TransientError
+from ckpt.errors import DamagedError, MissingError
 from ckpt.folders import appearing
 from ckpt.formats.manifest import FILE_NAME
 from ckpt.hub_cache import fetched
@@ -39,13 +38,13 @@ def pull(
     if step is None:
         _copy(fetched(storage.repo, [f"{top}*"] if top else None) / top, Path(directory))
         return str(directory)
-    path = _checkpoint_path(storage.repo, top, step)
-    name = path.rpartition("/")[2]
-    _copy(fetched(storage.repo, [f"{path}/*"]) / path, Path(directory, name))
-    wrong = catalog.verify(Path(directory, name))[name]
+    found = _checkpoint(storage.repo, top, step)
+    target = Path(directory, found.name)
+    _copy(found, target)
+    wrong = catalog.verify(target)[target.name]
     if wrong:
-        raise DamagedError(f"{storage.repo.url}/{path} is damaged there: {'; '.join(wrong)}.")
-    return str(Path(directory, name))
+        raise DamagedError(f"{target} was pulled, but is damaged on the Hub already: {'; '.join(wrong)}.")
+    return str(target)
 
 
 def _rest(repo_id: str, revision: str | None) -> str:
@@ -53,19 +52,17 @@ def _rest(repo_id: str, revision: str | None) -> str:
     return f"{rest}@{revision.replace('/', '%2F')}" if revision else rest
 
 
-def _checkpoint_path(repo: HubRepo, top: str, step: int) -> str:
-    """The folder of a step's checkpoint in the repository; the one of the end of an epoch, if there are two."""
-    pattern = re.compile(rf"{re.escape(top)}((?:.*/)?step-0*{step}(?:-end)?)/{re.escape(FILE_NAME)}")
-    try:
-        paths = list(repo.files(repo.head()))
-    except TransientError:  # the cache knows as well
-        folder = fetched(repo, [f"{top}*{FILE_NAME}"])
-        paths = [path.relative_to(folder).as_posix() for path in folder.rglob(FILE_NAME)]
-    found = sorted(match.group(1) for path in paths if (match := pattern.fullmatch(path)))
-    if not found:
-        known = sorted(path.rpartition("/")[0] for path in paths if path.endswith(f"/{FILE_NAME}"))
-        raise MissingError(f"{repo.url} has no checkpoint of step {step}. There are: {', '.join(known) or 'none'}.")
-    return top + found[-1]
+def _checkpoint(repo: HubRepo, top: str, step: int) -> Path:
+    """The checkpoint of a step in the cache; the one of the end of an epoch, if there are two."""
+    name = f"step-{step:08d}"
+    folder = fetched(repo, [f"{top}*{name}*/*"])
+    found = (path.parent for path in sorted((folder / top).rglob(f"{name}*/{FILE_NAME}")))
+    exact = [path for path in found if path.name in (name, f"{name}-end")]
+    if not exact:
+        there = [path for path in repo.files(repo.head()) if path.endswith(f"/{FILE_NAME}")]
+        known = ", ".join(sorted(path.rpartition("/")[0] for path in there)) or "none"
+        raise MissingError(f"{repo.url} has no checkpoint of step {step}. There are: {known}.")
+    return exact[-1]
 
 
 def _copy(source: Path, directory: Path) -> None:

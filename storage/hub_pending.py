@@ -89,23 +89,32 @@ class Pending:
             self._wake.set()
 
     def _commit_later(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
+        if self._thread is None:
             self._wake.clear()
             # no daemon: what was saved is committed when the program ends, however it does in good order
-            self._thread = threading.Thread(target=self._wait_and_commit, name="ckpt-hub")
+            self._thread = threading.Thread(target=self._commit_when_due, name="ckpt-hub")
             self._thread.start()
 
-    def _wait_and_commit(self) -> None:
-        due = self._last + self._interval
-        while time.monotonic() < due and threading.main_thread().is_alive():
-            if self._wake.wait(_LOOK):
-                break
-        with self._guard:
-            try:
-                self._commit()
-            except StorageError as error:  # it is tried again with the next change, or by `settle`, which raises
-                _log.warning("changes wait to be committed to %s: %s", self._repo.url, error)
-            self._thread = None
+    def _commit_when_due(self) -> None:
+        while True:
+            goes_on = self._wait(self._interval)
+            with self._guard:
+                try:
+                    self._commit()
+                except StorageError as error:  # it is tried again, here and by `settle`, which raises
+                    _log.warning("changes wait to be committed to %s: %s", self._repo.url, error)
+                if not self._changes or not goes_on:
+                    self._thread = None
+                    return
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait, but not for what `settle` has done already. Returns whether the program goes on."""
+        due = time.monotonic() + seconds
+        while time.monotonic() < due and not self._wake.wait(_LOOK):
+            if not threading.main_thread().is_alive():
+                return False
+        self._wake.clear()
+        return True
 
     def _commit(self) -> None:
         if not self._changes:

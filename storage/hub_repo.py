@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -95,7 +96,7 @@ class HubRepo:
 
     def upload(self, additions: Sequence[CommitOperationAdd]) -> None:
         """Send the bytes of large files ahead of their commit, and forget them here. What the Hub has is not sent."""
-        with explained("upload to", self.url):
+        with explained("upload to", self.url), _without_bars():
             self.api.preupload_lfs_files(self.id, additions, revision=self.revision, free_memory=True)
 
     def commit_on_head(self, make: Callable[[str], Sequence[Operation]], message: str) -> tuple[str, int]:
@@ -148,6 +149,21 @@ class HubRepo:
     def _marked(self, mark: str) -> str | None:
         commits = self.api.list_repo_commits(self.id, revision=self.revision)
         return next((one.commit_id for one in commits if mark in one.message), None)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """The client shows a bar for every file, which is too much where training goes on."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    shown = not are_progress_bars_disabled()
+    if shown:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bars()
 
 
 def _file(entry: Any) -> HubFile:

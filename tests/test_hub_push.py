@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -172,11 +173,41 @@ class TestAdapters:
             assert set(hub.files(repo)) == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
             loaded = PeftModel.from_pretrained(gpt(), downloaded(repo)).eval()
             assert torch.equal(logits(loaded), logits(model))
+        found, expected = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
+        assert found.keys() == expected.keys()
         ours, theirs = (json.loads((tmp_path / n / "adapter_config.json").read_text()) for n in ("ours", "theirs"))
         assert {**ours, "target_modules": sorted(theirs["target_modules"])} == {
             **theirs,
             "target_modules": ours["target_modules"],
         }
+
+    def test_each_adapter_has_a_folder_but_for_the_default_one(self, tmp_path: Path) -> None:
+        from peft import LoraConfig
+
+        model = lora(gpt())
+        model.add_adapter("other", LoraConfig(r=1, target_modules=["c_attn"]))
+        with ckpt.StateManager(tmp_path / "run", model=model) as manager:
+            manager.save_model(tmp_path / "ours", dtype="float16")
+        model.save_pretrained(tmp_path / "theirs")
+        for folder in (".", "other"):
+            found, expected = (
+                load_file(tmp_path / name / folder / "adapter_model.safetensors") for name in ("ours", "theirs")
+            )
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], expected[name].half()) for name in found)
+
+
+def test_a_configuration_that_cannot_be_taken_costs_no_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = gpt()
+    model.config.strange = object()
+    with ckpt.StateManager(tmp_path / "run", model=model) as manager:
+        manager.save_state("x", wait=True)
+        assert "its checkpoint cannot be published" in caplog.text
+        with pytest.raises(ckpt.CkptError, match="not JSON serializable"):
+            manager.save_model(tmp_path / "out")
+    assert not any(ckpt.verify(tmp_path / "run").values())
 
 
 def _file(path: str, content: bytes) -> dict[str, Any]:
