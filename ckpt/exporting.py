@@ -100,9 +100,18 @@ def from_live(part: ModelPart, ranks: Ranks, wanted: Wanted) -> Exported:
     groups: dict[str, list[str]] = {}
     for alias, first in table.aliases.items():
         groups.setdefault(first, [first]).append(alias)
-    about = part.about(state)
+    about = _about(part, state)
     files = model_files(about, sources, one_of_each(groups.values()), wanted)
     return Exported(files, about, shared=part.is_spread() and ranks.world_size > 1)
+
+
+def _about(part: ModelPart, state: Any) -> dict[str, Any]:
+    try:
+        return part.about(state)
+    except Exception as error:  # code of others
+        raise UnsupportedError(
+            f"{part.key}: its configuration could not be taken: {type(error).__name__}: {error}"
+        ) from error
 
 
 def model_files(
