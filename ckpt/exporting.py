@@ -16,7 +16,7 @@ import torch
 from ckpt.agreement import together
 from ckpt.console import LONG, bar
 from ckpt.errors import UnsupportedError
-from ckpt.folders import appearing
+from ckpt.folders import appearing, refuse_checkpoints
 from ckpt.formats.dtypes import name_of
 from ckpt.formats.huggingface import LiveTensor, Source, images, parse_dtype, parse_size
 from ckpt.formats.spread import SpreadState, spread
@@ -157,12 +157,17 @@ def save_live(
     main = ranks.rank == MAIN
     with ranks.working(), ExitStack() as stack:
         # before anything is gathered: from there on a rank that gave up would keep the others waiting
-        folder = together(ranks, call, lambda: stack.enter_context(appearing(Path(directory))) if main else None)
+        folder = together(ranks, call, lambda: _opened(Path(directory), stack) if main else None)
         exported: Exported = together(ranks, call, lambda: from_live(part, ranks, wanted))
         together(ranks, call, lambda: exported.write(folder) if main else exported.help_to_write())
         together(ranks, call, lambda: write_beside(folder, beside) if main else None)
         together(ranks, call, stack.close)
     return exported
+
+
+def _opened(directory: Path, stack: ExitStack) -> Path:
+    refuse_checkpoints(directory)
+    return stack.enter_context(appearing(directory))
 
 
 def write_beside(folder: Path, beside: tuple[Any, ...]) -> None:

@@ -7,10 +7,11 @@ import re
 import secrets
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from ckpt.errors import ConfigError, StorageError
+from ckpt.formats.manifest import FILE_NAME
 
 _WEIGHTS = re.compile(r"((?:adapter_)?model)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
 
@@ -20,23 +21,44 @@ def appearing(directory: Path) -> Iterator[Path]:
     """A folder to write into, which takes its place when the context ends well. Files of the user's own in it stay."""
     if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
         raise ConfigError(f"{directory} is not a directory of its own. Choose another place for the model.")
-    beside = directory.absolute().parent
-    stamp = secrets.token_hex(4)
-    new, old = (beside / f".{directory.name}.{stamp}.{word}.ckpt-tmp" for word in ("new", "old"))
+    new = _beside(directory, "new")
     try:
         new.mkdir(parents=True)
         yield new
         _carry_over(directory, new)
-        with suppress(FileNotFoundError):
-            os.rename(directory, old)
-        os.rename(new, directory)
+        _take_place(new, directory)
     except OSError as error:
         if isinstance(error, StorageError):
             raise
         raise StorageError(f"could not write {directory}: {error.strerror or error}.") from error
     finally:
-        for left in (new, old):
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def refuse_checkpoints(directory: Path) -> None:
+    """Refuse a folder whose files a run may be using."""
+    if (directory / FILE_NAME).exists() or any(directory.glob(f"*/{FILE_NAME}")):
+        raise ConfigError(f"{directory} holds checkpoints, and stays as it is. Choose another place for the model.")
+
+
+def _beside(directory: Path, word: str) -> Path:
+    return directory.absolute().with_name(f".{directory.name}.{secrets.token_hex(4)}.{word}.ckpt-tmp")
+
+
+def _take_place(new: Path, directory: Path) -> None:
+    """Put one folder into the place of another, which is removed when that is done."""
+    old = _beside(directory, "old")
+    try:
+        os.rename(directory, old)
+    except FileNotFoundError:
+        os.rename(new, directory)
+        return
+    try:
+        os.rename(new, directory)
+    except BaseException:
+        os.rename(old, directory)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _carry_over(directory: Path, new: Path) -> None:

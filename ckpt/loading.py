@@ -50,7 +50,7 @@ def load_model(
     call = f"load_model({where!r})"
     with ranks.working():
         where = together(ranks, call, lambda: _reached(where))
-        storage, names = together(ranks, call, lambda: _located(where))
+        storage, names = together(ranks, call, lambda: locate(where))
         if names:
             return _load_checkpoint(storage, names, ranks, model, part, strict=strict)
         return dict(together(ranks, call, lambda: _load_tensors(where, ranks, model, part, strict=strict)))
@@ -62,18 +62,13 @@ def _reached(where: str) -> str:
     if not isinstance(storage, HubStorage):
         return where
     try:
-        names = _located(where)[1]
+        _, names = locate(where)
     except TransientError:
         names = []
     if names:
         return where
     folder = storage.folder
     return str(fetched(storage.repo, [f"{folder}/*"] if folder else None) / folder)
-
-
-def _located(where: str) -> tuple[Storage, list[str]]:
-    storage, names = locate(where)
-    return storage, names
 
 
 def _load_checkpoint(

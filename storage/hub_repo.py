@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from ckpt.errors import TransientError
 from ckpt.storage.hub_errors import MovedError, explained, patiently
@@ -42,7 +43,7 @@ class HubRepo:
 
     @property
     def url(self) -> str:
-        return f"hub://{self.id}" + (f"@{self.revision}" if self.revision != MAIN_BRANCH else "")
+        return f"hub://{self.id}" + (f"@{quote(self.revision, safe='')}" if self.revision != MAIN_BRANCH else "")
 
     @property
     def page(self) -> str:

@@ -85,6 +85,7 @@ def test_a_url_names_a_repository_a_revision_and_a_path() -> None:
     storage = open_storage("hub://me/runs@refs%2Fpr%2F1/a/b/")
     assert isinstance(storage, HubStorage)
     assert (storage.repo.id, storage.repo.revision, storage.folder) == ("me/runs", "refs/pr/1", "a/b")
+    assert storage.url == "hub://me/runs@refs%2Fpr%2F1/a/b"
 
 
 def model_of(value: float) -> nn.Linear:

@@ -77,6 +77,15 @@ def test_the_folder_is_replaced_as_a_whole_and_files_of_the_users_own_stay(tmp_p
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
+def test_a_folder_with_checkpoints_is_left_alone(tmp_path: Path) -> None:
+    with ckpt.StateManager(tmp_path / "run", model=plain(1)) as manager:
+        manager.save_state("x", wait=True)
+        for place in ("run", "run/x"):
+            with pytest.raises(ckpt.ConfigError, match="holds checkpoints, and stays as it is"):
+                manager.save_model(tmp_path / place)
+    assert not any(ckpt.verify(tmp_path / "run").values())
+
+
 def test_tied_and_buffered_and_odd_tensors_are_as_they_were(tmp_path: Path) -> None:
     embed, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
     head.weight = embed.weight
