@@ -1,8 +1,7 @@
 """A stand-in for the Hub over HTTP, on loopback, for the real `huggingface_hub` client.
 
-It keeps blobs and commits for real (`tests.hub_store`), remembers what was sent, and can be told to fail. Of the two
-ways in which large files travel it has the older one, LFS (basic and in parts). Xet it has not: its storage protocol is
-the client's own affair, and clients of this server must run with it off.
+It keeps blobs and commits for real (`tests.hub_store`), remembers what was sent, and can be told to fail. Large files
+come to it as LFS has it, whole or in parts, or by Xet (`tests.hub_xet`), for which it only says where to go.
 """
 
 from __future__ import annotations
@@ -277,6 +276,9 @@ def _resolve(hub: HubServer, call: Call) -> Answer:
         return answer
     large = {"X-Linked-Etag": f'"{blob.lfs}"', "X-Linked-Size": str(blob.size)} if blob.lfs else {}
     headers = {"X-Repo-Commit": commit, "ETag": f'"{blob.lfs or blob.oid}"', "Accept-Ranges": "bytes", **large}
+    if blob.xet:
+        route = f"{hub.url}/api/models/{call.words['repo']}/xet-read-token/{commit}"
+        headers |= {"X-Xet-Hash": blob.xet, "X-Xet-Refresh-Route": route}
     asked = re.fullmatch(r"bytes=(\d+)-(\d*)", next((v for k, v in call.headers.items() if k.lower() == "range"), ""))
     data = hub.store.content(blob)
     if not asked:
@@ -286,6 +288,14 @@ def _resolve(hub: HubServer, call: Call) -> Answer:
         return Answer.error(416, "Requested range not satisfiable")
     headers["Content-Range"] = f"bytes {first}-{last}/{blob.size}"
     return Answer(206, data[first : last + 1], headers)
+
+
+def _xet_token(hub: HubServer, call: Call) -> Answer:
+    token = hub.store.xet.token()
+    answer = Answer.json(token)
+    names = {"X-Xet-Cas-Url": "casUrl", "X-Xet-Access-Token": "accessToken", "X-Xet-Token-Expiration": "exp"}
+    answer.headers |= {name: str(token[key]) for name, key in names.items()}
+    return answer
 
 
 def _valid(hub: HubServer, call: Call) -> Answer:
@@ -305,6 +315,7 @@ _ROUTES: list[tuple[str, Callable[[HubServer, Call], Answer]]] = [
     (rf"GET {_API}/tree/{_REVISION}(?:/(?P<path>.*))?", _tree),
     (rf"POST {_API}/paths-info/{_REVISION}", _paths),
     (rf"GET {_API}/refs", _refs),
+    (rf"GET {_API}/xet-(?:read|write)-token/{_REVISION}", _xet_token),
     (rf"POST {_API}/branch/(?P<name>[^/]+)", _branch),
     (rf"GET {_API}/commits/{_REVISION}", _commits),
     (rf"POST /{_REPO}\.git/info/lfs/objects/batch", _batch),
@@ -392,20 +403,21 @@ def connect(url: str, home: str, token: str = "") -> None:
 
 
 @contextmanager
-def serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+def serving(folder: Path, monkeypatch: pytest.MonkeyPatch, *, xet: bool = False) -> Iterator[HubServer]:
     """A server, and this process and its children as its clients: no other Hub can be reached by mistake."""
     from huggingface_hub import constants
 
     server = HubServer(folder / "hub")
     cache = folder / "hf-cache"
-    for name, value in {"HF_ENDPOINT": server.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_CACHE": str(cache)}.items():
+    known = {"HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(cache), "HF_XET_CACHE": str(folder / "xet-cache")}
+    for name, value in known.items():
         monkeypatch.setenv(name, value)
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", not xet)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "no-token"))
     try:

@@ -12,6 +12,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from tests.hub_xet import XetFolder
+
 Fields = dict[str, Any]
 
 
@@ -22,10 +24,12 @@ class StoredBlob:
     oid: str
     size: int
     lfs: str | None = None
+    xet: str | None = None  # Xet's own hash of a large file that came that way
 
     def to_json(self, path: str) -> Fields:
         large = {"lfs": {"oid": self.lfs, "size": self.size, "pointerSize": 134}} if self.lfs else {}
-        return {"type": "file", "oid": self.oid, "size": self.size, "path": path, **large}
+        xet = {"xetHash": self.xet} if self.xet else {}
+        return {"type": "file", "oid": self.oid, "size": self.size, "path": path, **large, **xet}
 
 
 class MissingError(Exception):
@@ -41,6 +45,7 @@ class HubStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.xet = XetFolder(folder / "cas")
         self._lock = threading.Lock()
         for name in ("repos", "commits", "blobs", "lfs", "parts"):
             (folder / name).mkdir(parents=True, exist_ok=True)
@@ -132,8 +137,7 @@ class HubStore:
         if kind == "file":
             files[path] = self._add_blob(value["content"])
         elif kind == "lfsFile":
-            size = (self.folder / "lfs" / value["oid"]).stat().st_size
-            files[path] = StoredBlob(_git_oid(f"pointer to {value['oid']}".encode()), size, value["oid"])
+            files[path] = self._large(value["oid"])
         elif kind == "deletedFile":
             if path not in files:
                 raise MissingError("EntryNotFound")
@@ -141,6 +145,13 @@ class HubStore:
         elif kind == "deletedFolder":
             for key in [key for key in files if key.startswith(path.rstrip("/") + "/")]:
                 del files[key]
+
+    def _large(self, oid: str) -> StoredBlob:
+        """A large file that was sent by its own, in one way or the other."""
+        target, known = self.folder / "lfs" / oid, self.xet.find(oid)
+        if known is not None and not target.exists():
+            self.xet.put_together(*known, target)
+        return StoredBlob(_git_oid(f"pointer to {oid}".encode()), target.stat().st_size, oid, known and known[0])
 
     def _add_blob(self, data: bytes) -> StoredBlob:
         oid = _git_oid(data)

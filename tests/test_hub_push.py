@@ -158,6 +158,38 @@ class TestOneProcess:
         assert len(hub.accepted) == 1
 
 
+class TestXet:
+    """The same with Xet on: `hf_xet` itself, which stores into a folder in place of Xet's servers."""
+
+    @pytest.fixture
+    def hub(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+        with serving(tmp_path, monkeypatch, xet=True) as server:
+            yield server
+
+    def test_a_model_goes_there_and_comes_back(self, hub: HubServer, tmp_path: Path) -> None:
+        model = gpt()
+        with ckpt.StateManager(tmp_path / "run", model=model) as manager:
+            manager.push_to_hub(REPO, max_shard_size="60kB")
+            assert torch.equal(read_back(downloaded()), logits(model))
+            manager.push_to_hub(REPO, max_shard_size="60kB")
+        assert len(hub.commits(REPO)) == 1
+        assert len(hub.sent("xet-write-token")) == 1
+        assert hub.sent("xet-read-token")
+        assert not hub.sent("PUT /lfs/")
+
+    def test_a_run_is_saved_and_resumed(self, hub: HubServer) -> None:
+        root = "hub://me/runs"
+        with ckpt.StateManager(root, model=small(1)) as manager:
+            manager.save_state("a", wait=True)
+            manager.save_state("b", wait=True)
+        model = small(2)
+        with ckpt.StateManager(root, model=model) as manager:
+            assert manager.load_state().name == "b"
+        assert all(torch.equal(one, two) for one, two in zip(model.parameters(), small(1).parameters(), strict=True))
+        assert len(hub.commits("me/runs")) == 2
+        assert not hub.sent("PUT /lfs/")
+
+
 class TestAdapters:
     def test_of_a_peft_model_the_adapter_is_published(self, hub: HubServer, tmp_path: Path) -> None:
         from peft import PeftModel
