@@ -379,7 +379,7 @@ class StateManager:
             raise MetricError(f"metrics must be names with one number each, not {given!r}: {error}") from error
 
     def _load(self, name: str | None, *, strict: bool) -> Restored | None:
-        self.wait()
+        together(self._ranks, "load_state() (saves done)", self.wait)
         with ExitStack() as held:
             held.enter_context(self._ranks.working())
             held.enter_context(self._saver.snapshots.paused())

@@ -15,7 +15,8 @@ CARD, CURVE = "README.md", "training-curve.svg"
 BEGIN = "<!-- ckpt writes this section anew with every push: what you change in it is lost -->"
 END = "<!-- end of the section of ckpt -->"
 _FRONT = re.compile(r"\A---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
-_SECTION = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+# where a user has removed one end of a section, none of the text after it is taken for ours
+_SECTION = re.compile(f"{re.escape(BEGIN)}(?:(?!{re.escape(BEGIN)}).)*?{re.escape(END)}", re.DOTALL)
 _REPO_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 _TASKS = {
     "ForCausalLM": "text-generation",

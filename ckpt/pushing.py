@@ -148,7 +148,7 @@ class Target:
 
         there = self.repo.files(head)
         new: dict[str, str | bytes] = {path: str(file) for path, file in ready.paths().items()}
-        new |= {path: text.encode() for path, text in self._texts(ready, head, there).items()}
+        new |= self._texts(ready, head, there)
         additions = [
             CommitOperationAdd(path, content)
             for path, content in new.items()
@@ -156,20 +156,22 @@ class Target:
         ]
         return [*additions, *(CommitOperationDelete(path) for path in sorted(outdated(there, new)))]
 
-    def _texts(self, ready: Ready, head: str, there: Mapping[str, HubFile]) -> dict[str, str]:
+    def _texts(self, ready: Ready, head: str, there: Mapping[str, HubFile]) -> dict[str, bytes]:
         """The card and its picture, with the card that is there, or lies in the folder, as a beginning."""
         if self.card is False:
             return {}
         local = ready.folder / CARD
-        existing = local.read_text() if local.exists() else None
+        found = local.read_bytes() if local.exists() else None
         if CARD in there:
-            existing = self.repo.read(CARD, head).decode()
+            found = self.repo.read(CARD, head)
+        existing = None if found is None else found.decode(errors="surrogateescape")  # what is no UTF-8 stays, too
         picture = draw(ready.training.curves) if ready.training else None
         known = model_card.known_fields(ready.about, ready.training)
         given = self.card if isinstance(self.card, Mapping) else {}
         name = self.repo.id.rpartition("/")[2]
         text = model_card.written(existing, name, known, given, ready.training, curve=picture is not None)
-        return {CARD: text, **({CURVE: picture} if picture else {})}
+        card = {CARD: text.encode(errors="surrogateescape")}
+        return {**card, CURVE: picture.encode()} if picture else card
 
 
 @dataclass

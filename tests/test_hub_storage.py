@@ -303,6 +303,8 @@ def test_a_sharded_checkpoint_is_one_commit_and_comes_back_in_every_way(
     pulled = CliRunner().invoke(main, ["pull", REPO, str(tmp_path / "back"), "--step", "7"])
     assert pulled.exit_code == 0, pulled.output
     assert not any(ckpt.verify(tmp_path / "back").values())
+    listed = CliRunner().invoke(main, ["ls", ROOT])
+    assert "step-00000007" in listed.output
     missing = CliRunner().invoke(main, ["pull", REPO, str(tmp_path / "back"), "--step", "8"])
     assert missing.exit_code == 1
     assert "has no checkpoint of step 8. There are: mrpc/step-00000007" in missing.output

@@ -134,6 +134,15 @@ def test_fields_that_are_given_win_and_fields_that_are_known_do_not() -> None:
     assert written(kept, "model", known, {}, None) == kept
 
 
+def test_a_section_without_its_end_takes_no_text_with_it() -> None:
+    card = written(BY_HAND, "model", {}, {}, None).replace(END, "") + "written later\n"
+    for _ in range(3):
+        card = written(card, "model", {}, {}, None)
+    assert "written later" in card
+    assert "None that I know of." in card
+    assert card.count(END) == 1
+
+
 def test_names_cannot_break_out_of_the_table() -> None:
     training = Training(metrics={"a|b\n<script>": 1.0}, hardware="x")
     card = written(None, "model", {}, {}, training)
