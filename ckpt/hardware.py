@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import platform
+from functools import cache
 
 import torch
 
 
 def device_name() -> str:
     """The accelerator if this process uses one, else the processor."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # to ask for its name would initialise it
         return str(torch.cuda.get_device_name())
     return _processor() or platform.machine()
 
 
+@cache
 def _processor() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:

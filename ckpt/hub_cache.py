@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckpt.console import bar, say
 from ckpt.errors import DamagedError, TransientError
 from ckpt.storage.hub_errors import explained
-from ckpt.storage.hub_repo import HubRepo
+from ckpt.storage.hub_repo import HubRepo, bars
 
 _HASHED = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # the names of blobs: git's hash, or sha256 of large files
 _PIECE = 8 << 20
@@ -39,7 +40,7 @@ def fetched(repo: HubRepo, patterns: Sequence[str] | None = None) -> Path:
 def _downloaded(repo: HubRepo, patterns: Sequence[str] | None) -> Path:
     from huggingface_hub import snapshot_download
 
-    with explained("download", repo.url):
+    with explained("download", repo.url), bars(show=sys.stderr.isatty()):
         endpoint = repo.api.endpoint
         found = snapshot_download(
             repo.id,

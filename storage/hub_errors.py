@@ -37,7 +37,7 @@ def patiently(call: Callable[[], Result]) -> Result:
 
 def may_help(error: BaseException) -> bool:
     """Whether it may work if it is tried again: the Hub is busy, or was not reached."""
-    status = _status(error)
+    status = status_of(error)
     return status in _AGAIN if status else _is_unreachable(error)
 
 
@@ -61,7 +61,7 @@ def translated(error: BaseException, what: str) -> Exception:
         RevisionNotFoundError,
     )
 
-    status = _status(error)
+    status = status_of(error)
     if isinstance(error, RepositoryNotFoundError) and status != 401:
         return AbsentError(f"{what}: there is no such repository, or the token may not see it. {_LOGIN}")
     if isinstance(error, RevisionNotFoundError):
@@ -112,7 +112,8 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def _status(error: BaseException) -> int:
+def status_of(error: BaseException) -> int:
+    """What the Hub has answered; 0 if it has not."""
     response = getattr(error, "response", None)
     return int(getattr(response, "status_code", 0) or 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ckpt.errors import TransientError
-from ckpt.storage.hub_errors import MovedError, explained, patiently
+from ckpt.storage.hub_errors import MovedError, explained, patiently, status_of
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     Operation = CommitOperationAdd | CommitOperationDelete
 
 MAIN_BRANCH = "main"
+_CONFLICTS = (409, 412)
 _PAUSES = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # seconds, after others have committed
 
 
@@ -97,7 +99,7 @@ class HubRepo:
 
     def upload(self, additions: Sequence[CommitOperationAdd]) -> None:
         """Send the bytes of large files ahead of their commit, and forget them here. What the Hub has is not sent."""
-        with explained("upload to", self.url), _without_bars():
+        with explained("upload to", self.url), bars(show=False):  # training goes on meanwhile
             self.api.preupload_lfs_files(self.id, additions, revision=self.revision, free_memory=True)
 
     def commit_on_head(self, make: Callable[[str], Sequence[Operation]], message: str) -> tuple[str, int]:
@@ -123,29 +125,21 @@ class HubRepo:
         Where the answer to a commit was lost, the mark in its description tells whether it was made.
         """
         mark = f"ckpt {secrets.token_hex(8)}"
-        with explained("commit to", self.url):
+        words = {"commit_message": message, "commit_description": mark}
+
+        def send() -> Any:
+            return self.api.create_commit(self.id, operations, **words, revision=self.revision, parent_commit=parent)
+
+        with explained("commit to", self.url), bars(show=sys.stderr.isatty()):
             try:
-                done: Any = patiently(
-                    lambda: self.api.create_commit(
-                        self.id,
-                        operations,
-                        commit_message=message,
-                        commit_description=mark,
-                        revision=self.revision,
-                        parent_commit=parent,
-                    )
-                )
+                return str(patiently(send).oid)
             except OSError as error:
-                status = getattr(getattr(error, "response", None), "status_code", 0)
-                if status not in (409, 412):
+                if status_of(error) not in _CONFLICTS:
                     raise
-                made = self._marked(mark)
-                if made is None:
-                    raise MovedError(
-                        f"{self.url} has moved on from {parent[:8]}: somebody else has committed."
-                    ) from None
-                return made
-            return str(done.oid)
+            made = self._marked(mark)
+        if made is None:
+            raise MovedError(f"{self.url} has moved on from {parent[:8]}: somebody else has committed.")
+        return made
 
     def _marked(self, mark: str) -> str | None:
         commits = self.api.list_repo_commits(self.id, revision=self.revision)
@@ -153,18 +147,18 @@ class HubRepo:
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
-    """The client shows a bar for every file, which is too much where training goes on."""
+def bars(*, show: bool) -> Iterator[None]:
+    """Whether the client shows its bars, of which there is one for every file."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    shown = not are_progress_bars_disabled()
-    if shown:
-        disable_progress_bars()
+    if show or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
     try:
         yield
     finally:
-        if shown:
-            enable_progress_bars()
+        enable_progress_bars()
 
 
 def _file(entry: Any) -> HubFile:

@@ -12,6 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import torch.distributed as dist
@@ -434,7 +435,7 @@ def _once(pattern: str, do: Callable[[], object]) -> Callable[[str, str], None]:
 TOKEN = "hf_DistinctiveSecretForThisTest"
 
 
-@pytest.mark.parametrize("given", ["argument", "environment"])
+@pytest.mark.parametrize("given", ["argument", "environment", "login"])
 def test_a_token_is_used_and_told_to_nobody_else(
     hub: HubServer,
     tmp_path: Path,
@@ -448,6 +449,8 @@ def test_a_token_is_used_and_told_to_nobody_else(
     caplog.set_level(logging.DEBUG, "huggingface_hub")
     if given == "environment":
         monkeypatch.setenv("HF_TOKEN", TOKEN)
+    if given == "login":
+        Path(huggingface_hub.constants.HF_TOKEN_PATH).write_text(TOKEN)
     token = TOKEN if given == "argument" else None
     root = tmp_path / "run"
     with ckpt.StateManager(root, model=small(0)) as manager:
