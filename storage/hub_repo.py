@@ -125,10 +125,16 @@ class HubRepo:
         Where the answer to a commit was lost, the mark in its description tells whether it was made.
         """
         mark = f"ckpt {secrets.token_hex(8)}"
-        words = {"commit_message": message, "commit_description": mark}
 
         def send() -> Any:
-            return self.api.create_commit(self.id, operations, **words, revision=self.revision, parent_commit=parent)
+            return self.api.create_commit(
+                self.id,
+                operations,
+                commit_message=message,
+                commit_description=mark,
+                revision=self.revision,
+                parent_commit=parent,
+            )
 
         with explained("commit to", self.url), bars(show=sys.stderr.isatty()):
             try:
