@@ -284,6 +284,10 @@ def test_two_ranks_have_one_uploader_whatever_the_model_is_wrapped_in(pushed_by_
     assert f"{hub.url}/{REPO}/commit/{hub.head(REPO)}" in runner.output
     assert torch.equal(read_back(downloaded()), expected)
     assert b"license: mit" in hub.files(REPO)["README.md"]
+    before = commits_sent(hub)
+    again = ckpt.push_to_hub(tmp_path / "run" / "sharded" / "x", REPO, card={"license": "mit"})
+    assert again in runner.output
+    assert commits_sent(hub) == before
     ckpt.push_to_hub(tmp_path / "run" / "out", "me/from-folder")
     assert torch.equal(read_back(downloaded("me/from-folder")), expected)
 

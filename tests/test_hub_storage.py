@@ -125,6 +125,14 @@ def test_a_run_goes_on_in_a_new_process_from_a_private_repository(hub: HubServer
     assert len(hub.commits(REPO)) == 4  # in each run the first save, and all others when it ended
 
 
+def test_a_private_repository_without_a_token_is_not_taken_for_an_empty_one(hub: HubServer) -> None:
+    with manager_for(ROOT, model_of(1.0)) as manager:
+        manager.save_state("x", wait=True)
+    hub.token = "hf_private"
+    with pytest.raises(ckpt.StorageError, match=r"401 .*no token, or it is not valid"):
+        manager_for(ROOT, model_of(0.0)).resume()
+
+
 class TestCommits:
     def test_a_checkpoint_is_one_commit_and_is_verified_when_read(self, hub: HubServer, tmp_path: Path) -> None:
         with manager_for(ROOT, model_of(1.0)) as manager:

@@ -99,6 +99,33 @@ def test_tied_and_buffered_and_odd_tensors_are_as_they_were(tmp_path: Path) -> N
     assert found["n.num_batches_tracked"].dtype == torch.int64
 
 
+_SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Llama", {**_SMALL, "num_hidden_layers": 1, "tie_word_embeddings": True}),
+        ("Mixtral", {**_SMALL, "num_hidden_layers": 1, "num_local_experts": 4}),
+        ("T5", {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}),
+    ],
+)
+def test_transformers_reads_models_of_several_kinds(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(vocab_size=64, **options)
+    head = "ConditionalGeneration" if kind == "T5" else "CausalLM"
+    model = getattr(transformers, f"{kind}For{head}")(config).eval()
+    with ckpt.StateManager(tmp_path / "run", model=model) as manager:
+        manager.save_model(tmp_path / "out", max_shard_size="20kB")
+    loaded = type(model).from_pretrained(tmp_path / "out").eval()
+    inputs = {"input_ids": torch.arange(8)[None]} | (
+        {"decoder_input_ids": torch.arange(4)[None]} if kind == "T5" else {}
+    )
+    with torch.no_grad():
+        assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+
+
 def test_a_part_that_is_no_model_is_refused(tmp_path: Path) -> None:
     models = {"critic": plain(1), "generator": plain(2)}
     with ckpt.StateManager(tmp_path / "run", model=models) as manager:
