@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from urllib.parse import quote
 
 from ckpt import catalog
 from ckpt.console import say
@@ -36,20 +37,21 @@ def pull(
     storage = HubStorage(_rest(repo_id, revision), token=token)
     top = f"{storage.folder}/" if storage.folder else ""
     if step is None:
-        _copy(fetched(storage.repo, [f"{top}*"] if top else None) / top, Path(directory))
-        return str(directory)
-    found = _checkpoint(storage.repo, top, step)
-    target = Path(directory, found.name)
-    _copy(found, target)
-    wrong = catalog.verify(target)[target.name]
-    if wrong:
-        raise DamagedError(f"{target} was pulled, but is damaged on the Hub already: {'; '.join(wrong)}.")
+        found, target = fetched(storage.repo, [f"{top}*"] if top else None) / top, Path(directory)
+    else:
+        found = _checkpoint(storage.repo, top, step)
+        target = Path(directory, found.name)
+        if wrong := catalog.verify(found)[found.name]:
+            raise DamagedError(f"{found.name} is damaged in {storage.url} already: {'; '.join(wrong)}.")
+    _copy(found, target, storage.url)
     return str(target)
 
 
 def _rest(repo_id: str, revision: str | None) -> str:
-    rest = repo_id.removeprefix("hub://")
-    return f"{rest}@{revision.replace('/', '%2F')}" if revision else rest
+    user, *words = repo_id.removeprefix("hub://").split("/")
+    if revision and words:
+        words[0] = f"{words[0].partition('@')[0]}@{quote(revision, safe='')}"
+    return "/".join([user, *words])
 
 
 def _checkpoint(repo: HubRepo, top: str, step: int) -> Path:
@@ -65,10 +67,10 @@ def _checkpoint(repo: HubRepo, top: str, step: int) -> Path:
     return exact[-1]
 
 
-def _copy(source: Path, directory: Path) -> None:
+def _copy(source: Path, directory: Path, where: str) -> None:
     files = [path for path in sorted(source.rglob("*")) if path.is_file()]
     if not files:
-        raise MissingError(f"there is nothing to pull at {source.name}.")
+        raise MissingError(f"there is nothing to pull at {where}.")
     with appearing(directory) as folder:
         for path in files:
             target = folder / path.relative_to(source)

@@ -346,6 +346,12 @@ def test_a_whole_repository_is_pulled_and_what_was_altered_in_the_cache_is_named
     (tmp_path / "back" / "notes.txt").write_text("mine")
     assert ckpt.pull("hub://me/published", tmp_path / "back") == str(tmp_path / "back")
     assert {path.name for path in (tmp_path / "back").iterdir()} == {"README.md", "model.safetensors", "notes.txt"}
+    at = hub.head("me/published")
+    hub.store.commit("me/published", "main", {"summary": "x"}, [{"key": "deletedFile", "value": {"path": "README.md"}}])
+    ckpt.pull("me/published", tmp_path / "older", revision=at)
+    assert (tmp_path / "older" / "README.md").exists()
+    with pytest.raises(ckpt.MissingError, match="there is nothing to pull at hub://me/published/absent"):
+        ckpt.pull("hub://me/published/absent", tmp_path / "absent")
     model = plain(4)
     ckpt.load_model(tmp_path / "back", model)
     assert all(
