@@ -92,8 +92,8 @@ class _Writing:
             self._write(file_of(kind, number), by_number(values) if numbered else values)
 
     def _stream_model(self, number: int, key: str) -> None:
-        with open_source(f"{self.storage.url.rstrip('/')}/{self.manifest.name}", key) as tensors:
-            (image,) = images(file_of("model", number), tensors, same_place(tensors))
+        with open_source(f"{self.storage.url.rstrip('/')}/{self.manifest.name}", key) as source:
+            (image,) = images(file_of("model", number), source.tensors, same_place(source.tensors))
             open_storage(self.folder).write(image.path, image.pieces())
 
     def _values(self, key: str) -> Any:

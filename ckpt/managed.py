@@ -59,6 +59,14 @@ class Managed:
                 found.append(inner)
         return found
 
+    def model_part(self, key: str) -> ModelPart:
+        """The model under a key, to be published."""
+        part = self.parts.get(key)
+        if not isinstance(part, ModelPart):
+            known = ", ".join(name for name, one in self.parts.items() if isinstance(one, ModelPart)) or "none"
+            raise ConfigError(f"part={key!r} is no model that is managed here. Models: {known}.")
+        return part
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """The parameters and buffers of models, and what optimizers know of them: most of the state."""
         for model in self.models.values():

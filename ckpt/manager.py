@@ -19,25 +19,31 @@ from torch import nn
 from ckpt import following, restoring, rng
 from ckpt.agreement import Outcome, agree, together
 from ckpt.capture import LAYOUTS, Capture, Captured
-from ckpt.catalog import check_name
+from ckpt.catalog import check_name, scan
 from ckpt.choosing import Choice, choose
 from ckpt.config import read_config
 from ckpt.console import say
 from ckpt.errors import CkptError, ConfigError, MetricError, MissingError, Preempted, StateError
+from ckpt.exporting import SHARD_SIZE, Wanted, save_live
 from ckpt.formats.manifest import Manifest
+from ckpt.hardware import device_name
 from ckpt.loop import Loop, Waiting
 from ckpt.managed import Managed
+from ckpt.model_card import Training, curves
 from ckpt.opened import Opened
 from ckpt.parts import Notes
 from ckpt.preemption import EXIT_STATUS, Preemption
 from ckpt.progress import Progress
+from ckpt.pushing import Card, Target, push_live
 from ckpt.ranks import MAIN, find_ranks
 from ckpt.restored import Restored
 from ckpt.restoring import Restoration
 from ckpt.retention import Keep
-from ckpt.saving import Saver
+from ckpt.saving import Saver, versions
 from ckpt.sources import KINDS, find_source
 from ckpt.storage import MemoryStorage, Storage, open_storage
+from ckpt.storage.background import Background
+from ckpt.storage.hub_repo import MAIN_BRANCH, HubRepo
 from ckpt.unwrap import unwrap
 
 _log = logging.getLogger("ckpt")
@@ -103,6 +109,7 @@ class StateManager:
         keep = self._source.keep if keep is None else keep
         self._saver = Saver(self._storage, self._ranks, keep, host_memory=host_memory)
         self._background = background
+        self._pushes: Background = Background("ckpt-push")
         self._when_busy = when_busy
         self._save_every = save_every
         self._keep = keep
@@ -296,8 +303,9 @@ class StateManager:
         self._loop.rewind_rng()
 
     def wait(self) -> None:
-        """Return when every save is committed. Raises what went wrong with one, if nobody has been told yet."""
+        """Return when every save is committed, and every push done. Raises what went wrong, if nobody has been told."""
         self._saver.wait()
+        self._pushes.wait()
 
     def close(self) -> None:
         """Finish what is under way, and let go of the root, the loaders and SIGTERM.
@@ -311,6 +319,74 @@ class StateManager:
             self._loop.release()
             self._preemption.close()
             self._saver.close()
+
+    def save_model(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        max_shard_size: int | str | None = SHARD_SIZE,
+        dtype: str | torch.dtype | None = None,
+        tokenizer: Any = None,
+        processor: Any = None,
+        part: str = "model",
+    ) -> None:
+        """Write the model as `from_pretrained` reads it: `model.safetensors`, or shards and an index, and its config.
+
+        Of a model with PEFT adapters, those are written, as PEFT does. Wrapped, compiled or sharded models are whole
+        there, gathered tensor by tensor. The folder appears when it is complete; files of yours in it stay. Every rank
+        must make this call; the main one writes.
+        """
+        self._refuse_half_loaded()
+        model, wanted = self._managed.model_part(part), Wanted.of(dtype, max_shard_size)
+        call = f"save_model({os.fspath(directory)!r})"
+        save_live(call, directory, model, self._ranks, wanted, (tokenizer, processor))
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        revision: str | None = None,
+        commit_message: str | None = None,
+        token: str | None = None,
+        max_shard_size: int | str | None = SHARD_SIZE,
+        dtype: str | torch.dtype | None = None,
+        card: Card = True,
+        tokenizer: Any = None,
+        processor: Any = None,
+        part: str = "model",
+        wait: bool = True,
+    ) -> str | None:
+        """Publish the model as it is now, in one commit, and return the commit's URL (see `ckpt.push_to_hub`).
+
+        Every rank must make this call; the main one alone talks to the Hub. Without `wait` it does so while training
+        goes on, and None is returned; what goes wrong is raised by `wait()`, `close()` or the next push.
+        """
+        self._refuse_half_loaded()
+        target = Target(HubRepo(repo_id, revision or MAIN_BRANCH, token), private, commit_message, card)
+        call = f"push_to_hub({repo_id!r})"
+        training = together(self._ranks, call, lambda: self._training() if self._ranks.rank == MAIN else None)
+        model, wanted = self._managed.model_part(part), Wanted.of(dtype, max_shard_size)
+        publish = push_live(model, self._ranks, target, wanted, (tokenizer, processor), training)
+        if not wait:
+            self._pushes.start(publish if self._ranks.rank == MAIN else lambda: None)
+            return None
+        with self._ranks.working():
+            url: str = agree(self._ranks, call, Outcome(), lambda _: publish())
+        return url
+
+    def _training(self) -> Training:
+        """What a model card can say of this run."""
+        found = (one.manifest for one in scan(self._storage) if one.manifest)
+        return Training(
+            progress=self.progress.to_json(),
+            metrics=self._numbers(None),
+            versions=versions(),
+            hardware=device_name(),
+            world_size=self._ranks.world_size,
+            lineage={"run": self._saver.run},
+            curves=curves(one for one in found if one.run == self._saver.run),
+        )
 
     def _start(self) -> None:
         self._refuse_half_loaded()
@@ -375,7 +451,7 @@ class StateManager:
             raise MetricError(f"metrics must be names with one number each, not {given!r}: {error}") from error
 
     def _load(self, name: str | None, *, strict: bool) -> Restored | None:
-        self.wait()
+        together(self._ranks, "load_state() (saves done)", self.wait)
         with ExitStack() as held:
             held.enter_context(self._ranks.working())
             held.enter_context(self._saver.snapshots.paused())

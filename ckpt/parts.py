@@ -68,6 +68,9 @@ class Part(Protocol):
     def frozen(self) -> frozenset[str]:
         """The names of tensors that training does not change."""
 
+    def about(self, state: Any) -> dict[str, Any]:
+        """What others need to know to build the object again, beside its state: JSON."""
+
     def is_spread(self) -> bool:
         """Whether its tensors are such that every rank holds a piece."""
 
@@ -98,6 +101,9 @@ class GradientsPart:
 
     def frozen(self) -> frozenset[str]:
         return frozenset()
+
+    def about(self, state: Any) -> dict[str, Any]:
+        return {}
 
     def is_spread(self) -> bool:
         return False
@@ -148,6 +154,9 @@ class ObjectPart:
 
     def frozen(self) -> frozenset[str]:
         return frozenset()
+
+    def about(self, state: Any) -> dict[str, Any]:
+        return {}
 
     def is_spread(self) -> bool:
         return False

@@ -20,17 +20,18 @@ from ckpt import commit
 from ckpt.agreement import Outcome, agree
 from ckpt.capture import Captured
 from ckpt.catalog import find
-from ckpt.commit import Attempt, Earlier
+from ckpt.commit import Attempt, Earlier, Stored
 from ckpt.console import size
 from ckpt.errors import ConfigError, LockedError, RanksError, StorageError, VersionError
 from ckpt.formats.documents import rank_document
 from ckpt.formats.manifest import FileRecord, Manifest
 from ckpt.formats.spread import Table, disagreements
 from ckpt.formats.state import Image
+from ckpt.hardware import device_name
 from ckpt.ranks import MAIN, Ranks
 from ckpt.retention import Keep
 from ckpt.snapshot import Snapshot, Snapshots
-from ckpt.storage import Storage
+from ckpt.storage import Staging, Storage
 from ckpt.storage.background import Background
 from ckpt.taking_over import is_foreign
 from ckpt.version import __version__
@@ -75,8 +76,10 @@ class Saver:
         return self._background.busy
 
     def wait(self) -> None:
-        """Until no save is under way. Raises what went wrong with it, once."""
+        """Until no save is under way, and all are durable. Raises what went wrong, once."""
         self._background.wait()
+        if self.ranks.rank == MAIN:
+            self._settle()
 
     def check(self) -> None:
         """Raise what went wrong with the last save, if that is known and nobody has been told."""
@@ -92,7 +95,7 @@ class Saver:
         wait: bool,
     ) -> None:
         """Capture, write and commit on all ranks, or raise on all. Without `wait`, only the capture is waited for."""
-        self.wait()
+        self._background.wait()
         save = _Save(self, name, facts)
         with _undisturbed():
             save.prepare(take, optimized, snapshot=not wait)
@@ -100,6 +103,16 @@ class Saver:
             self._carry_out(save)
         else:
             self._background.start(lambda: self._carry_out(save))
+        if wait and isinstance(self.storage, Staging):
+            self._settle_together(name)
+
+    def _settle_together(self, name: str) -> None:
+        with self.talks.working():
+            agree(self.talks, f"save_state({name!r}) (durable)", Outcome(), lambda _: self._settle())
+
+    def _settle(self) -> None:
+        if isinstance(self.storage, Staging):
+            self.storage.settle()
 
     def _carry_out(self, save: _Save) -> None:
         try:
@@ -171,7 +184,7 @@ class Saver:
         if name in self._unreadable:
             raise self._unreadable[name]
 
-    def commit(self, attempt: Attempt, files: list[FileRecord], facts: Mapping[str, Any]) -> str:
+    def commit(self, attempt: Attempt, stored: list[Stored], facts: Mapping[str, Any]) -> str:
         """Write the manifest, and return the checkpoint's id."""
         assert self._committed is not None
         manifest = Manifest(
@@ -181,11 +194,13 @@ class Saver:
             created=commit.now(),
             run=self.run,
             parent=self.parent,
-            files=tuple(sorted(files, key=lambda file: file.path)),
-            versions={"ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            files=tuple(sorted((one.file for one in stored), key=lambda file: file.path)),
+            versions=versions(),
+            hardware=device_name(),
             **{"world_size": self.ranks.world_size, **facts},
         )
-        attempt.commit(self.storage, manifest)
+        receipts = {one.file.path: one.receipt for one in stored if one.receipt is not None}
+        attempt.commit(self.storage, manifest, receipts)
         self._committed = [manifest, *(one for one in self._committed if one.name != attempt.name)]
         self.damaged.discard(attempt.name)
         seconds = facts["seconds"]
@@ -282,19 +297,24 @@ class _Save:
         files = [*captured.all_images, *(self.documents if captured.rank == MAIN else ())]
         images = [self.snapshot.images.get(file.path, file) if self.snapshot else file for file in files]
         began = time.monotonic()
-        self.written = attempt.write(self.saver.storage, images, self.saver.earlier, show=captured.rank == MAIN)
+        stored = attempt.write(self.saver.storage, images, self.saver.earlier, show=captured.rank == MAIN)
         self.seconds["written"] = time.monotonic() - began
-        return [asdict(record) for record in self.written]
+        self.written = [one.file for one in stored]
+        return [asdict(one) for one in stored]
 
     def _commit(self, attempt: Attempt, reports: list[Any]) -> str:
-        files = [FileRecord(**record) for report in reports for record in report]
+        stored = [Stored(FileRecord(**one["file"]), one["receipt"]) for report in reports for one in report]
         total = time.monotonic() - self.started
         facts = {
             **self.facts,
             "layout": "sharded" if self.captured.value.spread else "full",
             "seconds": {"blocked": total if self.blocked is None else self.blocked, **self.seconds, "total": total},
         }
-        return self.saver.commit(attempt, files, facts)
+        return self.saver.commit(attempt, stored, facts)
+
+
+def versions() -> dict[str, str]:
+    return {"ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 @contextmanager

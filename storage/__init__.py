@@ -1,8 +1,9 @@
 """Where bytes go. Knows nothing of formats or of training."""
 
-from ckpt.storage.base import Buffer, Entry, Storage
+from ckpt.storage.base import Buffer, Entry, Staging, Storage
+from ckpt.storage.hub import HubStorage
 from ckpt.storage.local import LocalStorage
 from ckpt.storage.memory import MemoryStorage
 from ckpt.storage.urls import open_storage
 
-__all__ = ["Buffer", "Entry", "LocalStorage", "MemoryStorage", "Storage", "open_storage"]
+__all__ = ["Buffer", "Entry", "HubStorage", "LocalStorage", "MemoryStorage", "Staging", "Storage", "open_storage"]

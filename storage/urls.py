@@ -10,6 +10,7 @@ from urllib.parse import unquote
 
 from ckpt.errors import ConfigError, SchemeError
 from ckpt.storage.base import Storage
+from ckpt.storage.hub import HubStorage
 from ckpt.storage.local import LocalStorage
 from ckpt.storage.memory import MemoryStorage
 
@@ -38,7 +39,7 @@ def _open_file(rest: str) -> Storage:
     return LocalStorage(unquote(path))
 
 
-_BUILT_IN: dict[str, Callable[[str], Storage]] = {"file": _open_file, "memory": MemoryStorage}
+_BUILT_IN: dict[str, Callable[[str], Storage]] = {"file": _open_file, "hub": HubStorage, "memory": MemoryStorage}
 
 
 def _factory(scheme: str, url: str) -> Callable[[str], Storage]:
