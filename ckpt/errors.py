@@ -15,6 +15,7 @@ CkptError
 │   ├── AbsentError        no such key
 │   ├── FullError          no space left, or a quota or size limit reached
 │   ├── LockedError        somebody else holds it
+│   ├── ConflictError      somebody else has written it meanwhile
 │   └── TransientError     may well work if tried again
 └── RanksError             ranks did not answer in time, or disagree
 
@@ -90,6 +91,10 @@ class FullError(StorageError):
 
 class LockedError(StorageError):
     """Another process, or another manager in this one, holds it."""
+
+
+class ConflictError(StorageError):
+    """Somebody else has written it meanwhile. What they wrote stays."""
 
 
 class TransientError(StorageError):
