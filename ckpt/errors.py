@@ -13,6 +13,7 @@ CkptError
 │   └── VersionError       written by a newer ckpt
 ├── StorageError           bytes could not be read or written (also an OSError)
 │   ├── AbsentError        no such key
+│   ├── DeniedError        the storage knows who asks, and refuses; or does not know
 │   ├── FullError          no space left, or a quota or size limit reached
 │   ├── LockedError        somebody else holds it
 │   ├── ConflictError      somebody else has written it meanwhile
@@ -83,6 +84,10 @@ class StorageError(CkptError, OSError):
 
 class AbsentError(StorageError):
     """There is nothing under that key."""
+
+
+class DeniedError(StorageError):
+    """The credentials are missing, wrong, or do not allow it."""
 
 
 class FullError(StorageError):

@@ -3,6 +3,7 @@
 from ckpt.storage.base import Buffer, Entry, Storage
 from ckpt.storage.local import LocalStorage
 from ckpt.storage.memory import MemoryStorage
+from ckpt.storage.objects import ObjectStorage
 from ckpt.storage.urls import open_storage
 
-__all__ = ["Buffer", "Entry", "LocalStorage", "MemoryStorage", "Storage", "open_storage"]
+__all__ = ["Buffer", "Entry", "LocalStorage", "MemoryStorage", "ObjectStorage", "Storage", "open_storage"]

@@ -1,0 +1,28 @@
+"""Fixtures that several test modules share."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.seaweed import BUCKET, Server, environment, serving
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """An S3 server of this test process's own."""
+    with serving() as one:
+        yield one
+
+
+@pytest.fixture
+def s3(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty root on that server. The environment says how to reach it."""
+    for name, value in environment(server.url).items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/test-{os.getpid()}-{next(_numbers)}"
