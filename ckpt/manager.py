@@ -35,7 +35,7 @@ from ckpt.ranks import MAIN, find_ranks
 from ckpt.restored import Restored
 from ckpt.restoring import Restoration
 from ckpt.retention import Keep
-from ckpt.saving import Saver
+from ckpt.saving import Saver, try_out
 from ckpt.storage import MemoryStorage, Storage, open_storage
 from ckpt.unwrap import unwrap
 
@@ -63,7 +63,9 @@ class StateManager:
     written, unless a save says otherwise. `when_busy`: whether a save that comes while another is being
     written waits for it ("wait") or is left out ("skip"). `host_memory`: bytes that copies of the state may take; where
     that is not enough, training waits until a checkpoint is written. `timeout`: seconds to wait for a rank that does
-    not answer. `handle_sigterm`: save and stop when the process is told to terminate.
+    not answer. `handle_sigterm`: save and stop when the process is told to terminate. `storage_options`: credentials,
+    endpoint and the like for a root that is a URL, as fsspec's filesystem for it takes them; what the environment or a
+    profile says need not be given. A root far away is tried out at once, by writing a few bytes and removing them.
     """
 
     def __init__(
@@ -85,12 +87,15 @@ class StateManager:
         host_memory: int | None = None,
         timeout: float = 300.0,
         handle_sigterm: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         _check_options(save_every=save_every, keep=keep, layout=layout, timeout=timeout, when_busy=when_busy)
-        self._storage = open_storage(root)
+        self._storage = open_storage(root, **(storage_options or {}))
         self._ranks = find_ranks(self._storage.url, timeout)
         if self._ranks.world_size > 1 and isinstance(self._storage, MemoryStorage):
             raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
+        if not self._storage.near:
+            try_out(self._storage)
         self._saver = Saver(self._storage, self._ranks, keep, host_memory=host_memory)
         self._background = background
         self._when_busy = when_busy

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ckpt.catalog import locate, read_manifest, scan, size_problems
 from ckpt.console import bar, size
@@ -33,17 +34,24 @@ _KNOWN = (
 
 
 @contextmanager
-def open_source(source: str | os.PathLike[str], part: str) -> Iterator[dict[str, PiecedTensor]]:
+def open_source(
+    source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None = None
+) -> Iterator[dict[str, PiecedTensor]]:
     """The tensors of one part of whatever is at a path or URL, by their bare names. None lacks a piece."""
-    found = _Folder.at(source)
+    found = _Folder.at(source, options)
     if FILE_NAME in found.files:
-        with _checkpoint(source, part) as tensors:
+        with _checkpoint(source, part, options) as tensors:
             yield tensors
         return
     folder = _dcp_folder(found, part)
     if folder is None:
         raise _unknown(found)
     yield _distributed(folder, part)
+
+
+def open_url(root: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Storage:
+    """The storage at one of two sides, of which only URLs take options."""
+    return open_storage(root, **(options or {} if "://" in os.fspath(root) else {}))
 
 
 @dataclass(frozen=True)
@@ -56,15 +64,15 @@ class _Folder:
     files: Mapping[str, int]
 
     @classmethod
-    def at(cls, source: str | os.PathLike[str]) -> _Folder:
+    def at(cls, source: str | os.PathLike[str], options: Mapping[str, Any] | None) -> _Folder:
         """What is at a path or URL. Storages without folders have it below a root that ends earlier."""
         where = os.fspath(source).rstrip("/")
         if os.path.isfile(where):
             raise ConfigError(f"{where} is a file. What can be merged is {_KNOWN}.")
-        found = cls._listed(open_storage(source), "", where)
+        found = cls._listed(open_url(source, options), "", where)
         root, _, name = where.rpartition("/")
         if not found.files and "://" in root:
-            return cls._listed(open_storage(root), f"{name}/", where)
+            return cls._listed(open_url(root, options), f"{name}/", where)
         return found
 
     @classmethod
@@ -91,8 +99,10 @@ def _unknown(found: _Folder) -> Exception:
 
 
 @contextmanager
-def _checkpoint(source: str | os.PathLike[str], part: str) -> Iterator[dict[str, PiecedTensor]]:
-    storage, (name,) = locate(source)
+def _checkpoint(
+    source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None
+) -> Iterator[dict[str, PiecedTensor]]:
+    storage, (name,) = locate(source, options if "://" in os.fspath(source) else None)
     with storage.lock(name, shared=True):  # a run that goes on meanwhile must not remove what is being read
         manifest = read_manifest(storage, name)
         ours = _of_part(manifest, part)

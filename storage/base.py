@@ -53,7 +53,7 @@ class Storage(Protocol):
         """
 
     def version(self, key: str) -> str | None:
-        """A name for the object as it is now, which it keeps until other bytes are written. None if nothing is there."""
+        """A name for the object as it is now, which it keeps until other bytes are written. None if there is none."""
 
     def link(self, source: str, target: str) -> None:
         """Store what is under `source` under `target` too, without moving it where that can be done.
@@ -74,7 +74,7 @@ class Storage(Protocol):
         """Every object whose key is below `prefix`, at any depth, in no particular order."""
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove the objects: the first before all others, the last after them. One that is not there is no error."""
+        """Remove the objects, the first before all others, the last after them. What is not there is no error."""
 
     def sweep(self, prefix: str = "") -> None:
         """Remove what unfinished writes below `prefix` left behind. Call it only while nobody writes there.

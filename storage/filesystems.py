@@ -18,9 +18,9 @@ _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 class FilesystemObjects:
     """`scheme://prefix`, through fsspec. Retries are the filesystem's own.
 
-    A small object that must be new is made by the filesystem's own means for that. Otherwise versions are compared, then
-    written over: fsspec has no way to do both at once, so this tells two writers in two processes apart only if one has
-    ended before the other begins.
+    A small object that must be new is made by the filesystem's own means for that. Otherwise versions are compared,
+    then written over: fsspec has no way to do both at once, so this tells two writers in two processes apart only if
+    one has ended before the other begins.
     """
 
     def __init__(self, scheme: str, prefix: str, options: Mapping[str, Any]) -> None:

@@ -248,4 +248,4 @@ def _is_gone(sign: dict[str, Any]) -> bool | None:
     mine = _identity(os.getpid())
     if sign["process"][:2] != mine[:2]:
         return None
-    return _started(int(sign["process"][2])) != sign["process"][3]
+    return bool(_started(int(sign["process"][2])) != sign["process"][3])

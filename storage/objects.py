@@ -91,12 +91,14 @@ class ObjectStorage:
 
     def delete(self, keys: Iterable[str]) -> None:
         all_keys = [check_key(key) for key in keys]
+        self._leases.confirm()
         for some in (all_keys[:1], all_keys[1:-1], all_keys[1:][-1:]):
             if some:
                 self._objects.remove(some)
 
     def sweep(self, prefix: str = "") -> None:
         top = prefix and f"{check_key(prefix)}/"
+        self._leases.confirm()
         self._objects.abort(top, 0.0 if prefix else self._grace)
 
     def lock(self, key: str, *, shared: bool = False, note: str = "") -> AbstractContextManager[None]:

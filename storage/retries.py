@@ -12,7 +12,7 @@ from ckpt.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """For how many seconds a request is tried again (`deadline`), and a server that moves no byte is borne (`stall`)."""
+    """For how many seconds a request is tried again (`deadline`), and one that moves no byte is borne (`stall`)."""
 
     deadline: float = 300.0
     stall: float = 60.0

@@ -69,7 +69,7 @@ class S3Objects:
 
     def copy(self, source: str, target: str) -> None:
         size = int(self._head(source)["ContentLength"])
-        origin = {"CopySource": {"Bucket": self._bucket, "Key": self._prefix + source}}
+        origin: dict[str, Any] = {"CopySource": {"Bucket": self._bucket, "Key": self._prefix + source}}
         write = _Write(self._s3, self._prefix + target, self._where(target), ANY)
         if size <= _COPIED_AT_ONCE:
             self._s3.run(self._request("copy_object", target, **origin))
@@ -90,10 +90,10 @@ class S3Objects:
         for start in range(0, len(keys), _DELETED_AT_ONCE):
             some = keys[start : start + _DELETED_AT_ONCE]
             listed = {"Objects": [{"Key": self._prefix + key} for key in some], "Quiet": True}
-            answer = self._s3.run(self._request("delete_objects", "", "delete from", Delete=listed))
+            answer = self._s3.run(self._request("delete_objects", "", "delete", Delete=listed))
             wrong = [f"{one.get('Key')} ({one.get('Code')})" for one in answer.get("Errors", ())]
             if wrong:
-                raise StorageError(f"could not delete from {self.url}: {', '.join(wrong)}.")
+                raise StorageError(f"could not delete in {self.url}: {', '.join(wrong)}.")
 
     def abort(self, prefix: str, age: float) -> None:
         for key, upload, begun in list(self._uploads(self._prefix + prefix)):
@@ -248,7 +248,7 @@ class _Write:
         return await self._s3.tried("write", self._where, attempt)
 
     async def _settled(self, method: str, **arguments: Any) -> str:
-        """The version after a request that must not be made twice. If an earlier one was heeded, that is no conflict."""
+        """The version after a request that counts once. If an earlier one has been heeded, that is no conflict."""
         self._tries += 1
         try:
             return str((await self._s3.call(method, Key=self._key, **arguments))["ETag"])

@@ -22,16 +22,17 @@ _TRANSIENT = {
     "XAmzContentChecksumMismatch", "429", "500", "502", "503", "504",
 }  # fmt: skip
 _DENIED = {
-    "AccessDenied", "AllAccessDisabled", "AccountProblem", "ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId",
-    "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired", "UnauthorizedAccess", "401", "403",
+    "AccessDenied", "AllAccessDisabled", "AccountProblem", "ExpiredToken", "ExpiredTokenException",
+    "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired", "UnauthorizedAccess",
+    "401", "403",
 }  # fmt: skip
 _ABSENT = {"NoSuchKey", "NoSuchVersion", "NotFound", "404"}
 _CONFLICT = {"PreconditionFailed", "412"}
 _FULL = {"EntityTooLarge", "QuotaExceeded", "XMinioStorageFull", "StorageFull", "InsufficientStorage", "507"}
 _ELSEWHERE = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301"}
 _CHECK_CREDENTIALS = (
-    "Check the credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or storage_options), and that they "
-    "may list, read, write and delete there."
+    "Check the credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or storage_options), and that "
+    "they may list, read, write and delete there."
 )
 
 

@@ -35,12 +35,13 @@ def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Stor
     if match is None:
         return _open_path(url, **options)
     scheme, rest = match.group(1).lower(), match.group(2)
-    if "@" in rest.partition("/")[0]:
+    factory = _factory(scheme, url)
+    if re.match(r"[^/]*:[^/]*@", rest):
         raise ConfigError(
             f"{_masked(url)} has a name and a password in it, and URLs are shown in logs. Give credentials in the "
             "environment, in a profile, or in storage_options."
         )
-    return _factory(scheme, url)(rest, **options)
+    return factory(rest, **options)
 
 
 def _open_path(path: str, **options: Any) -> Storage:
@@ -89,6 +90,10 @@ _BUILT_IN: dict[str, Callable[..., Storage]] = {
     "memory": _open_memory,
     "s3": _open_s3,
     "s3a": _open_s3,
+    # of fsspec's filesystems those that show an object when it is whole; not ftp, say
+    **{
+        scheme: _open_filesystem(scheme) for scheme in ("abfs", "abfss", "az", "gcs", "gs", "hf", "local", "oci", "oss")
+    },
 }
 
 
@@ -99,20 +104,11 @@ def _factory(scheme: str, url: str) -> Callable[..., Storage]:
     if scheme in installed:
         factory: Callable[..., Storage] = installed[scheme].load()
         return factory
-    if scheme in _known_to_fsspec():
-        return _open_filesystem(scheme)
     known = ", ".join(["a plain path", *(f"{name}://" for name in sorted({*_BUILT_IN, *installed}))])
     raise SchemeError(
-        f"no storage serves {scheme}:// (in {_masked(url)!r}). Known here: {known}, and what fsspec knows. For another "
-        f"one, install a package that provides it through the entry point group {ENTRY_POINTS!r}."
+        f"no storage serves {scheme}:// (in {_masked(url)!r}). Known here: {known}. For another one, install a package "
+        f"that provides it through the entry point group {ENTRY_POINTS!r}."
     )
-
-
-def _known_to_fsspec() -> list[str]:
-    from fsspec import available_protocols
-
-    known: list[str] = available_protocols()
-    return known
 
 
 def _masked(url: str) -> str:

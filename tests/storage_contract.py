@@ -254,7 +254,8 @@ class StorageContract:
     def test_of_many_who_write_over_the_same_version_one_succeeds(self, storage: Storage) -> None:
         for begin in (0, 10):
             seen = storage.version("object")
-            ready, lost = threading.Barrier(5), []
+            ready = threading.Barrier(5)
+            lost: list[int] = []
 
             def write(
                 number: int, over: str | None = seen, ready: threading.Barrier = ready, lost: list[int] = lost

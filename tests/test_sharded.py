@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import ckpt
-from ckpt.storage import Buffer, LocalStorage
+from ckpt.storage import ANY, Buffer, LocalStorage
 from tests.processes import run_ranks
 from tests.sharded import MODELS, plain, state, step, whole
 from tests.training import exact
@@ -125,11 +125,11 @@ def test_the_full_layout_is_one_file_that_any_tool_opens(tmp_path: Path, how: st
 class _FullStorage(LocalStorage):
     """A disk that is full when a model comes."""
 
-    def write(self, key: str, pieces: Iterable[Buffer]) -> None:
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
         if key.startswith("bad/") and key.endswith("model.safetensors"):
             next(iter(pieces))
             raise ckpt.FullError("no space left")
-        super().write(key, pieces)
+        super().write(key, pieces, over=over)
 
 
 def _fail_to_gather(rank: int, root: str) -> None:
