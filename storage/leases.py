@@ -34,6 +34,8 @@ BEAT = 10.0  # seconds from one sign of life to the next
 LIFE = 60.0  # without one, a holder is gone
 _LOOK = 1.0
 
+_held_here: set[str] = set()  # holders in this process
+
 
 @dataclass
 class _Held:
@@ -64,6 +66,7 @@ class Leases:
         self._seen: dict[str, tuple[str, float]] = {}  # versions of others' objects, and since when they are known
         self._changed = threading.Event()
         self._beating = False
+        self._left: list[str] = []  # objects that could not be removed yet
         self._guard = threading.Lock()
 
     @contextmanager
@@ -81,6 +84,7 @@ class Leases:
     @contextmanager
     def shared(self, key: str, note: str) -> Iterator[None]:
         held = _Held(key, f"{FOLDER}/shared/{_name(key)}/{uuid.uuid4().hex}", note, alone=False)
+        _held_here.add(held.holder)
         try:
             self._objects.put(held.path, [held.text()])
         except DeniedError:  # who may only read can keep nobody from removing what he reads
@@ -108,6 +112,7 @@ class Leases:
 
     def _claim(self, held: _Held) -> None:
         """Write the object that only one can write; over that of a holder who is gone."""
+        _held_here.add(held.holder)
         while True:
             try:
                 held.version = self._objects.put(held.path, [held.text()], over=held.version)
@@ -174,9 +179,7 @@ class Leases:
     def _kept(self, held: _Held) -> Iterator[None]:
         with self._guard:
             self._held.append(held)
-            if not self._beating:
-                self._beating = True
-                threading.Thread(target=self._beat, name="ckpt-lease", daemon=True).start()
+            self._begin_to_beat()
         try:
             yield
         finally:
@@ -187,10 +190,22 @@ class Leases:
                 self._drop(held)
 
     def _drop(self, held: _Held) -> None:
-        """Remove the object, if it is certainly ours. What cannot be removed is taken for gone before long."""
-        with held.turn, suppress(StorageError):
-            if not held.lost and time.monotonic() - held.renewed < LIFE:
+        """Remove the object, if it is certainly ours."""
+        _held_here.discard(held.holder)
+        with held.turn:
+            if held.lost or time.monotonic() - held.renewed > LIFE:
+                return
+            try:
                 self._objects.remove([held.path])
+            except StorageError:
+                with self._guard:
+                    self._left.append(held.path)
+                    self._begin_to_beat()
+
+    def _begin_to_beat(self) -> None:
+        if not self._beating:
+            self._beating = True
+            threading.Thread(target=self._beat, name="ckpt-lease", daemon=True).start()
 
     def _beat(self) -> None:
         while True:
@@ -198,15 +213,22 @@ class Leases:
             with self._guard:
                 self._changed.clear()
                 due = [one for one in self._held if time.monotonic() - one.renewed > BEAT / 2]
-                self._beating = bool(self._held)
+                self._beating = bool(self._held or self._left)
                 if not self._beating:
                     return
-            self._renew_all(due)
+            self._catch_up(due)
 
-    def _renew_all(self, due: Iterable[_Held]) -> None:
+    def _catch_up(self, due: Iterable[_Held]) -> None:
+        """Give signs of life, and remove what is left. Where that fails, the next beat tries again."""
         for held in due:
-            with suppress(StorageError):  # the next beat tries again, and `confirm` does
+            with suppress(StorageError):
                 self._renew(held)
+        while self._left:
+            try:
+                self._objects.remove(self._left[:1])
+            except StorageError:
+                return
+            self._left.pop(0)
 
     def _renew(self, held: _Held) -> None:
         with held.turn:
@@ -246,6 +268,8 @@ def _started(process: int) -> str | None:
 def _is_gone(sign: dict[str, Any]) -> bool | None:
     """Whether a holder has ended. None if that cannot be known here."""
     mine = _identity(os.getpid())
+    if sign["process"] == mine:
+        return sign["holder"] not in _held_here
     if sign["process"][:2] != mine[:2]:
         return None
     return bool(_started(int(sign["process"][2])) != sign["process"][3])

@@ -55,19 +55,24 @@ def explained(error: BaseException, what: str, where: str, bucket: str) -> Stora
         return _answered(answer, what, where, bucket)
     if isinstance(error, StorageError | ConfigError):
         return error
-    cause = error.__cause__ or error
-    if isinstance(cause, exceptions.NoCredentialsError | exceptions.PartialCredentialsError):
+    if _is(error, exceptions.NoCredentialsError, exceptions.PartialCredentialsError):
         return DeniedError(f"could not {what} {where}: there are no credentials, or only a part. {_CHECK_CREDENTIALS}")
-    if isinstance(cause, exceptions.EndpointConnectionError | exceptions.ConnectTimeoutError | ConnectionRefusedError):
+    if _is(error, exceptions.EndpointConnectionError, exceptions.ConnectTimeoutError, ConnectionRefusedError):
         return UnreachedError(
             f"could not {what} {where}: no server answers. Check the endpoint (AWS_ENDPOINT_URL, or "
             "storage_options={'endpoint_url': ...}) and the network."
         )
-    if _is_passing(cause):
-        return TransientError(f"could not {what} {where}: the connection failed ({type(cause).__name__}).")
-    if isinstance(cause, exceptions.BotoCoreError | ValueError | TypeError):
-        return ConfigError(f"could not {what} {where}: {type(cause).__name__}. Check storage_options and the URL.")
-    return StorageError(f"could not {what} {where}: {type(cause).__name__}.")
+    kind = type(error.__cause__ or error).__name__
+    if _is_passing(error):
+        return TransientError(f"could not {what} {where}: the connection failed ({kind}).")
+    if _is(error, exceptions.BotoCoreError, ValueError, TypeError):
+        return ConfigError(f"could not {what} {where}: {kind}. Check storage_options and the URL.")
+    return StorageError(f"could not {what} {where}: {kind}.")
+
+
+def _is(error: BaseException, *kinds: type[BaseException]) -> bool:
+    """Whether it is of these kinds, or was caused by one."""
+    return isinstance(error, kinds) or isinstance(error.__cause__, kinds)
 
 
 def _answer(error: BaseException) -> dict[str, Any] | None:
@@ -106,13 +111,5 @@ def _is_passing(error: BaseException) -> bool:
     from botocore.exceptions import IncompleteReadError as Truncated
     from botocore.parsers import ResponseParserError
 
-    kinds = (
-        OSError,
-        asyncio.TimeoutError,
-        EOFError,
-        ConnectionFailure,
-        HTTPClientError,
-        Truncated,
-        ResponseParserError,
-    )
-    return isinstance(error, kinds)
+    network = (OSError, asyncio.TimeoutError, EOFError, ConnectionFailure)
+    return _is(error, *network, HTTPClientError, Truncated, ResponseParserError)
