@@ -182,12 +182,25 @@ class Leases:
             self._begin_to_beat()
         try:
             yield
-        finally:
-            if os.getpid() == held.process:  # a forked child lets its parent hold on
-                with self._guard:
-                    self._held.remove(held)
-                    self._changed.set()
-                self._drop(held)
+        except GeneratorExit:
+            # Nobody has closed it, and it is being collected, in whatever thread and with whatever locks held: nothing
+            # may be waited for. The next beat removes the object.
+            if os.getpid() == held.process:
+                _held_here.discard(held.holder)
+                self._left.append(held.path)
+                self._held.remove(held)
+            raise
+        except BaseException:
+            self._let_go(held)
+            raise
+        self._let_go(held)
+
+    def _let_go(self, held: _Held) -> None:
+        if os.getpid() == held.process:  # a forked child lets its parent hold on
+            with self._guard:
+                self._held.remove(held)
+                self._changed.set()
+            self._drop(held)
 
     def _drop(self, held: _Held) -> None:
         """Remove the object, if it is certainly ours."""

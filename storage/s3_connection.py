@@ -138,6 +138,8 @@ def _open(options: dict[str, Any], patience: Patience) -> S3FileSystem:
         "connect_timeout": min(10.0, patience.stall),
         "connector_args": {"resolver": _resolver()},
     }
+    if "@" in str(options.get("endpoint_url", "")):
+        raise ConfigError("the endpoint_url has a name or a password in it. Give them as key and secret.")
     options.setdefault("max_concurrency", _AT_ONCE)
     config = {"max_pool_connections": 2 * options["max_concurrency"], **ours, **options.pop("config_kwargs", {})}
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +19,14 @@ def server() -> Iterator[Server]:
     """An S3 server of this test process's own."""
     with serving() as one:
         yield one
+
+
+@pytest.fixture
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty root: a directory, or with CKPT_ROOT=s3 one on that server."""
+    if os.environ.get("CKPT_ROOT") == "s3":
+        return str(request.getfixturevalue("s3"))
+    return str(tmp_path / "root")
 
 
 @pytest.fixture

@@ -14,6 +14,12 @@ from types import TracebackType
 from typing import Any
 
 FAULTS = ("error", "slow down", "reset", "answer lost", "stall", "truncated", "altered")
+_REFUSALS = {
+    "error": (500, "InternalError"),
+    "slow down": (503, "SlowDown"),
+    "denied": (403, "AccessDenied"),
+    "no bucket": (404, "NoSuchBucket"),
+}
 _STALL = 20.0  # seconds: longer than anybody here waits
 _NOT_PASSED_ON = {"expect", "connection", "transfer-encoding", "content-length"}
 
@@ -85,8 +91,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "stall":
             proxy.ending.wait(_STALL)
             return self._reset()
-        if fault in ("error", "slow down"):
-            return self._refuse(*((500, "InternalError") if fault == "error" else (503, "SlowDown")))
+        if fault in _REFUSALS:
+            return self._refuse(*_REFUSALS[fault])
         if fault == "altered" and size:
             body = _altered(body)
         status, headers, answer = self._pass_on(proxy, body)
