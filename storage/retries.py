@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from ckpt.errors import ConfigError
 
+_dice = random.SystemRandom()  # the global generator is part of what is trained
+
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
@@ -29,5 +31,5 @@ class Patience:
         """
         end, most = time.monotonic() + self.deadline, self.shortest
         while (left := end - time.monotonic()) > 0:
-            yield min(left, random.uniform(most / 2, most))  # noqa: S311
+            yield min(left, _dice.uniform(most / 2, most))
             most = min(self.longest, 2 * most)

@@ -78,9 +78,9 @@ class Server:
 
 
 @contextmanager
-def serving() -> Iterator[Server]:
+def serving(root: Path | None = None) -> Iterator[Server]:
     """A server that is gone, with all it holds, when the context is left."""
-    folder = Path(tempfile.mkdtemp(prefix="seaweed-"))
+    folder = Path(tempfile.mkdtemp(prefix=".seaweed-", dir=root)).resolve()
     server = Server(folder)
     try:
         server.start()
