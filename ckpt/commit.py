@@ -38,12 +38,14 @@ class Earlier:
 class Attempt:
     """One try at writing a checkpoint. Until `commit`, a checkpoint of the same name stands as it was.
 
-    Where an older checkpoint of that name has files, those of the try have other names: nothing that a committed
-    manifest lists is ever written to.
+    Where there are files already (`taken`), those of the try have other names: nothing that a committed manifest lists
+    is ever written to. `over` is the version of the manifest that the try replaces: of two writers one commits.
     """
 
     name: str
     replaces: tuple[str, ...] = ()
+    taken: tuple[str, ...] = ()
+    over: str | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def begin(self, storage: Storage, paths: Iterable[str]) -> None:
@@ -68,12 +70,12 @@ class Attempt:
 
     def commit(self, storage: Storage, manifest: Manifest) -> None:
         """From here on the checkpoint exists, and an older one of its name does not."""
-        storage.write(f"{self.name}/{FILE_NAME}", [manifest.to_bytes()])
+        storage.write(f"{self.name}/{FILE_NAME}", [manifest.to_bytes()], over=self.over)
         with suppress(StorageError):  # it is committed: what could not be cleaned up is cleaned up before a later save
             clean(storage, self.name)
 
     def path_for(self, path: str) -> str:
-        if path not in self.replaces:
+        if path not in self.taken:
             return path
         stem, _, suffix = path.rpartition(".")
         return f"{stem}.{self.id[:8]}.{suffix}"
@@ -101,7 +103,7 @@ class Attempt:
             settled = list(image.pieces())
             hashing = Beside(lambda: _digests(settled, advance), "ckpt-hash")
             try:
-                storage.write(f"{self.name}/{path}", settled)
+                storage.write(f"{self.name}/{path}", settled, over=None)
             finally:
                 digests = hashing.result()
             head = _head(image, settled[0])
@@ -118,7 +120,7 @@ class Attempt:
                 advance(len(piece))
 
         try:
-            storage.write(f"{self.name}/{path}", pieces())
+            storage.write(f"{self.name}/{path}", pieces(), over=None)
         finally:  # at once, also when it failed: other ranks may be waiting to hand over the rest
             getattr(source, "close", lambda: None)()
         return FileRecord(name=image.path, path=path, size=hasher.size, blocks=hasher.digests, head=heads[0])

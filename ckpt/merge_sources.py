@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from ckpt.catalog import locate, read_manifest, scan, size_problems
 from ckpt.console import bar
@@ -34,13 +35,15 @@ _KNOWN = (
 
 
 @contextmanager
-def open_source(source: str | os.PathLike[str], part: str) -> Iterator[dict[str, PiecedTensor]]:
+def open_source(
+    source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None = None
+) -> Iterator[dict[str, PiecedTensor]]:
     """The tensors of one part of whatever is at a path or URL, by their bare names. None lacks a piece."""
     if os.path.isfile(source):
         raise ConfigError(f"{os.fspath(source)} is a file. What can be merged is {_KNOWN}.")
-    found = Folder.at(source)
+    found = Folder.at(source, options)
     if FILE_NAME in found.files:
-        with _checkpoint(source, part) as tensors:
+        with _checkpoint(source, part, options) as tensors:
             yield tensors
         return
     folder = _dcp_folder(found, part)
@@ -60,8 +63,10 @@ def _unknown(found: Folder) -> Exception:
 
 
 @contextmanager
-def _checkpoint(source: str | os.PathLike[str], part: str) -> Iterator[dict[str, PiecedTensor]]:
-    storage, (name,) = locate(source)
+def _checkpoint(
+    source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None
+) -> Iterator[dict[str, PiecedTensor]]:
+    storage, (name,) = locate(source, options if "://" in os.fspath(source) else None)
     with storage.lock(name, shared=True):  # a run that goes on meanwhile must not remove what is being read
         manifest = read_manifest(storage, name)
         ours = _of_part(manifest, part)
