@@ -9,10 +9,11 @@ import os
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ckpt.console import bar, size
 from ckpt.errors import AbsentError, CheckpointError, ConfigError, DamagedError, MissingError, StorageError
@@ -23,7 +24,8 @@ from ckpt.stored_file import WINDOW, StoredFile, VerifiedFile
 MARKER = ".saving"  # in a checkpoint's folder while it is being written
 _STATE = "state.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,199}")
-THREADS = min(16, max(2, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+_MOST_THREADS = 16
+_THREADS = min(_MOST_THREADS, max(2, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Checkpoint:
     @property
     def step(self) -> int | None:
         return self.manifest.step if self.manifest else None
+
+
+def threads_for(storages: Iterable[Storage]) -> int:
+    """How many threads read at the same time: as many as there are cores; far away, as many as have to wait."""
+    return _THREADS if all(storage.near for storage in storages) else _MOST_THREADS
 
 
 def check_name(name: str) -> str:
@@ -126,30 +133,33 @@ def altered(blocks: list[tuple[VerifiedFile, int]], advance: Callable[[float], N
         file, index = block
         return file.look(index, buffers.own, advance)
 
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(threads_for(file.stored.storage for file, _ in blocks)) as pool:
         return [problem for problem in pool.map(look, blocks) if problem]
 
 
-def list_checkpoints(root: str | os.PathLike[str] | Storage) -> list[Checkpoint]:
+def list_checkpoints(
+    root: str | os.PathLike[str] | Storage, *, storage_options: Mapping[str, Any] | None = None
+) -> list[Checkpoint]:
     """The checkpoints below a root, newest first. Those without a manifest were never committed and come last.
 
-    Reads manifests only; `verify` looks at every byte.
+    Reads manifests only; `verify` looks at every byte. `storage_options` are those of the manager.
     """
-    return scan(open_storage(root))
+    return scan(open_storage(root, **(storage_options or {})))
 
 
-def verify(url: str | os.PathLike[str]) -> dict[str, list[str]]:
+def verify(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> dict[str, list[str]]:
     """What is wrong with a checkpoint, or with each checkpoint of a root, by name: an empty list means intact.
 
-    Every file is read and compared with the hashes in its manifest.
+    Every file is read and compared with the hashes in its manifest. `storage_options` are those of the manager.
     """
-    storage, names = locate(url)
-    return {name: _verify_one(storage, name) for name in names}
+    storage, names = locate(url, storage_options)
+    return {name: verify_one(storage, name) for name in names}
 
 
-def locate(url: str | os.PathLike[str]) -> tuple[Storage, list[str]]:
+def locate(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> tuple[Storage, list[str]]:
     """The root that a URL means, and the names of its checkpoints; or the one checkpoint that it points at."""
-    storage = open_storage(url)
+    options = storage_options or {}
+    storage = open_storage(url, **options)
     text = os.fspath(url)
     if any(True for _ in storage.list()):
         names = [one.name for one in scan(storage)]
@@ -159,13 +169,13 @@ def locate(url: str | os.PathLike[str]) -> tuple[Storage, list[str]]:
     root, _, name = text.rstrip("/").rpartition("/")
     if name and not root.endswith(":/"):
         with suppress(ConfigError):  # where the URL is of the root itself, nothing above it is one
-            parent = open_storage(root or ("/" if text.startswith("/") else "."))
+            parent = open_storage(root or ("/" if text.startswith("/") else "."), **options)
             if any(True for _ in parent.list(name)):
                 return parent, [name]
     raise MissingError(f"there is no checkpoint at {os.fspath(url)}: it is neither a root nor a checkpoint.")
 
 
-def _verify_one(storage: Storage, name: str) -> list[str]:
+def verify_one(storage: Storage, name: str) -> list[str]:
     try:
         with storage.lock(name, shared=True):  # a run that goes on meanwhile must not remove what is being read
             return problems(storage, read_manifest(storage, name), show=True)

@@ -215,9 +215,8 @@ def _show_on_terminal(rows: Sequence[Sequence[str]]) -> None:
 
 def _show_verdict(storage: Storage, name: str, width: int) -> bool:
     """Verify one checkpoint and print its line. Returns whether there is nothing wrong with it."""
-    try:
-        wrong = catalog.verify(f"{storage.url}/{name}")[name]
-    except MissingError:
+    wrong = catalog.verify_one(storage, name)
+    if wrong and not any(True for _ in storage.list(name)):
         click.echo(f"{name:<{width}}  was removed meanwhile")
         return True
     if wrong:

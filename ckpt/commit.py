@@ -46,12 +46,14 @@ class Stored:
 class Attempt:
     """One try at writing a checkpoint. Until `commit`, a checkpoint of the same name stands as it was.
 
-    Where an older checkpoint of that name has files, those of the try have other names: nothing that a committed
-    manifest lists is ever written to.
+    Where there are files already (`taken`), those of the try have other names: nothing that a committed manifest lists
+    is ever written to. `over` is the version of the manifest that the try replaces: of two writers one commits.
     """
 
     name: str
     replaces: tuple[str, ...] = ()
+    taken: tuple[str, ...] = ()
+    over: str | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def begin(self, storage: Storage, paths: Iterable[str]) -> None:
@@ -83,12 +85,12 @@ class Attempt:
             staged = {f"{self.name}/{path}": one for path, one in {**receipts, FILE_NAME: receipt}.items()}
             storage.publish(staged, gone=[f"{self.name}/{path}" for path in self.replaces])
             return
-        storage.write(f"{self.name}/{FILE_NAME}", [manifest.to_bytes()])
+        storage.write(f"{self.name}/{FILE_NAME}", [manifest.to_bytes()], over=self.over)
         with suppress(StorageError):  # it is committed: what could not be cleaned up is cleaned up before a later save
             clean(storage, self.name)
 
     def path_for(self, path: str) -> str:
-        if path not in self.replaces:
+        if path not in self.taken:
             return path
         stem, _, suffix = path.rpartition(".")
         return f"{stem}.{self.id[:8]}.{suffix}"
@@ -117,7 +119,7 @@ class Attempt:
         key = f"{self.name}/{path}"
         if isinstance(storage, Staging):
             return storage.stage(key, pieces)
-        storage.write(key, pieces)
+        storage.write(key, pieces, over=None)
         return None
 
     def _write_one(self, storage: Storage, image: Image, advance: Callable[[float], None]) -> Stored:

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import ckpt
-from ckpt.storage import Buffer, LocalStorage
+from ckpt.storage import ANY, Buffer, LocalStorage
 
 EPOCHS = 3
 _BATCH = 8
@@ -81,7 +81,7 @@ class DoomedStorage(LocalStorage):
         super().__init__(root)
         self._victim = victim
 
-    def write(self, key: str, pieces: Iterable[Buffer]) -> None:
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
         super().write(key, _half_then_die(pieces) if key == self._victim else pieces)
 
 

@@ -13,8 +13,10 @@ CkptError
 │   └── VersionError       written by a newer ckpt
 ├── StorageError           bytes could not be read or written (also an OSError)
 │   ├── AbsentError        no such key
+│   ├── DeniedError        the storage knows who asks, and refuses; or does not know
 │   ├── FullError          no space left, or a quota or size limit reached
 │   ├── LockedError        somebody else holds it
+│   ├── ConflictError      somebody else has written it meanwhile
 │   └── TransientError     may well work if tried again
 └── RanksError             ranks did not answer in time, or disagree
 
@@ -84,12 +86,20 @@ class AbsentError(StorageError):
     """There is nothing under that key."""
 
 
+class DeniedError(StorageError):
+    """The credentials are missing, wrong, or do not allow it."""
+
+
 class FullError(StorageError):
     """No space is left, or a quota or a file size limit is reached."""
 
 
 class LockedError(StorageError):
     """Another process, or another manager in this one, holds it."""
+
+
+class ConflictError(StorageError):
+    """Somebody else has written it meanwhile. What they wrote stays."""
 
 
 class TransientError(StorageError):

@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ckpt.console import size
 from ckpt.errors import DamagedError
 from ckpt.storage import Storage, open_storage
 from ckpt.stored_file import StoredFile
+
+
+def open_url(root: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Storage:
+    """The storage at one of two sides, of which only URLs take options."""
+    return open_storage(root, **(options or {} if "://" in os.fspath(root) else {}))
 
 
 @dataclass(frozen=True)
@@ -26,13 +32,13 @@ class Folder:
         return os.path.basename(self.where if "://" in self.where else os.path.abspath(self.where))
 
     @classmethod
-    def at(cls, source: str | os.PathLike[str]) -> Folder:
+    def at(cls, source: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Folder:
         """What is at a path or URL. Storages without folders have it below a root that ends earlier."""
         where = os.fspath(source).rstrip("/")
-        found = cls.listed(open_storage(source), "", where)
+        found = cls.listed(open_url(source, options), "", where)
         root, _, name = where.rpartition("/")
         if not found.files and "://" in root:
-            return cls.listed(open_storage(root), f"{name}/", where)
+            return cls.listed(open_url(root, options), f"{name}/", where)
         return found
 
     @classmethod

@@ -39,7 +39,7 @@ from ckpt.ranks import MAIN, find_ranks
 from ckpt.restored import Restored
 from ckpt.restoring import Restoration
 from ckpt.retention import Keep
-from ckpt.saving import Saver, versions
+from ckpt.saving import Saver, try_out, versions
 from ckpt.sources import KINDS, find_source
 from ckpt.storage import MemoryStorage, Storage, open_storage
 from ckpt.storage.background import Background
@@ -75,6 +75,9 @@ class StateManager:
     while another is being written waits for it ("wait") or is left out ("skip"). `host_memory`: bytes that copies of
     the state may take; where that is not enough, training waits until a checkpoint is written. `timeout`: seconds to
     wait for a rank that does not answer. `handle_sigterm`: save and stop when the process is told to terminate.
+    `storage_options`: credentials, endpoint and the like for a root that is a URL, as fsspec's filesystem for it takes
+    them; what the environment or a profile says need not be given. A root far away is tried out at once, by writing a
+    few bytes and removing them.
     """
 
     def __init__(
@@ -97,15 +100,18 @@ class StateManager:
         host_memory: int | None = None,
         timeout: float = 300.0,
         handle_sigterm: bool = True,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         _check_options(save_every=save_every, keep=keep, layout=layout, timeout=timeout, when_busy=when_busy)
         self._source = find_source(
             accelerator, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, dataloader=dataloader
         )
-        self._storage = open_storage(_required(self._source.root if root is None else root))
+        self._storage = open_storage(_required(self._source.root if root is None else root), **(storage_options or {}))
         self._ranks = find_ranks(self._storage.url, timeout)
         if self._ranks.world_size > 1 and isinstance(self._storage, MemoryStorage):
             raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
+        if not self._storage.near:
+            try_out(self._storage)
         keep = self._source.keep if keep is None else keep
         self._saver = Saver(self._storage, self._ranks, keep, host_memory=host_memory)
         self._background = background

@@ -50,13 +50,15 @@ class Source:
 
 
 @contextmanager
-def open_source(source: str | os.PathLike[str], part: str) -> Iterator[Source]:
+def open_source(
+    source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None = None
+) -> Iterator[Source]:
     """One part of whatever is at a path or URL."""
     if os.path.isfile(source):
         raise ConfigError(f"{os.fspath(source)} is a file. What can be merged is {_KNOWN}.")
-    found = Folder.at(source)
+    found = Folder.at(source, options)
     if FILE_NAME in found.files:
-        with _checkpoint(source, part) as opened:
+        with _checkpoint(source, part, options) as opened:
             yield opened
         return
     folder = _dcp_folder(found, part)
@@ -93,8 +95,8 @@ def _weights(found: Folder) -> list[str]:
 
 
 @contextmanager
-def _checkpoint(source: str | os.PathLike[str], part: str) -> Iterator[Source]:
-    storage, (name,) = locate(source)
+def _checkpoint(source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None) -> Iterator[Source]:
+    storage, (name,) = locate(source, options if "://" in os.fspath(source) else None)
     with storage.lock(name, shared=True):  # a run that goes on meanwhile must not remove what is being read
         manifest = read_manifest(storage, name)
         ours = _of_part(manifest, part)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ckpt.console import bar
 from ckpt.errors import ConfigError, StorageError
+from ckpt.folder import open_url
 from ckpt.formats.huggingface import INDEX_SUFFIX, SUFFIX, images, parse_dtype, parse_size
 from ckpt.formats.manifest import FILE_NAME
 from ckpt.formats.state import Image
 from ckpt.formats.tied import tied
 from ckpt.merge_sources import open_source
-from ckpt.storage import Storage, open_storage
+from ckpt.storage import Storage
 
 
 def merge(
@@ -26,18 +28,20 @@ def merge(
     dtype: str | torch.dtype | None = None,
     max_shard_size: int | str | None = None,
     part: str = "model",
+    storage_options: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Write the tensors of a checkpoint as one safetensors file, and return the URLs of what was written.
 
     `source` is a checkpoint of ours, a folder of torch.distributed.checkpoint, what Accelerate saves under FSDP, or a
     folder of safetensors. Beyond `max_shard_size` (bytes, or `"5GB"`) the output is shards and
     `model.safetensors.index.json`. Floating point tensors are cast to `dtype`. Tied weights are written once. Less than
-    256 MB are held at a time, and the output appears only when it is complete.
+    256 MB are held at a time, and the output appears only when it is complete. Either side may be a URL;
+    `storage_options` are for both.
     """
-    target = _Target.at(destination)
+    target = _Target.at(destination, storage_options)
     cast = None if dtype is None else parse_dtype(dtype)
     limit = None if max_shard_size is None else parse_size(max_shard_size)
-    with open_source(source, part) as opened:
+    with open_source(source, part, storage_options) as opened:
         tensors = opened.tensors
         files = images(target.name, tensors, tied(tensors), dtype=cast, max_shard_size=limit)
         target.check_free(files)
@@ -52,14 +56,14 @@ class _Target:
     name: str
 
     @classmethod
-    def at(cls, destination: str | os.PathLike[str]) -> _Target:
+    def at(cls, destination: str | os.PathLike[str], options: Mapping[str, Any] | None) -> _Target:
         text = os.fspath(destination)
         folder, slash, name = text.rpartition("/")
         if not name or os.path.isdir(text):
             raise ConfigError(f"{text} is a directory. Name the file: {text.rstrip('/')}/model{SUFFIX}.")
         if not name.endswith(SUFFIX) or folder.endswith(":/"):
             raise ConfigError(f"{text} cannot be written to: name a file that ends with {SUFFIX}, in a folder.")
-        return cls(open_storage(folder or slash or "."), name)
+        return cls(open_url(folder or slash or ".", options), name)
 
     def check_free(self, files: list[Image]) -> None:
         """Refuse a place where the output would destroy a checkpoint, or be mixed up with an older output."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ckpt.catalog import THREADS, altered
+from ckpt.catalog import altered, threads_for
 from ckpt.errors import DamagedError
 from ckpt.formats.blocks import BlockHasher
 from ckpt.formats.memory import host_bytes
@@ -32,7 +32,7 @@ _WINDOW_AWAY = 16 << 20
 _THREADS_AWAY = 10
 
 
-def read_verified(transfers: Iterable[Transfer], where: str, advance: Advance, *, threads: int = THREADS) -> None:
+def read_verified(transfers: Iterable[Transfer], where: str, advance: Advance, *, threads: int | None = None) -> None:
     """Carry out all transfers. Raises a `DamagedError` that names every block that does not match its hash.
 
     With one thread they come in the order of their files and bytes.
@@ -46,7 +46,7 @@ def verify(transfers: Iterable[Transfer], where: str, advance: Advance) -> None:
     _refuse(where, altered(list(blocks.values()), advance))
 
 
-def read(transfers: Iterable[Transfer], where: str, advance: Advance, *, threads: int = THREADS) -> None:
+def read(transfers: Iterable[Transfer], where: str, advance: Advance, *, threads: int | None = None) -> None:
     """Carry out all transfers, of bytes that have just been verified."""
     _run(_blocks(transfers), where, _read_only, advance, threads)
 
@@ -254,7 +254,7 @@ def _run(
     where: str,
     work: Callable[[_Block, _Buffers], str | None],
     advance: Advance,
-    threads: int,
+    most: int | None,
 ) -> None:
     """Work on all blocks in several threads. If reading fails, the rest is given up."""
     waiting = iter(blocks)
@@ -279,6 +279,7 @@ def _run(
             buffers.finish()
 
     away = any(piece.landing.away for block in blocks for piece in block.pieces)
+    threads = threads_for(block.file.stored.storage for block in blocks) if most is None else most
     threads = min(threads, len(blocks), _THREADS_AWAY if away else threads)
     if threads < 2:
         loop()

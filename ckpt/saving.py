@@ -24,7 +24,7 @@ from ckpt.commit import Attempt, Earlier, Stored
 from ckpt.console import size
 from ckpt.errors import ConfigError, LockedError, RanksError, StorageError, VersionError
 from ckpt.formats.documents import rank_document
-from ckpt.formats.manifest import FileRecord, Manifest
+from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.spread import Table, disagreements
 from ckpt.formats.state import Image
 from ckpt.hardware import device_name
@@ -38,6 +38,16 @@ from ckpt.version import __version__
 
 _log = logging.getLogger("ckpt")
 LOCK = ".lock"
+
+
+def try_out(storage: Storage) -> None:
+    """Write a few bytes and remove them: what is wrong with a root shows before hours of training are lost."""
+    key = f".try-{uuid.uuid4().hex}"
+    if isinstance(storage, Staging):
+        storage.stage(key, [b"ckpt"])  # which is never published
+        return
+    storage.write(key, [b"ckpt"])
+    storage.delete([key])
 
 
 @dataclass
@@ -159,7 +169,7 @@ class Saver:
         self._committed = [one.manifest for one in found if one.manifest is not None]
         self._unreadable = {one.name: one.problem for one in found if isinstance(one.problem, VersionError)}
 
-    def begin(self, name: str, paths: Iterable[str]) -> Attempt:
+    def begin(self, name: str, paths: list[str]) -> Attempt:
         """Take the root, if that has not been done, and leave the mark of a save under way."""
         self._hold()
         self._refuse_to_overtake(name)
@@ -168,7 +178,13 @@ class Saver:
                 f"{self.storage.url}/{name} was written by Accelerate, and stays as it is. Save under another name."
             )
         older = next((one for one in self._committed or () if one.name == name), None)
-        attempt = Attempt(name, tuple(file.path for file in older.files) if older else ())
+        there = {entry.key.removeprefix(f"{name}/") for entry in self.storage.list(name)}
+        attempt = Attempt(
+            name,
+            replaces=tuple(file.path for file in older.files) if older else (),
+            taken=tuple(path for path in paths if path in there),
+            over=self.storage.version(f"{name}/{FILE_NAME}"),
+        )
         attempt.begin(self.storage, paths)
         return attempt
 

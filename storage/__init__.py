@@ -1,9 +1,21 @@
 """Where bytes go. Knows nothing of formats or of training."""
 
-from ckpt.storage.base import Buffer, Entry, Staging, Storage
+from ckpt.storage.base import ANY, Buffer, Entry, Staging, Storage
 from ckpt.storage.hub import HubStorage
 from ckpt.storage.local import LocalStorage
 from ckpt.storage.memory import MemoryStorage
+from ckpt.storage.objects import ObjectStorage
 from ckpt.storage.urls import open_storage
 
-__all__ = ["Buffer", "Entry", "HubStorage", "LocalStorage", "MemoryStorage", "Staging", "Storage", "open_storage"]
+__all__ = [
+    "ANY",
+    "Buffer",
+    "Entry",
+    "HubStorage",
+    "LocalStorage",
+    "MemoryStorage",
+    "ObjectStorage",
+    "Staging",
+    "Storage",
+    "open_storage",
+]

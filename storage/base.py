@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from ckpt.errors import ConfigError
+from ckpt.errors import ConfigError, ConflictError
 
 Buffer = bytes | bytearray | memoryview
+ANY = "*"  # whatever is there
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Storage(Protocol):
       `write` has returned the object outlives a crash of the machine. A `write` that fails leaves the old object.
     - `list` is never cached: an object is listed from the moment its `write` returned until its `delete` did.
     - Nothing outside the root is read, written or removed.
-    - Whatever fails raises a `StorageError`; nothing under a key is an `AbsentError`, no space left a `FullError`.
+    - Whatever fails raises a `StorageError`; nothing under a key is an `AbsentError`, no space left a `FullError`,
+      something else under it than was expected a `ConflictError`.
     """
 
     near: bool  # whether what one process has read costs others on its host next to nothing
@@ -40,12 +42,18 @@ class Storage(Protocol):
     def url(self) -> str:
         """The root, as a user would write it. Holds no secret."""
 
-    def write(self, key: str, pieces: Iterable[Buffer]) -> None:
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
         """Store the pieces, one after the other, as the object `key`; an older one is replaced.
+
+        `over` is the `version` that may be replaced; with none, nothing may be there. Of two who write over the same
+        version one succeeds. The other gets a `ConflictError`, and what is there stays.
 
         Pieces in a list are there and stay as they are until `write` returns; of others, each until the next one is
         asked for.
         """
+
+    def version(self, key: str) -> str | None:
+        """A name for the object as it is now, which it keeps until other bytes are written. None if there is none."""
 
     def link(self, source: str, target: str) -> None:
         """Store what is under `source` under `target` too, without moving it where that can be done.
@@ -66,16 +74,20 @@ class Storage(Protocol):
         """Every object whose key is below `prefix`, at any depth, in no particular order."""
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove the objects, in the order given. A key that is not there is no error."""
+        """Remove the objects, the first before all others, the last after them. What is not there is no error."""
 
     def sweep(self, prefix: str = "") -> None:
-        """Remove what unfinished writes below `prefix` left behind. Call it only while nobody writes there."""
+        """Remove what unfinished writes below `prefix` left behind. Call it only while nobody writes there.
+
+        Where others may write below the root all the same, what has begun lately stays unless `prefix` is given.
+        """
 
     def lock(self, key: str, *, shared: bool = False, note: str = "") -> AbstractContextManager[None]:
         """Hold `key` until the context is left or this process is gone, however it goes.
 
-        Many may hold it shared, or one alone. Never waits: if somebody else is in the way, a `LockedError` quotes the
-        holder's `note`. Where the place below has no locks, nothing is held and a warning is logged once.
+        Many may hold it shared, or one alone. Does not wait for it: if somebody else is in the way, a `LockedError`
+        quotes the holder's `note`. Only to learn whether a holder elsewhere is still alive may take a minute. Where the
+        place below has no locks, nothing is held and a warning is logged once.
         """
 
 
@@ -117,3 +129,11 @@ def check_key(key: str) -> str:
 def below(key: str, prefix: str) -> bool:
     """Whether `key` lies below the folder `prefix` (everything lies below the empty one)."""
     return not prefix or key.startswith(prefix.rstrip("/") + "/")
+
+
+def changed(where: str) -> ConflictError:
+    """What a write raises that finds another version than the one it may replace."""
+    return ConflictError(
+        f"{where} is not what it was: somebody else has written it meanwhile, and theirs stays. See to it that one run "
+        "alone writes there."
+    )

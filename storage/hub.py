@@ -9,14 +9,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from ckpt.errors import AbsentError, ConfigError, StorageError
-from ckpt.storage.base import Buffer, Entry, below, check_key
+from ckpt.storage.base import ANY, Buffer, Entry, below, changed, check_key
 from ckpt.storage.hub_errors import explained
 from ckpt.storage.hub_pending import Pending, Receipt
 from ckpt.storage.hub_repo import MAIN_BRANCH, HubFile, HubRepo
 from ckpt.storage.memory import MemoryStorage
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 _REST = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.*))?")
 _SMALL = 1 << 20  # bytes: what is larger goes through a file, so that it need not be in memory as a whole
@@ -73,9 +77,31 @@ class HubStorage:
     def __repr__(self) -> str:
         return f"HubStorage({self.url.removeprefix('hub://')!r})"
 
-    def write(self, key: str, pieces: Iterable[Buffer]) -> None:
-        self.publish({key: self.stage(key, pieces)})
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+        receipt = self.stage(key, pieces)
+        if over == ANY:
+            self.publish({key: receipt})
         self.settle()
+        if over != ANY:
+            self._write_over(key, Receipt.from_text(receipt), over)
+
+    def version(self, key: str) -> str | None:
+        """As it was last committed: what waits for a commit shall go on waiting."""
+        found = self._refreshed().files.get(self._path(key))
+        return found.oid if found else None
+
+    def _write_over(self, key: str, receipt: Receipt, over: str | None) -> None:
+        """A commit of its own, on a head that has that version of the object and no other."""
+        path = self._path(key)
+
+        def make(head: str) -> list[CommitOperationAdd | CommitOperationDelete]:
+            there = self._repo.files(head, self.folder).get(path)
+            if (there.oid if there else None) != over:
+                raise changed(f"{self.url}/{key}")
+            return [receipt.addition(path)]
+
+        self._repo.commit_on_head(make, f"ckpt: write {key}")
+        self._forget()
 
     def stage(self, key: str, pieces: Iterable[Buffer]) -> str:
         path = self._path(key)

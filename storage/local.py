@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from ckpt.errors import AbsentError, ConfigError, FullError, LockedError, StorageError
-from ckpt.storage.base import Buffer, Entry, check_key
+from ckpt.storage.base import ANY, Buffer, Entry, changed, check_key
 from ckpt.storage.direct import write_durably
 from ckpt.storage.scattered import read_scattered
 
@@ -53,8 +53,19 @@ class LocalStorage:
     def __repr__(self) -> str:
         return f"LocalStorage({self._shown!r})"
 
-    def write(self, key: str, pieces: Iterable[Buffer]) -> None:
-        self._make(key, lambda path: _write_file(path, pieces))
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+        self._make(key, lambda path: _write_file(path, pieces), over=over)
+
+    def version(self, key: str) -> str | None:
+        path = self._path(key, followed=True)
+        with self._explained("read", key):
+            try:
+                status = os.stat(path)
+            except _NOTHING_THERE:
+                return None
+        if stat.S_ISDIR(status.st_mode):
+            return None
+        return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
 
     def link(self, source: str, target: str) -> None:
         """A hard link: the bytes are there once, until the last of their names is removed."""
@@ -68,7 +79,7 @@ class LocalStorage:
                 raise
             self.write(target, self._pieces(source))
 
-    def _make(self, key: str, make: Callable[[Path], None]) -> None:
+    def _make(self, key: str, make: Callable[[Path], None], *, over: str | None = ANY) -> None:
         """Make a file under another name, and give it its own when it is whole."""
         path = self._path(key)
         with self._explained("write", key):
@@ -76,13 +87,28 @@ class LocalStorage:
             temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY}")
             try:
                 make(temporary)
-                os.replace(temporary, path)
+                if over == ANY:
+                    os.replace(temporary, path)
+                else:
+                    self._replace(temporary, key, over)
             finally:
                 # left by an error or a KeyboardInterrupt, or where both are links to one file already; only a killed
                 # process leaves it to `sweep`
                 with suppress(OSError):
                     temporary.unlink()
             _sync_directory(path.parent)
+
+    def _replace(self, temporary: Path, key: str, over: str | None) -> None:
+        """Give a file its name if that is still the one of `over`. One at a time, by an flock on the root."""
+        with _no_fork:  # a child must not get a copy of the lock
+            descriptor = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                _wait_for(descriptor)
+                if self.version(key) != over:
+                    raise changed(f"{self._shown}/{key}")
+                os.replace(temporary, self._path(key))
+            finally:
+                os.close(descriptor)
 
     def _pieces(self, key: str) -> Iterator[bytes]:
         with self._explained("read", key), open(self._path(key, followed=True), "rb", buffering=0) as file:
@@ -270,6 +296,14 @@ def _warn_without_locks(root: str) -> None:
     if root not in _warned:
         _warned.add(root)
         _log.warning("%s: this filesystem has no locks. See to it that only one run writes there at a time.", root)
+
+
+def _wait_for(descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
 
 
 def _write_file(path: Path, pieces: Iterable[Buffer]) -> None:

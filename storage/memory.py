@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ckpt.errors import AbsentError, LockedError, StorageError
-from ckpt.storage.base import Buffer, Entry, below, check_key
+from ckpt.storage.base import ANY, Buffer, Entry, below, changed, check_key
 
 
 @dataclass
@@ -44,9 +45,17 @@ class MemoryStorage:
     def __repr__(self) -> str:
         return f"MemoryStorage({self._name!r})"
 
-    def write(self, key: str, pieces: Iterable[Buffer]) -> None:
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
         check_key(key)
-        self._space.objects[key] = b"".join(pieces)
+        data = b"".join(pieces)
+        with self._space.guard:
+            if over not in (ANY, self.version(key)):
+                raise changed(f"{self.url}/{key}")
+            self._space.objects[key] = data
+
+    def version(self, key: str) -> str | None:
+        data = self._space.objects.get(check_key(key))
+        return None if data is None else hashlib.sha256(data).hexdigest()
 
     def link(self, source: str, target: str) -> None:
         self._space.objects[check_key(target)] = self._object(source)

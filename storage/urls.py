@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from typing import Any
 from urllib.parse import unquote
 
 from ckpt.errors import ConfigError, SchemeError
@@ -13,13 +14,19 @@ from ckpt.storage.base import Storage
 from ckpt.storage.hub import HubStorage
 from ckpt.storage.local import LocalStorage
 from ckpt.storage.memory import MemoryStorage
+from ckpt.storage.objects import ObjectStorage
 
 ENTRY_POINTS = "ckpt.storage"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
-def open_storage(root: str | os.PathLike[str] | Storage) -> Storage:
-    """The storage that `root` names: a path, a URL, or a storage already."""
+def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Storage:
+    """The storage that `root` names: a path, a URL, or a storage already.
+
+    `options` are for whatever serves the URL, in the words of its fsspec filesystem: for `s3://` for instance
+    `endpoint_url`, `profile`, `key`, `secret`. Of ours are `deadline` and `stall`: for how many seconds a request that
+    fails is tried again, and a server that moves no byte is borne.
+    """
     if isinstance(root, Storage):
         return root
     url = os.fspath(root) if isinstance(root, str | os.PathLike) else None
@@ -27,27 +34,77 @@ def open_storage(root: str | os.PathLike[str] | Storage) -> Storage:
         raise ConfigError(f"the root must be a path or a URL, not {root!r}.")
     match = _URL.fullmatch(url)
     if match is None:
-        return LocalStorage(url)
+        return _open_path(url, **options)
     scheme, rest = match.group(1).lower(), match.group(2)
-    return _factory(scheme, url)(rest)
+    factory = _factory(scheme, url)
+    if re.match(r"[^/]*:[^/]*@", rest):
+        raise ConfigError(
+            f"{_masked(url)} has a name and a password in it, and URLs are shown in logs. Give credentials in the "
+            "environment, in a profile, or in storage_options."
+        )
+    return factory(rest, **options)
 
 
-def _open_file(rest: str) -> Storage:
+def _open_path(path: str, **options: Any) -> Storage:
+    _refuse_options("a plain path", options)
+    return LocalStorage(path)
+
+
+def _refuse_options(where: str, options: dict[str, Any]) -> None:
+    if options:
+        raise ConfigError(f"{where} takes no storage_options: {', '.join(sorted(options))}.")
+
+
+def _open_file(rest: str, **options: Any) -> Storage:
+    _refuse_options("file://", options)
     path = rest.removeprefix("localhost")
     if not path.startswith("/"):
         raise ConfigError(f"file://{rest} is not a file URL: write file:///absolute/path, or a plain path.")
     return LocalStorage(unquote(path))
 
 
-_BUILT_IN: dict[str, Callable[[str], Storage]] = {"file": _open_file, "hub": HubStorage, "memory": MemoryStorage}
+def _open_memory(rest: str, **options: Any) -> Storage:
+    _refuse_options("memory://", options)
+    return MemoryStorage(rest)
 
 
-def _factory(scheme: str, url: str) -> Callable[[str], Storage]:
+def _open_s3(rest: str, **options: Any) -> Storage:
+    from ckpt.storage.s3 import S3Objects
+
+    bucket, _, prefix = rest.partition("/")
+    if not bucket:
+        raise ConfigError(f"s3://{rest} names no bucket: write s3://bucket/folder.")
+    return ObjectStorage(S3Objects(bucket, prefix.strip("/"), options))
+
+
+def _open_filesystem(scheme: str) -> Callable[..., Storage]:
+    def opened(rest: str, **options: Any) -> Storage:
+        from ckpt.storage.filesystems import FilesystemObjects
+
+        return ObjectStorage(FilesystemObjects(scheme, rest.rstrip("/"), options))
+
+    return opened
+
+
+_BUILT_IN: dict[str, Callable[..., Storage]] = {
+    "file": _open_file,
+    "hub": HubStorage,
+    "memory": _open_memory,
+    "s3": _open_s3,
+    "s3a": _open_s3,
+    # of fsspec's filesystems those that show an object when it is whole; not ftp, say
+    **{
+        scheme: _open_filesystem(scheme) for scheme in ("abfs", "abfss", "az", "gcs", "gs", "hf", "local", "oci", "oss")
+    },
+}
+
+
+def _factory(scheme: str, url: str) -> Callable[..., Storage]:
     if scheme in _BUILT_IN:
         return _BUILT_IN[scheme]
     installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if scheme in installed:
-        factory: Callable[[str], Storage] = installed[scheme].load()
+        factory: Callable[..., Storage] = installed[scheme].load()
         return factory
     known = ", ".join(["a plain path", *(f"{name}://" for name in sorted({*_BUILT_IN, *installed}))])
     raise SchemeError(

@@ -65,7 +65,9 @@ def start_alone(folder: str, function: Callable[..., None], *args: Any) -> BaseP
 def start_rank(
     rank: int, world_size: int, port: int, folder: str, function: Callable[..., None], *args: Any
 ) -> BaseProcess:
-    job = _context.Process(target=_main, args=(rank, world_size, port, folder, function, *args))
+    # the server was started earlier, so that its environment may be another
+    storage = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    job = _context.Process(target=_main, args=(storage, rank, world_size, port, folder, function, *args))
     job.start()
     return job
 
@@ -76,7 +78,16 @@ def _exit_code(job: BaseProcess) -> int:
     return job.exitcode
 
 
-def _main(rank: int, world_size: int, port: int, folder: str, function: Callable[..., None], *args: Any) -> None:
+def _main(
+    storage: dict[str, str],
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: str,
+    function: Callable[..., None],
+    *args: Any,
+) -> None:
+    os.environ.update(storage)
     torch.set_num_threads(1)
     seed_everything(rank)
     try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.errors import AbsentError, ConfigError, LockedError, StorageError
+from ckpt.errors import AbsentError, ConfigError, ConflictError, LockedError, StorageError
 from ckpt.storage import Buffer, Storage, open_storage
 
 NOT_KEYS = ["..", "../x", "a/../b", "a/..", "/a", "a//b", "a/", "", ".", "./a", "a/./b", "a\\b", "..\\a", "a\0b"]
@@ -215,6 +215,64 @@ class StorageContract:
         storage.write("object", [b"new"])
         assert storage.read("object") == b"new"
         assert sizes(storage) == {"object": 3}
+
+    def test_a_version_is_that_of_the_object_until_it_is_written_again(self, storage: Storage) -> None:
+        assert storage.version("folder/object") is None
+        storage.write("folder/object", [b"one"])
+        first = storage.version("folder/object")
+        assert isinstance(first, str)
+        assert storage.version("folder/object") == open_storage(storage.url).version("folder/object") == first
+        storage.write("folder/object", [b"another"])
+        assert storage.version("folder/object") not in (None, first)
+        storage.delete(["folder/object"])
+        assert storage.version("folder/object") is None
+        assert storage.version("folder") is None
+
+    def test_what_must_be_new_is_written_where_nothing_is(self, storage: Storage) -> None:
+        storage.write("folder/object", (b"12", b"34"), over=None)
+        with pytest.raises(ConflictError, match=r"folder/object is not what it was: somebody else"):
+            storage.write("folder/object", [b"new"], over=None)
+        assert storage.read("folder/object") == b"1234"
+        assert sizes(storage) == {"folder/object": 4}
+        storage.delete(["folder/object"])
+        storage.write("folder/object", [b"new"], over=None)
+
+    def test_a_version_is_replaced_once(self, storage: Storage) -> None:
+        storage.write("object", [b"old"])
+        old = storage.version("object")
+        storage.write("object", [b"new"], over=old)
+        for over in (old, "of another kind"):
+            with pytest.raises(ConflictError):
+                storage.write("object", [b"newer"], over=over)
+        assert storage.read("object") == b"new"
+        storage.write("object", [b"newer"], over=storage.version("object"))
+        storage.delete(["object"])
+        with pytest.raises(ConflictError):
+            storage.write("object", [b"again"], over=old)
+        assert sizes(storage) == {}
+
+    def test_of_many_who_write_over_the_same_version_one_succeeds(self, storage: Storage) -> None:
+        for begin in (0, 10):
+            seen = storage.version("object")
+            ready = threading.Barrier(5)
+            lost: list[int] = []
+
+            def write(
+                number: int, over: str | None = seen, ready: threading.Barrier = ready, lost: list[int] = lost
+            ) -> None:
+                ready.wait()
+                try:
+                    storage.write("object", [b"%d" % number], over=over)
+                except ConflictError:
+                    lost.append(number)
+
+            threads = [threading.Thread(target=write, args=(begin + number,)) for number in range(5)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert len(lost) == 4
+            assert int(storage.read("object")) not in lost
 
     @pytest.mark.parametrize("failure", [RuntimeError, StorageError, KeyboardInterrupt])
     def test_a_write_that_fails_leaves_the_old_object_and_nothing_else(

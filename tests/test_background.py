@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.storage import Buffer, LocalStorage
+from ckpt.storage import ANY, Buffer, LocalStorage
 from tests.processes import run_ranks
 from tests.training import exact
 
@@ -32,12 +32,12 @@ class GatedStorage(LocalStorage):
         self.gate.set()
         self.full = False
 
-    def write(self, key: str, pieces: Iterable[Buffer]) -> None:
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
         if key.endswith(".safetensors"):
             assert self.gate.wait(60)
             if self.full:
                 raise ckpt.FullError("no space left")
-        super().write(key, pieces)
+        super().write(key, pieces, over=over)
 
 
 class Run:
@@ -111,9 +111,9 @@ def test_a_program_that_ends_in_whatever_way_finishes_its_save(tmp_path: Path, e
         import sys, time, torch, ckpt
         from ckpt.storage import LocalStorage
         class Slow(LocalStorage):
-            def write(self, key, pieces):
+            def write(self, key, pieces, *, over):
                 time.sleep(0.1)
-                super().write(key, pieces)
+                super().write(key, pieces, over=over)
         manager = ckpt.StateManager(Slow({str(tmp_path)!r}), model=torch.nn.Linear(2, 2))
         manager.save_state("a")
         {end}

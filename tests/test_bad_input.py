@@ -34,7 +34,7 @@ def test_a_root_that_is_a_file(tmp_path: Path) -> None:
 
 
 def test_an_unknown_scheme() -> None:
-    with pytest.raises(ckpt.SchemeError, match=r"no storage serves ftp://.*file://.*memory://.*install"):
+    with pytest.raises(ckpt.SchemeError, match=r"no storage serves ftp://.*file://.*memory://.*s3://.*install"):
         ckpt.StateManager("ftp://host/x", model=nn.Linear(1, 1))
 
 

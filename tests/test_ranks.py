@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
-from ckpt.storage import Buffer, LocalStorage
+from ckpt.storage import ANY, Buffer, LocalStorage
 from tests.processes import run_ranks
 from tests.training import Job, records, train
 
@@ -60,7 +60,7 @@ def test_only_the_main_rank_writes(tmp_path: Path) -> None:
 def _train_where_only_the_main_rank_may_write(rank: int, job: Job) -> None:
     if rank != 0:
 
-        def refuse(self: LocalStorage, key: str, pieces: object) -> None:
+        def refuse(self: LocalStorage, key: str, pieces: object, *, over: object = ANY) -> None:
             raise AssertionError(f"rank {rank} wrote {key}")
 
         LocalStorage.write = refuse  # type: ignore[method-assign]
@@ -201,10 +201,10 @@ def test_ranks_that_are_many_steps_apart_stop_at_the_same_one(tmp_path: Path) ->
 class _SlowStorage(LocalStorage):
     """A disk that takes longer than the deadline."""
 
-    def write(self, key: str, pieces: Iterable[Buffer]) -> None:
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
         if key.endswith("model.safetensors"):
             time.sleep(2.5)
-        super().write(key, pieces)
+        super().write(key, pieces, over=over)
 
 
 def _save_slowly(rank: int, root: str) -> None:

@@ -29,12 +29,24 @@ def _doomed(job: Job, kill: str, per_epoch: int) -> Job:
 @pytest.mark.parametrize("numerics", ["fp32", "scaler", "accumulation"])
 @pytest.mark.parametrize("data", ["shuffle", "distributed", "stateful", "workers"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, world_size: int, data: str, numerics: str) -> None:
-    straight = Job(str(tmp_path / "straight"), data, numerics, record=str(tmp_path / "record"))
+def test_killed_and_resumed_equals_uninterrupted(
+    root: str, tmp_path: Path, world_size: int, data: str, numerics: str
+) -> None:
+    _compare(root, tmp_path, world_size, data, numerics, KILLS)
+
+
+@pytest.mark.parametrize(("world_size", "data", "numerics"), [(1, "workers", "scaler"), (2, "distributed", "fp32")])
+def test_the_same_holds_on_s3(s3: str, tmp_path: Path, world_size: int, data: str, numerics: str) -> None:
+    """Two of all; with CKPT_ROOT=s3 the test above does all of them there."""
+    _compare(s3, tmp_path, world_size, data, numerics, ("mid-epoch",))
+
+
+def _compare(root: str, tmp_path: Path, world_size: int, data: str, numerics: str, kills: tuple[str, ...]) -> None:
+    straight = Job(f"{root}/straight", data, numerics, record=str(tmp_path / "record"))
     assert run_ranks(world_size, train, straight) == [0] * world_size
     expected = records(str(tmp_path / "record"), world_size)
-    for kill in KILLS:
-        job = Job(str(tmp_path / kill), data, numerics, record=str(tmp_path / kill))
+    for kill in kills:
+        job = Job(f"{root}/{kill}", data, numerics, record=str(tmp_path / kill))
         doomed = _doomed(job, kill, _batches_per_epoch(data, world_size))
         assert run_ranks(world_size, train, doomed) == [-9] * world_size
         assert run_ranks(world_size, train, Job(**{**vars(doomed), "kill": None})) == [0] * world_size

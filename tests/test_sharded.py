@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,16 +16,17 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import ckpt
-from ckpt.storage import Buffer, LocalStorage
+from ckpt.storage import ANY, Buffer, LocalStorage
 from tests.processes import run_ranks
 from tests.sharded import MODELS, plain, state, step, whole
 from tests.training import exact
 
 
-def _save(rank: int, root: str, how: str) -> None:
+def _save(rank: int, root: str, how: str, where: str = "") -> None:
+    """Save with four ranks, and leave beside it what was saved. `where` is another place for the checkpoints."""
     model = MODELS[how](1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with ckpt.StateManager(f"{root}/{how}", model=model, optimizer=optimizer, timeout=60) as manager:
+    with ckpt.StateManager(f"{where or root}/{how}", model=model, optimizer=optimizer, timeout=60) as manager:
         for number in range(2):
             step(model, optimizer, number)
         manager.save_state("saved")
@@ -46,11 +48,11 @@ def _same_layout(saved: str, how: str) -> bool:
     return by == 4 and kinds.get(saved, saved) == kinds.get(how, how)
 
 
-def _load(rank: int, root: str, saved: list[str], how: str, same: bool) -> None:
+def _load(rank: int, root: str, saved: list[str], how: str, same: bool, where: str = "") -> None:
     for name in saved:
         model = MODELS[how](2)
         optimizer = torch.optim.AdamW(model.parameters())
-        with ckpt.StateManager(f"{root}/{name}", model=model, optimizer=optimizer, timeout=60) as manager:
+        with ckpt.StateManager(f"{where or root}/{name}", model=model, optimizer=optimizer, timeout=60) as manager:
             restored = manager.load_state("saved")
         assert {"model", "optimizer"} <= set(restored.restored)
         assert ("model" in restored.resharded) == (restored.resharded != {}) == (not _same_layout(name, how))
@@ -97,6 +99,15 @@ def test_training_goes_on_as_if_uninterrupted(root: Path, how: str) -> None:
     assert run_ranks(4, _load, str(root), [how], how, True) == [0] * 4
 
 
+def test_what_ranks_saved_on_s3_loads_from_there(s3: str, tmp_path: Path) -> None:
+    """Two ways; with CKPT_ROOT=s3 all of them."""
+    ways = SAVED if os.environ.get("CKPT_ROOT") == "s3" else ["fsdp2"]
+    for how in ways:
+        assert run_ranks(4, _save, str(tmp_path), how, s3) == [0] * 4
+    for world_size, how in OTHERS if len(ways) > 1 else [(2, "tp")]:
+        assert run_ranks(world_size, _load, str(tmp_path), ways, how, False, s3) == [0] * world_size
+
+
 OTHERS = [
     (1, "ddp"),
     (2, "fsdp2"),
@@ -125,11 +136,11 @@ def test_the_full_layout_is_one_file_that_any_tool_opens(tmp_path: Path, how: st
 class _FullStorage(LocalStorage):
     """A disk that is full when a model comes."""
 
-    def write(self, key: str, pieces: Iterable[Buffer]) -> None:
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
         if key.startswith("bad/") and key.endswith("model.safetensors"):
             next(iter(pieces))
             raise ckpt.FullError("no space left")
-        super().write(key, pieces)
+        super().write(key, pieces, over=over)
 
 
 def _fail_to_gather(rank: int, root: str) -> None:

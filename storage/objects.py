@@ -1,0 +1,106 @@
+"""A storage made of a store's plain objects, which knows neither folders nor locks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from ckpt.errors import StorageError
+from ckpt.storage.base import ANY, Buffer, Entry, below, check_key
+from ckpt.storage.leases import FOLDER, Leases
+
+_LATELY = 24 * 3600.0  # seconds
+
+
+class Objects(Protocol):
+    """Objects below one prefix of a store. Keys are checked, and errors are ours already."""
+
+    @property
+    def url(self) -> str:
+        """The bucket and the prefix, as a user would write them. Holds no secret."""
+
+    def put(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> str:
+        """Store an object as `Storage.write` does. Returns its version, if `over` was given."""
+
+    def version(self, key: str) -> str | None:
+        """As `Storage.version`."""
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """As `Storage.read`."""
+
+    def fill(self, key: str, start: int, buffers: list[memoryview]) -> int:
+        """Fill the buffers, one after the other. Returns how many bytes are missing at the end."""
+
+    def copy(self, source: str, target: str) -> None:
+        """Let the store copy an object."""
+
+    def entries(self, prefix: str) -> Iterator[Entry]:
+        """What there is below a prefix, now."""
+
+    def remove(self, keys: list[str]) -> None:
+        """Remove objects, in no particular order."""
+
+    def abort(self, prefix: str, age: float) -> None:
+        """Give up writes below a prefix that began longer ago than `age` seconds, and have not ended."""
+
+
+class ObjectStorage:
+    """`Objects` as a storage. Locks are leases: objects that say who holds what, and that he is alive."""
+
+    near = False
+
+    def __init__(self, objects: Objects, *, grace: float = _LATELY) -> None:
+        self._objects = objects
+        self._grace = grace
+        self._leases = Leases(objects)
+
+    @property
+    def url(self) -> str:
+        return self._objects.url
+
+    def __repr__(self) -> str:
+        return f"ObjectStorage({self.url!r})"
+
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+        check_key(key)
+        self._leases.confirm()
+        self._objects.put(key, pieces, over=over)
+
+    def version(self, key: str) -> str | None:
+        return self._objects.version(check_key(key))
+
+    def link(self, source: str, target: str) -> None:
+        self._leases.confirm()
+        self._objects.copy(check_key(source), check_key(target))
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        return self._objects.get(check_key(key), start, stop)
+
+    def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
+        views = [memoryview(buffer).cast("B") for buffer in buffers if buffer.nbytes]
+        missing = self._objects.fill(check_key(key), start, views)
+        if missing:
+            raise StorageError(f"{self.url}/{key} ends {missing} bytes too early.")
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        top = prefix and f"{check_key(prefix)}/"
+        for entry in self._objects.entries(top):
+            if not below(entry.key, FOLDER):
+                yield entry
+
+    def delete(self, keys: Iterable[str]) -> None:
+        all_keys = [check_key(key) for key in keys]
+        self._leases.confirm()
+        for some in (all_keys[:1], all_keys[1:-1], all_keys[1:][-1:]):
+            if some:
+                self._objects.remove(some)
+
+    def sweep(self, prefix: str = "") -> None:
+        top = prefix and f"{check_key(prefix)}/"
+        self._leases.confirm()
+        self._objects.abort(top, 0.0 if prefix else self._grace)
+
+    def lock(self, key: str, *, shared: bool = False, note: str = "") -> AbstractContextManager[None]:
+        check_key(key)
+        return self._leases.shared(key, note) if shared else self._leases.alone(key, note)

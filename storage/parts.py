@@ -1,0 +1,103 @@
+"""Pieces of any size become parts of one size, and a part becomes the body of a request."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Protocol
+
+from ckpt.storage.base import Buffer
+
+PART = 16 << 20
+_MOST = 10_000  # parts of an object
+_GROWS = 1_000  # of pieces that are not known beforehand, parts grow after as many
+_AT_A_TIME = 256 << 10
+
+
+class Counter(Protocol):
+    count: int
+
+
+def cut(pieces: Iterable[Buffer], size: int = PART) -> Iterator[list[memoryview]]:
+    """The pieces as parts of at least `size` bytes, but for the last. What is in a list is not copied."""
+    if isinstance(pieces, list):
+        views = [memoryview(piece).cast("B") for piece in pieces]
+        return _sliced(views, max(size, -(-sum(map(len, views)) // _MOST)))
+    return _gathered(pieces, size)
+
+
+def _sliced(views: list[memoryview], size: int) -> Iterator[list[memoryview]]:
+    part: list[memoryview] = []
+    room = size
+    for view in views:
+        while view:
+            part.append(view[:room])
+            view, room = view[len(part[-1]) :], room - len(part[-1])
+            if not room:
+                yield part
+                part, room = [], size
+    if part:
+        yield part
+
+
+def _gathered(pieces: Iterable[Buffer], size: int) -> Iterator[list[memoryview]]:
+    """Copies: a piece stays as it is only until the next one is asked for."""
+    number, part, filled = 0, bytearray(), 0
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        while view:
+            if not part:
+                part = bytearray(size * (1 + number // _GROWS))
+            taken = min(len(view), len(part) - filled)
+            part[filled : filled + taken] = view[:taken]
+            view, filled = view[taken:], filled + taken
+            if filled == len(part):
+                yield [memoryview(part)]
+                number, part, filled = number + 1, bytearray(), 0
+    if filled:
+        yield [memoryview(part)[:filled]]
+
+
+class Body:
+    """Memory as the body of a request. It is sent from where it lies, a little at a time.
+
+    Reads like a file for whoever signs it, and is an asynchronous iterator for whoever sends it.
+    """
+
+    def __init__(self, views: list[memoryview], moved: Counter) -> None:
+        self._views = views
+        self._moved = moved
+        self._size = sum(map(len, views))
+        self._at = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        begin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = begin + offset
+        return self._at
+
+    def read(self, size: int | None = None) -> bytes:
+        stop = self._size if size is None or size < 0 else min(self._size, self._at + size)
+        found = b"".join(self._between(self._at, stop))
+        self._at += len(found)
+        self._moved.count += len(found)
+        return found
+
+    async def __aiter__(self) -> AsyncIterator[memoryview]:
+        for start in range(self._at, self._size, _AT_A_TIME):
+            for view in self._between(start, min(self._size, start + _AT_A_TIME)):
+                yield view
+                self._moved.count += len(view)
+
+    def _between(self, start: int, stop: int) -> Iterator[memoryview]:
+        for view in self._views:
+            if start < len(view) and stop > 0:
+                yield view[max(0, start) : stop]
+            start, stop = start - len(view), stop - len(view)
+            if stop <= 0:
+                return

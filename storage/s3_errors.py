@@ -1,0 +1,115 @@
+"""What goes wrong with S3, in our words: whether it is worth another try, and what to check otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ckpt.errors import (
+    AbsentError,
+    ConfigError,
+    DeniedError,
+    FullError,
+    StorageError,
+    TransientError,
+)
+from ckpt.storage.base import changed
+
+_TRANSIENT = {
+    "SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "Throttling", "ThrottlingException",
+    "TooManyRequests", "RequestLimitExceeded", "BandwidthLimitExceeded", "OperationAborted",
+    "ConditionalRequestConflict", "IncompleteBody", "BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch",
+    "XAmzContentChecksumMismatch", "429", "500", "502", "503", "504",
+}  # fmt: skip
+_DENIED = {
+    "AccessDenied", "AllAccessDisabled", "AccountProblem", "ExpiredToken", "ExpiredTokenException",
+    "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired", "UnauthorizedAccess",
+    "401", "403",
+}  # fmt: skip
+_ABSENT = {"NoSuchKey", "NoSuchVersion", "NotFound", "404"}
+_CONFLICT = {"PreconditionFailed", "412"}
+_FULL = {"EntityTooLarge", "QuotaExceeded", "XMinioStorageFull", "StorageFull", "InsufficientStorage", "507"}
+_ELSEWHERE = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301"}
+_CHECK_CREDENTIALS = (
+    "Check the credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or storage_options), and that "
+    "they may list, read, write and delete there."
+)
+
+
+class UnreachedError(TransientError):
+    """No server answered."""
+
+
+def code_of(error: BaseException) -> str:
+    """The code that the server gave; empty if it gave none."""
+    answer = _answer(error)
+    return str(answer.get("Error", {}).get("Code", "")) if answer else ""
+
+
+def explained(error: BaseException, what: str, where: str, bucket: str) -> StorageError | ConfigError:
+    """An error of ours for one of botocore's, of aiohttp's or of the system's. Quotes no secret."""
+    from botocore import exceptions
+
+    answer = _answer(error)
+    if answer is not None:
+        return _answered(answer, what, where, bucket)
+    if isinstance(error, StorageError | ConfigError):
+        return error
+    if _is(error, exceptions.NoCredentialsError, exceptions.PartialCredentialsError):
+        return DeniedError(f"could not {what} {where}: there are no credentials, or only a part. {_CHECK_CREDENTIALS}")
+    if _is(error, exceptions.EndpointConnectionError, exceptions.ConnectTimeoutError, ConnectionRefusedError):
+        return UnreachedError(
+            f"could not {what} {where}: no server answers. Check the endpoint (AWS_ENDPOINT_URL, or "
+            "storage_options={'endpoint_url': ...}) and the network."
+        )
+    kind = type(error.__cause__ or error).__name__
+    if _is_passing(error):
+        return TransientError(f"could not {what} {where}: the connection failed ({kind}).")
+    if _is(error, exceptions.BotoCoreError, ValueError, TypeError):
+        return ConfigError(f"could not {what} {where}: {kind}. Check storage_options and the URL.")
+    return StorageError(f"could not {what} {where}: {kind}.")
+
+
+def _is(error: BaseException, *kinds: type[BaseException]) -> bool:
+    """Whether it is of these kinds, or was caused by one."""
+    return isinstance(error, kinds) or isinstance(error.__cause__, kinds)
+
+
+def _answer(error: BaseException) -> dict[str, Any] | None:
+    from botocore.exceptions import ClientError
+
+    found = error if isinstance(error, ClientError) else error.__cause__
+    return found.response if isinstance(found, ClientError) else None
+
+
+def _answered(answer: dict[str, Any], what: str, where: str, bucket: str) -> StorageError:
+    code = str(answer.get("Error", {}).get("Code", ""))
+    status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    begin = f"could not {what} {where}: the server says {code or status}"
+    if code in _CONFLICT:
+        return changed(where)
+    if code in _ABSENT:
+        return AbsentError(f"{where} does not exist.")
+    if code == "NoSuchBucket":
+        return StorageError(f"{begin}. Make the bucket {bucket!r}, or check its name and the endpoint.")
+    if code in _DENIED:
+        return DeniedError(f"{begin}. {_CHECK_CREDENTIALS}")
+    if code in _FULL or status == 507:
+        return FullError(f"{begin}. Free some space or raise the quota, then save again.")
+    if code in _ELSEWHERE:
+        return StorageError(f"{begin}. The bucket is in another region: set AWS_REGION, or check the endpoint.")
+    if code == "RequestTimeTooSkewed":
+        return StorageError(f"{begin}. Set this machine's clock.")
+    if code in _TRANSIENT or status >= 500 or status == 429:
+        return TransientError(f"{begin} ({status}).")
+    return StorageError(f"{begin} ({status}).")
+
+
+def _is_passing(error: BaseException) -> bool:
+    from aiohttp import ClientError as ConnectionFailure
+    from botocore.exceptions import HTTPClientError
+    from botocore.exceptions import IncompleteReadError as Truncated
+    from botocore.parsers import ResponseParserError
+
+    network = (OSError, asyncio.TimeoutError, EOFError, ConnectionFailure)
+    return _is(error, *network, HTTPClientError, Truncated, ResponseParserError)

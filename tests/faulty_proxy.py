@@ -1,0 +1,149 @@
+"""A proxy in front of an S3 server that does to requests whatever networks and servers do."""
+
+from __future__ import annotations
+
+import http.client
+import random
+import socket
+import struct
+import threading
+from collections import Counter
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any
+
+FAULTS = ("error", "slow down", "reset", "answer lost", "stall", "truncated", "altered")
+_REFUSALS = {
+    "error": (500, "InternalError"),
+    "slow down": (503, "SlowDown"),
+    "denied": (403, "AccessDenied"),
+    "no bucket": (404, "NoSuchBucket"),
+}
+_STALL = 20.0  # seconds: longer than anybody here waits
+_NOT_PASSED_ON = {"expect", "connection", "transfer-encoding", "content-length"}
+
+Plan = Callable[[str, str], str | None]  # from a method and a path to what goes wrong with that request
+
+
+def peaceful(method: str, path: str) -> None:
+    """Nothing goes wrong."""
+
+
+def random_faults(seed: int, share: float) -> Plan:
+    """Something goes wrong with a share of all requests."""
+    dice = random.Random(seed)
+    return lambda method, path: dice.choice(FAULTS) if dice.random() < share else None
+
+
+class FaultyProxy:
+    """Listens on a port of its own until its context is left. `plan` may be set at any time."""
+
+    def __init__(self, port: int, plan: Plan = peaceful) -> None:
+        self.upstream = port
+        self.plan = plan
+        self.done: Counter[str] = Counter()  # what has gone wrong so far
+        self.ending = threading.Event()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+        self._server.daemon_threads = True
+        self._server.proxy = self  # type: ignore[attr-defined]
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def __enter__(self) -> FaultyProxy:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.ending.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = 0
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+    def handle(self) -> None:
+        try:
+            super().handle()
+        except OSError:
+            self.close_connection = True  # the client has gone, or was sent away
+
+    def _serve(self) -> None:
+        proxy: FaultyProxy = self.server.proxy  # type: ignore[attr-defined]
+        fault = proxy.plan(self.command, self.path)
+        proxy.done[fault or "none"] += 1
+        size = int(self.headers.get("Content-Length", 0))
+        if fault == "reset":
+            self.rfile.read(size // 2)
+            return self._reset()
+        body = self.rfile.read(size)
+        if fault == "stall":
+            proxy.ending.wait(_STALL)
+            return self._reset()
+        if fault in _REFUSALS:
+            return self._refuse(*_REFUSALS[fault])
+        if fault == "altered" and size:
+            body = _altered(body)
+        status, headers, answer = self._pass_on(proxy, body)
+        if fault == "answer lost":
+            return self._reset()
+        if fault == "altered" and not size and self.command == "GET":
+            answer = _altered(answer)
+        self._answer(status, headers, answer, cut=fault == "truncated")
+        return None
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve  # noqa: N815
+
+    def _pass_on(self, proxy: FaultyProxy, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        upstream = http.client.HTTPConnection("127.0.0.1", proxy.upstream, timeout=60)
+        try:
+            upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                if name.lower() not in _NOT_PASSED_ON:
+                    upstream.putheader(name, value)
+            upstream.putheader("Content-Length", str(len(body)))
+            upstream.endheaders(body)
+            answer = upstream.getresponse()
+            return answer.status, answer.getheaders(), answer.read()
+        finally:
+            upstream.close()
+
+    def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes, *, cut: bool = False) -> None:
+        self.send_response_only(status)
+        for name, value in headers:
+            if name.lower() not in _NOT_PASSED_ON or (self.command == "HEAD" and name.lower() == "content-length"):
+                self.send_header(name, value)
+        if self.command != "HEAD":
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[: len(body) // 2] if cut else body)
+        if cut:
+            self._reset()
+
+    def _refuse(self, status: int, code: str) -> None:
+        body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>later</Message></Error>".encode()
+        self._answer(status, [("Content-Type", "application/xml")], b"" if self.command == "HEAD" else body)
+
+    def _reset(self) -> None:
+        self.close_connection = True
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+
+
+def _altered(body: bytes) -> bytes:
+    """With one bit flipped in the middle."""
+    if not body:
+        return body
+    middle = len(body) // 2
+    return body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]

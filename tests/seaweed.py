@@ -1,0 +1,117 @@
+"""A real S3 server for tests: SeaweedFS on this machine's loopback, one for each test process that asks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+KEY, SECRET = "test-key", "a-secret-that-must-not-be-shown"
+BUCKET = "ckpt"
+_PORTS = ("s3", "master", "volume", "filer", "admin")
+_DEADLINE = 60.0
+
+
+class Server:
+    """A server with a folder of its own, which survives its being killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._ports = _free_ports(3 * len(_PORTS))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def port(self) -> int:
+        return self._ports[0]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        ports = [f"-{name}.port={port}" for name, port in zip(_PORTS, self._ports, strict=False)]
+        ports += [f"-{name}.port.grpc={port}" for name, port in zip(_PORTS, self._ports[len(_PORTS) :], strict=False)]
+        with (self.folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [str(_binary()), "mini", f"-dir={self.folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *ports,
+                 "-master.telemetry=false", "-admin.ui=false", "-webdav=false", "-s3.port.iceberg=0",
+                 "-s3.port.lance=0", f"-bucket={BUCKET}"],
+                env={**os.environ, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "GOMEMLIMIT": "400MiB"},
+                cwd=self.folder, stdout=log, stderr=log,
+            )  # fmt: skip
+        self._await_bucket()
+
+    def kill(self) -> None:
+        """SIGKILL. What it has answered for is on the disk."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+
+    def _await_bucket(self) -> None:
+        """Until the bucket answers, if only to say that it does not know us."""
+        end = time.monotonic() + _DEADLINE
+        while time.monotonic() < end:
+            assert self._process is not None
+            assert self._process.poll() is None, (self.folder / "server.log").read_text()[-4000:]
+            with suppress(OSError):
+                if self._status() == 403:
+                    return
+            time.sleep(0.05)
+        raise AssertionError("the server did not start")
+
+    def _status(self) -> int:
+        try:
+            with urllib.request.urlopen(f"{self.url}/{BUCKET}", timeout=5) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+
+@contextmanager
+def serving(root: Path | None = None) -> Iterator[Server]:
+    """A server that is gone, with all it holds, when the context is left."""
+    folder = Path(tempfile.mkdtemp(prefix=".seaweed-", dir=root)).resolve()
+    server = Server(folder)
+    try:
+        server.start()
+        yield server
+    finally:
+        if server._process is not None:
+            server.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def environment(url: str) -> dict[str, str]:
+    """What tells boto, s3fs and ckpt where the server is, and who asks."""
+    return {
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_ENDPOINT_URL": url,
+        "AWS_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
+def _binary() -> Path:
+    return Path(sys.executable).parent / "weed"
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
