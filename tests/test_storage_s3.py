@@ -403,6 +403,18 @@ class TestManager:
             first.save_state("latest", wait=True)
         assert ckpt.verify(s3) == {"latest": []}
 
+    @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])  # a name must be looked up for every new connection
+    def test_a_program_that_ends_finishes_its_save(self, server: Server, s3: str, host: str) -> None:
+        script = """
+import sys, torch, ckpt
+model = torch.nn.Linear(1, 10 << 20)
+manager = ckpt.StateManager(sys.argv[1], model=model, storage_options={"endpoint_url": sys.argv[2]})
+manager.save_state("a")
+"""
+        endpoint = f"http://{host}:{server.port}"
+        subprocess.run([sys.executable, "-c", script, s3, endpoint], check=True, timeout=120)
+        assert ckpt.verify(s3) == {"a": []}
+
     def test_a_checkpoint_that_is_read_is_not_removed(self, s3: str) -> None:
         with ckpt.StateManager(s3, model=nn.Linear(1, 1), keep=ckpt.Keep(last=1)) as manager:
             manager.save_state("a", wait=True)
