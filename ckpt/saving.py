@@ -22,7 +22,7 @@ from ckpt.capture import Captured
 from ckpt.catalog import find
 from ckpt.commit import Attempt, Earlier, Stored
 from ckpt.console import size
-from ckpt.errors import ConfigError, LockedError, RanksError, StorageError, VersionError
+from ckpt.errors import ConfigError, ConflictError, LockedError, RanksError, StorageError, VersionError
 from ckpt.formats.documents import rank_document
 from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.spread import Table, disagreements
@@ -183,10 +183,21 @@ class Saver:
             name,
             replaces=tuple(file.path for file in older.files) if older else (),
             taken=tuple(path for path in paths if path in there),
-            over=self.storage.version(f"{name}/{FILE_NAME}"),
+            over=self._version(name, older),
         )
         attempt.begin(self.storage, paths)
         return attempt
+
+    def _version(self, name: str, known: Manifest | None) -> str | None:
+        """The version of the manifest that a save replaces. Refused if it is one that this run does not know."""
+        version = self.storage.version(f"{name}/{FILE_NAME}")
+        there = find(self.storage, name).manifest if version is not None else None
+        if there is not None and (known is None or there.id != known.id):
+            raise ConflictError(
+                f"{self.storage.url}/{name} was saved by another run meanwhile, and stays. See to it that one run "
+                "alone writes there, then start this one again: it goes on from the newest checkpoint."
+            )
+        return version
 
     def _refuse_to_overtake(self, name: str) -> None:
         """What a run saves becomes the newest, so it must have gone on from what was the newest."""
