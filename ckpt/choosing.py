@@ -13,7 +13,7 @@ from ckpt.errors import AbsentError, DamagedError, LockedError, MissingError, St
 from ckpt.formats.manifest import Manifest
 from ckpt.ranks import Ranks
 from ckpt.storage import Storage
-from ckpt.taking_over import foreign_names, read_any
+from ckpt.taking_over import folder_of, foreign_names, read_any
 
 _RESCANS = 5
 
@@ -82,8 +82,7 @@ class _Search:
                     self.passed_over[name] = str(error)
                     continue
                 self.held.push(mine.pop_all())
-                url = f"{self.storage.url}/{name}" if name else self.storage.url
-                return Choice(manifest, url, ready, self.passed_over)
+                return Choice(manifest, folder_of(self.storage, manifest), ready, self.passed_over)
         return None
 
     def _inspected(self, name: str, held: ExitStack) -> Manifest:
@@ -105,7 +104,7 @@ def _joined(verdicts: list[Any]) -> Any:
 def _offer(storage: Storage, name: str | None) -> dict[str, Any]:
     """On the main rank: the names to try, in order, and those that need no trying."""
     if name is not None:
-        read_any(storage, catalog.check_name(name))
+        read_any(storage, name and catalog.check_name(name))
         return {"names": [name], "passed_over": {}}
     found = catalog.scan(storage)
     for one in found:

@@ -88,6 +88,11 @@ class Feed:
             changes["workers"] = "they are new processes, and what they draw at random differs from here on"
         return changes
 
+    def skip(self, batches: int) -> None:
+        """Let `take` begin after so many batches of an epoch that begins then, with everything as it is."""
+        self._position.batches = batches
+        self.waits = batches > 0
+
     def take(self, epoch: int, *, announced: bool = True) -> Iterator[tuple[Any, int]]:
         """The rest of the epoch: each batch with its number of samples. The loader is told the epoch if `announced`."""
         for one in [self.loader, *order.samplers(self.loader), getattr(self.loader, "dataset", None)]:
@@ -236,7 +241,7 @@ class Feed:
 
     def _begin(self, position: Position) -> None:
         """The first index or batch is about to be drawn: note everything it depends on, or put it back as it was."""
-        if self.waits:
+        if self.waits and position.rng:
             rng.restore(position.rng)
             self._set_generators(position.generators)
             for sampler, state in zip(self._stateful_samplers(), position.samplers, strict=False):

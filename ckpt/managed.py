@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,33 +19,39 @@ from ckpt.sources import KINDS, Found
 
 _TAKEN = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", "state", "manifest")
 
+Watcher = Callable[[Iterable[torch.optim.Optimizer]], None]
+
 
 class Managed:
     """Parts, of which the main rank's state is saved, and generators, which every rank has of its own.
 
-    `find` says what there is. It is asked again at every `look`: objects may come later.
+    `find` says what there is. It is asked again at every `look`: objects may come later. The `watchers` are given the
+    optimizers that have come.
     """
 
-    def __init__(self, find: Callable[[], Found], *, gradients: bool) -> None:
+    def __init__(self, find: Callable[[], Found], watchers: Iterable[Watcher] = (), *, gradients: bool) -> None:
         self.models: dict[str, nn.Module] = {}
         self.parts: dict[str, Part] = {}
         self.generators: dict[str, Any] = {}
         self._find = find
+        self._watchers = tuple(watchers)
         self._found = Found()
         self._registered: dict[str, Part] = {}
         self._gradients = gradients
 
-    def look(self) -> list[torch.optim.Optimizer]:
-        """Take care of what there is now. Returns the optimizers that have come since the last look."""
+    def look(self) -> None:
+        """Take care of what there is now."""
         found = self._find()
         if found.identities() == self._found.identities():
-            return []
+            return
         _refuse_unmanageable({**found.models, **found.optimizers, **found.others, **found.custom})
         known = self.optimizers
         self._found, self.models = found, found.models
         parts = {**_found_parts(found), **self._registered}
         self.parts = {key: part for key, part in parts.items() if key not in found.left_out}
-        return [one for one in self.optimizers if not any(one is other for other in known)]
+        new = [one for one in self.optimizers if not any(one is other for other in known)]
+        for watch in self._watchers:
+            watch(new)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
