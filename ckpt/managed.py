@@ -14,7 +14,7 @@ from ckpt.formats.packed import is_packed, pieces
 from ckpt.formats.sharding import is_sharded, local_tensor
 from ckpt.models import ModelPart
 from ckpt.optimizers import OptimizerPart
-from ckpt.parts import GradientsPart, ObjectPart, Part
+from ckpt.parts import GradientsPart, ObjectPart, Part, has_state
 from ckpt.sources import KINDS, Found
 
 _TAKEN = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", "state", "manifest")
@@ -106,7 +106,7 @@ class Managed:
     def _obstacle(self, name: str, value: Any) -> str | None:
         if name in self.parts or name in self.generators or name in _TAKEN:
             return "there is such a part already"
-        if rng.is_generator(value) or _has_state(value):
+        if rng.is_generator(value) or has_state(value):
             return None
         return f"a {type(value).__name__} has no state_dict and load_state_dict"
 
@@ -131,11 +131,7 @@ def _refuse_unmanageable(objects: Mapping[str, Any]) -> None:
     for key, value in objects.items():
         if key.partition(".")[0] == "model" and not isinstance(value, nn.Module):
             wrong.append(f"{key} is a {type(value).__name__}, not a torch.nn.Module")
-        elif not _has_state(value):
+        elif not has_state(value):
             wrong.append(f"{key} is a {type(value).__name__}, which has no state_dict and load_state_dict")
     if wrong:
         raise ConfigError("StateManager: " + "; ".join(wrong) + ".")
-
-
-def _has_state(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))

@@ -51,6 +51,11 @@ class Notes:
     resharded: dict[str, str] = field(default_factory=dict)
 
 
+def has_state(value: Any) -> bool:
+    """Whether an object gives its state and takes it back, as torch's do."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
 class Part(Protocol):
     """One object under the manager's care."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, notebook_launcher
 from accelerate.utils import DistributedType, ProjectConfiguration
 from torch import nn
 from torch.utils.data import DataLoader
@@ -44,20 +44,25 @@ def _prepared(accelerator: Any, **options: Any) -> tuple[Any, list[Any]]:
     return loader, parts
 
 
-def _interrupted_equals_straight(rank: int, folder: str, world_size: int, kinds: list[str], stops: list[int]) -> None:
-    for kind in kinds:
+def _interrupted_equals_straight(rank: int, folder: str, world_size: int, stops: dict[str, list[int]]) -> None:
+    for kind, moments in stops.items():
         straight = Loop(f"{folder}/{kind}", kind, rank, world_size).run()
-        for stop in stops:
+        for stop in moments:
             loop = Loop(f"{folder}/{kind}-{stop}", kind, rank, world_size)
             assert loop.run(run=0, stop=stop) + loop.run(run=1) == straight, f"{kind}, stopped after {stop} batches"
 
 
-@pytest.mark.parametrize(("world_size", "stops"), [(1, [2, 6, 8]), (2, [1, 3, 4])])
+@pytest.mark.parametrize(("world_size", "moments"), [(1, [2, 6, 8]), (2, [3, 4, 1])])
 def test_a_plain_loop_over_any_prepared_loader_goes_on_where_it_stopped(
-    tmp_path: Path, world_size: int, stops: list[int]
+    tmp_path: Path, world_size: int, moments: list[int]
 ) -> None:
-    """In the middle of an epoch, at its last batch, and in the middle of a later one."""
-    job = (str(tmp_path), world_size, list(KINDS), stops)
+    """In the middle of an epoch, at its last batch, and in the middle of a later one.
+
+    With one rank and with two, each kind is stopped at another of these; with CKPT_STOPS=all, at each of them.
+    """
+    every = os.environ.get("CKPT_STOPS") == "all"
+    stops = {kind: moments if every else [moments[number % 3]] for number, kind in enumerate(KINDS)}
+    job = (str(tmp_path), world_size, stops)
     assert run_ranks(world_size, _interrupted_equals_straight, *job) == [0] * world_size
 
 
@@ -475,20 +480,29 @@ def in_a_notebook(root: str) -> None:
     accelerator.end_training()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_notebook_launches_it(tmp_path: Path, world_size: int) -> None:
+def _launched_here(rank: int, root: str) -> None:
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    notebook_launcher(in_a_notebook, (root,), num_processes=1)
+
+
+def test_a_notebook_launches_it_in_its_own_process(tmp_path: Path) -> None:
+    assert run_ranks(1, _launched_here, str(tmp_path)) == [0]
+    assert [one.name for one in ckpt.list_checkpoints(tmp_path)] == ["cell"]
+
+
+def test_a_notebook_launches_it_in_two_processes(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     cell = (
         "from accelerate import notebook_launcher\n"
         "from tests.test_accelerate import in_a_notebook\n"
-        f"notebook_launcher(in_a_notebook, ({str(tmp_path)!r},), num_processes={world_size}, use_port='{port}')\n"
+        f"notebook_launcher(in_a_notebook, ({str(tmp_path)!r},), num_processes=2, use_port='{port}')\n"
     )
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", cell], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert f"{world_size} processes, 1 epoch" in done.stdout
+    assert "2 processes, 1 epoch" in done.stdout
     assert [one.name for one in ckpt.list_checkpoints(tmp_path)] == ["cell"]
 
 
