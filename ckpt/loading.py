@@ -55,7 +55,7 @@ class Loading:
             held.enter_context(self.saver.snapshots.paused())
             storage, name = self._find(name)
             prepare = functools.partial(self._prepare, storage, strict=strict, precious=precious)
-            choice = choose(storage, self.ranks, name, prepare, held)
+            choice = choose(storage, self.ranks, name, prepare, held, foreign=True)
             if choice is None:
                 return None
             restoration: Restoration = choice.ready

@@ -76,7 +76,7 @@ class LocalStorage:
                 # process leaves it to `sweep`
                 with suppress(OSError):
                     temporary.unlink()
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
 
     def _pieces(self, key: str) -> Iterator[bytes]:
         with self._explained("read", key), open(self._path(key, followed=True), "rb", buffering=0) as file:
@@ -280,10 +280,11 @@ def _make_directories(folder: Path) -> None:
     for new in reversed(missing):
         with suppress(FileExistsError):
             new.mkdir()
-        _sync_directory(new.parent)
+        sync_directory(new.parent)
 
 
-def _sync_directory(folder: Path) -> None:
+def sync_directory(folder: str | Path) -> None:
+    """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

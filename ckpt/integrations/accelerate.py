@@ -106,15 +106,12 @@ class _Attached:
     def _meant_by(self, folder: str | os.PathLike[str]) -> str:
         """The name of a checkpoint in the root; or the path of a folder elsewhere."""
         path = _plain(folder)
-        name = self._name_in_root(path)
-        if name is None:
-            return path
-        elsewhere = os.path.abspath(path)  # where Accelerate, which knows no root, has looked for it
-        return (
-            name
-            if any(True for _ in open_storage(self._manager.url).list(name)) or not os.path.isdir(elsewhere)
-            else elsewhere
-        )
+        if "/" in path:
+            return self._name_in_root(path) or path
+        elsewhere = os.path.abspath(path)  # where Accelerate, which knows no root, has put it
+        self._manager.wait()  # what is being saved is not listed yet
+        there = any(True for _ in self._manager._storage.list(path))
+        return elsewhere if not there and os.path.isdir(elsewhere) else path
 
     def _name_in_root(self, path: str) -> str | None:
         parent, _, name = path.rpartition("/")
