@@ -35,9 +35,9 @@ if TYPE_CHECKING:
         UnsupportedError,
         VersionError,
     )
-    from ckpt.loading import load_model
     from ckpt.manager import StateManager
     from ckpt.merging import merge
+    from ckpt.model_loading import load_model
     from ckpt.progress import Progress
     from ckpt.pulling import pull
     from ckpt.pushing import push_to_hub
@@ -69,7 +69,7 @@ _HOMES = {
         "UnsupportedError",
         "VersionError",
     ),
-    "ckpt.loading": ("load_model",),
+    "ckpt.model_loading": ("load_model",),
     "ckpt.manager": ("StateManager",),
     "ckpt.merging": ("merge",),
     "ckpt.progress": ("Progress",),

@@ -13,7 +13,7 @@ from ckpt.errors import AbsentError, DamagedError, LockedError, MissingError, St
 from ckpt.formats.manifest import Manifest
 from ckpt.ranks import Ranks
 from ckpt.storage import Storage
-from ckpt.taking_over import foreign_names, read_any
+from ckpt.taking_over import folder_of, foreign_names, read_any
 
 _RESCANS = 5
 
@@ -29,16 +29,24 @@ class Choice:
 
 
 def choose(
-    storage: Storage, ranks: Ranks, name: str | None, prepare: Callable[[Manifest, ExitStack], Any], held: ExitStack
+    storage: Storage,
+    ranks: Ranks,
+    name: str | None,
+    prepare: Callable[[Manifest, ExitStack], Any],
+    held: ExitStack,
+    *,
+    foreign: bool = False,
 ) -> Choice | None:
     """The checkpoint to load, the same on every rank: the one by that name, or the newest that is intact everywhere.
+
+    With `foreign`, where there is none of ours, the newest that Accelerate wrote.
 
     `prepare` reads it, on all ranks together; a `DamagedError` from it means the next one. The checkpoint, and what
     `prepare` puts on its stack, is kept until `held` is left. None if nothing was ever committed.
     """
     call = f"load_state({name!r})" if name else "load_state()"
     for _ in range(_RESCANS):
-        offer = agree(ranks, call, Outcome(), lambda _: _offer(storage, name))
+        offer = agree(ranks, call, Outcome(), lambda _: _offer(storage, name, foreign=foreign))
         search = _Search(storage, ranks, call, prepare, held, offer["passed_over"])
         choice = search.first_intact(offer["names"])
         if choice is not None:
@@ -82,8 +90,7 @@ class _Search:
                     self.passed_over[name] = str(error)
                     continue
                 self.held.push(mine.pop_all())
-                url = f"{self.storage.url}/{name}" if name else self.storage.url
-                return Choice(manifest, url, ready, self.passed_over)
+                return Choice(manifest, folder_of(self.storage, manifest), ready, self.passed_over)
         return None
 
     def _inspected(self, name: str, held: ExitStack) -> Manifest:
@@ -102,10 +109,10 @@ def _joined(verdicts: list[Any]) -> Any:
     return {"text": bad[0]["text"], "vanished": any(one["vanished"] for one in bad)} if bad else None
 
 
-def _offer(storage: Storage, name: str | None) -> dict[str, Any]:
+def _offer(storage: Storage, name: str | None, *, foreign: bool) -> dict[str, Any]:
     """On the main rank: the names to try, in order, and those that need no trying."""
     if name is not None:
-        read_any(storage, catalog.check_name(name))
+        read_any(storage, name and catalog.check_name(name))
         return {"names": [name], "passed_over": {}}
     found = catalog.scan(storage)
     for one in found:
@@ -113,7 +120,7 @@ def _offer(storage: Storage, name: str | None) -> dict[str, Any]:
             raise one.problem
     passed_over = {one.name: str(one.problem) for one in found if not one.committed}
     names = [one.name for one in found if one.committed]
-    return {"names": names or foreign_names(storage), "passed_over": passed_over}
+    return {"names": names or (foreign_names(storage) if foreign else []), "passed_over": passed_over}
 
 
 def _inspect(storage: Storage, name: str, held: ExitStack, found: list[Manifest]) -> Any:

@@ -1,147 +1,152 @@
-"""A model alone is loaded, from whatever holds one, straight into its live tensors."""
+"""The loads of a manager: from the choice of a checkpoint to what is told about it."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import dataclass
 
-import torch
-from torch import nn
-
-from ckpt.agreement import together
-from ckpt.catalog import locate
-from ckpt.choosing import choose
+from ckpt import restoring
+from ckpt.agreement import Outcome, agree, together
+from ckpt.catalog import check_name
+from ckpt.choosing import Choice, choose
 from ckpt.console import say
-from ckpt.errors import MismatchError, MissingError, TransientError
+from ckpt.errors import ConfigError, StateError
 from ckpt.formats.manifest import Manifest
-from ckpt.formats.pieces import PiecedTensor
-from ckpt.formats.sharding import Box, is_sharded, layout_of, local_tensor
-from ckpt.hub_cache import fetched
+from ckpt.loop import Loop, Waiting
 from ckpt.managed import Managed
-from ckpt.merge_sources import open_source
-from ckpt.models import ModelPart, tensors_in
-from ckpt.ranks import MAIN, Ranks, find_ranks
+from ckpt.opened import Opened
+from ckpt.parts import Notes
+from ckpt.progress import Progress
+from ckpt.ranks import MAIN, Ranks
+from ckpt.restored import Restored
 from ckpt.restoring import Restoration
-from ckpt.sources import Found
-from ckpt.storage import HubStorage, Storage, open_storage
+from ckpt.saving import Saver
+from ckpt.sources import Source
+from ckpt.storage import Storage, open_storage
+from ckpt.taking_over import ROOT, folder_of, is_foreign
 
-Notes = dict[str, str]
 
+@dataclass
+class Loading:
+    """Loads checkpoints into the objects of one manager.
 
-def load_model(
-    source: str | os.PathLike[str],
-    model: nn.Module,
-    *,
-    part: str = "model",
-    strict: bool = True,
-    timeout: float = 300.0,
-) -> dict[str, str]:
-    """Load a model's tensors, and return what was left out or is not exactly as it was saved, with the reasons.
-
-    `source` is a checkpoint, a root (its newest intact checkpoint is taken), a folder of safetensors, or whatever else
-    `merge` reads, at a path or URL: `hub://user/repo`. The model may be wrapped, compiled or sharded; every rank makes
-    this call, and reads what it holds. Checkpoints are verified by their manifests, files of the Hub by their hashes
-    there; without the network they come from the cache. With `strict` everything must fit, or nothing is changed. What
-    is far away is read once, and verified on the way: if it is damaged, a part of it is in the model already.
+    `broadcast`: whether ranks of a host read for each other; if none, where the storage is far away. A load that failed
+    half-way is remembered, until another one has succeeded.
     """
-    where = os.fspath(source)
-    ranks = find_ranks(f"load {where}", timeout)
-    call = f"load_model({where!r})"
-    with ranks.working():
-        where = together(ranks, call, lambda: _reached(where))
-        storage, names = together(ranks, call, lambda: locate(where))
-        if names:
-            return _load_checkpoint(storage, names, ranks, model, part, strict=strict)
-        return dict(together(ranks, call, lambda: _load_tensors(where, ranks, model, part, strict=strict)))
 
+    ranks: Ranks
+    source: Source
+    managed: Managed
+    loop: Loop
+    saver: Saver
+    broadcast: bool | None
+    _half_loaded: str | None = None
 
-def _reached(where: str) -> str:
-    """Where to read: a copy in the cache, where the Hub cannot be reached or has plain files without a manifest."""
-    storage = open_storage(where)
-    if not isinstance(storage, HubStorage):
-        return where
-    try:
-        _, names = locate(where)
-    except TransientError:
-        names = []
-    if names:
-        return where
-    folder = storage.folder
-    return str(fetched(storage.repo, [f"{folder}/*"] if folder else None) / folder)
+    def load(self, name: str | None, *, strict: bool, precious: bool) -> Restored | None:
+        """The checkpoint by that name, or the newest intact one; none if there is none. Nothing may be under way.
 
+        A name with a slash is a path: of a folder that Accelerate wrote. What is `precious` stays untouched until all
+        that is to replace it has been verified.
+        """
+        with ExitStack() as held:
+            held.enter_context(self.ranks.working())
+            held.enter_context(self.saver.snapshots.paused())
+            storage, name = self._find(name)
+            prepare = functools.partial(self._prepare, storage, strict=strict, precious=precious)
+            choice = choose(storage, self.ranks, name, prepare, held, foreign=True)
+            if choice is None:
+                return None
+            restoration: Restoration = choice.ready
+            parts = restoration.finish()
+            self._go_back(restoration.opened, restoration.notes)
+            self._half_loaded = None
+        return self._tell(choice, parts, restoration.notes)
 
-def _load_checkpoint(
-    storage: Storage, names: list[str], ranks: Ranks, model: nn.Module, part: str, *, strict: bool
-) -> Notes:
-    """From a checkpoint of ours: the one that was named, or the newest intact one of a root."""
-    managed = Managed(Found, gradients=False)
-    managed.parts[part] = ModelPart(part, model)
+    def refuse_half_loaded(self) -> None:
+        """What is partly one state and partly another must not be trained on, and not be saved."""
+        if self._half_loaded:
+            raise StateError(
+                f"a load of {self._half_loaded} failed half-way, so the objects hold parts of it. Build them anew, and "
+                "a new StateManager for them, or load another checkpoint first."
+            )
 
-    def prepare(manifest: Manifest, held: ExitStack) -> Restoration:
+    def _find(self, name: str | None) -> tuple[Storage, str | None]:
+        """Where a checkpoint is, and its name there. A folder of Accelerate that lies elsewhere is a root itself."""
+        if not isinstance(name, str) or "/" not in name:
+            return self.saver.storage, None if name is None else check_name(name)
+        folder = open_storage(name)
+        if not agree(self.ranks, f"load_state({name!r})", Outcome(), lambda _: is_foreign(folder, ROOT)):
+            raise ConfigError(
+                f"{name!r} cannot name a checkpoint in {self.saver.storage.url}, and is no folder that Accelerate "
+                "saved. Give a plain name; for a checkpoint of ckpt in another root, give StateManager that root."
+            )
+        return folder, ROOT
+
+    def _prepare(
+        self, storage: Storage, manifest: Manifest, held: ExitStack, *, strict: bool, precious: bool
+    ) -> Restoration:
+        far = not getattr(storage, "near", True)
+
+        def touch() -> None:
+            self._half_loaded = manifest.name
+
+        together(self.ranks, f"load_state({manifest.name!r})", lambda: self._find_for(storage, manifest))
         return Restoration.prepare(
             storage,
             manifest,
-            ranks,
-            managed,
+            self.ranks,
+            self.managed,
             held,
             strict=strict,
-            share=not storage.near,
-            precious=storage.near,
-            touch=lambda: None,
+            share=far if self.broadcast is None else self.broadcast,
+            precious=precious,
+            touch=touch,
         )
 
-    with ExitStack() as held:
-        choice = choose(storage, ranks, names[0] if len(names) == 1 else None, prepare, held)
-        if choice is None:
-            raise MissingError(f"there is no checkpoint in {storage.url}.")
-        restoration: Restoration = choice.ready
-        restoration.finish()
-    if ranks.rank == MAIN:
-        say(f"loaded {part} of {storage.url}/{choice.manifest.name}")
-    noted = {**restoration.notes.skipped, **restoration.notes.approximated}
-    return {key: why for key, why in noted.items() if key.startswith(f"{part}.")}
+    def _find_for(self, storage: Storage, manifest: Manifest) -> None:
+        """What a checkpoint is to be loaded into. Hooks of the user's own may load some of it themselves."""
+        self.source.before_load(folder_of(storage, manifest))
+        self.managed.look()
+
+    def _go_back(self, opened: Opened, notes: Notes) -> None:
+        """Restore what is this rank's own: generators, and where its loaders are."""
+        self.source.go_back(opened.state.get("source", {}))
+        rewind = restoring.rewinder(opened, self.ranks, self.managed.generators, notes)
+        rewind()
+        if opened.manifest.origin:
+            _note_loaders(opened, self.source.loaders(), notes)
+        waiting = Waiting(opened.state["loaders"], rewind, notes.approximated)
+        self.loop.go_back(Progress(**opened.manifest.progress), waiting)
+
+    def _tell(self, choice: Choice, parts: list[str], notes: Notes) -> Restored:
+        manifest = choice.manifest
+        generators = [key for key in self.managed.generators if key not in notes.skipped]
+        self.saver.follow(manifest, choice.passed_over)
+        restored = Restored(
+            name=manifest.name,
+            url=choice.url,
+            run=manifest.run,
+            progress=Progress(**manifest.progress),
+            metrics=manifest.metrics,
+            restored=(*parts, *generators, "rng", "progress"),
+            resharded=notes.resharded,
+            approximated=notes.approximated,
+            skipped=notes.skipped,
+            passed_over=choice.passed_over,
+        )
+        if self.ranks.rank == MAIN:
+            say(str(restored))
+        return restored
 
 
-def _load_tensors(where: str, ranks: Ranks, model: nn.Module, part: str, *, strict: bool) -> Notes:
-    """From a folder of safetensors, or of another tool."""
-    with open_source(where, part) as source:
-        target = ModelPart(part, model)
-        live = target.capture()
-        notes = _unfit(live, source.tensors)
-        if strict and notes:
-            lines = [f"{name}: {why}" for name, why in sorted(notes.items())]
-            listed = "\n  ".join(lines)
-            raise MismatchError(f"{where} does not fit the model; nothing was changed:\n  {listed}", tuple(lines))
-        for name, tensor in live.items():
-            if name in source.tensors and name not in notes:
-                _fill(tensor, source.tensors[name], ranks.rank)
-        target.load(live)
-    if ranks.rank == MAIN:
-        say(f"loaded {part} of {where}")
-    return notes
-
-
-def _unfit(live: Mapping[str, Any], saved: Mapping[str, PiecedTensor]) -> Notes:
-    """What does not go together. A tied tensor may be there under another of its names; another dtype is cast."""
-    found = {id(value) for name, value in live.items() if name in saved}
-    tensors = tensors_in(live)
-    notes = {name: "missing there" for name, value in tensors.items() if name not in saved and id(value) not in found}
-    notes |= {name: "unexpected: the model has no such tensor" for name in saved if name not in tensors}
-    for name in tensors.keys() & saved.keys():
-        if tuple(tensors[name].size()) != saved[name].shape:
-            notes[name] = f"shape {list(saved[name].shape)} there, {list(tensors[name].size())} here"
-    return notes
-
-
-@torch.no_grad()
-def _fill(target: Any, saved: PiecedTensor, rank: int) -> None:
-    """Read as much of a tensor as this rank holds."""
-    if not is_sharded(target):
-        target.copy_(saved.read(saved.box))
-        return
-    layout = layout_of(target)
-    box = layout.box(saved.shape, rank) if layout.holds(rank) else Box((0,), (0,))
-    if not box.is_empty:
-        local_tensor(target).copy_(saved.read(box))
+def _note_loaders(opened: Opened, loaders: Iterable[str], notes: Notes) -> None:
+    """Where a loader was is in a folder of Accelerate only if the loader knows it, and in a way of its own."""
+    for key in loaders:
+        done = opened.parts.get(key, {}).get("state", {}).get("_num_yielded", "those that were done")
+        notes.skipped.pop(key, None)
+        notes.approximated[key] = (
+            "its epoch begins anew, because Accelerate does not save where every loader was. For the middle of it call "
+            f"accelerator.skip_first_batches(loader, {done})"
+        )

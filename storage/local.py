@@ -96,7 +96,7 @@ class LocalStorage:
                 # process leaves it to `sweep`
                 with suppress(OSError):
                     temporary.unlink()
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
 
     def _replace(self, temporary: Path, key: str, over: str | None) -> None:
         """Give a file its name if that is still the one of `over`. One at a time, by an flock on the root."""
@@ -320,10 +320,11 @@ def _make_directories(folder: Path) -> None:
     for new in reversed(missing):
         with suppress(FileExistsError):
             new.mkdir()
-        _sync_directory(new.parent)
+        sync_directory(new.parent)
 
 
-def _sync_directory(folder: Path) -> None:
+def sync_directory(folder: str | Path) -> None:
+    """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
