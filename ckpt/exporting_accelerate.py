@@ -50,7 +50,7 @@ def _opened(source: str | os.PathLike[str]) -> Iterator[tuple[Storage, Manifest]
         manifest = read_manifest(storage, names[0])
         wrong = size_problems(storage, manifest)
         if wrong:
-            raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}.")
+            raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}. Convert another one.")
         yield storage, manifest
 
 
