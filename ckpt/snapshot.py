@@ -8,6 +8,7 @@ before `take` returns.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import threading
 import weakref
@@ -144,16 +145,16 @@ class Snapshots:
         memory = self._memory(size, layout.device)
         snapshot = Snapshot(layout.put(memory))
         if layout.away:
-            self._copy_from_device(layout.away, self._places_in(memory), optimized, snapshot)
+            self._copy_from_device(layout.away, lambda: self._places_in(memory), optimized, snapshot)
         return snapshot
 
     def _take_on_device(self, layout: _Layout, optimized: Callable[[torch.Tensor], bool]) -> Snapshot:
         """Host memory takes seconds to be made ready, a copy on the device milliseconds: it is fetched later."""
         module = torch.get_device_module(layout.device)
-        held = torch.empty(layout.size, dtype=torch.uint8, device=layout.device)
+        held = functools.cache(lambda: _Places(torch.empty(layout.size, dtype=torch.uint8, device=layout.device)))
         later = replace(layout, here=[one._replace(source=one.source.clone()) for one in layout.here], away=[])
         snapshot = Snapshot({})
-        self._copy_from_device(layout.away, _Places(held), optimized, snapshot)
+        self._copy_from_device(layout.away, held, optimized, snapshot)
 
         def fetch() -> None:
             assert snapshot.sending is not None
@@ -162,7 +163,7 @@ class Snapshots:
             for event in snapshot.sending.result().values():
                 stream.wait_event(event)
             with module.stream(stream):
-                _send(_Copy("", "", held, 0), _Places(memory))
+                _send(_Copy("", "", held().memory, 0), _Places(memory))
             stream.synchronize()
             snapshot.images = later.put(memory)
             snapshot.rest = None
@@ -197,7 +198,11 @@ class Snapshots:
         return size <= limit
 
     def _copy_from_device(
-        self, copies: list[_Copy], places: _Places, optimized: Callable[[torch.Tensor], bool], snapshot: Snapshot
+        self,
+        copies: list[_Copy],
+        places: Callable[[], _Places],
+        optimized: Callable[[torch.Tensor], bool],
+        snapshot: Snapshot,
     ) -> None:
         for device in {one.source.device for one in copies}:
             self._stream(device).wait_stream(torch.get_device_module(device).current_stream(device))
@@ -210,7 +215,7 @@ class Snapshots:
         self._pending = snapshot
         _synchronize(done)
 
-    def _send(self, copies: list[_Copy], places: _Places) -> dict[torch.device, Any]:
+    def _send(self, copies: list[_Copy], places: Callable[[], _Places]) -> dict[torch.device, Any]:
         """Give copies to their devices, each on a stream of its own. Returns the event after the last of each."""
         by_device: dict[torch.device, list[_Copy]] = defaultdict(list)
         for one in copies:
@@ -218,7 +223,7 @@ class Snapshots:
         events = {}
         for device, some in by_device.items():
             with torch.get_device_module(device).stream(self._stream(device)):
-                _send_all(some, places)
+                _send_all(some, places())  # where to: on the device it takes a moment to be made
                 events[device] = self._stream(device).record_event()
         return events
 
