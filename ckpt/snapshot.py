@@ -179,6 +179,7 @@ class Snapshots:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._pending = None
         self._places = _Places(_NOTHING)
         self._arena.release()
 
