@@ -23,10 +23,12 @@ from ckpt.catalog import check_name
 from ckpt.choosing import Choice, choose
 from ckpt.config import read_config
 from ckpt.console import say
-from ckpt.errors import CkptError, ConfigError, MetricError, MissingError, Preempted, StateError
+from ckpt.errors import CkptError, ConfigError, MetricError, MissingError, Preempted, StateError, TransientError
+from ckpt.folder import open_url
 from ckpt.formats.manifest import Manifest
 from ckpt.loop import Loop, Waiting
 from ckpt.managed import Managed
+from ckpt.mirror import Mirror
 from ckpt.opened import Opened
 from ckpt.parts import Notes
 from ckpt.preemption import EXIT_STATUS, Preemption
@@ -72,6 +74,12 @@ class StateManager:
     `storage_options`: credentials, endpoint and the like for a root that is a URL, as fsspec's filesystem for it takes
     them; what the environment or a profile says need not be given. A root far away is tried out at once, by writing a
     few bytes and removing them.
+
+    `mirror`: a path, URL or storage to which every committed checkpoint is copied in the background, for instance an
+    object store behind a local disk. Loads take the newest intact checkpoint of the two, the root's where both have it.
+    `mirror_keep`: which checkpoints stay there (as `keep`, if none). `mirror_bandwidth`: bytes in a second that copying
+    may take. `mirror_backlog`: how many checkpoints may wait to be copied; older ones are left out. What goes wrong
+    with copies is logged, in `mirror_error`, and tried again: it never stops the training.
     """
 
     def __init__(
@@ -95,19 +103,30 @@ class StateManager:
         timeout: float = 300.0,
         handle_sigterm: bool = True,
         storage_options: Mapping[str, Any] | None = None,
+        mirror: str | os.PathLike[str] | Storage | None = None,
+        mirror_keep: Keep | None = None,
+        mirror_bandwidth: float | None = None,
+        mirror_backlog: int = 2,
     ) -> None:
         _check_options(save_every=save_every, keep=keep, layout=layout, timeout=timeout, when_busy=when_busy)
+        _check_mirror(keep=mirror_keep, bandwidth=mirror_bandwidth, backlog=mirror_backlog)
         self._source = find_source(
             accelerator, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, dataloader=dataloader
         )
-        self._storage = open_storage(_required(self._source.root if root is None else root), **(storage_options or {}))
+        self._tiers = _opened(_required(self._source.root if root is None else root), mirror, storage_options)
+        self._storage = self._tiers[0]
         self._ranks = find_ranks(self._storage.url, timeout)
-        if self._ranks.world_size > 1 and isinstance(self._storage, MemoryStorage):
+        if self._ranks.world_size > 1 and any(isinstance(one, MemoryStorage) for one in self._tiers):
             raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
-        if not self._storage.near:
-            try_out(self._storage)
+        _try_out(*self._tiers)
         keep = self._source.keep if keep is None else keep
-        self._saver = Saver(self._storage, self._ranks, keep, host_memory=host_memory)
+        self._mirror: Mirror | None = None
+        if mirror is not None:
+            kept = keep if mirror_keep is None else mirror_keep
+            self._mirror = Mirror(
+                self._storage, self._tiers[1], keep=kept, bandwidth=mirror_bandwidth, backlog=mirror_backlog
+            )
+        self._saver = Saver(self._storage, self._ranks, keep, self._mirror, host_memory=host_memory)
         self._background = background
         self._when_busy = when_busy
         self._save_every = save_every
@@ -168,6 +187,11 @@ class StateManager:
     def run(self) -> str:
         """The run's identity, the same over all its resumes: after `resume`, on the main rank, for trackers."""
         return self._saver.run
+
+    @property
+    def mirror_error(self) -> Exception | None:
+        """What went wrong with the last copy to the mirror, on the main rank; none once a copy has succeeded again."""
+        return self._mirror.error if self._mirror is not None else None
 
     @property
     def restored(self) -> Restored | None:
@@ -306,7 +330,7 @@ class StateManager:
         self._saver.wait()
 
     def close(self) -> None:
-        """Finish what is under way, and let go of the root, the loaders and SIGTERM.
+        """Finish what is under way, copies to the mirror too, and let go of the root, the loaders and SIGTERM.
 
         A manager that is used as a context does this itself.
         """
@@ -386,7 +410,7 @@ class StateManager:
             held.enter_context(self._ranks.working())
             held.enter_context(self._saver.snapshots.paused())
             prepare = functools.partial(self._prepare, strict=strict)
-            choice = choose(self._storage, self._ranks, name, prepare, held)
+            choice = choose(self._tiers, self._ranks, name, prepare, held)
             if choice is None:
                 return None
             self._started = True
@@ -396,9 +420,8 @@ class StateManager:
             self._half_loaded = None
         return self._tell(choice, parts, restoration.notes)
 
-    def _prepare(self, manifest: Manifest, held: ExitStack, *, strict: bool) -> Restoration:
-        far = not getattr(self._storage, "near", True)
-        share = far if self._broadcast is None else self._broadcast
+    def _prepare(self, storage: Storage, manifest: Manifest, held: ExitStack, *, strict: bool) -> Restoration:
+        share = not storage.near if self._broadcast is None else self._broadcast
         precious = self._saved_at is not None or self.progress.step > 0
 
         def touch() -> None:
@@ -406,7 +429,7 @@ class StateManager:
 
         together(self._ranks, f"load_state({manifest.name!r})", lambda: self._find_for(manifest))
         return Restoration.prepare(
-            self._storage,
+            storage,
             manifest,
             self._ranks,
             self._managed,
@@ -475,6 +498,27 @@ class StateManager:
         return self._restored
 
 
+def _opened(root: Any, mirror: Any, options: Mapping[str, Any] | None) -> tuple[Storage, ...]:
+    """The root and, if there is one, the mirror; of the two only URLs take options."""
+    if mirror is None:
+        return (open_storage(root, **(options or {})),)
+    tiers = (open_url(root, options), open_url(mirror, options))
+    if tiers[0].url == tiers[1].url:
+        raise ConfigError(f"mirror={mirror!r} is the root itself. Give it another place, or leave it out.")
+    return tiers
+
+
+def _try_out(root: Storage, mirror: Storage | None = None) -> None:
+    """A mirror that cannot be reached just now may be later; one that is wrong stays wrong."""
+    if not root.near:
+        try_out(root)
+    if mirror is not None and not mirror.near:
+        try:
+            try_out(mirror)
+        except TransientError as error:
+            _log.warning("the mirror cannot be reached, and copies wait for it: %s", error)
+
+
 def _required(root: Any) -> Any:
     if root is None:
         raise ConfigError(
@@ -507,5 +551,17 @@ def _check_options(*, save_every: Any, keep: Any, layout: Any, timeout: Any, whe
         wrong.append(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
     if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
         wrong.append(f"timeout={timeout!r} must be a number of seconds")
+    if wrong:
+        raise ConfigError("StateManager: " + "; ".join(wrong) + ".")
+
+
+def _check_mirror(*, keep: Any, bandwidth: Any, backlog: Any) -> None:
+    wrong = []
+    if keep is not None and not isinstance(keep, Keep):
+        wrong.append(f"mirror_keep={keep!r} must be a ckpt.Keep, for example Keep(last=3)")
+    if bandwidth is not None and not (isinstance(bandwidth, int | float) and bandwidth > 0):
+        wrong.append(f"mirror_bandwidth={bandwidth!r} must be a number of bytes in a second")
+    if not isinstance(backlog, int) or backlog < 1:
+        wrong.append(f"mirror_backlog={backlog!r} must be a number of checkpoints, 1 or more")
     if wrong:
         raise ConfigError("StateManager: " + "; ".join(wrong) + ".")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
-import socket
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -21,11 +19,12 @@ from ckpt.capture import Captured
 from ckpt.catalog import find
 from ckpt.commit import Attempt, Earlier
 from ckpt.console import size
-from ckpt.errors import ConfigError, LockedError, RanksError, StorageError, VersionError
+from ckpt.errors import ConfigError, RanksError, StorageError, VersionError
 from ckpt.formats.documents import rank_document
 from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.spread import Table, disagreements
 from ckpt.formats.state import Image
+from ckpt.mirror import Mirror
 from ckpt.ranks import MAIN, Ranks
 from ckpt.retention import Keep
 from ckpt.snapshot import Snapshot, Snapshots
@@ -35,7 +34,6 @@ from ckpt.taking_over import is_foreign
 from ckpt.version import __version__
 
 _log = logging.getLogger("ckpt")
-LOCK = ".lock"
 
 
 def try_out(storage: Storage) -> None:
@@ -55,8 +53,10 @@ class Saver:
     storage: Storage
     ranks: Ranks
     keep: Keep | None = None
+    mirror: Mirror | None = None
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     parent: str | None = None
+    sequence: int = 0  # of what this run goes on from
     damaged: set[str] = field(default_factory=set)
     earlier: dict[str, Earlier] = field(default_factory=dict)  # files of the last checkpoint, on every rank its own
     goes_on: bool = False  # whether this run has seen what is there, or there was nothing
@@ -119,7 +119,7 @@ class Saver:
 
     def follow(self, manifest: Manifest, damaged: Iterable[str]) -> None:
         """What is saved from here on goes on from this checkpoint."""
-        self.run, self.parent = manifest.run, manifest.id
+        self.run, self.parent, self.sequence = manifest.run, manifest.id, manifest.sequence
         self.earlier = {file.name: Earlier(manifest.name, file) for file in manifest.files}
         self.goes_on = True
         self.damaged |= set(damaged)
@@ -131,25 +131,23 @@ class Saver:
             self._committed = [one for one in self._committed if one.name != name]
 
     def close(self) -> None:
-        """Let go of the root and of memory. Nothing may be under way."""
+        """Let go of the root and of memory, when all that waits has been copied. Nothing may be under way."""
         self.snapshots.close()
+        if self.mirror is not None:
+            self.mirror.close()
         self._held.close()
         self._committed = None
 
     def _hold(self) -> None:
         if self._committed is not None:
             return
-        note = f"process {os.getpid()} on {socket.gethostname()}, since {commit.now()}."
-        try:
-            self._held.enter_context(self.storage.lock(LOCK, note=note))
-        except LockedError as error:
-            raise LockedError(
-                f"another run writes to {self.storage.url}: {error} Wait until it has ended or stop it, or give this "
-                "run another root. Within one process, close() the other StateManager first."
-            ) from None
+        commit.take(self.storage, self._held)
         found = commit.sweep(self.storage)
-        self._committed = [one.manifest for one in found if one.manifest is not None]
+        committed = [one.manifest for one in found if one.manifest is not None]
         self._unreadable = {one.name: one.problem for one in found if isinstance(one.problem, VersionError)}
+        if self.mirror is not None:
+            self.mirror.hold([one for one in committed if one.name not in self.damaged])
+        self._committed = committed
 
     def begin(self, name: str, paths: list[str]) -> Attempt:
         """Take the root, if that has not been done, and leave the mark of a save under way."""
@@ -164,17 +162,27 @@ class Saver:
         attempt = Attempt(
             name,
             replaces=tuple(file.path for file in older.files) if older else (),
-            taken=tuple(path for path in paths if path in there),
+            taken=tuple(path for path in paths if path in there or not self._is_free_there(name)),
             over=self.storage.version(f"{name}/{FILE_NAME}"),
         )
         attempt.begin(self.storage, paths)
         return attempt
 
+    def _is_free_there(self, name: str) -> bool:
+        """Whether the mirror has nothing by that name: a path means the same bytes here and there, for good."""
+        return self.mirror is None or self.mirror.is_free(name)
+
+    @property
+    def _newest(self) -> Manifest | None:
+        there = self.mirror.newest if self.mirror is not None else None
+        return max([*(self._committed or ()), *filter(None, [there])], key=lambda one: one.sequence, default=None)
+
     def _refuse_to_overtake(self, name: str) -> None:
         """What a run saves becomes the newest, so it must have gone on from what was the newest."""
-        if self._committed and not self.goes_on:
+        newest = self._newest
+        if newest is not None and not self.goes_on:
             raise ConfigError(
-                f"{self.storage.url} has checkpoints ({self._committed[0].name} is the newest) that this run has not "
+                f"{self.storage.url} has checkpoints ({newest.name} is the newest) that this run has not "
                 "resumed from: saving now would put a fresh start before them. Call resume() or load_state() first, or "
                 "give this run another root."
             )
@@ -188,7 +196,7 @@ class Saver:
         manifest = Manifest(
             name=attempt.name,
             id=attempt.id,
-            sequence=1 + max((one.sequence for one in self._committed), default=0),
+            sequence=1 + max(self.sequence, self._newest.sequence if self._newest else 0),
             created=commit.now(),
             run=self.run,
             parent=self.parent,
@@ -199,6 +207,8 @@ class Saver:
         attempt.commit(self.storage, manifest)
         self._committed = [manifest, *(one for one in self._committed if one.name != attempt.name)]
         self.damaged.discard(attempt.name)
+        if self.mirror is not None:
+            self.mirror.offer(manifest)
         seconds = facts["seconds"]
         _log.info(
             "saved %s/%s: %s, training waited %.2f s, durable after %.2f s",
