@@ -8,12 +8,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt import catalog
+from ckpt import apart, catalog
 from ckpt.agreement import Outcome, agree
 from ckpt.catalog import Checkpoint
-from ckpt.errors import AbsentError, DamagedError, LockedError, MissingError, StorageError, VersionError
-from ckpt.formats.manifest import Manifest
-from ckpt.ranks import Ranks
+from ckpt.errors import (
+    AbsentError,
+    CheckpointError,
+    DamagedError,
+    LockedError,
+    MissingError,
+    StorageError,
+    VersionError,
+)
+from ckpt.formats.manifest import FILE_NAME, Manifest
+from ckpt.hosts import EVERYWHERE, Hosts
+from ckpt.ranks import MAIN, Ranks
 from ckpt.storage import Storage
 from ckpt.taking_over import foreign_names, read_any
 
@@ -35,18 +44,28 @@ Prepare = Callable[[Storage, Manifest, ExitStack], Any]
 
 
 def choose(
-    tiers: Sequence[Storage], ranks: Ranks, name: str | None, prepare: Prepare, held: ExitStack
+    tiers: Sequence[Storage],
+    ranks: Ranks,
+    name: str | None,
+    prepare: Prepare,
+    held: ExitStack,
+    hosts: Hosts = EVERYWHERE,
 ) -> Choice | None:
     """The checkpoint to load, the same on every rank: the one by that name, or the newest that is intact everywhere.
 
     `tiers` are where they may be; of two copies the first tier's comes first. `prepare` reads it, on all ranks
     together; a `DamagedError` from it means the next one. The checkpoint, and what `prepare` puts on its stack, is kept
     until `held` is left. None if nothing was ever committed.
+
+    Where `hosts` have roots of their own, what one of them knows to be committed is, and each rank must find what it
+    needs in its own host's root, or in the tier behind it.
     """
     call = f"load_state({name!r})" if name else "load_state()"
     for _ in range(_RESCANS):
-        offer = agree(ranks, call, Outcome(), lambda _: _offer(tiers, name))
-        search = _Search(tiers, ranks, call, prepare, held, offer["passed_over"])
+        looking = tiers if ranks.rank == MAIN else tiers[: hosts.keeps(ranks.rank)]
+        looked = Outcome.of(lambda: _look(looking, name))  # noqa: B023
+        offer = agree(ranks, call, looked, lambda told: _offer(tiers[0], name, told))
+        search = _Search(tiers, ranks, hosts, call, prepare, held, offer["passed_over"])
         choice = search.first_intact(offer["found"])
         if choice is not None:
             return choice
@@ -73,6 +92,7 @@ class _Search:
 
     tiers: Sequence[Storage]
     ranks: Ranks
+    hosts: Hosts
     call: str
     prepare: Prepare
     held: ExitStack
@@ -84,7 +104,10 @@ class _Search:
             storage = self.tiers[tier]
             with ExitStack() as mine:
                 try:
-                    manifest = self._inspected(storage, name, mine)
+                    if tier == 0 and self.hosts.apart:
+                        manifest, storage = self._found_apart(name, mine)
+                    else:
+                        manifest = self._inspected(storage, name, mine)
                     ready = self.prepare(storage, manifest, mine)
                 except (DamagedError, StorageError) as error:
                     self._pass_over(name, f"in {storage.url}: {error}" if tier else str(error))
@@ -108,45 +131,82 @@ class _Search:
             raise DamagedError(problem["text"])
         return found[0]
 
+    def _found_apart(self, name: str, held: ExitStack) -> tuple[Manifest, Storage]:
+        """A manifest that some host knows, and where this rank finds what it needs of that checkpoint."""
+        keeps = self.hosts.keeps(self.ranks.rank)
+        mine = Outcome.of(lambda: _text(self.tiers[0], name) if keeps else None)
+        manifest = Manifest.from_bytes(agree(self.ranks, self.call, mine, _newest_of).encode(), name)
+        source = Outcome.of(lambda: apart.source(self.tiers, manifest, self.ranks, held))
+        missing = source.then(lambda found: found if isinstance(found, list) else [])
+        problem = agree(self.ranks, self.call, missing, lambda told: apart.problem(name, self.hosts, told))
+        if problem:
+            raise DamagedError(problem)
+        return manifest, source.value
+
 
 def _joined(verdicts: list[Any]) -> Any:
     bad = [verdict for verdict in verdicts if verdict]
     return {"text": bad[0]["text"], "vanished": any(one["vanished"] for one in bad)} if bad else None
 
 
-def _offer(tiers: Sequence[Storage], name: str | None) -> dict[str, Any]:
+def _offer(root: Storage, name: str | None, told: list[Any]) -> dict[str, Any]:
     """On the main rank: what to try, in order, each with the number of its tier; and what needs no trying."""
-    found = _look(tiers, name)
-    committed = [(tier, one.manifest) for tier, one in found if one.manifest is not None]
-    committed.sort(key=lambda found: (found[1].sequence, found[1].created, -found[0]), reverse=True)
-    order = [(tier, manifest.name) for tier, manifest in committed]
+    found = [one for of_rank in told for one in of_rank]
+    committed = [one for one in found if one["problem"] is None]
+    committed.sort(key=lambda one: (one["sequence"], one["created"], -one["tier"]), reverse=True)
+    order = list(dict.fromkeys((one["tier"], one["name"]) for one in committed))
     if name is not None:
         if not order:
-            read_any(tiers[0], name)  # another tool wrote it, or there is none
+            read_any(root, name)  # another tool wrote it, or there is none
         return {"found": order or [(0, name)], "passed_over": {}}
-    for _, one in found:
-        if isinstance(one.problem, VersionError):
-            raise one.problem
-    passed_over = {one.name: str(one.problem) for tier, one in found if tier == 0 and not one.committed}
-    return {"found": order or [(0, foreign) for foreign in foreign_names(tiers[0])], "passed_over": passed_over}
+    known = {one for tier, one in order if tier == 0}
+    cut_off = {one["name"]: one["problem"] for one in found if one["problem"] is not None and one["tier"] == 0}
+    return {
+        "found": order or [(0, foreign) for foreign in foreign_names(root)],
+        "passed_over": {one: why for one, why in cut_off.items() if one not in known},
+    }
 
 
-def _look(tiers: Sequence[Storage], name: str | None) -> list[tuple[int, Checkpoint]]:
+def _look(tiers: Sequence[Storage], name: str | None) -> list[dict[str, Any]]:
     """The checkpoints of all tiers, or those of one name. A tier that cannot be reached is done without, if it can be.
 
     Where no other has anything, that is an error: a fresh start must not come before what is there.
     """
-    found: list[tuple[int, Checkpoint]] = []
+    found: list[dict[str, Any]] = []
     for tier, storage in enumerate(tiers):
         try:
             here = catalog.scan(storage) if name is None else [catalog.find(storage, catalog.check_name(name))]
         except StorageError as error:
-            if not any(one.committed for _, one in found):
+            if all(one["problem"] is not None for one in found):
                 raise
             _log.warning("%s cannot be looked at, and may have newer checkpoints: %s", storage.url, error)
         else:
-            found += [(tier, one) for one in here]
+            found += [_described(tier, one, name) for one in here]
     return found
+
+
+def _described(tier: int, one: Checkpoint, name: str | None) -> dict[str, Any]:
+    if isinstance(one.problem, VersionError) and name is None:
+        raise one.problem
+    manifest = one.manifest
+    age = {"sequence": manifest.sequence, "created": manifest.created} if manifest else {}
+    return {"tier": tier, "name": one.name, "problem": str(one.problem) if one.problem else None, **age}
+
+
+def _text(root: Storage, name: str) -> str | None:
+    """The manifest as it lies here, if there is one that is whole."""
+    try:
+        catalog.read_manifest(root, name)
+        return root.read(f"{name}/{FILE_NAME}").decode()
+    except (CheckpointError, AbsentError):
+        return None
+
+
+def _newest_of(texts: list[str | None]) -> str:
+    there = [text for text in texts if text is not None]
+    if not there:
+        raise DamagedError("its manifest was removed just now.")
+    return max(there, key=lambda text: Manifest.from_bytes(text.encode(), FILE_NAME).sequence)
 
 
 def _inspect(storage: Storage, name: str, held: ExitStack, found: list[Manifest]) -> Any:

@@ -26,6 +26,7 @@ from ckpt.console import say
 from ckpt.errors import CkptError, ConfigError, MetricError, MissingError, Preempted, StateError, TransientError
 from ckpt.folder import open_url
 from ckpt.formats.manifest import Manifest
+from ckpt.hosts import find_hosts
 from ckpt.loop import Loop, Waiting
 from ckpt.managed import Managed
 from ckpt.mirror import Mirror
@@ -80,6 +81,10 @@ class StateManager:
     `mirror_keep`: which checkpoints stay there (as `keep`, if none). `mirror_bandwidth`: bytes in a second that copying
     may take. `mirror_backlog`: how many checkpoints may wait to be copied; older ones are left out. What goes wrong
     with copies is logged, in `mirror_error`, and tried again: it never stops the training.
+
+    `shared`: whether all hosts see the same root. If none, that is tried out where torchrun has started several; if
+    false, always. Hosts that do not share it keep what their ranks save, each in its own root, and load it from there;
+    what a host lacks is read from the mirror.
     """
 
     def __init__(
@@ -107,6 +112,7 @@ class StateManager:
         mirror_keep: Keep | None = None,
         mirror_bandwidth: float | None = None,
         mirror_backlog: int = 2,
+        shared: bool | None = None,
     ) -> None:
         _check_options(save_every=save_every, keep=keep, layout=layout, timeout=timeout, when_busy=when_busy)
         _check_mirror(keep=mirror_keep, bandwidth=mirror_bandwidth, backlog=mirror_backlog)
@@ -120,13 +126,20 @@ class StateManager:
             raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
         _try_out(*self._tiers)
         keep = self._source.keep if keep is None else keep
+        self._hosts = find_hosts(self._ranks, self._storage, shared=shared)
         self._mirror: Mirror | None = None
         if mirror is not None:
             kept = keep if mirror_keep is None else mirror_keep
             self._mirror = Mirror(
-                self._storage, self._tiers[1], keep=kept, bandwidth=mirror_bandwidth, backlog=mirror_backlog
+                self._storage,
+                self._tiers[1],
+                keep=kept,
+                bandwidth=mirror_bandwidth,
+                backlog=mirror_backlog,
+                alone=not self._hosts.apart,
+                leads=self._ranks.rank == MAIN,
             )
-        self._saver = Saver(self._storage, self._ranks, keep, self._mirror, host_memory=host_memory)
+        self._saver = Saver(self._storage, self._ranks, keep, self._mirror, self._hosts, host_memory=host_memory)
         self._background = background
         self._when_busy = when_busy
         self._save_every = save_every
@@ -394,7 +407,7 @@ class StateManager:
             "source": self._source.state(),
         }
         parts, own = self._managed.parts.values(), self._managed.own(self._ranks.rank)
-        return Capture(self._ranks, self._layout).take(parts, own, rank_state)
+        return Capture(self._ranks, self._layout, self._hosts).take(parts, own, rank_state)
 
     def _numbers(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
         """Metrics as plain numbers. This waits for the device, so it is done for saves only."""
@@ -410,7 +423,7 @@ class StateManager:
             held.enter_context(self._ranks.working())
             held.enter_context(self._saver.snapshots.paused())
             prepare = functools.partial(self._prepare, strict=strict)
-            choice = choose(self._tiers, self._ranks, name, prepare, held)
+            choice = choose(self._tiers, self._ranks, name, prepare, held, self._hosts)
             if choice is None:
                 return None
             self._started = True

@@ -6,13 +6,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 from ckpt import commit
+from ckpt.catalog import find, scan, size_problems
 from ckpt.commit import Attempt
 from ckpt.console import LONG, bar, say, size
-from ckpt.errors import CheckpointError, LockedError, StorageError
+from ckpt.errors import CheckpointError, ConflictError, LockedError, StorageError
+from ckpt.files import rank_of
 from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.retention import Keep
 from ckpt.storage import Storage
@@ -37,6 +39,8 @@ class Mirror:
     A copy has the names, the bytes and the manifest of the original, and every byte is verified on its way. At most
     `backlog` checkpoints wait; older ones are left out, never the newest. What fails is logged, kept in `error` until a
     copy succeeds, and tried again with the next checkpoint, at the close, or by the next run: training goes on.
+
+    Of several hosts with roots of their own each copies what it has, and the last one to be done writes the manifest.
     """
 
     near: Storage
@@ -44,10 +48,13 @@ class Mirror:
     keep: Keep | None = None
     bandwidth: float | None = None  # bytes in a second
     backlog: int = 2
+    alone: bool = True  # whether `near` has all files
+    leads: bool = True  # of several hosts that copy, one takes the place and clears up there
     error: Exception | None = None
     _there: dict[str, Manifest] | None = None  # none as long as nobody could look
     _names: set[str] = field(default_factory=set)  # under which something lies there, or will
     _waiting: list[_Waiting] = field(default_factory=list)
+    _open_ends: list[Manifest] = field(default_factory=list)  # sent from here, but not known to be committed there
     _current: _Waiting | None = None
     _working: bool = False
     _guard: threading.Lock = field(default_factory=threading.Lock)
@@ -162,20 +169,21 @@ class Mirror:
         if self._there is not None:
             return
         with ExitStack() as held:
-            commit.take(self.far, held)
-            found = commit.sweep(self.far, spared=[one.name for one in going_on])
+            if self.leads:
+                commit.take(self.far, held)
+                commit.sweep(self.far, spared=[one.name for one in going_on])
             self._names |= {entry.key.partition("/")[0] for entry in self.far.list()}
+            self._there = {one.name: one.manifest for one in scan(self.far) if one.manifest is not None}
             self._held = held.pop_all()
-        self._there = {one.name: one.manifest for one in found if one.manifest is not None}
 
     def _copy(self, manifest: Manifest) -> None:
         self._look([manifest, *(one.manifest for one in self._waiting)])
         assert self._there is not None
+        self._see_what_others_have_finished(self._there)
         older = self._there.get(manifest.name)
         if older is None or older.id != manifest.id:
             began = time.monotonic()
             self._carry_over(manifest, older)
-            self._there[manifest.name] = manifest
             _log.info(
                 "copied %s to %s: %s in %.2f s",
                 manifest.name, self.far.url, size(manifest.size), time.monotonic() - began,
@@ -194,14 +202,35 @@ class Mirror:
         )
         attempt.begin(self.far, [file.path for file in manifest.files])
         there = {entry.key.removeprefix(f"{name}/"): entry.size for entry in self.far.list(name)}
-        missing = [file for file in manifest.files if there.get(file.path) != file.size]
+        missing = [file for file in manifest.files if there.get(file.path) != file.size and self._sends(name, file)]
         total = sum(file.size for file in missing)
         with bar(f"copying {name}", total, in_bytes=True, show=total > LONG) as advance:
             moved = _Pace(self.bandwidth, advance).moved
             for file in missing:
                 if not self._link(name, file):
                     self._send(name, file, moved)
-        attempt.commit(self.far, manifest)
+        self._open_ends.append(manifest)
+        if not size_problems(self.far, manifest):
+            self._commit(attempt, manifest)
+
+    def _sends(self, name: str, file: FileRecord) -> bool:
+        """What all hosts have in common, one of them sends; of the rest, each what it has."""
+        if self.alone or rank_of(file.name) is None:
+            return self.leads
+        return self.near.version(f"{name}/{file.path}") is not None
+
+    def _commit(self, attempt: Attempt, manifest: Manifest) -> None:
+        with suppress(ConflictError):  # of two hosts that see that all is there, one commits
+            attempt.commit(self.far, manifest)
+        assert self._there is not None
+        self._see_what_others_have_finished(self._there)
+
+    def _see_what_others_have_finished(self, there: dict[str, Manifest]) -> None:
+        for manifest in list(self._open_ends):
+            known = find(self.far, manifest.name).manifest
+            if known is not None and known.sequence >= manifest.sequence:
+                there[manifest.name] = known
+                self._open_ends.remove(manifest)
 
     def _link(self, name: str, file: FileRecord) -> bool:
         """Take a file from the newest checkpoint there, if that has the same bytes: frozen weights are sent once."""
@@ -209,7 +238,11 @@ class Mirror:
         same = next((one for one in newest.files if _same_bytes(one, file)), None) if newest else None
         if newest is None or same is None:
             return False
-        self.far.link(f"{newest.name}/{same.path}", f"{name}/{file.path}")
+        try:
+            self.far.link(f"{newest.name}/{same.path}", f"{name}/{file.path}")
+        except StorageError as error:  # removed by hand, say: then it is sent
+            _log.info("%s could not be linked: %s", file.path, error)
+            return False
         return True
 
     def _send(self, name: str, file: FileRecord, moved: Callable[[int], None]) -> None:
@@ -217,7 +250,7 @@ class Mirror:
         self.far.write(key, _told(VerifiedFile(StoredFile(self.near, key), file).pieces(), moved))
 
     def _retain(self) -> None:
-        if self.keep is None or self._there is None:
+        if self.keep is None or self._there is None or not self.leads:
             return
         newest_first = sorted(self._there.values(), key=lambda one: one.sequence, reverse=True)
         left = commit.retain(self.keep, self.far, newest_first, ())
