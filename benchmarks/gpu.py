@@ -18,7 +18,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -202,9 +202,9 @@ def row(one: Save, found: Found) -> list[str]:
     return [one.kind.name, one.which, *times, *promises, one.error]
 
 
-def table_of_saves(found: Found, missing: Sequence[type[Way]]) -> str:
+def table_of_saves(found: Found, missing: Mapping[type[Way], str]) -> str:
     head = ["", "save", "call returns after", "training lost", "to ours", "written after", "fsync", "hashes", ""]
-    absent = [[kind.name, *[""] * (len(head) - 2), "not installed"] for kind in missing]
+    absent = [[kind.name, *[""] * (len(head) - 2), why] for kind, why in missing.items()]
     return measure.table(head, [row(one, found) for one in found.saves] + absent)
 
 
@@ -231,7 +231,7 @@ def targets(found: Found) -> list[Target]:
     ]
 
 
-def report(benchmark: Benchmark, preamble: str, missing: Sequence[type[Way]]) -> str:
+def report(benchmark: Benchmark, preamble: str, missing: Mapping[type[Way], str]) -> str:
     options, found, training = benchmark.options, benchmark.found, benchmark.training
     size, parameters = training.state.size, sum(one.numel() for one in training.state.model.parameters())
     steps = f"{min(training.baselines):.4f} to {max(training.baselines):.4f} s"
@@ -290,6 +290,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--later", type=int, default=2, help="how many later saves of ours")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--root", type=Path, default=Path(), help="a folder on the disk to measure")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after so many no other way is begun")
     parser.add_argument("--results", type=Path, help="where to leave the report and its plot")
     options = parser.parse_args()
     unknown = set(options.ways.split(",")) - WAYS.keys()
@@ -300,16 +301,17 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     options = parsed()
+    started = time.monotonic()
     chosen = [WAYS[name] for name in options.ways.split(",")]
     hardware = torch.cuda.get_device_name() if options.device == "cuda" else measure.processor()
     told = f"--ways {options.ways} --gigabytes {options.gigabytes:g} --steps {options.steps} --device {options.device}"
     accelerator = f"{hardware}, " if options.device == "cuda" else ""
     preamble = measure.preamble(f"gpu.py {told}", options.root, *PACKAGES, accelerator=accelerator)
     benchmark = Benchmark(options)
-    for kind in chosen:
-        if not kind.missing():
-            benchmark.take(kind)
-    missing = [kind for kind in chosen if kind.missing()]
+    left = [kind for kind in chosen if not kind.missing()]
+    while left and time.monotonic() < started + options.seconds:
+        benchmark.take(left.pop(0))
+    missing = {kind: "not installed" for kind in chosen if kind.missing()} | dict.fromkeys(left, "no time left")
     text = report(benchmark, preamble, missing)
     print(text)
     title = f"{benchmark.training.state.size / 1e9:.1f} GB of model and AdamW state, {hardware}"

@@ -37,7 +37,10 @@ if TYPE_CHECKING:
     )
     from ckpt.manager import StateManager
     from ckpt.merging import merge
+    from ckpt.model_loading import load_model
     from ckpt.progress import Progress
+    from ckpt.pulling import pull
+    from ckpt.pushing import push_to_hub
     from ckpt.restored import Restored
     from ckpt.retention import Keep
 
@@ -66,9 +69,12 @@ _HOMES = {
         "UnsupportedError",
         "VersionError",
     ),
+    "ckpt.model_loading": ("load_model",),
     "ckpt.manager": ("StateManager",),
     "ckpt.merging": ("merge",),
     "ckpt.progress": ("Progress",),
+    "ckpt.pulling": ("pull",),
+    "ckpt.pushing": ("push_to_hub",),
     "ckpt.restored": ("Restored",),
     "ckpt.retention": ("Keep",),
 }
@@ -103,7 +109,10 @@ __all__ = [
     "__version__",
     "convert",
     "list_checkpoints",
+    "load_model",
     "merge",
+    "pull",
+    "push_to_hub",
     "verify",
 ]
 

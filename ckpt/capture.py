@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -17,6 +18,8 @@ from ckpt.formats.values import refuse
 from ckpt.hosts import Hosts
 from ckpt.parts import Part
 from ckpt.ranks import Ranks
+
+_log = logging.getLogger("ckpt")
 
 LAYOUTS = ("auto", "full", "sharded")
 _WORTH_A_FILE = 1 << 20  # bytes of frozen tensors
@@ -95,7 +98,7 @@ class Captured:
         values = {**_values(self.parts), **_values(self.gathered)}
         for key, part in self.spread.items():
             table = {name: one for name, one in self.tables[key].items() if name != "written"}
-            values[key] = {"class": part.kind, "state": part.values, "spread": table}
+            values[key] = {**_value(part), "spread": table}
         return values
 
 
@@ -133,14 +136,15 @@ class Capture:
         return whole, spread
 
     def _encoded(self, part: Part) -> PartState:
-        state = documents.encode_part(part.kind, _state_of(part), part.key, self.problems)
-        return replace(state, frozen=part.frozen())
+        live = _state_of(part)
+        state = documents.encode_part(part.kind, live, part.key, self.problems)
+        return replace(state, frozen=part.frozen(), about=_about(part, live))
 
     def _encoded_spread(self, part: Part) -> SpreadState:
-        world_size = self.ranks.world_size
-        state = documents.encode_spread(part.kind, _state_of(part), part.key, self.problems, world_size)
+        live, world_size = _state_of(part), self.ranks.world_size
+        state = documents.encode_spread(part.kind, live, part.key, self.problems, world_size)
         table = state.table.with_every_copy() if self.hosts.apart else state.table
-        return replace(state, table=table, frozen=part.frozen())
+        return replace(state, table=table, frozen=part.frozen(), about=_about(part, live))
 
 
 def _state_of(part: Part) -> Any:
@@ -152,8 +156,24 @@ def _state_of(part: Part) -> Any:
         raise UnsupportedError(f"{part.key}: its state could not be taken: {type(error).__name__}: {error}") from error
 
 
+def _about(part: Part, live: Any) -> dict[str, Any]:
+    try:
+        return part.about(live)
+    except Exception as error:  # code of others, and the checkpoint is whole without it
+        _log.warning(
+            "%s: its configuration could not be taken (%s: %s). It is saved, but its checkpoint cannot be published.",
+            part.key, type(error).__name__, error,
+        )  # fmt: skip
+        return {}
+
+
 def _values(parts: Mapping[str, PartState | SpreadState]) -> dict[str, Any]:
-    return {key: {"class": part.kind, "state": part.values} for key, part in parts.items()}
+    return {key: _value(part) for key, part in parts.items()}
+
+
+def _value(part: PartState | SpreadState) -> dict[str, Any]:
+    about = {"about": part.about} if part.about else {}
+    return {"class": part.kind, "state": part.values, **about}
 
 
 def _whole_files(parts: Mapping[str, PartState]) -> list[Image]:

@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -167,9 +168,10 @@ def locate(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | Non
         text = text if "://" in text else os.path.abspath(text)
     root, _, name = text.rstrip("/").rpartition("/")
     if name and not root.endswith(":/"):
-        parent = open_storage(root or ("/" if text.startswith("/") else "."), **options)
-        if any(True for _ in parent.list(name)):
-            return parent, [name]
+        with suppress(ConfigError):  # where the URL is of the root itself, nothing above it is one
+            parent = open_storage(root or ("/" if text.startswith("/") else "."), **options)
+            if any(True for _ in parent.list(name)):
+                return parent, [name]
     raise MissingError(f"there is no checkpoint at {os.fspath(url)}: it is neither a root nor a checkpoint.")
 
 

@@ -24,7 +24,7 @@ from ckpt.formats.manifest import FILE_NAME, Manifest
 from ckpt.hosts import EVERYWHERE, Hosts
 from ckpt.ranks import MAIN, Ranks
 from ckpt.storage import Storage
-from ckpt.taking_over import foreign_names, read_any
+from ckpt.taking_over import ROOT, folder_of, foreign_names, read_any
 
 _log = logging.getLogger("ckpt")
 _RESCANS = 5
@@ -50,12 +50,15 @@ def choose(
     prepare: Prepare,
     held: ExitStack,
     hosts: Hosts = EVERYWHERE,
+    *,
+    foreign: bool = False,
 ) -> Choice | None:
     """The checkpoint to load, the same on every rank: the one by that name, or the newest that is intact everywhere.
 
     `tiers` are where they may be; of two copies the first tier's comes first. `prepare` reads it, on all ranks
     together; a `DamagedError` from it means the next one. The checkpoint, and what `prepare` puts on its stack, is kept
-    until `held` is left. None if nothing was ever committed.
+    until `held` is left. None if nothing was ever committed. With `foreign`, where there is none of ours, the newest
+    that Accelerate wrote.
 
     Where `hosts` have roots of their own, what one of them knows to be committed is, and each rank must find what it
     needs in its own host's root, or in the tier behind it.
@@ -64,7 +67,7 @@ def choose(
     for _ in range(_RESCANS):
         looking = tiers if ranks.rank == MAIN else tiers[: hosts.keeps(ranks.rank)]
         looked = Outcome.of(lambda: _look(looking, name))  # noqa: B023
-        offer = agree(ranks, call, looked, lambda told: _offer(tiers[0], name, told))
+        offer = agree(ranks, call, looked, lambda told: _offer(tiers[0], name, told, foreign=foreign))
         search = _Search(tiers, ranks, hosts, call, prepare, held, offer["passed_over"])
         choice = search.first_intact(offer["found"])
         if choice is not None:
@@ -113,8 +116,7 @@ class _Search:
                     self._pass_over(name, f"in {storage.url}: {error}" if tier else str(error))
                     continue
                 self.held.push(mine.pop_all())
-                url = f"{storage.url}/{name}" if name else storage.url
-                return Choice(manifest, url, ready, self.passed_over)
+                return Choice(manifest, folder_of(storage, manifest), ready, self.passed_over)
         return None
 
     def _pass_over(self, name: str, why: str) -> None:
@@ -149,7 +151,7 @@ def _joined(verdicts: list[Any]) -> Any:
     return {"text": bad[0]["text"], "vanished": any(one["vanished"] for one in bad)} if bad else None
 
 
-def _offer(root: Storage, name: str | None, told: list[Any]) -> dict[str, Any]:
+def _offer(root: Storage, name: str | None, told: list[Any], *, foreign: bool) -> dict[str, Any]:
     """On the main rank: what to try, in order, each with the number of its tier; and what needs no trying."""
     found = [one for of_rank in told for one in of_rank]
     committed = [one for one in found if one["problem"] is None]
@@ -162,7 +164,7 @@ def _offer(root: Storage, name: str | None, told: list[Any]) -> dict[str, Any]:
     known = {one for tier, one in order if tier == 0}
     cut_off = {one["name"]: one["problem"] for one in found if one["problem"] is not None and one["tier"] == 0}
     return {
-        "found": order or [(0, foreign) for foreign in foreign_names(root)],
+        "found": order or [(0, one) for one in (foreign_names(root) if foreign else [])],
         "passed_over": {one: why for one, why in cut_off.items() if one not in known},
     }
 
@@ -173,7 +175,7 @@ def _look(tiers: Sequence[Storage], name: str | None) -> list[dict[str, Any]]:
     Where no other has anything, that is an error: a fresh start must not come before what is there.
     """
     found: list[dict[str, Any]] = []
-    for tier, storage in enumerate(tiers):
+    for tier, storage in enumerate(tiers if name != ROOT else ()):
         try:
             here = catalog.scan(storage) if name is None else [catalog.find(storage, catalog.check_name(name))]
         except StorageError as error:

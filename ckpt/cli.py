@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from ckpt import catalog
+from ckpt import catalog, cli_hub
 from ckpt.catalog import Checkpoint
 from ckpt.console import size
 from ckpt.errors import CkptError, MissingError, StorageError
@@ -114,6 +114,10 @@ def convert(source: str, destination: str, to: str, name: str | None) -> None:
     from ckpt.converting import convert
 
     click.echo(convert(source, destination, to=to, name=name))
+
+
+main.add_command(cli_hub.push)
+main.add_command(cli_hub.pull)
 
 
 def show_checkpoints(root: str, *, verify: bool = False) -> None:

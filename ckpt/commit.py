@@ -19,7 +19,7 @@ from ckpt.formats.blocks import BlockHasher, digest
 from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.state import Image
 from ckpt.retention import Keep
-from ckpt.storage import Storage
+from ckpt.storage import Buffer, Staging, Storage
 from ckpt.storage.background import Beside
 from ckpt.storage.base import check_key
 
@@ -33,6 +33,14 @@ class Earlier:
 
     checkpoint: str
     file: FileRecord
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A file of a try: its record, and a receipt where it is yet to be published."""
+
+    file: FileRecord
+    receipt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,8 @@ class Attempt:
 
     def begin(self, storage: Storage, paths: Iterable[str]) -> None:
         """Leave a mark with the names of all files to come, so that a later save knows what a crash left behind."""
+        if isinstance(storage, Staging):  # it leaves nothing behind
+            return
         files = [self.path_for(path) for path in paths]
         left = _read_mark(storage, self.name)  # by a try whose files could not be removed yet
         replaces = [path for path in [*self.replaces, *left] if path not in files]
@@ -59,7 +69,7 @@ class Attempt:
 
     def write(
         self, storage: Storage, images: list[Image], earlier: Mapping[str, Earlier], *, show: bool = False
-    ) -> list[FileRecord]:
+    ) -> list[Stored]:
         """Write files, and hash their bytes as they pass. What has not changed since `earlier` is linked."""
         size = sum(image.size for image in images)
         with bar(f"saving {self.name}", size, in_bytes=True, show=show and size > LONG) as advance:
@@ -69,8 +79,13 @@ class Attempt:
                 for image in images
             ]
 
-    def commit(self, storage: Storage, manifest: Manifest) -> None:
+    def commit(self, storage: Storage, manifest: Manifest, receipts: Mapping[str, str]) -> None:
         """From here on the checkpoint exists, and an older one of its name does not."""
+        if isinstance(storage, Staging):
+            receipt = storage.stage(f"{self.name}/{FILE_NAME}", [manifest.to_bytes()])
+            staged = {f"{self.name}/{path}": one for path, one in {**receipts, FILE_NAME: receipt}.items()}
+            storage.publish(staged, gone=[f"{self.name}/{path}" for path in self.replaces])
+            return
         storage.write(f"{self.name}/{FILE_NAME}", [manifest.to_bytes()], over=self.over)
         with suppress(StorageError):  # it is committed: what could not be cleaned up is cleaned up before a later save
             clean(storage, self.name)
@@ -83,9 +98,12 @@ class Attempt:
 
     def _link_one(
         self, storage: Storage, image: Image, earlier: Earlier | None, advance: Callable[[float], None]
-    ) -> FileRecord | None:
-        """Link a file that an earlier checkpoint has with the same bytes; none if there is none."""
-        if earlier is None or not image.steady or image.size != earlier.file.size:
+    ) -> Stored | None:
+        """Link a file that an earlier checkpoint has with the same bytes; none if there is none.
+
+        What is staged need not be linked: bytes that are there are not sent again.
+        """
+        if earlier is None or not image.steady or image.size != earlier.file.size or isinstance(storage, Staging):
             return None
         if _digests(image.pieces(), lambda _: None) != earlier.file.blocks:
             return None
@@ -96,19 +114,26 @@ class Attempt:
             _log.info("%s could not be linked: %s", path, error)
             return None
         advance(image.size)
-        return replace(earlier.file, path=path)
+        return Stored(replace(earlier.file, path=path))
 
-    def _write_one(self, storage: Storage, image: Image, advance: Callable[[float], None]) -> FileRecord:
+    def _put(self, storage: Storage, path: str, pieces: Iterable[Buffer]) -> str | None:
+        key = f"{self.name}/{path}"
+        if isinstance(storage, Staging):
+            return storage.stage(key, pieces)
+        storage.write(key, pieces, over=None)
+        return None
+
+    def _write_one(self, storage: Storage, image: Image, advance: Callable[[float], None]) -> Stored:
         path = self.path_for(image.path)
         if image.settled:
             settled = list(image.pieces())
             hashing = Beside(lambda: _digests(settled, advance), "ckpt-hash")
             try:
-                storage.write(f"{self.name}/{path}", settled, over=None)
+                receipt = self._put(storage, path, settled)
             finally:
                 digests = hashing.result()
             head = _head(image, settled[0])
-            return FileRecord(name=image.path, path=path, size=image.size, blocks=digests, head=head)
+            return Stored(FileRecord(name=image.path, path=path, size=image.size, blocks=digests, head=head), receipt)
         hasher = BlockHasher()
         source = image.pieces()
         heads: list[tuple[int, str] | None] = []
@@ -121,10 +146,11 @@ class Attempt:
                 advance(len(piece))
 
         try:
-            storage.write(f"{self.name}/{path}", pieces(), over=None)
+            receipt = self._put(storage, path, pieces())
         finally:  # at once, also when it failed: other ranks may be waiting to hand over the rest
             getattr(source, "close", lambda: None)()
-        return FileRecord(name=image.path, path=path, size=hasher.size, blocks=hasher.digests, head=heads[0])
+        record = FileRecord(name=image.path, path=path, size=hasher.size, blocks=hasher.digests, head=heads[0])
+        return Stored(record, receipt)
 
 
 def _head(image: Image, first: memoryview) -> tuple[int, str] | None:
@@ -145,6 +171,8 @@ def clean(storage: Storage, name: str) -> None:
     A file that neither a mark nor a manifest of ours names is somebody else's, and stays. So does everything while
     somebody reads there, or where there is a manifest that this ckpt cannot read: a later save tries again.
     """
+    if isinstance(storage, Staging):  # a try leaves nothing there
+        return
     checkpoint = find(storage, name)
     listed = {file.path for file in checkpoint.manifest.files} if checkpoint.manifest else set()
     stray = [path for path in _read_mark(storage, name) if path not in listed]

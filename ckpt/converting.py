@@ -87,7 +87,7 @@ def _take_over(source: str | os.PathLike[str], root: str | os.PathLike[str], nam
 
 def _require_accelerate(folder: Folder) -> None:
     if not folder.files:
-        raise MissingError(f"there is nothing at {folder.where}.")
+        raise MissingError(f"there is nothing at {folder.where}. Give the folder that save_state wrote.")
     if FILE_NAME in folder.files:
         raise ConfigError(f"{folder.where} is a checkpoint of ckpt already. For another kind, say to='accelerate'.")
     if not accelerate.is_one(folder.files):

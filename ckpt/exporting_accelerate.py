@@ -50,7 +50,7 @@ def _opened(source: str | os.PathLike[str]) -> Iterator[tuple[Storage, Manifest]
         manifest = read_manifest(storage, names[0])
         wrong = size_problems(storage, manifest)
         if wrong:
-            raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}.")
+            raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}. Convert another one.")
         yield storage, manifest
 
 
@@ -92,8 +92,8 @@ class _Writing:
             self._write(file_of(kind, number), by_number(values) if numbered else values)
 
     def _stream_model(self, number: int, key: str) -> None:
-        with open_source(f"{self.storage.url.rstrip('/')}/{self.manifest.name}", key) as tensors:
-            (image,) = images(file_of("model", number), tensors, same_place(tensors))
+        with open_source(f"{self.storage.url.rstrip('/')}/{self.manifest.name}", key) as source:
+            (image,) = images(file_of("model", number), source.tensors, same_place(source.tensors))
             open_storage(self.folder).write(image.path, image.pieces())
 
     def _values(self, key: str) -> Any:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeGuard
+from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from ckpt import order, rng
 from ckpt.console import bar
 from ckpt.errors import ConfigError
 from ckpt.following import unfollowed
+from ckpt.loaders import batch_size, goes_by_index, keeper_of, size_of, splits, stateful_samplers
 from ckpt.lookahead import Lookahead, reads_per_batch
 from ckpt.order import Course
 from ckpt.position import Position
@@ -33,7 +33,7 @@ class Feed:
         self.waits = False  # for `take`, to go on from a saved position
         self._reader: Any = order.reader(loader)
         self._reads = 1 if self._reader is loader else reads_per_batch(loader, rank)  # for each batch
-        self._position = Position(world_size=world_size, split=_splits(loader))
+        self._position = Position(world_size=world_size, split=splits(loader))
         self._rank = rank
         self._ready: Ready = lambda done, before: None
         self._before: dict[str, Any] = {}  # the generators, before going back to the beginning of the epoch
@@ -67,7 +67,7 @@ class Feed:
         """The position, to be saved."""
         if not self.waits:
             self._note()
-            keeper = self._keeper()
+            keeper = keeper_of(self._reader)
             if keeper is not None and not self._reads_ahead:
                 self._position.state = keeper.state_dict()
         return dict(vars(self._position))
@@ -79,14 +79,19 @@ class Feed:
         self.waits = True
         self._ready, self._warn = ready, warn
         changes = self._reshape(position, world_size) if position.world_size != world_size else {}
-        size = _size(getattr(self._reader, "dataset", None))
+        size = size_of(getattr(self._reader, "dataset", None))
         if None not in (size, position.dataset_size) and size != position.dataset_size:
             changes["dataset"] = f"has {size} samples now and had {position.dataset_size} when it was saved"
         workers = bool(getattr(self._reader, "num_workers", 0))
         unseeded = workers and getattr(self._reader, "batch_sampler", self) is None
-        if unseeded or (position.worn and not _by_index(self._reader)):
+        if unseeded or (position.worn and not goes_by_index(self._reader)):
             changes["workers"] = "they are new processes, and what they draw at random differs from here on"
         return changes
+
+    def skip(self, batches: int) -> None:
+        """Let `take` begin after so many batches of an epoch that begins then, with everything as it is."""
+        self._position.batches = batches
+        self.waits = batches > 0
 
     def take(self, epoch: int, *, announced: bool = True) -> Iterator[tuple[Any, int]]:
         """The rest of the epoch: each batch with its number of samples. The loader is told the epoch if `announced`."""
@@ -116,7 +121,7 @@ class Feed:
         if self._lookahead is not None:
             self._lookahead.taken(self._reads)
         read = self._course.taken(self._reads) if self._course else 0
-        return read if self._course and self._reads == 1 else _batch_size(batch)
+        return read if self._course and self._reads == 1 else batch_size(batch)
 
     def _open(self, position: Position, epoch: int) -> Iterator[Any]:
         """An iterator that stands at the position."""
@@ -128,10 +133,10 @@ class Feed:
         self._before = rng.capture()
         if position.done or position.exhausted:
             return self._at_end(position)
-        if _by_index(self._reader):
+        if goes_by_index(self._reader):
             return self._by_index(self._reader, position, epoch)
         self._begin(position)
-        keeper = self._keeper()
+        keeper = keeper_of(self._reader)
         if keeper is None or not self.waits or position.state is None:
             return self._by_replay(position)
         return self._by_state(keeper, position)
@@ -144,11 +149,11 @@ class Feed:
             position.digest = self._course.digest.hexdigest()
         if self._lookahead is not None:
             position.ahead, position.rng_ahead, position.state = self._lookahead.first
-        if not self._reads and self._keeper() is not None:
+        if not self._reads and keeper_of(self._reader) is not None:
             position.state = ()  # the main rank, which reads, has it
         if self._iterator is not None and self._reads_ahead:
             position.exhausted = position.batches > 0 and bool(getattr(self.loader, "end_of_dataloader", False))
-        elif self._iterator is not None and self._keeper() is not self.loader:  # such a loader knows it itself
+        elif self._iterator is not None and keeper_of(self._reader) is not self.loader:  # such a loader knows it itself
             position.exhausted = getattr(getattr(self._iterator, "_dataset_fetcher", None), "ended", False)
 
     def _leave(self) -> None:
@@ -166,7 +171,7 @@ class Feed:
             self.loader.iteration += 1  # type: ignore[attr-defined]  # as it does itself when it comes to its end
         if self._reads:
             self._restore_keeper(position)
-        if self._reads_ahead and self._keeper() is self._reader:
+        if self._reads_ahead and keeper_of(self._reader) is self._reader:
             iter(self._reader)  # takes the state of its end now, and begins afresh the next time
         self._set_generators(position.generators_now)
         self._arrive(position)
@@ -232,20 +237,20 @@ class Feed:
             elif self.waits and position.ahead and reads == again + position.ahead:
                 self._arrive(position)
 
-        self._lookahead = Lookahead(self._reader, self._keeper(), before)
+        self._lookahead = Lookahead(self._reader, keeper_of(self._reader), before)
 
     def _begin(self, position: Position) -> None:
         """The first index or batch is about to be drawn: note everything it depends on, or put it back as it was."""
-        if self.waits:
+        if self.waits and position.rng:
             rng.restore(position.rng)
             self._set_generators(position.generators)
-            for sampler, state in zip(self._stateful_samplers(), position.samplers, strict=False):
+            for sampler, state in zip(stateful_samplers(self.loader), position.samplers, strict=False):
                 sampler.load_state_dict(state)
             return
         position.rng = rng.capture()
         position.generators = [rng.capture_one(one) for one in order.generators(self.loader)]
-        position.samplers = [sampler.state_dict() for sampler in self._stateful_samplers()]
-        position.dataset_size = _size(getattr(self._reader, "dataset", None))
+        position.samplers = [sampler.state_dict() for sampler in stateful_samplers(self.loader)]
+        position.dataset_size = size_of(getattr(self._reader, "dataset", None))
 
     def _land(self, position: Position) -> None:
         """What was handed out is behind. What had been read ahead is read again, as things stood then."""
@@ -274,7 +279,7 @@ class Feed:
             )
 
     def _restore_keeper(self, position: Position) -> None:
-        keeper = self._keeper()
+        keeper = keeper_of(self._reader)
         if keeper is not None and position.state is not None:
             keeper.load_state_dict(position.state)
 
@@ -282,8 +287,8 @@ class Feed:
         """Go on with `world_size` ranks, another number than saved the position."""
         then, position.world_size = position.world_size, world_size
         if self._reads_ahead:
-            return position.redivide(then, split=_splits(self.loader), generators=len(order.generators(self.loader)))
-        if not _by_index(self.loader):
+            return position.redivide(then, split=splits(self.loader), generators=len(order.generators(self.loader)))
+        if not goes_by_index(self.loader):
             position.state = None
             return {"data": f"each of {world_size} ranks goes on at batch {position.batches} of its own data"}
         if order.distributed_sampler(self.loader) is None:
@@ -293,54 +298,6 @@ class Feed:
         position.digest = ""
         return {}
 
-    def _keeper(self) -> Any:
-        """Who keeps the position itself, if anybody does: the loader, or a dataset that lives in this process."""
-        dataset = getattr(self._reader, "dataset", None)
-        if _is_stateful(self._reader) and not _by_index(self._reader):
-            return self._reader
-        return dataset if _is_stateful(dataset) and getattr(self._reader, "num_workers", 0) == 0 else None
-
-    def _stateful_samplers(self) -> list[Any]:
-        return [sampler for sampler in order.samplers(self.loader) if _is_stateful(sampler)]
-
     def _set_generators(self, states: list[Any]) -> None:
         for generator, state in zip(order.generators(self.loader), states, strict=False):
             rng.restore_one(generator, state)
-
-
-def _by_index(loader: Any) -> TypeGuard[DataLoader[Any]]:
-    """Whether a loader is brought back by its indices: map-style data, unless the loader keeps its parts' state."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        return False
-    parts = [loader.dataset, *order.samplers(loader)]
-    return not (_is_stateful(loader) and any(_is_stateful(part) for part in parts))
-
-
-def _is_stateful(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def _splits(loader: Any) -> bool:
-    """Whether Accelerate gives every rank a piece of each batch."""
-    dealers = (loader, getattr(loader, "batch_sampler", None))
-    return any(getattr(one, "split_batches", False) is True for one in dealers)
-
-
-def _size(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _batch_size(batch: Any) -> int:
-    """The number of samples in a batch: the length of the first tensor or sequence found in it."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.dim() else 1
-    if isinstance(batch, dict):
-        return _batch_size(next(iter(batch.values()))) if batch else 0
-    if isinstance(batch, list | tuple):
-        return (
-            _batch_size(batch[0]) if batch and isinstance(batch[0], torch.Tensor | list | tuple | dict) else len(batch)
-        )
-    return 1

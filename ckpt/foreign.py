@@ -107,7 +107,9 @@ def _explained(where: str, what: str) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedError(f"{where} does not hold the state of {what}: {type(error).__name__}: {error}.") from error
+        raise DamagedError(
+            f"{where} does not hold the state of {what}: {type(error).__name__}: {error}. Take another save."
+        ) from error
 
 
 def _encoded(key: str, tree: Any, problems: list[str]) -> ForeignPart:

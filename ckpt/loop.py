@@ -118,6 +118,11 @@ class Loop:
         """How many batches a loader will leave out when it is gone through next; none if it waits at no position."""
         return next((feed.batches for feed in self._feeds.values() if feed.waits and feed.loader is loader), None)
 
+    def skip(self, loader: Any, batches: int) -> None:
+        """Let the next time through a loader begin after so many batches."""
+        self._feed(loader).skip(batches)
+        self.progress.batch = batches
+
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Notice the steps of these optimizers: what the loop goes through meanwhile is training."""
         method = weakref.WeakMethod(self._updated)  # an optimizer may outlive the manager

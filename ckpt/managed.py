@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,38 +14,44 @@ from ckpt.formats.packed import is_packed, pieces
 from ckpt.formats.sharding import is_sharded, local_tensor
 from ckpt.models import ModelPart
 from ckpt.optimizers import OptimizerPart
-from ckpt.parts import GradientsPart, ObjectPart, Part
+from ckpt.parts import GradientsPart, ObjectPart, Part, has_state
 from ckpt.sources import KINDS, Found
 
 _TAKEN = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", "state", "manifest")
+
+Watcher = Callable[[Iterable[torch.optim.Optimizer]], None]
 
 
 class Managed:
     """Parts, of which the main rank's state is saved, and generators, which every rank has of its own.
 
-    `find` says what there is. It is asked again at every `look`: objects may come later.
+    `find` says what there is. It is asked again at every `look`: objects may come later. The `watchers` are given the
+    optimizers that have come.
     """
 
-    def __init__(self, find: Callable[[], Found], *, gradients: bool) -> None:
+    def __init__(self, find: Callable[[], Found], watchers: Iterable[Watcher] = (), *, gradients: bool) -> None:
         self.models: dict[str, nn.Module] = {}
         self.parts: dict[str, Part] = {}
         self.generators: dict[str, Any] = {}
         self._find = find
+        self._watchers = tuple(watchers)
         self._found = Found()
         self._registered: dict[str, Part] = {}
         self._gradients = gradients
 
-    def look(self) -> list[torch.optim.Optimizer]:
-        """Take care of what there is now. Returns the optimizers that have come since the last look."""
+    def look(self) -> None:
+        """Take care of what there is now."""
         found = self._find()
         if found.identities() == self._found.identities():
-            return []
+            return
         _refuse_unmanageable({**found.models, **found.optimizers, **found.others, **found.custom})
         known = self.optimizers
         self._found, self.models = found, found.models
         parts = {**_found_parts(found), **self._registered}
         self.parts = {key: part for key, part in parts.items() if key not in found.left_out}
-        return [one for one in self.optimizers if not any(one is other for other in known)]
+        new = [one for one in self.optimizers if not any(one is other for other in known)]
+        for watch in self._watchers:
+            watch(new)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -58,6 +64,14 @@ class Managed:
                     inner = inner.optimizer
                 found.append(inner)
         return found
+
+    def model_part(self, key: str) -> ModelPart:
+        """The model under a key, to be published."""
+        part = self.parts.get(key)
+        if not isinstance(part, ModelPart):
+            known = ", ".join(name for name, one in self.parts.items() if isinstance(one, ModelPart)) or "none"
+            raise ConfigError(f"part={key!r} is no model that is managed here. Models: {known}.")
+        return part
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The parameters and buffers of models, and what optimizers know of them: most of the state."""
@@ -100,7 +114,7 @@ class Managed:
     def _obstacle(self, name: str, value: Any) -> str | None:
         if name in self.parts or name in self.generators or name in _TAKEN:
             return "there is such a part already"
-        if rng.is_generator(value) or _has_state(value):
+        if rng.is_generator(value) or has_state(value):
             return None
         return f"a {type(value).__name__} has no state_dict and load_state_dict"
 
@@ -125,11 +139,7 @@ def _refuse_unmanageable(objects: Mapping[str, Any]) -> None:
     for key, value in objects.items():
         if key.partition(".")[0] == "model" and not isinstance(value, nn.Module):
             wrong.append(f"{key} is a {type(value).__name__}, not a torch.nn.Module")
-        elif not _has_state(value):
+        elif not has_state(value):
             wrong.append(f"{key} is a {type(value).__name__}, which has no state_dict and load_state_dict")
     if wrong:
         raise ConfigError("StateManager: " + "; ".join(wrong) + ".")
-
-
-def _has_state(value: Any) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))

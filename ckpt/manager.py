@@ -2,45 +2,46 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
-import math
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ckpt import following, restoring, rng
+from ckpt import following, rng
 from ckpt.agreement import Outcome, agree, together
-from ckpt.capture import LAYOUTS, Capture, Captured
-from ckpt.catalog import check_name
-from ckpt.choosing import Choice, choose
+from ckpt.capture import Capture, Captured
+from ckpt.catalog import check_name, scan
 from ckpt.config import read_config
 from ckpt.console import say
-from ckpt.errors import CkptError, ConfigError, MetricError, MissingError, Preempted, StateError, TransientError
+from ckpt.errors import CkptError, ConfigError, MissingError, Preempted, TransientError
+from ckpt.exporting import SHARD_SIZE, Wanted, save_live
 from ckpt.folder import open_url
-from ckpt.formats.manifest import Manifest
+from ckpt.hardware import device_name
 from ckpt.hosts import find_hosts
-from ckpt.loop import Loop, Waiting
+from ckpt.loading import Loading
+from ckpt.loop import Loop
 from ckpt.managed import Managed
+from ckpt.metrics import as_numbers, checked_metrics
 from ckpt.mirror import Mirror
-from ckpt.opened import Opened
-from ckpt.parts import Notes
+from ckpt.model_card import Training, curves
+from ckpt.options import check_mirror, check_options, required_root
 from ckpt.preemption import EXIT_STATUS, Preemption
 from ckpt.progress import Progress
+from ckpt.pushing import Card, Target, push_live
 from ckpt.ranks import MAIN, find_ranks
 from ckpt.restored import Restored
-from ckpt.restoring import Restoration
 from ckpt.retention import Keep
-from ckpt.saving import Saver, try_out
+from ckpt.saving import Saver, try_out, versions
 from ckpt.sources import KINDS, find_source
 from ckpt.storage import MemoryStorage, Storage, open_storage
+from ckpt.storage.background import Background
+from ckpt.storage.hub_repo import MAIN_BRANCH, HubRepo
 from ckpt.unwrap import unwrap
 
 _log = logging.getLogger("ckpt")
@@ -114,48 +115,54 @@ class StateManager:
         mirror_backlog: int = 2,
         shared: bool | None = None,
     ) -> None:
-        _check_options(save_every=save_every, keep=keep, layout=layout, timeout=timeout, when_busy=when_busy)
-        _check_mirror(keep=mirror_keep, bandwidth=mirror_bandwidth, backlog=mirror_backlog)
+        check_options(save_every=save_every, keep=keep, layout=layout, timeout=timeout, when_busy=when_busy)
         self._source = find_source(
             accelerator, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, dataloader=dataloader
         )
-        self._tiers = _opened(_required(self._source.root if root is None else root), mirror, storage_options)
+        where = required_root(self._source.root if root is None else root)
+        self._tiers = _opened(where, mirror, storage_options)
+        check_mirror(self._tiers[1:], keep=mirror_keep, bandwidth=mirror_bandwidth, backlog=mirror_backlog)
         self._storage = self._tiers[0]
         self._ranks = find_ranks(self._storage.url, timeout)
         if self._ranks.world_size > 1 and any(isinstance(one, MemoryStorage) for one in self._tiers):
             raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
         _try_out(*self._tiers)
         keep = self._source.keep if keep is None else keep
-        self._hosts = find_hosts(self._ranks, self._storage, shared=shared)
+        hosts = find_hosts(self._ranks, self._storage, shared=shared)
         self._mirror: Mirror | None = None
         if mirror is not None:
-            kept = keep if mirror_keep is None else mirror_keep
             self._mirror = Mirror(
                 self._storage,
                 self._tiers[1],
-                keep=kept,
+                keep=keep if mirror_keep is None else mirror_keep,
                 bandwidth=mirror_bandwidth,
                 backlog=mirror_backlog,
-                alone=not self._hosts.apart,
+                alone=not hosts.apart,
                 leads=self._ranks.rank == MAIN,
             )
-        self._saver = Saver(self._storage, self._ranks, keep, self._mirror, self._hosts, host_memory=host_memory)
+        self._saver = Saver(self._storage, self._ranks, keep, self._mirror, hosts, host_memory=host_memory)
         self._background = background
+        self._pushes: Background = Background("ckpt-push")
         self._when_busy = when_busy
         self._save_every = save_every
         self._keep = keep
         self._layout = layout
-        self._broadcast = broadcast
-        self._managed = Managed(self._source.find, gradients=self._source.gradients if gradients is None else gradients)
         self._loop = Loop(self._ranks, self._source.loaders)
-        self._look()
+        self._managed = Managed(
+            self._source.find,
+            (self._saver.snapshots.watch, self._loop.watch),
+            gradients=self._source.gradients if gradients is None else gradients,
+        )
+        self._loading = Loading(
+            self._ranks, self._source, self._managed, self._loop, self._saver, self._tiers, broadcast
+        )
+        self._managed.look()
         if accelerator is not None:
             self._follow_loaders()
         self._metrics: dict[str, Any] = {}
         self._restored: Restored | None = None
         self._started = False
         self._saved_at: tuple[int, int] | None = None
-        self._half_loaded: str | None = None
         self._handle_sigterm = handle_sigterm
         self._preemption = Preemption(self._ranks)
         self._memory_ready = False
@@ -251,18 +258,18 @@ class StateManager:
 
         Tensors among the metrics are looked at only when a checkpoint is saved.
         """
+        self._loading.refuse_half_loaded()
         if not self._started:  # loading now would undo the step that was just made
             raise ConfigError(
                 "step() came before the state was resumed. Go through manager.epochs(...) or manager.batches(...), or "
                 "call manager.resume() before the loop."
             )
-        self._refuse_half_loaded()
         if self._ranks.world_size == 1:  # ranks would learn of it at different steps: they are told where they meet
             self._saver.check()
-        self._look()
+        self._managed.look()
         self._make_memory_ready()
         self.progress.step += 0 if self._loop.counts_updates else 1
-        self._metrics = _checked_metrics(metrics)
+        self._metrics = checked_metrics(metrics)
         stop = self.told_to_stop()  # from the first step on: only then is there somebody to answer it
         if stop or self._is_due():
             self.save_state(wait=True if stop else None)
@@ -293,15 +300,15 @@ class StateManager:
         Inside `batches` the next run goes on with the batch after this one: save when it has been used. After the inner
         loop the next run begins with the next epoch: let the save be the last thing in the epoch.
         """
-        self._refuse_half_loaded()
+        self._loading.refuse_half_loaded()
         wait = not self._background if wait is None else wait
         name = check_name(name) if name is not None else self._default_name()
-        numbers = self._numbers(metrics)
+        numbers = as_numbers(self._metrics if metrics is None else metrics)
         facts = {"progress": self._loop.saved_progress().to_json(), "metrics": numbers}
         if not wait and self._is_skipped(name):
             return None
         self._source.before_save(self._folder(name))
-        self._look()
+        self._managed.look()
         self._saver.save(name, lambda: self._capture(name, numbers), self._managed.optimized, facts, wait=wait)
         self._source.after_save()
         self._started = True
@@ -311,13 +318,13 @@ class StateManager:
     def load_state(self, name: str | None = None, *, strict: bool = True) -> Restored:
         """Load a checkpoint: the one by that name, or the newest that is intact. Prints and returns what was restored.
 
-        A folder that Accelerate's `save_state` wrote is as good: by its name, or, where there is no other checkpoint,
-        the one with the highest number.
+        A folder that Accelerate's `save_state` wrote is as good: by its name, or by its path, wherever it is. Without
+        either, where there is no other checkpoint in the root, it is the one with the highest number.
 
         With `strict` everything must fit, or nothing is changed and one error lists what does not. Without it, what
         fits is restored, and the rest is listed as skipped.
         """
-        restored = self._load(check_name(name) if name is not None else None, strict=strict)
+        restored = self._load(name, strict=strict)
         if restored is None:
             raise MissingError(
                 f"there is no checkpoint in {self._storage.url}. resume() starts afresh where there is none."
@@ -339,8 +346,12 @@ class StateManager:
         self._loop.rewind_rng()
 
     def wait(self) -> None:
-        """Return when every save is committed. Raises what went wrong with one, if nobody has been told yet."""
+        """Return when every save is committed, and every push done. Raises what went wrong, if nobody has been told.
+
+        Copies to the mirror are not waited for: `close` does that.
+        """
         self._saver.wait()
+        self._pushes.wait()
 
     def close(self) -> None:
         """Finish what is under way, copies to the mirror too, and let go of the root, the loaders and SIGTERM.
@@ -355,19 +366,81 @@ class StateManager:
             self._preemption.close()
             self._saver.close()
 
+    def save_model(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        max_shard_size: int | str | None = SHARD_SIZE,
+        dtype: str | torch.dtype | None = None,
+        tokenizer: Any = None,
+        processor: Any = None,
+        part: str = "model",
+    ) -> None:
+        """Write the model as `from_pretrained` reads it: `model.safetensors`, or shards and an index, and its config.
+
+        Of a model with PEFT adapters, those are written, as PEFT does. Wrapped, compiled or sharded models are whole
+        there, gathered tensor by tensor. The folder appears when it is complete; files of yours in it stay. Every rank
+        must make this call; the main one writes.
+        """
+        self._loading.refuse_half_loaded()
+        model, wanted = self._managed.model_part(part), Wanted.of(dtype, max_shard_size)
+        call = f"save_model({os.fspath(directory)!r})"
+        save_live(call, directory, model, self._ranks, wanted, (tokenizer, processor))
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        revision: str | None = None,
+        commit_message: str | None = None,
+        token: str | None = None,
+        max_shard_size: int | str | None = SHARD_SIZE,
+        dtype: str | torch.dtype | None = None,
+        card: Card = True,
+        tokenizer: Any = None,
+        processor: Any = None,
+        part: str = "model",
+        wait: bool = True,
+    ) -> str | None:
+        """Publish the model as it is now, in one commit, and return the commit's URL (see `ckpt.push_to_hub`).
+
+        Every rank must make this call; the main one alone talks to the Hub. Without `wait` it does so while training
+        goes on, and None is returned; what goes wrong is raised by `wait()`, `close()` or the next push.
+        """
+        self._loading.refuse_half_loaded()
+        target = Target(HubRepo(repo_id, revision or MAIN_BRANCH, token), private, commit_message, card)
+        call = f"push_to_hub({repo_id!r})"
+        training = together(self._ranks, call, lambda: self._training() if self._ranks.rank == MAIN else None)
+        model, wanted = self._managed.model_part(part), Wanted.of(dtype, max_shard_size)
+        publish = push_live(model, self._ranks, target, wanted, (tokenizer, processor), training)
+        if not wait:
+            self._pushes.start(publish if self._ranks.rank == MAIN else lambda: None)
+            return None
+        with self._ranks.working():
+            url: str = agree(self._ranks, call, Outcome(), lambda _: publish())
+        return url
+
+    def _training(self) -> Training:
+        """What a model card can say of this run."""
+        found = (one.manifest for one in scan(self._storage) if one.manifest)
+        return Training(
+            progress=self.progress.to_json(),
+            metrics=as_numbers(self._metrics),
+            versions=versions(),
+            hardware=device_name(),
+            world_size=self._ranks.world_size,
+            lineage={"run": self._saver.run},
+            curves=curves(one for one in found if one.run == self._saver.run),
+        )
+
     def _start(self) -> None:
-        self._refuse_half_loaded()
+        self._loading.refuse_half_loaded()
         if not self._started:
             self.resume()
 
-    def _look(self) -> None:
-        """Take care also of what has come since the last look."""
-        new = self._managed.look()
-        self._saver.snapshots.watch(new)
-        self._loop.watch(new)
-
     def _follow_loaders(self) -> None:
-        method = weakref.WeakMethod(self._look)  # loaders, which the loop follows, may outlive the manager
+        method = weakref.WeakMethod(self._managed.look)  # loaders, which the loop follows, may outlive the manager
 
         def look() -> None:
             found = method()
@@ -407,56 +480,17 @@ class StateManager:
             "source": self._source.state(),
         }
         parts, own = self._managed.parts.values(), self._managed.own(self._ranks.rank)
-        return Capture(self._ranks, self._layout, self._hosts).take(parts, own, rank_state)
-
-    def _numbers(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
-        """Metrics as plain numbers. This waits for the device, so it is done for saves only."""
-        given = self._metrics if metrics is None else metrics
-        try:
-            return {key: float(_detached(value)) for key, value in given.items()}
-        except (TypeError, ValueError, RuntimeError, OverflowError, AttributeError) as error:
-            raise MetricError(f"metrics must be names with one number each, not {given!r}: {error}") from error
+        return Capture(self._ranks, self._layout, self._saver.hosts).take(parts, own, rank_state)
 
     def _load(self, name: str | None, *, strict: bool) -> Restored | None:
-        self.wait()
-        with ExitStack() as held:
-            held.enter_context(self._ranks.working())
-            held.enter_context(self._saver.snapshots.paused())
-            prepare = functools.partial(self._prepare, strict=strict)
-            choice = choose(self._tiers, self._ranks, name, prepare, held, self._hosts)
-            if choice is None:
-                return None
-            self._started = True
-            restoration: Restoration = choice.ready
-            parts = restoration.finish()
-            self._go_back(restoration.opened, restoration.notes)
-            self._half_loaded = None
-        return self._tell(choice, parts, restoration.notes)
-
-    def _prepare(self, storage: Storage, manifest: Manifest, held: ExitStack, *, strict: bool) -> Restoration:
-        share = not storage.near if self._broadcast is None else self._broadcast
+        together(self._ranks, "load_state() (saves done)", self.wait)
         precious = self._saved_at is not None or self.progress.step > 0
-
-        def touch() -> None:
-            self._half_loaded = manifest.name
-
-        together(self._ranks, f"load_state({manifest.name!r})", lambda: self._find_for(manifest))
-        return Restoration.prepare(
-            storage,
-            manifest,
-            self._ranks,
-            self._managed,
-            held,
-            strict=strict,
-            share=share,
-            precious=precious,
-            touch=touch,
-        )
-
-    def _find_for(self, manifest: Manifest) -> None:
-        """What a checkpoint is to be loaded into. Hooks of the user's own may load some of it themselves."""
-        self._source.before_load(self._folder(manifest.name))
-        self._look()
+        restored = self._loading.load(name, strict=strict, precious=precious)
+        if restored is not None:
+            self._started = True
+            self._saved_at = self._where()
+            self._restored = restored
+        return restored
 
     def _make_memory_ready(self) -> None:
         """Once, when the size of the state is known: so that the first save is as fast as the others."""
@@ -472,43 +506,6 @@ class StateManager:
         if skipped and self._ranks.rank == MAIN:
             _log.info("%s is not saved: the save before it is still being written", name)
         return skipped
-
-    def _refuse_half_loaded(self) -> None:
-        """What is partly one state and partly another must not be trained on, and not be saved."""
-        if self._half_loaded:
-            raise StateError(
-                f"a load of {self._half_loaded} failed half-way, so the objects hold parts of it. Build them anew, and "
-                "a new StateManager for them, or load another checkpoint first."
-            )
-
-    def _go_back(self, opened: Opened, notes: Notes) -> None:
-        """Restore what is this rank's own: generators, and where its loaders are."""
-        self._source.go_back(opened.state.get("source", {}))
-        rewind = restoring.rewinder(opened, self._ranks, self._managed.generators, notes)
-        rewind()
-        waiting = Waiting(opened.state["loaders"], rewind, notes.approximated)
-        self._loop.go_back(Progress(**opened.manifest.progress), waiting)
-
-    def _tell(self, choice: Choice, parts: list[str], notes: Notes) -> Restored:
-        manifest = choice.manifest
-        generators = [key for key in self._managed.generators if key not in notes.skipped]
-        self._saver.follow(manifest, choice.passed_over)
-        self._saved_at = self._where()
-        self._restored = Restored(
-            name=manifest.name,
-            url=choice.url,
-            run=manifest.run,
-            progress=Progress(**manifest.progress),
-            metrics=manifest.metrics,
-            restored=(*parts, *generators, "rng", "progress"),
-            resharded=notes.resharded,
-            approximated=notes.approximated,
-            skipped=notes.skipped,
-            passed_over=choice.passed_over,
-        )
-        if self._ranks.rank == MAIN:
-            say(str(self._restored))
-        return self._restored
 
 
 def _opened(root: Any, mirror: Any, options: Mapping[str, Any] | None) -> tuple[Storage, ...]:
@@ -530,51 +527,3 @@ def _try_out(root: Storage, mirror: Storage | None = None) -> None:
             try_out(mirror)
         except TransientError as error:
             _log.warning("the mirror cannot be reached, and copies wait for it: %s", error)
-
-
-def _required(root: Any) -> Any:
-    if root is None:
-        raise ConfigError(
-            "StateManager needs a root: the folder or URL below which checkpoints are kept. An accelerator brings one "
-            "if its ProjectConfiguration has a project_dir."
-        )
-    return root
-
-
-def _detached(value: Any) -> Any:
-    """Without the graph behind it, which would otherwise live until the next step."""
-    return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def _checked_metrics(metrics: Any) -> dict[str, Any]:
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise MetricError(f"metrics must be a dict of names and numbers, not {metrics!r}.")
-    return {key: _detached(value) for key, value in (metrics or {}).items()}
-
-
-def _check_options(*, save_every: Any, keep: Any, layout: Any, timeout: Any, when_busy: Any) -> None:
-    wrong = []
-    if save_every is not None and (not isinstance(save_every, int) or save_every < 1):
-        wrong.append(f"save_every={save_every!r} must be a number of steps, 1 or more")
-    if keep is not None and not isinstance(keep, Keep):
-        wrong.append(f"keep={keep!r} must be a ckpt.Keep, for example Keep(last=3)")
-    if when_busy not in ("wait", "skip"):
-        wrong.append(f"when_busy={when_busy!r} must be 'wait' or 'skip'")
-    if layout not in LAYOUTS:
-        wrong.append(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
-    if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
-        wrong.append(f"timeout={timeout!r} must be a number of seconds")
-    if wrong:
-        raise ConfigError("StateManager: " + "; ".join(wrong) + ".")
-
-
-def _check_mirror(*, keep: Any, bandwidth: Any, backlog: Any) -> None:
-    wrong = []
-    if keep is not None and not isinstance(keep, Keep):
-        wrong.append(f"mirror_keep={keep!r} must be a ckpt.Keep, for example Keep(last=3)")
-    if bandwidth is not None and not (isinstance(bandwidth, int | float) and bandwidth > 0):
-        wrong.append(f"mirror_bandwidth={bandwidth!r} must be a number of bytes in a second")
-    if not isinstance(backlog, int) or backlog < 1:
-        wrong.append(f"mirror_backlog={backlog!r} must be a number of checkpoints, 1 or more")
-    if wrong:
-        raise ConfigError("StateManager: " + "; ".join(wrong) + ".")

@@ -1,4 +1,5 @@
-"""What can be merged: checkpoints of ours, folders of torch.distributed.checkpoint, and Accelerate's around them."""
+"""What can be merged: checkpoints of ours, folders of torch.distributed.checkpoint, Accelerate's around them, and
+folders of safetensors."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt.catalog import locate, read_manifest, scan, size_problems
@@ -23,33 +24,51 @@ from ckpt.formats.native_pieces import pieced
 from ckpt.formats.pieces import PiecedTensor, check_complete
 from ckpt.formats.wrappers import unwrapped
 from ckpt.storage import Storage
-from ckpt.stored_file import StoredFile
+from ckpt.stored_file import StoredFile, VerifiedFile
 
 _log = logging.getLogger("ckpt")
 
 _ACCELERATE = {"model": "pytorch_model_fsdp", "optimizer": "optimizer"}  # its folders end with the number of the object
 _KNOWN = (
-    "a checkpoint of ckpt (with manifest.json), a folder of torch.distributed.checkpoint (with .metadata and *.distcp) "
-    "or what Accelerate saves under FSDP with SHARDED_STATE_DICT (pytorch_model_fsdp_0/, or the folder around it)"
+    "a checkpoint of ckpt (with manifest.json), a folder of torch.distributed.checkpoint (with .metadata, *.distcp), "
+    "what Accelerate saves under FSDP with SHARDED_STATE_DICT (pytorch_model_fsdp_0/, or the folder around it), "
+    "or a folder with model.safetensors, whole or in shards"
 )
+_INDEX = f"model{SUFFIX}.index.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One part of what is at a path or URL: its tensors by their bare names, and what else a checkpoint of ours knows.
+
+    No tensor lacks a piece.
+    """
+
+    tensors: dict[str, PiecedTensor]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    manifest: Manifest | None = None
 
 
 @contextmanager
 def open_source(
     source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None = None
-) -> Iterator[dict[str, PiecedTensor]]:
-    """The tensors of one part of whatever is at a path or URL, by their bare names. None lacks a piece."""
+) -> Iterator[Source]:
+    """One part of whatever is at a path or URL."""
     if os.path.isfile(source):
         raise ConfigError(f"{os.fspath(source)} is a file. What can be merged is {_KNOWN}.")
     found = Folder.at(source, options)
     if FILE_NAME in found.files:
-        with _checkpoint(source, part, options) as tensors:
-            yield tensors
+        with _checkpoint(source, part, options) as opened:
+            yield opened
         return
     folder = _dcp_folder(found, part)
-    if folder is None:
+    if folder is not None:
+        yield Source(_distributed(folder, part))
+    elif weights := _weights(found):
+        files = (TensorFile.open(found.opened(path), f"{found.where}/{path}") for path in weights)
+        yield Source(pieced(files))
+    else:
         raise _unknown(found)
-    yield _distributed(folder, part)
 
 
 def _unknown(found: Folder) -> Exception:
@@ -62,10 +81,21 @@ def _unknown(found: Folder) -> Exception:
     return ConfigError(f"{where} is of no kind that can be merged. That would be {_KNOWN}.")
 
 
+def _weights(found: Folder) -> list[str]:
+    """The safetensors files of a folder: those that its index names, or all that lie in it."""
+    if _INDEX not in found.files:
+        return [path for path in found.files if path.endswith(SUFFIX) and "/" not in path]
+    where = f"{found.where}/{_INDEX}"
+    index = from_json(found.opened(_INDEX).read(0, found.files[_INDEX]), where)
+    named = sorted(set(index["weight_map"].values()))
+    missing = [path for path in named if path not in found.files]
+    if missing:
+        raise DamagedError(f"{where} names files that are not there: {', '.join(missing)}. Copy all of them there.")
+    return named
+
+
 @contextmanager
-def _checkpoint(
-    source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None
-) -> Iterator[dict[str, PiecedTensor]]:
+def _checkpoint(source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None) -> Iterator[Source]:
     storage, (name,) = locate(source, options if "://" in os.fspath(source) else None)
     with storage.lock(name, shared=True):  # a run that goes on meanwhile must not remove what is being read
         manifest = read_manifest(storage, name)
@@ -75,7 +105,10 @@ def _checkpoint(
             raise DamagedError(f"{name} is damaged: {'; '.join(wrong)}.")
         tensors = pieced(_tensor_file(storage, name, file) for file in ours.files)
         check_complete(tensors, name)
-        yield {**tensors, **{alias: tensors[first] for alias, first in _aliases(storage, manifest, part).items()}}
+        state = _state(storage, manifest, part)
+        aliases = state.get("spread", {}).get("aliases", {})  # tied tensors, which are in no file
+        tensors |= {alias: tensors[first] for alias, first in aliases.items()}
+        yield Source(tensors, state.get("about", {}), manifest)
 
 
 def _altered(storage: Storage, manifest: Manifest) -> list[str]:
@@ -95,12 +128,12 @@ def _altered(storage: Storage, manifest: Manifest) -> list[str]:
     return altered
 
 
-def _aliases(storage: Storage, manifest: Manifest, part: str) -> Mapping[str, str]:
-    """Tied tensors of a part that was saved in pieces: they are in no file, only told of."""
-    where = next(f"{manifest.name}/{file.path}" for file in manifest.files if file.name == STATE)
-    state = from_json(storage.read(where), where)["parts"].get(part, {})
-    aliases: Mapping[str, str] = state.get("spread", {}).get("aliases", {})
-    return aliases
+def _state(storage: Storage, manifest: Manifest, part: str) -> Mapping[str, Any]:
+    """What the checkpoint says of a part beside its tensors."""
+    record = next(file for file in manifest.files if file.name == STATE)
+    file = VerifiedFile(StoredFile(storage, f"{manifest.name}/{record.path}"), record)
+    state: Mapping[str, Any] = from_json(file.read(0, record.size), file.stored.key)["parts"].get(part, {})
+    return state
 
 
 def _tensor_file(storage: Storage, name: str, file: FileRecord) -> TensorFile:

@@ -32,15 +32,17 @@ def merge(
 ) -> list[str]:
     """Write the tensors of a checkpoint as one safetensors file, and return the URLs of what was written.
 
-    `source` is a checkpoint of ours, a folder of torch.distributed.checkpoint, or what Accelerate saves under FSDP.
-    Beyond `max_shard_size` (bytes, or `"5GB"`) the output is shards and `model.safetensors.index.json`. Floating point
-    tensors are cast to `dtype`. Tied weights are written once. Less than 256 MB are held at a time, and the output
-    appears only when it is complete. Either side may be a URL; `storage_options` are for both.
+    `source` is a checkpoint of ours, a folder of torch.distributed.checkpoint, what Accelerate saves under FSDP, or a
+    folder of safetensors. Beyond `max_shard_size` (bytes, or `"5GB"`) the output is shards and
+    `model.safetensors.index.json`. Floating point tensors are cast to `dtype`. Tied weights are written once. Less than
+    256 MB are held at a time, and the output appears only when it is complete. Either side may be a URL;
+    `storage_options` are for both.
     """
     target = _Target.at(destination, storage_options)
     cast = None if dtype is None else parse_dtype(dtype)
     limit = None if max_shard_size is None else parse_size(max_shard_size)
-    with open_source(source, part, storage_options) as tensors:
+    with open_source(source, part, storage_options) as opened:
+        tensors = opened.tensors
         files = images(target.name, tensors, tied(tensors), dtype=cast, max_shard_size=limit)
         target.check_free(files)
         return target.write(files)

@@ -221,7 +221,7 @@ class Mirror:
 
     def _commit(self, attempt: Attempt, manifest: Manifest) -> None:
         with suppress(ConflictError):  # of two hosts that see that all is there, one commits
-            attempt.commit(self.far, manifest)
+            attempt.commit(self.far, manifest, {})
         assert self._there is not None
         self._see_what_others_have_finished(self._there)
 

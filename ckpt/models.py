@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ckpt import fsdp1
+from ckpt.describing import describe
 from ckpt.formats.dtypes import name_of
 from ckpt.formats.sharding import Layout, divided, is_sharded
 from ckpt.fsdp1 import is_fsdp1
@@ -44,6 +45,10 @@ class ModelPart:
         module = unwrap(self.model)
         named = module.named_parameters(remove_duplicate=False)
         return frozenset(clean_names(module, (name for name, one in named if not one.requires_grad)).values())
+
+    def about(self, state: Any) -> dict[str, Any]:
+        """The configuration that Hugging Face's tools build such a model from, if it has one."""
+        return describe(unwrap(self.model), list(tensors_in(state)))
 
     def is_spread(self) -> bool:
         return is_fsdp1(self.model) or any(is_sharded(one) for one in unwrap(self.model).parameters())
@@ -81,11 +86,12 @@ class ModelPart:
         def take() -> None:
             known = values()
             extra = {name: known[name] for name in fitting if not isinstance(live[name], torch.Tensor)}
-            self._load({**live, **extra})
+            self.load({**live, **extra})
 
         return take
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
+        """Take a state whose tensors are the live ones, filled already."""
         if is_fsdp1(self.model):
             fsdp1.load_model_state(self.model, state)
             return
@@ -97,6 +103,11 @@ class ModelPart:
 
 def _is_tied(value: Any, others: set[int]) -> bool:
     return isinstance(value, torch.Tensor) and id(value) in others
+
+
+def tensors_in(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of a model's state, without what modules keep beside them."""
+    return {name: one for name, one in state.items() if isinstance(one, torch.Tensor) or is_sharded(one)}
 
 
 def _compare(live: Any, saved: Any) -> str | None:

@@ -34,6 +34,9 @@ class OptimizerPart:
     def frozen(self) -> frozenset[str]:
         return frozenset()
 
+    def about(self, state: Any) -> dict[str, Any]:
+        return {}
+
     def is_spread(self) -> bool:
         return self._fsdp1() is not None or any(is_sharded(one) for one in self._parameters())
 

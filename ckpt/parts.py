@@ -51,6 +51,11 @@ class Notes:
     resharded: dict[str, str] = field(default_factory=dict)
 
 
+def has_state(value: Any) -> bool:
+    """Whether an object gives its state and takes it back, as torch's do."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
 class Part(Protocol):
     """One object under the manager's care."""
 
@@ -68,6 +73,9 @@ class Part(Protocol):
     def frozen(self) -> frozenset[str]:
         """The names of tensors that training does not change."""
 
+    def about(self, state: Any) -> dict[str, Any]:
+        """What others need to know to build the object again, beside its state: JSON."""
+
     def is_spread(self) -> bool:
         """Whether its tensors are such that every rank holds a piece."""
 
@@ -81,8 +89,24 @@ class Part(Protocol):
         """Ask for a saved state, all but what is `unfit`. What is returned takes it, when it has been read."""
 
 
+class _Whole:
+    """What is saved whole by one rank, all of it each time."""
+
+    def frozen(self) -> frozenset[str]:
+        return frozenset()
+
+    def is_spread(self) -> bool:
+        return False
+
+    def layouts(self) -> frozenset[Layout]:
+        return frozenset()
+
+    def about(self, state: Any) -> dict[str, Any]:
+        return {}
+
+
 @dataclass
-class GradientsPart:
+class GradientsPart(_Whole):
     """Gradients that wait for the rest of their accumulation window. Every rank has its own."""
 
     key: str
@@ -95,15 +119,6 @@ class GradientsPart:
         if any(is_fsdp1(model) for model in self.models.values()):
             raise UnsupportedError(f"{self.key}: FSDP 1 does not give gradients out by parameter. Use fully_shard.")
         return {key: _pieces(gradients(unwrap(model))) for key, model in self.models.items()}
-
-    def frozen(self) -> frozenset[str]:
-        return frozenset()
-
-    def is_spread(self) -> bool:
-        return False
-
-    def layouts(self) -> frozenset[Layout]:
-        return frozenset()
 
     def check(self, saved: Any) -> dict[str, str]:
         return {}  # where a parameter fits, its gradient does
@@ -134,7 +149,7 @@ def _as_gradient(gradient: torch.Tensor, parameter: nn.Parameter) -> Any:
 
 
 @dataclass
-class ObjectPart:
+class ObjectPart(_Whole):
     """Anything with `state_dict` and `load_state_dict`: schedulers, scalers, and objects of the user's own."""
 
     key: str
@@ -145,15 +160,6 @@ class ObjectPart:
     @property
     def kind(self) -> str:
         return type(self.value).__name__
-
-    def frozen(self) -> frozenset[str]:
-        return frozenset()
-
-    def is_spread(self) -> bool:
-        return False
-
-    def layouts(self) -> frozenset[Layout]:
-        return frozenset()
 
     def capture(self) -> Any:
         return self.value.state_dict()

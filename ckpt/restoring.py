@@ -62,11 +62,7 @@ class Restoration:
         notes = Notes()
         if manifest.origin:
             notes.approximated["progress"] = UNKNOWN_PROGRESS
-        own = managed.own(ranks.rank)
-        if own and manifest.world_size != ranks.world_size:
-            notes.approximated["gradients"] = "saved by another number of ranks: the accumulation window begins anew"
-            own = {}
-        parts = {**managed.parts, **own}
+        parts = {**managed.parts, **_own(manifest, managed.own(ranks.rank), ranks, notes)}
 
         def look() -> tuple[Opened, dict[str, Callable[[], None]]]:
             opened = open_any(storage, manifest, ranks.rank, managed.parts)
@@ -93,6 +89,16 @@ class Restoration:
         together(self.ranks, call, lambda: _take(self.takers))
         self.notes.resharded.update(_resharded(self.opened, {key: self.parts[key] for key in self.takers}))
         return list(self.takers)
+
+
+def _own(manifest: Manifest, own: Mapping[str, Part], ranks: Ranks, notes: Notes) -> Mapping[str, Part]:
+    """The parts of this rank alone that a checkpoint has: those of another number of ranks are not this one's."""
+    others = manifest.world_size != ranks.world_size
+    if not own or not (others or manifest.origin):
+        return own
+    why = "saved by another number of ranks" if others else f"{manifest.origin} keeps none"
+    notes.approximated["gradients"] = f"{why}: the accumulation window begins anew"
+    return {}
 
 
 def rewinder(opened: Opened, ranks: Ranks, generators: Mapping[str, Any], notes: Notes) -> Callable[[], None]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import platform
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -17,19 +18,20 @@ from ckpt import commit
 from ckpt.agreement import Outcome, agree, together
 from ckpt.capture import Captured
 from ckpt.catalog import find
-from ckpt.commit import Attempt, Earlier
+from ckpt.commit import Attempt, Earlier, Stored
 from ckpt.console import size
-from ckpt.errors import ConfigError, RanksError, StorageError, VersionError
+from ckpt.errors import ConfigError, ConflictError, RanksError, StorageError, VersionError
 from ckpt.formats.documents import rank_document
 from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.spread import Table, disagreements
 from ckpt.formats.state import Image
+from ckpt.hardware import device_name
 from ckpt.hosts import Hosts
 from ckpt.mirror import Mirror
 from ckpt.ranks import MAIN, Ranks
 from ckpt.retention import Keep
 from ckpt.snapshot import Snapshot, Snapshots
-from ckpt.storage import Storage
+from ckpt.storage import Staging, Storage
 from ckpt.storage.background import Background
 from ckpt.taking_over import is_foreign
 from ckpt.version import __version__
@@ -40,6 +42,9 @@ _log = logging.getLogger("ckpt")
 def try_out(storage: Storage) -> None:
     """Write a few bytes and remove them: what is wrong with a root shows before hours of training are lost."""
     key = f".try-{uuid.uuid4().hex}"
+    if isinstance(storage, Staging):
+        storage.stage(key, [b"ckpt"])  # which is never published
+        return
     storage.write(key, [b"ckpt"])
     storage.delete([key])
 
@@ -88,8 +93,10 @@ class Saver:
         return self._background.busy
 
     def wait(self) -> None:
-        """Until no save is under way. Raises what went wrong with it, once."""
+        """Until no save is under way, and all are durable. Raises what went wrong, once."""
         self._background.wait()
+        if self.ranks.rank == MAIN:
+            self._settle()
 
     def check(self) -> None:
         """Raise what went wrong with the last save, if that is known and nobody has been told."""
@@ -105,13 +112,24 @@ class Saver:
         wait: bool,
     ) -> None:
         """Capture, write and commit on all ranks, or raise on all. Without `wait`, only the capture is waited for."""
-        self.wait()
+        self._background.wait()
         save = _Save(self, name, facts)
-        save.prepare(take, optimized, snapshot=not wait)
+        with _undisturbed():
+            save.prepare(take, optimized, snapshot=not wait)
         if wait or not save.detached:
             self._carry_out(save)
         else:
             self._background.start(lambda: self._carry_out(save))
+        if wait and isinstance(self.storage, Staging):
+            self._settle_together(name)
+
+    def _settle_together(self, name: str) -> None:
+        with self.talks.working():
+            agree(self.talks, f"save_state({name!r}) (durable)", Outcome(), lambda _: self._settle())
+
+    def _settle(self) -> None:
+        if isinstance(self.storage, Staging):
+            self.storage.settle()
 
     def _carry_out(self, save: _Save) -> None:
         try:
@@ -197,7 +215,7 @@ class Saver:
         here = replace(
             attempt,
             replaces=tuple(file.path for file in older.files) if older else (),
-            over=self.storage.version(f"{attempt.name}/{FILE_NAME}"),
+            over=self._version(attempt.name, older),
         )
         here.begin(self.storage, paths)
         return here
@@ -210,6 +228,17 @@ class Saver:
     def _newest(self) -> Manifest | None:
         there = self.mirror.newest if self.mirror is not None else None
         return max([*(self._committed or ()), *filter(None, [there])], key=lambda one: one.sequence, default=None)
+
+    def _version(self, name: str, known: Manifest | None) -> str | None:
+        """The version of the manifest that a save replaces. Refused if it is one that this run does not know."""
+        version = self.storage.version(f"{name}/{FILE_NAME}")
+        there = find(self.storage, name).manifest if version is not None else None
+        if there is not None and (known is None or there.id != known.id):
+            raise ConflictError(
+                f"{self.storage.url}/{name} was saved by another run meanwhile, and stays. See to it that one run "
+                "alone writes there, then start this one again: it goes on from the newest checkpoint."
+            )
+        return version
 
     def _refuse_to_overtake(self, name: str) -> None:
         """What a run saves becomes the newest, so it must have gone on from what was the newest."""
@@ -224,7 +253,7 @@ class Saver:
         if name in self._unreadable:
             raise self._unreadable[name]
 
-    def commit(self, attempt: Attempt, files: list[FileRecord], facts: Mapping[str, Any]) -> Manifest:
+    def commit(self, attempt: Attempt, stored: list[Stored], facts: Mapping[str, Any]) -> Manifest:
         """Write the manifest, and return it."""
         assert self._committed is not None
         manifest = Manifest(
@@ -234,11 +263,12 @@ class Saver:
             created=commit.now(),
             run=self.run,
             parent=self.parent,
-            files=tuple(sorted(files, key=lambda file: file.path)),
-            versions={"ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            files=tuple(sorted((one.file for one in stored), key=lambda file: file.path)),
+            versions=versions(),
+            hardware=device_name(),
             **{"world_size": self.ranks.world_size, **facts},
         )
-        self.put(attempt, manifest)
+        self.put(attempt, manifest, {one.file.path: one.receipt for one in stored if one.receipt is not None})
         seconds = facts["seconds"]
         _log.info(
             "saved %s/%s: %s, training waited %.2f s, durable after %.2f s",
@@ -246,9 +276,9 @@ class Saver:
         )  # fmt: skip
         return manifest
 
-    def put(self, attempt: Attempt, manifest: Manifest) -> None:
+    def put(self, attempt: Attempt, manifest: Manifest, receipts: Mapping[str, str]) -> None:
         """Commit in this root."""
-        attempt.commit(self.storage, manifest)
+        attempt.commit(self.storage, manifest, receipts)
         self._committed = [manifest, *(one for one in self._committed or () if one.name != attempt.name)]
         self.damaged.discard(attempt.name)
         if self.mirror is not None:
@@ -335,7 +365,7 @@ class _Save:
     def _put(self, attempt: Attempt, manifest: Manifest) -> None:
         """The main rank has committed it already: a manifest that is missing here is made up for by the next load."""
         try:
-            self.saver.put(attempt, manifest)
+            self.saver.put(attempt, manifest, {})
         except StorageError as error:
             _log.warning("%s was committed, but its manifest could not be written here: %s", self.name, error)
 
@@ -380,28 +410,30 @@ class _Save:
         files = [*captured.all_images, *(self.documents if captured.keeps else ())]
         images = [self.snapshot.images.get(file.path, file) if self.snapshot else file for file in files]
         began = time.monotonic()
-        self.written = attempt.write(self.saver.storage, images, self.saver.earlier, show=captured.rank == MAIN)
+        stored = attempt.write(self.saver.storage, images, self.saver.earlier, show=captured.rank == MAIN)
         self.seconds["written"] = time.monotonic() - began
-        return [asdict(record) for record in self.written]
+        self.written = [one.file for one in stored]
+        return [asdict(one) for one in stored]
 
     def _commit(self, attempt: Attempt, reports: list[Any]) -> dict[str, str]:
-        files = self._files(reports)
+        stored = self._stored(reports)
         total = time.monotonic() - self.started
         facts = {
             **self.facts,
             "layout": "sharded" if self.captured.value.spread else "full",
             "seconds": {"blocked": total if self.blocked is None else self.blocked, **self.seconds, "total": total},
         }
-        manifest = self.saver.commit(attempt, files, facts)
+        manifest = self.saver.commit(attempt, stored, facts)
         return {"id": manifest.id, "manifest": manifest.to_bytes().decode() if self.saver.hosts.apart else ""}
 
-    def _files(self, reports: list[Any]) -> list[FileRecord]:
+    def _stored(self, reports: list[Any]) -> list[Stored]:
         """All files, once each. Where hosts have roots of their own, their copies must be the same."""
-        files: dict[str, FileRecord] = {}
+        stored: dict[str, Stored] = {}
         other: dict[str, int] = {}
         for rank, report in enumerate(reports):
-            for record in map(FileRecord.from_json, report):
-                if files.setdefault(record.name, record) != record:
+            for one in report:
+                record = FileRecord.from_json(one["file"])
+                if stored.setdefault(record.name, Stored(record, one["receipt"])).file != record:
                     other.setdefault(record.name, rank)
         if other:
             listed = ", ".join(f"{name} on rank {rank}" for name, rank in other.items())
@@ -409,7 +441,23 @@ class _Save:
                 f"these are not the main rank's: {listed}. Hosts with roots of their own keep a copy each of what is "
                 "not spread over ranks, so it must be the same on all of them. Make it so, or use a shared root."
             )
-        return list(files.values())
+        return list(stored.values())
+
+
+def versions() -> dict[str, str]:
+    return {"ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Without the garbage collector: thousands of new objects would call it up just while training waits."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _in(held: frozenset[int]) -> Callable[[torch.Tensor], bool]:

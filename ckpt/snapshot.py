@@ -137,27 +137,30 @@ class Snapshots:
             return None
         self._before_step()  # of a snapshot before this one
         layout = _Layout.of(images, starts, size)
+        if not self._hooks:  # only what waits for us may be copied later
+            optimized = lambda _: False  # noqa: E731
         if layout.device is not None and not self._arena.is_ready(size) and _has_room(layout.device, size):
-            return self._take_on_device(layout)
+            return self._take_on_device(layout, optimized)
         memory = self._memory(size, layout.device)
         snapshot = Snapshot(layout.put(memory))
-        if layout.away:  # only what waits for us may be copied later
-            self._copy_from_device(layout.away, memory, optimized if self._hooks else lambda _: False, snapshot)
+        if layout.away:
+            self._copy_from_device(layout.away, self._places_in(memory), optimized, snapshot)
         return snapshot
 
-    def _take_on_device(self, layout: _Layout) -> Snapshot:
+    def _take_on_device(self, layout: _Layout, optimized: Callable[[torch.Tensor], bool]) -> Snapshot:
         """Host memory takes seconds to be made ready, a copy on the device milliseconds: it is fetched later."""
         module = torch.get_device_module(layout.device)
         held = torch.empty(layout.size, dtype=torch.uint8, device=layout.device)
-        _send_all(layout.away, _Places(held))
-        taken = module.current_stream(layout.device).record_event()
         later = replace(layout, here=[one._replace(source=one.source.clone()) for one in layout.here], away=[])
         snapshot = Snapshot({})
+        self._copy_from_device(layout.away, _Places(held), optimized, snapshot)
 
         def fetch() -> None:
+            assert snapshot.sending is not None
             memory = self._memory(layout.size, layout.device)
             stream = module.Stream(layout.device)
-            stream.wait_event(taken)
+            for event in snapshot.sending.result().values():
+                stream.wait_event(event)
             with module.stream(stream):
                 _send(_Copy("", "", held, 0), _Places(memory))
             stream.synchronize()
@@ -194,14 +197,13 @@ class Snapshots:
         return size <= limit
 
     def _copy_from_device(
-        self, copies: list[_Copy], memory: torch.Tensor, optimized: Callable[[torch.Tensor], bool], snapshot: Snapshot
+        self, copies: list[_Copy], places: _Places, optimized: Callable[[torch.Tensor], bool], snapshot: Snapshot
     ) -> None:
         for device in {one.source.device for one in copies}:
             self._stream(device).wait_stream(torch.get_device_module(device).current_stream(device))
         later = [one for one in copies if optimized(one.source)]
         kept = set(map(id, later))
         now = [one for one in copies if id(one) not in kept]
-        places = self._places_in(memory)
         done = self._send(now, places)
         snapshot.overlapped = [(one, one.source._version) for one in later]  # keeps them alive until they are copied
         snapshot.sending = Beside(lambda: self._send(later, places), "ckpt-copy")

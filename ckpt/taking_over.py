@@ -22,6 +22,8 @@ from ckpt.opened import Opened, Tensors
 from ckpt.progress import Progress
 from ckpt.storage import Storage
 
+ROOT = ""  # what goes for the name of a folder that is a root itself
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignManifest(Manifest):
@@ -53,6 +55,11 @@ def read_any(storage: Storage, name: str) -> Manifest:
     )
 
 
+def folder_of(storage: Storage, manifest: Manifest) -> str:
+    """The path or URL of a checkpoint."""
+    return manifest.folder.where if isinstance(manifest, ForeignManifest) else f"{storage.url}/{manifest.name}"
+
+
 def is_foreign(storage: Storage, name: str) -> bool:
     """Whether a folder of the root was written by Accelerate, and not by ckpt."""
     return _is_foreign(_folder(storage, name).files)
@@ -67,10 +74,10 @@ def foreign_names(storage: Storage) -> list[str]:
     files: dict[str, list[str]] = defaultdict(list)
     for entry in storage.list():
         name, _, rest = entry.key.partition("/")
-        files[""].append(entry.key)
+        files[ROOT].append(entry.key)
         files[name].append(rest)
-    if _is_foreign(files[""]):
-        return [""]
+    if _is_foreign(files[ROOT]):
+        return [ROOT]
     found = sorted(name for name, inside in files.items() if _is_foreign(inside))
     if len({split_name(name)[0] for name in found}) > 1:
         raise ConfigError(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from ckpt.errors import ConfigError, LockedError, StorageError
 from ckpt.storage import open_storage
-from ckpt.storage.local import TEMPORARY
+from ckpt.storage.local import TEMPORARY, sync_directory
 
 
 @contextmanager
@@ -32,9 +32,9 @@ def whole_folder(path: str | os.PathLike[str]) -> Iterator[str]:
                 _clear(folder)
             yield folder
             with _explained(final):
-                _sync(folder)
+                sync_directory(folder)
                 os.rename(folder, final)
-                _sync(parent)
+                sync_directory(parent)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -64,11 +64,3 @@ def _clear(folder: str) -> None:
             shutil.rmtree(entry.path)
         else:
             os.unlink(entry.path)
-
-
-def _sync(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,15 +9,15 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from ckpt.errors import ConfigError
 from ckpt.formats import dtypes
-from ckpt.formats.memory import host_bytes
-from ckpt.formats.pieces import PiecedTensor
+from ckpt.formats.memory import host_bytes, on_host
 from ckpt.formats.state import Image
 
 SUFFIX = ".safetensors"
@@ -28,11 +28,44 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
+class Source(Protocol):
+    """A tensor that is somewhere: in files, in memory, or spread over ranks."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def size(self) -> int:
+        """The number of its elements."""
+
+    def slabs(self) -> Iterator[torch.Tensor]:
+        """The whole in contiguous parts on the CPU, in the order of its bytes."""
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """A tensor of a live model, which is fetched whole when its turn to be written comes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fetch: Callable[[], torch.Tensor]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def slabs(self) -> Iterator[torch.Tensor]:
+        yield on_host(self.fetch())
+
+
 @dataclass(frozen=True)
 class Written:
     """A tensor on its way to a file, in the dtype that it will have there."""
 
-    source: PiecedTensor
+    source: Source
     dtype: torch.dtype
 
     @property
@@ -46,7 +79,7 @@ class Written:
 
 def images(
     name: str,
-    tensors: Mapping[str, PiecedTensor],
+    tensors: Mapping[str, Source],
     tied: Mapping[str, str],
     *,
     dtype: torch.dtype | None = None,

@@ -69,6 +69,7 @@ class Manifest:
     progress: Mapping[str, int] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    hardware: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property

@@ -16,6 +16,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,6 +34,9 @@ SUFFIX = ".safetensors"
 _LENGTH = struct.Struct("<Q")
 _WINDOW = 8 << 20
 _MAX_HEADER = 100_000_000  # safetensors refuses a longer one
+
+_Outlines = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]  # name, dtype and shape of what is stored
+_Pieces = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]  # name, shape of the whole, and offsets in it
 
 
 def image(path: str, shards: Mapping[str, Shard], *, steady: bool = False) -> Image:
@@ -93,12 +97,19 @@ def _header(
     tensors: list[tuple[str, torch.Tensor]], shards: Mapping[str, Shard], views: Mapping[str, View]
 ) -> tuple[bytes, int]:
     """The header, and how many bytes of data come after it."""
-    entries: dict[str, Any] = {"__metadata__": _metadata(tensors, shards, views)}
+    outlines = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors)
+    pieces = tuple((name, one.shape, one.offsets) for name, one in shards.items() if not one.is_whole)
+    return _spelled_out(outlines, pieces, tuple(views.items()))
+
+
+@lru_cache(maxsize=64)  # save after save they are the same, and training waits
+def _spelled_out(outlines: _Outlines, pieces: _Pieces, views: tuple[tuple[str, View], ...]) -> tuple[bytes, int]:
+    entries: dict[str, Any] = {"__metadata__": _metadata(outlines, pieces, views)}
     end = 0
-    for name, tensor in tensors:
-        start, end = end, end + tensor.nbytes
-        spelling, shape = _spelled(tensor)
-        entries[name] = {"dtype": spelling, "shape": shape, "data_offsets": [start, end]}
+    for name, dtype, shape in outlines:
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        spelling, spelled_shape = _spelled(dtype, shape)
+        entries[name] = {"dtype": spelling, "shape": spelled_shape, "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     return _LENGTH.pack(_padded(len(text))) + text.ljust(_padded(len(text))), end
 
@@ -107,26 +118,23 @@ def _padded(length: int) -> int:
     return -(-(length + _LENGTH.size) // ALIGNMENT) * ALIGNMENT - _LENGTH.size
 
 
-def _spelled(tensor: torch.Tensor) -> tuple[str, list[int]]:
-    if tensor.dtype in dtypes.SPELLED:
-        return dtypes.SPELLED[tensor.dtype], list(tensor.shape)
-    return "U8", [*tensor.shape, tensor.element_size()]
+def _spelled(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[int]]:
+    if dtype in dtypes.SPELLED:
+        return dtypes.SPELLED[dtype], list(shape)
+    return "U8", [*shape, dtype.itemsize]
 
 
-def _metadata(
-    tensors: list[tuple[str, torch.Tensor]], shards: Mapping[str, Shard], views: Mapping[str, View]
-) -> dict[str, str]:
+def _metadata(outlines: _Outlines, pieces: _Pieces, views: tuple[tuple[str, View], ...]) -> dict[str, str]:
     metadata = {"format": "pt"}
-    stored = {name for name, _ in tensors}
-    pieces = {name: shard for name, shard in shards.items() if not shard.is_whole}
     ours = {
-        "dtypes": {name: dtypes.name_of(t.dtype) for name, t in tensors if t.dtype not in dtypes.SPELLED},
-        "shapes": {name: list(shard.shape) for name, shard in pieces.items()},
-        "views": {name: _view_to_json(view) for name, view in views.items()},
+        "dtypes": {name: dtypes.name_of(dtype) for name, dtype, _ in outlines if dtype not in dtypes.SPELLED},
+        "shapes": {name: list(shape) for name, shape, _ in pieces},
+        "views": {name: _view_to_json(view) for name, view in views},
     }
     if pieces:
         # PyTorch's reader asks for every tensor of a file in which it finds this key
-        offsets = {name: {"saved_offsets": list(shard.offsets)} for name, shard in shards.items() if name in stored}
+        known = {name: list(offsets) for name, _, offsets in pieces}
+        offsets = {name: {"saved_offsets": known.get(name, [0] * len(shape))} for name, _, shape in outlines}
         metadata["DCP_SHARDING_INFO"] = json.dumps(offsets)
     if any(ours.values()):
         metadata["ckpt"] = json.dumps({key: value for key, value in ours.items() if value})

@@ -78,6 +78,7 @@ class SpreadState:
     table: Table
     tensors: Mapping[str, Any]
     frozen: frozenset[str] = frozenset()  # tensors that training does not change
+    about: Mapping[str, Any] = field(default_factory=dict)  # JSON: what others need to build the object again
 
     @property
     def outlines(self) -> dict[str, torch.Tensor]:

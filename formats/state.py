@@ -33,6 +33,7 @@ class PartState:
     values: Any
     tensors: Mapping[str, Shard] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()  # tensors that training does not change
+    about: Mapping[str, Any] = field(default_factory=dict)  # JSON: what others need to build the object again
 
 
 @dataclass(frozen=True)

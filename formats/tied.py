@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -33,7 +33,12 @@ def same_place(tensors: Mapping[str, PiecedTensor]) -> dict[str, str]:
     for name, tensor in tensors.items():
         if tensor.size:
             by_place[tensor.dtype, tensor.shape, frozenset(tensor.pieces)].append(name)
-    ordered = (sorted(names, key=_is_head) for names in by_place.values())
+    return one_of_each(by_place.values())
+
+
+def one_of_each(groups: Iterable[list[str]]) -> dict[str, str]:
+    """Of names that stand for one tensor, those that need not be written, each with the one that is: no output head."""
+    ordered = (sorted(names, key=_is_head) for names in groups)
     return {other: kept for kept, *others in ordered for other in others}
 
 

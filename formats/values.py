@@ -94,9 +94,9 @@ class Encoder:
     def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
         if self.spread and is_sharded(tensor):
             return {"$tensor": self._add(path, tensor)}
-        if packed.is_packed(tensor):
-            return {"$packed": self._packed(tensor, path)}
         if type(tensor) not in _PLAIN_TENSORS:
+            if packed.is_packed(tensor):
+                return {"$packed": self._packed(tensor, path)}
             return self._refuse(path, f"a {type(tensor).__module__}.{type(tensor).__qualname__}")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             return self._refuse(path, f"a tensor of layout {tensor.layout} and dtype {tensor.dtype}; only dense ones")

@@ -1,6 +1,7 @@
 """Where bytes go. Knows nothing of formats or of training."""
 
-from ckpt.storage.base import ANY, Buffer, Entry, Storage
+from ckpt.storage.base import ANY, Buffer, Entry, Staging, Storage
+from ckpt.storage.hub import HubStorage
 from ckpt.storage.local import LocalStorage
 from ckpt.storage.memory import MemoryStorage
 from ckpt.storage.objects import ObjectStorage
@@ -11,9 +12,11 @@ __all__ = [
     "ANY",
     "Buffer",
     "Entry",
+    "HubStorage",
     "LocalStorage",
     "MemoryStorage",
     "ObjectStorage",
+    "Staging",
     "Storage",
     "Tiers",
     "open_storage",

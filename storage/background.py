@@ -23,7 +23,7 @@ class Background:
     def busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, call: Callable[[], None]) -> None:
+    def start(self, call: Callable[[], object]) -> None:
         """Begin a call. The one before must be done."""
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(call,), name=self._name)
@@ -44,7 +44,7 @@ class Background:
         if error is not None:
             raise error
 
-    def _run(self, call: Callable[[], None]) -> None:
+    def _run(self, call: Callable[[], object]) -> None:
         try:
             call()
         except BaseException as error:  # for whoever asks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -89,6 +89,28 @@ class Storage(Protocol):
         quotes the holder's `note`. Only to learn whether a holder elsewhere is still alive may take a minute. Where the
         place below has no locks, nothing is held and a warning is logged once.
         """
+
+
+@runtime_checkable
+class Staging(Protocol):
+    """What a storage has beside `Storage` where objects are shown by commits, of which there can be only so many.
+
+    Objects are staged, by any process, and then published together: all of them are there from one moment on. Until
+    then nothing is to be seen of them, and nobody has to clear them away.
+    """
+
+    def stage(self, key: str, pieces: Iterable[Buffer]) -> str:
+        """Bring the bytes there, to be published under `key`. Returns a receipt, which is good in every process."""
+
+    def publish(self, receipts: Mapping[str, str], *, gone: Iterable[str] = ()) -> None:
+        """Show what was staged, by key, and remove what is `gone`: all of it or nothing.
+
+        Where the last commit is not long ago, that waits for what comes next, or for `settle`; if the process is killed
+        meanwhile, what was there before stands.
+        """
+
+    def settle(self) -> None:
+        """Return when everything that was published is durable, and everything deleted gone."""
 
 
 _SEGMENT = re.compile(r"[^/\\\0]+")

@@ -18,11 +18,11 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ckpt.errors import AbsentError, ConflictError, DeniedError, LockedError, StorageError
+from ckpt.storage.alive import identity, started
 
 if TYPE_CHECKING:
     from ckpt.storage.objects import Objects
@@ -53,7 +53,7 @@ class _Held:
     turn: threading.Lock = field(default_factory=threading.Lock)
 
     def text(self) -> bytes:
-        sign = {"note": self.note, "process": _identity(os.getpid()), "holder": self.holder, "sign": uuid.uuid4().hex}
+        sign = {"note": self.note, "process": identity(os.getpid()), "holder": self.holder, "sign": uuid.uuid4().hex}
         return json.dumps(sign).encode()
 
 
@@ -263,26 +263,11 @@ def _name(key: str) -> str:
     return quote(key, safe="")
 
 
-def _identity(process: int) -> list[Any]:
-    """What a process is known by, on this machine and within its namespace, even when its number is used again."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return [boot, os.stat("/proc/self/ns/pid").st_ino, process, _started(process)]
-
-
-def _started(process: int) -> str | None:
-    """When a process began, in ticks of the system. None if it has ended."""
-    try:
-        facts = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if facts[0] in "ZX" else facts[19]
-
-
 def _is_gone(sign: dict[str, Any]) -> bool | None:
     """Whether a holder has ended. None if that cannot be known here."""
-    mine = _identity(os.getpid())
+    mine = identity(os.getpid())
     if sign["process"] == mine:
         return sign["holder"] not in _held_here
     if sign["process"][:2] != mine[:2]:
         return None
-    return bool(_started(int(sign["process"][2])) != sign["process"][3])
+    return bool(started(int(sign["process"][2])) != sign["process"][3])

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import secrets
 import stat
 import threading
@@ -27,6 +28,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EI
 _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
 _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _COPIED_AT_ONCE = 8 << 20
+_SNAPSHOT = re.compile(r"(.*/models--[^/]+)/snapshots/[0-9a-f]{40}(?:/.*)?")
 
 
 class LocalStorage:
@@ -37,6 +39,10 @@ class LocalStorage:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(os.path.abspath(os.fspath(root)))
         self._shown = os.fspath(root)
+        # a snapshot in Hugging Face's cache is made of links to the blobs of its repository
+        snapshot = _SNAPSHOT.fullmatch(str(self._root))
+        self._bounds = snapshot.group(1) if snapshot else str(self._root)
+        self._size = os.stat if snapshot else os.lstat
         if os.path.exists(self._root) and not os.path.isdir(self._root):
             raise ConfigError(f"{self._shown} is a file. The root of checkpoints must be a directory: choose another.")
 
@@ -90,7 +96,7 @@ class LocalStorage:
                 # process leaves it to `sweep`
                 with suppress(OSError):
                     temporary.unlink()
-            _sync_directory(path.parent)
+            sync_directory(path.parent)
 
     def _replace(self, temporary: Path, key: str, over: str | None) -> None:
         """Give a file its name if that is still the one of `over`. One at a time, by an flock on the root."""
@@ -129,7 +135,7 @@ class LocalStorage:
                     path = os.path.join(folder, name)
                     with suppress(FileNotFoundError):  # removed while we walk
                         if not name.endswith(TEMPORARY):
-                            yield Entry(path[len(str(self._root)) + 1 :], os.lstat(path).st_size)
+                            yield Entry(path[len(str(self._root)) + 1 :], self._size(path).st_size)
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -216,7 +222,7 @@ class LocalStorage:
         return any(os.path.islink(one) for one in accumulate(words, "{}/{}".format, initial=str(self._root)))
 
     def _stays_below(self, real: str) -> bool:
-        root = os.path.realpath(self._root)
+        root = os.path.realpath(self._bounds)
         return os.path.commonpath([root, real]) == root
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, Iterable[str]]]:
@@ -314,10 +320,11 @@ def _make_directories(folder: Path) -> None:
     for new in reversed(missing):
         with suppress(FileExistsError):
             new.mkdir()
-        _sync_directory(new.parent)
+        sync_directory(new.parent)
 
 
-def _sync_directory(folder: Path) -> None:
+def sync_directory(folder: str | Path) -> None:
+    """Make the names in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

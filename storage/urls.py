@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 from ckpt.errors import ConfigError, SchemeError
 from ckpt.storage.base import Storage
+from ckpt.storage.hub import HubStorage
 from ckpt.storage.local import LocalStorage
 from ckpt.storage.memory import MemoryStorage
 from ckpt.storage.objects import ObjectStorage
@@ -87,6 +88,7 @@ def _open_filesystem(scheme: str) -> Callable[..., Storage]:
 
 _BUILT_IN: dict[str, Callable[..., Storage]] = {
     "file": _open_file,
+    "hub": HubStorage,
     "memory": _open_memory,
     "s3": _open_s3,
     "s3a": _open_s3,

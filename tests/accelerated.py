@@ -132,7 +132,7 @@ class Loop:
     def run(self, run: int = 0, stop: int | None = None, back: int | None = None) -> list[Any]:
         """Train to the end, or until a save after so many batches; what was seen: samples, noise, loss.
 
-        After `back` batches, everything is saved and loaded again at once.
+        After `back` batches everything is saved, and after one more that is trained it is loaded again.
         """
         reseed(self.rank, run)
         options, make = KINDS[self.kind]
@@ -153,7 +153,10 @@ class Loop:
                         return seen
                     if len(seen) == back:
                         accelerator.save_state("here")
-                        accelerator.load_state()
+                    elif back and len(seen) == back + 1:
+                        accelerator.load_state("here")
+                        seen.pop()
+                        back = None
             seen.append(exact([one.state_dict() for one in parts]))
         return seen
 

@@ -19,6 +19,7 @@ KEY, SECRET = "test-key", "a-secret-that-must-not-be-shown"
 BUCKET = "ckpt"
 _PORTS = ("s3", "master", "volume", "filer", "admin")
 _DEADLINE = 60.0
+_SOCKETS = Path("/tmp")  # where it puts them, whatever it is told
 
 
 class Server:
@@ -44,8 +45,10 @@ class Server:
             self._process = subprocess.Popen(
                 [str(_binary()), "mini", f"-dir={self.folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *ports,
                  "-master.telemetry=false", "-admin.ui=false", "-webdav=false", "-s3.port.iceberg=0",
-                 "-s3.port.lance=0", f"-bucket={BUCKET}"],
-                env={**os.environ, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "GOMEMLIMIT": "400MiB"},
+                 "-s3.port.lance=0", f"-bucket={BUCKET}", f"-filer.localSocket={self.folder}/filer.sock",
+                 f"-s3.localSocket={self.folder}/s3.sock"],
+                env={**os.environ, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "GOMEMLIMIT": "400MiB",
+                     "TMPDIR": str(self.folder)},
                 cwd=self.folder, stdout=log, stderr=log,
             )  # fmt: skip
         self._await_bucket()
@@ -56,6 +59,15 @@ class Server:
         self._process.kill()
         self._process.wait()
         self._process = None
+
+    def clear_away(self) -> None:
+        """End it, and remove all that it left."""
+        if self._process is not None:
+            self.kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for port in self._ports:
+            for left in _SOCKETS.glob(f"seaweedfs-*-grpc-{port}.sock"):
+                left.unlink()
 
     def _await_bucket(self) -> None:
         """Until the bucket answers, if only to say that it does not know us."""
@@ -86,9 +98,7 @@ def serving(root: Path | None = None) -> Iterator[Server]:
         server.start()
         yield server
     finally:
-        if server._process is not None:
-            server.kill()
-        shutil.rmtree(folder, ignore_errors=True)
+        server.clear_away()
 
 
 def environment(url: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, notebook_launcher
 from accelerate.utils import DistributedType, ProjectConfiguration
 from torch import nn
 from torch.utils.data import DataLoader
@@ -22,6 +22,9 @@ import ckpt
 from ckpt.integrations.accelerate import attach
 from tests.accelerated import KINDS, SAMPLES, Loop, Numbers, build, new_accelerator, reseed, train_on
 from tests.processes import run_ranks
+from tests.training import exact
+
+EVERY_STOP = os.environ.get("CKPT_STOPS") == "all"
 
 
 class Counter:
@@ -43,20 +46,24 @@ def _prepared(accelerator: Any, **options: Any) -> tuple[Any, list[Any]]:
     return loader, parts
 
 
-def _interrupted_equals_straight(rank: int, folder: str, world_size: int, kinds: list[str], stops: list[int]) -> None:
-    for kind in kinds:
+def _interrupted_equals_straight(rank: int, folder: str, world_size: int, stops: dict[str, list[int]]) -> None:
+    for kind, moments in stops.items():
         straight = Loop(f"{folder}/{kind}", kind, rank, world_size).run()
-        for stop in stops:
+        for stop in moments:
             loop = Loop(f"{folder}/{kind}-{stop}", kind, rank, world_size)
             assert loop.run(run=0, stop=stop) + loop.run(run=1) == straight, f"{kind}, stopped after {stop} batches"
 
 
-@pytest.mark.parametrize(("world_size", "stops"), [(1, [2, 6, 8]), (2, [1, 3, 4])])
+@pytest.mark.parametrize(("world_size", "moments"), [(1, [2, 6, 8]), (2, [3, 4, 1])])
 def test_a_plain_loop_over_any_prepared_loader_goes_on_where_it_stopped(
-    tmp_path: Path, world_size: int, stops: list[int]
+    tmp_path: Path, world_size: int, moments: list[int]
 ) -> None:
-    """In the middle of an epoch, at its last batch, and in the middle of a later one."""
-    job = (str(tmp_path), world_size, list(KINDS), stops)
+    """In the middle of an epoch, at its last batch, and in the middle of a later one.
+
+    With one rank and with two, each kind is stopped at another of these; with CKPT_STOPS=all, at each of them.
+    """
+    stops = {kind: moments if EVERY_STOP else [moments[number % 3]] for number, kind in enumerate(KINDS)}
+    job = (str(tmp_path), world_size, stops)
     assert run_ranks(world_size, _interrupted_equals_straight, *job) == [0] * world_size
 
 
@@ -75,7 +82,7 @@ def test_an_accumulation_window_is_resumed_in_its_middle(tmp_path: Path, world_s
 def _loaded_inside_the_loop(rank: int, folder: str, world_size: int) -> None:
     for kind in ("sharded", "dispatched", "workers", "a stream", "a stateful stream, dispatched"):
         straight = Loop(f"{folder}/{kind}", kind, rank, world_size).run()
-        for back in (2, 3):
+        for back in (1, 2) if EVERY_STOP else (world_size,):
             assert Loop(f"{folder}/{kind}-{back}", kind, rank, world_size).run(back=back) == straight, (kind, back)
 
 
@@ -280,6 +287,96 @@ def test_a_script_that_skips_batches_itself_does_not_skip_twice(tmp_path: Path) 
         assert len(list(loader)) == 4
 
 
+def _saved_by_accelerate(rank: int, folder: str, world_size: int) -> list[Any]:
+    """Train two batches, and let Accelerate itself save: what it then has."""
+    accelerator = new_accelerator(rank=rank, world_size=world_size, gradient_accumulation_steps=2)
+    loader, parts = _prepared(accelerator)
+    accelerator.register_for_checkpointing(Counter())
+    for _, batch in zip(range(2), loader, strict=False):
+        train_on(batch, accelerator, *parts)
+    accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    return [exact([one.state_dict() for one in parts]), torch.rand(3).tolist()]
+
+
+def _taken_over(rank: int, folder: str, world_size: int) -> None:
+    at = f"{folder}/theirs/step_2"
+    theirs = _saved_by_accelerate(rank, at, world_size)
+    os.chdir(f"{folder}/theirs")
+    for root, given in ((f"{folder}/theirs", "step_2"), (f"{folder}/ours", at), (f"{folder}/new", "step_2")):
+        reseed(rank, 1)
+        accelerator = new_accelerator(rank=rank, world_size=world_size, gradient_accumulation_steps=2)
+        _, parts = _prepared(accelerator)
+        accelerator.register_for_checkpointing(Counter())
+        with attach(accelerator, root) as manager:
+            accelerator.load_state(given)
+            assert [exact([one.state_dict() for one in parts]), torch.rand(3).tolist()] == theirs, (root, given)
+            assert manager.restored is not None
+            assert manager.restored.url == at
+            assert manager.restored.skipped == {}
+            assert manager.restored.approximated.keys() == {"progress", "gradients", "dataloader.0"}
+            assert "skip_first_batches" in manager.restored.approximated["dataloader.0"]
+            assert accelerator.step == 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_attached_a_load_takes_over_what_accelerate_itself_saved(tmp_path: Path, world_size: int) -> None:
+    """In the root, at a path elsewhere, and in the folder where the script runs."""
+    assert run_ranks(world_size, _taken_over, str(tmp_path), world_size) == [0] * world_size
+
+
+def test_what_a_loader_of_theirs_says_is_passed_on(tmp_path: Path) -> None:
+    def build_stateful() -> Any:
+        accelerator = new_accelerator(loaders={"use_stateful_dataloader": True})
+        return accelerator, *_prepared(accelerator)
+
+    accelerator, loader, _ = build_stateful()
+    for _, _ in zip(range(2), loader, strict=False):
+        pass
+    accelerator.save_state(str(tmp_path / "step_2"))
+    accelerator, *_ = build_stateful()
+    with attach(accelerator, tmp_path) as manager:
+        restored = manager.resume()
+        assert restored is not None
+        assert "skip_first_batches(loader, 2)" in restored.approximated["dataloader.0"]
+
+
+def test_a_folder_of_nobody_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    accelerator = new_accelerator()
+    _prepared(accelerator)
+    (tmp_path / "empty").mkdir()
+    with attach(accelerator, tmp_path / "root"):
+        for folder in ("empty", "nowhere"):
+            with pytest.raises(ckpt.ConfigError, match=f"{folder}.* is no folder that Accelerate saved.*plain name"):
+                accelerator.load_state(str(tmp_path / folder))
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("kind", ["seedable", "dispatched", "a stream", "a stateful stream, dispatched"])
+def test_after_skipped_batches_the_position_is_kept_as_ever(tmp_path: Path, kind: str) -> None:
+    """A script that skips what Accelerate's folder does not tell, and is then interrupted in the same epoch."""
+
+    def rest(root: str, run: int, stop: int | None = None) -> list[Any]:
+        reseed(0, run)
+        accelerator = new_accelerator(loaders=KINDS[kind][0])
+        loader, *parts = accelerator.prepare(KINDS[kind][1](), *build())
+        seen: list[Any] = []
+        with attach(accelerator, tmp_path / root) as manager:
+            if manager.resume() is None:
+                loader = accelerator.skip_first_batches(loader, 2)
+            for batch in loader:
+                seen.append([*(one.tolist() for one in batch), train_on(batch, accelerator, *parts)])
+                if len(seen) == stop:
+                    assert manager.progress.batch == 3
+                    accelerator.save_state()
+                    break
+        return seen
+
+    straight = rest("straight", run=0)
+    assert len(straight) == 4
+    assert rest("stopped", run=0, stop=1) + rest("stopped", run=1) == straight
+
+
 def _part_of_an_epoch(rank: int, root: str, world_size: int, kind: str, stop: int) -> None:
     options, make = KINDS[kind]
     reseed(0, 0)
@@ -384,20 +481,29 @@ def in_a_notebook(root: str) -> None:
     accelerator.end_training()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_notebook_launches_it(tmp_path: Path, world_size: int) -> None:
+def _launched_here(rank: int, root: str) -> None:
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    notebook_launcher(in_a_notebook, (root,), num_processes=1)
+
+
+def test_a_notebook_launches_it_in_its_own_process(tmp_path: Path) -> None:
+    assert run_ranks(1, _launched_here, str(tmp_path)) == [0]
+    assert [one.name for one in ckpt.list_checkpoints(tmp_path)] == ["cell"]
+
+
+def test_a_notebook_launches_it_in_two_processes(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     cell = (
         "from accelerate import notebook_launcher\n"
         "from tests.test_accelerate import in_a_notebook\n"
-        f"notebook_launcher(in_a_notebook, ({str(tmp_path)!r},), num_processes={world_size}, use_port='{port}')\n"
+        f"notebook_launcher(in_a_notebook, ({str(tmp_path)!r},), num_processes=2, use_port='{port}')\n"
     )
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", cell], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert f"{world_size} processes, 1 epoch" in done.stdout
+    assert "2 processes, 1 epoch" in done.stdout
     assert [one.name for one in ckpt.list_checkpoints(tmp_path)] == ["cell"]
 
 

@@ -111,7 +111,7 @@ def test_a_program_that_ends_in_whatever_way_finishes_its_save(tmp_path: Path, e
         import sys, time, torch, ckpt
         from ckpt.storage import LocalStorage
         class Slow(LocalStorage):
-            def write(self, key, pieces, *, over):
+            def write(self, key, pieces, *, over="*"):
                 time.sleep(0.1)
                 super().write(key, pieces, over=over)
         manager = ckpt.StateManager(Slow({str(tmp_path)!r}), model=torch.nn.Linear(2, 2))

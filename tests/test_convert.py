@@ -553,11 +553,11 @@ def convert_and_die(rank: int, source: str, destination: str, to: str, at: int) 
     left = [at]
 
     def counted(write: Any) -> Any:
-        def dying(*args: Any) -> None:
+        def dying(*args: Any, **options: Any) -> None:
             left[0] -= 1
             if left[0] < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            write(*args)
+            write(*args, **options)
 
         return dying
 

@@ -180,7 +180,7 @@ def _found_out(rank: int, folder: str) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     os.chdir(folder)
     manager = ckpt.StateManager("root", model=nn.Linear(1, 1), timeout=60)
-    assert not manager._hosts.apart
+    assert not manager._saver.hosts.apart
     assert not list(Path("root").iterdir())
 
 
@@ -207,7 +207,7 @@ with ckpt.StateManager("run", model=model, optimizer=optimizer, layout="sharded"
         print(error, file=sys.stderr)
         sys.exit(7)
     assert (restored.step if restored else 0) == expected, restored
-    assert manager._hosts.apart
+    assert manager._saver.hosts.apart
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     manager.progress.step = expected + 1

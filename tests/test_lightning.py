@@ -177,6 +177,9 @@ def test_a_state_is_taken_when_the_call_is_made(tmp_path: Path) -> None:
 
 
 def test_the_newest_is_one_that_is_intact(tmp_path: Path) -> None:
+    for name in ("random_states_0.pkl", "optimizer.bin"):  # of Accelerate, which is no checkpoint of Lightning
+        (tmp_path / "checkpoint_0").mkdir(exist_ok=True)
+        (tmp_path / "checkpoint_0" / name).touch()
     assert CkptIO.newest(tmp_path) is None
     plugin = CkptIO(background=False)
     for name in ("a.ckpt", "b.ckpt"):

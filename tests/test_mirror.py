@@ -20,6 +20,7 @@ from torch import nn
 import ckpt
 from ckpt.storage import ANY, Buffer, LocalStorage, Storage, open_storage
 from tests.processes import DEADLINE, run_ranks, start_alone
+from tests.seaweed import BUCKET, environment, serving
 
 KILLS = int(os.environ.get("CKPT_KILLS", "3"))
 
@@ -220,6 +221,24 @@ class TestTrouble:
             _until(lambda: manager.mirror_error is None and len(steps(tmp_path / "mirror")) == 2)
         assert intact(tmp_path / "mirror")
 
+    def test_a_server_that_is_killed_and_comes_back_gets_what_it_has_missed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with serving(tmp_path) as server:
+            for name, value in environment(server.url).items():
+                monkeypatch.setenv(name, value)
+            mirror = f"s3://{BUCKET}/copies"
+            with managed(tmp_path / "root", mirror, weights(1), storage_options={"deadline": 1.0}) as manager:
+                manager.save_state("one", wait=True)
+                _await_copy("one", mirror)
+                server.kill()
+                manager.save_state("two", wait=True)
+                _until(lambda: manager.mirror_error is not None)
+                server.start()
+                manager.save_state("three", wait=True)
+            assert manager.mirror_error is None
+            assert list(ckpt.verify(mirror).items()) == [("three", []), ("two", []), ("one", [])]
+
     def test_what_could_not_be_copied_the_next_run_copies(self, tmp_path: Path) -> None:
         mirror = Counting(tmp_path / "mirror")
         mirror.down = True
@@ -284,6 +303,16 @@ class TestTrouble:
         with pytest.raises(ckpt.ConfigError, match="mirror"):
             ckpt.StateManager(str(tmp_path), model=weights(0), **options)  # type: ignore[arg-type]
 
+    def test_what_a_yaml_file_says(self, tmp_path: Path) -> None:
+        (tmp_path / "ckpt.yaml").write_text(
+            f"root: {tmp_path}/root\nkeep: {{last: 1}}\nmirror: {tmp_path}/mirror\nmirror_keep: {{last: 2}}\n"
+        )
+        with ckpt.StateManager.from_config(tmp_path / "ckpt.yaml", model=weights(1)) as manager:
+            for name in ("one", "two", "three"):
+                manager.save_state(name, wait=True)
+                _await_copy(name, tmp_path / "mirror")
+        assert [one.name for one in ckpt.list_checkpoints(tmp_path / "mirror")] == ["three", "two"]
+
     def test_frozen_weights_are_sent_once(self, tmp_path: Path) -> None:
         head = nn.Linear(600, 1)
         model = nn.Sequential(nn.Linear(600, 600).requires_grad_(False), head)
@@ -310,7 +339,7 @@ def _until(done: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def _await_copy(name: str, mirror: Storage) -> None:
+def _await_copy(name: str, mirror: str | Path | Storage) -> None:
     _until(lambda: name in {one.name for one in ckpt.list_checkpoints(mirror) if one.committed})
 
 

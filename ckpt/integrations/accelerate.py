@@ -60,23 +60,29 @@ class _Attached:
         """
         _note_unused({"safe_serialization": safe_serialization is False, **save_model_func_kwargs})
         named = self._accelerator.project_configuration.automatic_checkpoint_naming
-        name = None if named or output_dir is None else self._name(output_dir)
+        name = None if named or output_dir is None else self._name_for(output_dir)
         saved = self._manager.save_state(name)
         return None if saved is None else _made(f"{self._manager.url}/{saved}")
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
     ) -> None:
-        """Load a checkpoint: the one by that name, or in that folder below the root; or the newest intact one."""
+        """Load a checkpoint: the one by that name, or in that folder below the root; or the newest intact one.
+
+        Anywhere else, a folder that Accelerate itself saved is loaded.
+        """
         _note_unused({**(load_kwargs or {}), **load_model_func_kwargs})
-        self._manager.load_state(None if input_dir is None else self._name(input_dir))
+        self._manager.load_state(None if input_dir is None else self._meant_by(input_dir))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """The loader itself, where it goes on from its position anyway."""
-        waits = self._manager._loop.waits_for(dataloader)
-        if waits is None:
+        """The loader itself: its next time through begins after so many batches, or where the checkpoint says."""
+        loop = self._manager._loop
+        if not loop.owns(dataloader):
             return type(self._accelerator).skip_first_batches(self._accelerator, dataloader, num_batches)
-        if waits != num_batches:
+        waits = loop.waits_for(dataloader)
+        if waits is None:
+            loop.skip(dataloader, num_batches)
+        elif waits != num_batches:
             _log.warning(
                 "skip_first_batches(%d): by the checkpoint %d batches of this loader are done, and those are skipped.",
                 num_batches, waits,
@@ -88,15 +94,28 @@ class _Attached:
         self.detach()
         self._accelerator.end_training()
 
-    def _name(self, folder: str | os.PathLike[str]) -> str:
-        path = os.path.expanduser(os.fspath(folder)).rstrip("/")
-        parent, _, name = path.rpartition("/")
-        if parent and open_storage(parent).url != self._manager.url:
+    def _name_for(self, folder: str | os.PathLike[str]) -> str:
+        name = self._name_in_root(_plain(folder))
+        if name is None:
             raise ConfigError(
-                f"{path} is not directly below {self._manager.url}, the root that was attached. Give a plain name or "
-                f"a folder there, or attach(accelerator, {parent!r})."
+                f"{folder} is not directly below {self._manager.url}, the root that was attached. Give a plain name or "
+                f"a folder there, or attach(accelerator, {os.path.dirname(_plain(folder))!r})."
             )
         return name
+
+    def _meant_by(self, folder: str | os.PathLike[str]) -> str:
+        """The name of a checkpoint in the root; or the path of a folder elsewhere."""
+        path = _plain(folder)
+        if "/" in path:
+            return self._name_in_root(path) or path
+        elsewhere = os.path.abspath(path)  # where Accelerate, which knows no root, has put it
+        self._manager.wait()  # what is being saved is not listed yet
+        there = any(True for _ in self._manager._storage.list(path))
+        return elsewhere if not there and os.path.isdir(elsewhere) else path
+
+    def _name_in_root(self, path: str) -> str | None:
+        parent, _, name = path.rpartition("/")
+        return name if not parent or open_storage(parent).url == self._manager.url else None
 
 
 _METHODS = ("save_state", "load_state", "skip_first_batches", "end_training")
@@ -106,6 +125,10 @@ def _note_unused(options: dict[str, Any]) -> None:
     given = [name for name, value in options.items() if value]
     if given:
         _log.info("%s: not used, checkpoints of ckpt are read and written in their own way", ", ".join(given))
+
+
+def _plain(folder: str | os.PathLike[str]) -> str:
+    return os.path.expanduser(os.fspath(folder)).rstrip("/")
 
 
 def _made(folder: str) -> Path | str:

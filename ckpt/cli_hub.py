@@ -1,0 +1,69 @@
+"""The commands that talk to the Hub: `ckpt push` and `ckpt pull`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("source")
+@click.argument("repo_id")
+@click.option("--private/--public", default=None, help="For a repository that is new.")
+@click.option("--revision", help="The branch to commit to; made if it is not there.")
+@click.option("-m", "--message", help="The commit's title.")
+@click.option("--dtype", help="Cast floating point tensors: bfloat16, float16, float32, ...")
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Beyond this, write shards and an index.")
+@click.option("--part", default="model", show_default=True, help="Which part of the checkpoint.")
+@click.option("--beside", type=click.Path(exists=True, file_okay=False), help="A folder with a tokenizer, a config ...")
+@click.option("--license", help="For the model card: apache-2.0, mit, ...")
+@click.option("--card/--no-card", default=True, show_default=True, help="Write the model card, or leave it alone.")
+def push(
+    source: str,
+    repo_id: str,
+    private: bool | None,
+    revision: str | None,
+    message: str | None,
+    dtype: str | None,
+    max_shard_size: str,
+    part: str,
+    beside: str | None,
+    license: str | None,
+    card: bool,
+) -> None:
+    """Publish the model of the checkpoint at SOURCE as REPO_ID on the Hub.
+
+    SOURCE is a checkpoint of ckpt, sharded or not, what else 'ckpt merge' reads, or a folder of safetensors. One commit
+    has everything; what the Hub has already is not sent again. The token comes from HF_TOKEN or 'hf auth login'.
+    """
+    from ckpt.pushing import push_to_hub
+
+    url = push_to_hub(
+        source,
+        repo_id,
+        private=private,
+        revision=revision,
+        commit_message=message,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        part=part,
+        beside=beside,
+        card={"license": license} if card and license else card,
+    )
+    click.echo(url)
+
+
+@click.command()
+@click.argument("repo_id")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--step", type=int, help="Only the checkpoint of this step, to resume from.")
+@click.option("--revision", help="A branch, a tag or a commit.")
+def pull(repo_id: str, directory: Path, step: int | None, revision: str | None) -> None:
+    """Copy what is in REPO_ID on the Hub into DIRECTORY, verified.
+
+    Without the network it comes from Hugging Face's cache, if it is there.
+    """
+    from ckpt.pulling import pull
+
+    click.echo(pull(repo_id, directory, step=step, revision=revision))

@@ -1,0 +1,58 @@
+"""What a loader is: how it can be brought back to a position, and how much it hands out."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ckpt import order
+from ckpt.parts import has_state
+
+
+def goes_by_index(loader: Any) -> TypeGuard[DataLoader[Any]]:
+    """Whether a loader is brought back by its indices: map-style data, unless the loader keeps its parts' state."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    parts = [loader.dataset, *order.samplers(loader)]
+    return not (has_state(loader) and any(has_state(part) for part in parts))
+
+
+def keeper_of(loader: Any) -> Any:
+    """Who keeps the position itself, if anybody does: the loader, or a dataset that lives in this process."""
+    dataset = getattr(loader, "dataset", None)
+    if has_state(loader) and not goes_by_index(loader):
+        return loader
+    return dataset if has_state(dataset) and getattr(loader, "num_workers", 0) == 0 else None
+
+
+def stateful_samplers(loader: Any) -> list[Any]:
+    return [sampler for sampler in order.samplers(loader) if has_state(sampler)]
+
+
+def splits(loader: Any) -> bool:
+    """Whether Accelerate gives every rank a piece of each batch."""
+    dealers = (loader, getattr(loader, "batch_sampler", None))
+    return any(getattr(one, "split_batches", False) is True for one in dealers)
+
+
+def size_of(dataset: Any) -> int | None:
+    """How many samples a dataset has, if it says so."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def batch_size(batch: Any) -> int:
+    """The number of samples in a batch: the length of the first tensor or sequence found in it."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    if isinstance(batch, dict):
+        return batch_size(next(iter(batch.values()))) if batch else 0
+    if isinstance(batch, list | tuple):
+        return (
+            batch_size(batch[0]) if batch and isinstance(batch[0], torch.Tensor | list | tuple | dict) else len(batch)
+        )
+    return 1

@@ -1,0 +1,30 @@
+"""Metrics as a training loop gives them, and as a checkpoint keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ckpt.errors import MetricError
+
+
+def checked_metrics(metrics: Any) -> dict[str, Any]:
+    """Metrics to be kept until a save, if there is one. Nothing waits for the device."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise MetricError(f"metrics must be a dict of names and numbers, not {metrics!r}.")
+    return {key: _detached(value) for key, value in (metrics or {}).items()}
+
+
+def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as plain numbers. This waits for the device, so it is done for saves only."""
+    try:
+        return {key: float(_detached(value)) for key, value in metrics.items()}
+    except (TypeError, ValueError, RuntimeError, OverflowError, AttributeError) as error:
+        raise MetricError(f"metrics must be names with one number each, not {metrics!r}: {error}") from error
+
+
+def _detached(value: Any) -> Any:
+    """Without the graph behind it, which would otherwise live until the next step."""
+    return value.detach() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,147 @@
+"""A model alone is loaded, from whatever holds one, straight into its live tensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt.agreement import together
+from ckpt.catalog import locate
+from ckpt.choosing import choose
+from ckpt.console import say
+from ckpt.errors import MismatchError, MissingError, TransientError
+from ckpt.formats.manifest import Manifest
+from ckpt.formats.pieces import PiecedTensor
+from ckpt.formats.sharding import Box, is_sharded, layout_of, local_tensor
+from ckpt.hub_cache import fetched
+from ckpt.managed import Managed
+from ckpt.merge_sources import open_source
+from ckpt.models import ModelPart, tensors_in
+from ckpt.ranks import MAIN, Ranks, find_ranks
+from ckpt.restoring import Restoration
+from ckpt.sources import Found
+from ckpt.storage import HubStorage, Storage, open_storage
+
+Notes = dict[str, str]
+
+
+def load_model(
+    source: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    part: str = "model",
+    strict: bool = True,
+    timeout: float = 300.0,
+) -> dict[str, str]:
+    """Load a model's tensors, and return what was left out or is not exactly as it was saved, with the reasons.
+
+    `source` is a checkpoint, a root (its newest intact checkpoint is taken), a folder of safetensors, or whatever else
+    `merge` reads, at a path or URL: `hub://user/repo`. The model may be wrapped, compiled or sharded; every rank makes
+    this call, and reads what it holds. Checkpoints are verified by their manifests, files of the Hub by their hashes
+    there; without the network they come from the cache. With `strict` everything must fit, or nothing is changed. What
+    is far away is read once, and verified on the way: if it is damaged, a part of it is in the model already.
+    """
+    where = os.fspath(source)
+    ranks = find_ranks(f"load {where}", timeout)
+    call = f"load_model({where!r})"
+    with ranks.working():
+        where = together(ranks, call, lambda: _reached(where))
+        storage, names = together(ranks, call, lambda: locate(where))
+        if names:
+            return _load_checkpoint(storage, names, ranks, model, part, strict=strict)
+        return dict(together(ranks, call, lambda: _load_tensors(where, ranks, model, part, strict=strict)))
+
+
+def _reached(where: str) -> str:
+    """Where to read: a copy in the cache, where the Hub cannot be reached or has plain files without a manifest."""
+    storage = open_storage(where)
+    if not isinstance(storage, HubStorage):
+        return where
+    try:
+        _, names = locate(where)
+    except TransientError:
+        names = []
+    if names:
+        return where
+    folder = storage.folder
+    return str(fetched(storage.repo, [f"{folder}/*"] if folder else None) / folder)
+
+
+def _load_checkpoint(
+    storage: Storage, names: list[str], ranks: Ranks, model: nn.Module, part: str, *, strict: bool
+) -> Notes:
+    """From a checkpoint of ours: the one that was named, or the newest intact one of a root."""
+    managed = Managed(Found, gradients=False)
+    managed.parts[part] = ModelPart(part, model)
+
+    def prepare(storage: Storage, manifest: Manifest, held: ExitStack) -> Restoration:
+        return Restoration.prepare(
+            storage,
+            manifest,
+            ranks,
+            managed,
+            held,
+            strict=strict,
+            share=not storage.near,
+            precious=storage.near,
+            touch=lambda: None,
+        )
+
+    with ExitStack() as held:
+        choice = choose((storage,), ranks, names[0] if len(names) == 1 else None, prepare, held)
+        if choice is None:
+            raise MissingError(f"there is no checkpoint in {storage.url}.")
+        restoration: Restoration = choice.ready
+        restoration.finish()
+    if ranks.rank == MAIN:
+        say(f"loaded {part} of {storage.url}/{choice.manifest.name}")
+    noted = {**restoration.notes.skipped, **restoration.notes.approximated}
+    return {key: why for key, why in noted.items() if key.startswith(f"{part}.")}
+
+
+def _load_tensors(where: str, ranks: Ranks, model: nn.Module, part: str, *, strict: bool) -> Notes:
+    """From a folder of safetensors, or of another tool."""
+    with open_source(where, part) as source:
+        target = ModelPart(part, model)
+        live = target.capture()
+        notes = _unfit(live, source.tensors)
+        if strict and notes:
+            lines = [f"{name}: {why}" for name, why in sorted(notes.items())]
+            listed = "\n  ".join(lines)
+            raise MismatchError(f"{where} does not fit the model; nothing was changed:\n  {listed}", tuple(lines))
+        for name, tensor in live.items():
+            if name in source.tensors and name not in notes:
+                _fill(tensor, source.tensors[name], ranks.rank)
+        target.load(live)
+    if ranks.rank == MAIN:
+        say(f"loaded {part} of {where}")
+    return notes
+
+
+def _unfit(live: Mapping[str, Any], saved: Mapping[str, PiecedTensor]) -> Notes:
+    """What does not go together. A tied tensor may be there under another of its names; another dtype is cast."""
+    found = {id(value) for name, value in live.items() if name in saved}
+    tensors = tensors_in(live)
+    notes = {name: "missing there" for name, value in tensors.items() if name not in saved and id(value) not in found}
+    notes |= {name: "unexpected: the model has no such tensor" for name in saved if name not in tensors}
+    for name in tensors.keys() & saved.keys():
+        if tuple(tensors[name].size()) != saved[name].shape:
+            notes[name] = f"shape {list(saved[name].shape)} there, {list(tensors[name].size())} here"
+    return notes
+
+
+@torch.no_grad()
+def _fill(target: Any, saved: PiecedTensor, rank: int) -> None:
+    """Read as much of a tensor as this rank holds."""
+    if not is_sharded(target):
+        target.copy_(saved.read(saved.box))
+        return
+    layout = layout_of(target)
+    box = layout.box(saved.shape, rank) if layout.holds(rank) else Box((0,), (0,))
+    if not box.is_empty:
+        local_tensor(target).copy_(saved.read(box))

@@ -1,0 +1,79 @@
+"""A repository, or one checkpoint of it, comes back from the Hub into a folder.
+
+Imports no torch: a shell asks for it too.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from urllib.parse import quote
+
+from ckpt import catalog
+from ckpt.console import say
+from ckpt.errors import DamagedError, MissingError
+from ckpt.folders import appearing
+from ckpt.formats.manifest import FILE_NAME
+from ckpt.hub_cache import fetched
+from ckpt.storage.hub import HubStorage
+from ckpt.storage.hub_repo import HubRepo
+
+
+def pull(
+    repo_id: str,
+    directory: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    revision: str | None = None,
+    token: str | None = None,
+) -> str:
+    """Copy a repository (`user/repo`, or `hub://user/repo@revision/path`) into a folder, and return the folder.
+
+    With `step`, only the checkpoint of that step, as a folder below `directory`, from which a run can resume. Files
+    are verified, and appear when all of them are there. They come through Hugging Face's cache: what is in it is not
+    fetched again, and where the Hub cannot be reached it is taken from there.
+    """
+    storage = HubStorage(_rest(repo_id, revision), token=token)
+    top = f"{storage.folder}/" if storage.folder else ""
+    if step is None:
+        found, target = fetched(storage.repo, [f"{top}*"] if top else None) / top, Path(directory)
+    else:
+        found = _checkpoint(storage.repo, top, step)
+        target = Path(directory, found.name)
+        if wrong := catalog.verify(found)[found.name]:
+            raise DamagedError(f"{found.name} is damaged in {storage.url} already: {'; '.join(wrong)}.")
+    _copy(found, target, storage.url)
+    return str(target)
+
+
+def _rest(repo_id: str, revision: str | None) -> str:
+    user, *words = repo_id.removeprefix("hub://").split("/")
+    if revision and words:
+        words[0] = f"{words[0].partition('@')[0]}@{quote(revision, safe='')}"
+    return "/".join([user, *words])
+
+
+def _checkpoint(repo: HubRepo, top: str, step: int) -> Path:
+    """The checkpoint of a step in the cache; the one of the end of an epoch, if there are two."""
+    name = f"step-{step:08d}"
+    folder = fetched(repo, [f"{top}*{name}*/*"])
+    found = (path.parent for path in sorted((folder / top).rglob(f"{name}*/{FILE_NAME}")))
+    exact = [path for path in found if path.name in (name, f"{name}-end")]
+    if not exact:
+        there = [path for path in repo.files(repo.head()) if path.endswith(f"/{FILE_NAME}")]
+        known = ", ".join(sorted(path.rpartition("/")[0] for path in there)) or "none"
+        raise MissingError(f"{repo.url} has no checkpoint of step {step}. There are: {known}.")
+    return exact[-1]
+
+
+def _copy(source: Path, directory: Path, where: str) -> None:
+    files = [path for path in sorted(source.rglob("*")) if path.is_file()]
+    if not files:
+        raise MissingError(f"there is nothing to pull at {where}.")
+    with appearing(directory) as folder:
+        for path in files:
+            target = folder / path.relative_to(source)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
+    say(f"pulled {len(files)} files into {directory}")

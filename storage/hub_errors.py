@@ -1,0 +1,131 @@
+"""What the Hub's client raises, as errors of ours: what, where, why, what to do. No token is in any of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from ckpt.errors import AbsentError, CkptError, ConfigError, FullError, StorageError, TransientError
+
+Result = TypeVar("Result")
+
+_AGAIN = (408, 429, 500, 502, 503, 504)
+_PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds between two tries
+_LONGEST_WAIT = 600.0  # that the Hub may ask for
+_LOGIN = "Log in with 'hf auth login', set HF_TOKEN, or give token=..."
+_KEPT = "What was uploaded is kept there, and is not sent again."
+
+
+class MovedError(TransientError):
+    """A branch of a repository does not stand where a commit was made for: somebody else has committed."""
+
+
+def patiently(call: Callable[[], Result]) -> Result:
+    """Make a call that the client does not repeat itself, again where that helps, and as late as the Hub asks."""
+    for pause in _PAUSES:
+        try:
+            return call()
+        except Exception as error:
+            cause = _cause(error)
+            if not may_help(cause):
+                raise
+            time.sleep(_asked_to_wait(cause) or pause)
+    return call()
+
+
+def may_help(error: BaseException) -> bool:
+    """Whether it may work if it is tried again: the Hub is busy, or was not reached."""
+    status = status_of(error)
+    return status in _AGAIN if status else _is_unreachable(error)
+
+
+@contextmanager
+def explained(verb: str, where: str) -> Iterator[None]:
+    """Turn what the client raises into errors of ours."""
+    try:
+        yield
+    except CkptError:
+        raise
+    except Exception as error:
+        raise translated(_cause(error), f"could not {verb} {where}") from None  # the cause holds the request's headers
+
+
+def translated(error: BaseException, what: str) -> Exception:
+    """The error that a user sees in place of the client's."""
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    status = status_of(error)
+    if isinstance(error, RepositoryNotFoundError) and status != 401:
+        return AbsentError(f"{what}: there is no such repository, or the token may not see it. {_LOGIN}")
+    if isinstance(error, RevisionNotFoundError):
+        return AbsentError(f"{what}: the repository has no such revision. Name a branch, a tag or a commit of it.")
+    if isinstance(error, EntryNotFoundError):
+        return AbsentError(f"{what}: it does not exist.")
+    if status:
+        return _by_status(status, error, what)
+    if _is_unreachable(error):
+        return TransientError(
+            f"{what}: the Hub cannot be reached ({type(error).__name__}: {error}). Look at the network, at HF_ENDPOINT "
+            f"and HF_HUB_OFFLINE, then try again. {_KEPT}"
+        )
+    kind = ConfigError if isinstance(error, HFValidationError) else StorageError
+    return kind(f"{what}: {type(error).__name__}: {error}")
+
+
+def _by_status(status: int, error: BaseException, what: str) -> Exception:
+    said = getattr(error, "server_message", None)
+    about = f"{what}: the Hub answered {status}" + (f" ({said})" if said else "")
+    if status == 401:
+        return StorageError(f"{about}: there is no token, or it is not valid. {_LOGIN}")
+    if status == 403:
+        return StorageError(
+            f"{about}: the token may not do that. Give it write access to this repository at "
+            "https://huggingface.co/settings/tokens, or use another."
+        )
+    if status == 404:
+        return AbsentError(f"{about}. Is the name right, and may the token see it? {_LOGIN}")
+    if status in (409, 412):
+        return MovedError(f"{about}: somebody else has changed the repository meanwhile. Try again.")
+    if status == 413:
+        return FullError(f"{about}: it is too large. Use a smaller max_shard_size.")
+    if status == 429:
+        return TransientError(
+            f"{about}: too many requests or commits for now, also after waiting. Try again later, or save less often. "
+            f"{_KEPT}"
+        )
+    if status in _AGAIN:
+        return TransientError(f"{about}, also when asked again. Try again later. {_KEPT}")
+    return StorageError(f"{about}.")
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The client wraps what went wrong with one file of many."""
+    while isinstance(error, RuntimeError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def status_of(error: BaseException) -> int:
+    """What the Hub has answered; 0 if it has not."""
+    response = getattr(error, "response", None)
+    return int(getattr(response, "status_code", 0) or 0)
+
+
+def _asked_to_wait(error: BaseException) -> float | None:
+    headers: Any = getattr(getattr(error, "response", None), "headers", {})
+    asked = headers.get("Retry-After", "")
+    return min(float(asked), _LONGEST_WAIT) if asked.isdigit() else None
+
+
+def _is_unreachable(error: BaseException) -> bool:
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    http_error = HfHubHTTPError.__bases__[0]  # of whichever HTTP library the client uses
+    return isinstance(error, http_error | OfflineModeIsEnabled | ConnectionError | TimeoutError)
