@@ -19,6 +19,7 @@ from ckpt.capture import Capture, Captured
 from ckpt.catalog import check_name, scan
 from ckpt.config import read_config
 from ckpt.console import say
+from ckpt.copying import Copies
 from ckpt.errors import CkptError, ConfigError, MissingError, Preempted, TransientError
 from ckpt.exporting import SHARD_SIZE, Wanted, save_live
 from ckpt.folder import open_url
@@ -131,15 +132,15 @@ class StateManager:
         hosts = find_hosts(self._ranks, self._storage, shared=shared)
         self._mirror: Mirror | None = None
         if mirror is not None:
-            self._mirror = Mirror(
+            copies = Copies(
                 self._storage,
                 self._tiers[1],
                 keep=keep if mirror_keep is None else mirror_keep,
                 bandwidth=mirror_bandwidth,
-                backlog=mirror_backlog,
                 alone=not hosts.apart,
                 leads=self._ranks.rank == MAIN,
             )
+            self._mirror = Mirror(copies, mirror_backlog)
         self._saver = Saver(self._storage, self._ranks, keep, self._mirror, hosts, host_memory=host_memory)
         self._background = background
         self._pushes: Background = Background("ckpt-push")

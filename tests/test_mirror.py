@@ -336,7 +336,7 @@ def _until(done: Callable[[], bool]) -> None:
     end = time.monotonic() + DEADLINE
     while not done():
         assert time.monotonic() < end
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 def _await_copy(name: str, mirror: str | Path | Storage) -> None:
