@@ -15,8 +15,9 @@ from ckpt.formats.blocks import digest
 from ckpt.formats.spread import SpreadState, written_by
 from ckpt.formats.state import Image, PartState, Shard
 from ckpt.formats.values import refuse
+from ckpt.hosts import Hosts
 from ckpt.parts import Part
-from ckpt.ranks import MAIN, Ranks
+from ckpt.ranks import Ranks
 
 _log = logging.getLogger("ckpt")
 
@@ -37,10 +38,11 @@ class Captured:
     gathered: Mapping[str, SpreadState]  # spread ones that the main rank writes whole, with the help of the others
     own: Mapping[str, PartState]
     document: bytes
+    keeps: bool = True  # whether this rank writes what all have in common
 
     @cached_property
     def images(self) -> list[Image]:
-        """The files for tensors that all ranks have in common: the main rank writes them."""
+        """The files for tensors that all ranks have in common: the main rank writes them, or one on each host."""
         return [*self._gathered_files(), *_whole_files(self.parts)]
 
     @cached_property
@@ -60,7 +62,7 @@ class Captured:
     @property
     def all_images(self) -> list[Image]:
         """The files of tensors that this rank writes."""
-        return [*(self.images if self.rank == MAIN else ()), *self.own_images]
+        return [*(self.images if self.keeps else ()), *self.own_images]
 
     @property
     def on_device(self) -> bool:
@@ -106,6 +108,7 @@ class Capture:
 
     ranks: Ranks
     layout: str = "auto"
+    hosts: Hosts = field(default_factory=Hosts)
     problems: list[str] = field(default_factory=list)
 
     def take(self, parts: Iterable[Part], own: Mapping[str, Part], rank_state: Mapping[str, Any]) -> Captured:
@@ -116,7 +119,11 @@ class Capture:
         refuse(self.problems)
         document = {"state": state, "own": _values(mine)}
         pieces = {} if gathered else spread
-        return Captured(self.ranks.rank, whole, pieces, gathered, mine, documents.to_json(document))
+        return Captured(self.ranks.rank, whole, pieces, gathered, mine, documents.to_json(document), self._keeps)
+
+    @property
+    def _keeps(self) -> bool:
+        return self.hosts.keeps(self.ranks.rank)
 
     def _divided(self, parts: Iterable[Part]) -> tuple[dict[str, PartState], dict[str, SpreadState]]:
         """Parts of which the main rank has the state, and those that are spread over all ranks."""
@@ -124,7 +131,7 @@ class Capture:
         for part in parts:
             if part.is_spread() or (self.layout == "sharded" and part.can_be_spread and self.ranks.world_size > 1):
                 spread[part.key] = self._encoded_spread(part)
-            elif self.ranks.rank == MAIN:
+            elif self._keeps:
                 whole[part.key] = self._encoded(part)
         return whole, spread
 
@@ -136,7 +143,8 @@ class Capture:
     def _encoded_spread(self, part: Part) -> SpreadState:
         live, world_size = _state_of(part), self.ranks.world_size
         state = documents.encode_spread(part.kind, live, part.key, self.problems, world_size)
-        return replace(state, frozen=part.frozen(), about=_about(part, live))
+        table = state.table.with_every_copy() if self.hosts.apart else state.table
+        return replace(state, table=table, frozen=part.frozen(), about=_about(part, live))
 
 
 def _state_of(part: Part) -> Any:

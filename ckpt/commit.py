@@ -7,8 +7,8 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
@@ -24,6 +24,7 @@ from ckpt.storage.background import Beside
 from ckpt.storage.base import check_key
 
 _log = logging.getLogger("ckpt")
+LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -202,11 +203,27 @@ def _has_manifest(storage: Storage, name: str) -> bool:
     return any(entry.key == f"{name}/{FILE_NAME}" for entry in storage.list(name))
 
 
-def sweep(storage: Storage) -> list[Checkpoint]:
-    """Remove what earlier crashes left, and return the checkpoints that are there. Call it while the root is ours."""
+def take(storage: Storage, held: ExitStack) -> None:
+    """Hold a root for this run until the stack is closed. Refused if another run has it."""
+    note = f"process {os.getpid()} on {socket.gethostname()}, since {now()}."
+    try:
+        held.enter_context(storage.lock(LOCK, note=note))
+    except LockedError as error:
+        raise LockedError(
+            f"another run writes to {storage.url}: {error} Wait until it has ended or stop it, or give this run "
+            "another root. Within one process, close() the other StateManager first."
+        ) from None
+
+
+def sweep(storage: Storage, spared: Container[str] = ()) -> list[Checkpoint]:
+    """Remove what earlier crashes left, and return the checkpoints that are there. Call it while the root is ours.
+
+    What is `spared`, by the names of checkpoints, somebody will go on with.
+    """
     marks = [entry.key for entry in storage.list() if entry.key.count("/") == 1 and entry.key.endswith(f"/{MARKER}")]
-    for mark in marks:
-        clean(storage, mark.partition("/")[0])
+    for name in [mark.partition("/")[0] for mark in marks]:
+        if name not in spared:
+            clean(storage, name)
     storage.sweep()
     return scan(storage)
 

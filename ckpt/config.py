@@ -25,15 +25,15 @@ def read_config(path: str | os.PathLike[str], known: Collection[str]) -> dict[st
     if not isinstance(options, dict) or "root" not in options:
         raise ConfigError(f"{os.fspath(path)} must be a mapping of options with at least 'root: ...'.")
     _refuse_unknown(path, options, known)
-    if "keep" in options:
-        options["keep"] = _keep(path, options["keep"])
+    for name in {"keep", "mirror_keep"} & options.keys():
+        options[name] = _keep(path, name, options[name])
     return options
 
 
-def _keep(path: str | os.PathLike[str], fields: Any) -> Keep:
+def _keep(path: str | os.PathLike[str], name: str, fields: Any) -> Keep:
     if not isinstance(fields, dict):
-        raise ConfigError(f"{os.fspath(path)}: 'keep' must be a mapping, for example 'keep: {{last: 3}}'.")
-    _refuse_unknown(path, fields, Keep.__dataclass_fields__, "keep.")
+        raise ConfigError(f"{os.fspath(path)}: {name!r} must be a mapping, for example '{name}: {{last: 3}}'.")
+    _refuse_unknown(path, fields, Keep.__dataclass_fields__, f"{name}.")
     return Keep(**fields)
 
 

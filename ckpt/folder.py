@@ -13,9 +13,10 @@ from ckpt.storage import Storage, open_storage
 from ckpt.stored_file import StoredFile
 
 
-def open_url(root: str | os.PathLike[str], options: Mapping[str, Any] | None) -> Storage:
+def open_url(root: str | os.PathLike[str] | Storage, options: Mapping[str, Any] | None) -> Storage:
     """The storage at one of two sides, of which only URLs take options."""
-    return open_storage(root, **(options or {} if "://" in os.fspath(root) else {}))
+    is_url = not isinstance(root, Storage) and "://" in os.fspath(root)
+    return open_storage(root, **(options or {} if is_url else {}))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from ckpt.choosing import Choice, choose
 from ckpt.console import say
 from ckpt.errors import ConfigError, StateError
 from ckpt.formats.manifest import Manifest
+from ckpt.hosts import EVERYWHERE
 from ckpt.loop import Loop, Waiting
 from ckpt.managed import Managed
 from ckpt.opened import Opened
@@ -30,7 +31,7 @@ from ckpt.taking_over import ROOT, folder_of, is_foreign
 
 @dataclass
 class Loading:
-    """Loads checkpoints into the objects of one manager.
+    """Loads checkpoints into the objects of one manager, from its root or from the mirror behind it.
 
     `broadcast`: whether ranks of a host read for each other; if none, where the storage is far away. A load that failed
     half-way is remembered, until another one has succeeded.
@@ -41,6 +42,7 @@ class Loading:
     managed: Managed
     loop: Loop
     saver: Saver
+    tiers: tuple[Storage, ...]
     broadcast: bool | None
     _half_loaded: str | None = None
 
@@ -53,9 +55,10 @@ class Loading:
         with ExitStack() as held:
             held.enter_context(self.ranks.working())
             held.enter_context(self.saver.snapshots.paused())
-            storage, name = self._find(name)
-            prepare = functools.partial(self._prepare, storage, strict=strict, precious=precious)
-            choice = choose(storage, self.ranks, name, prepare, held, foreign=True)
+            tiers, name = self._find(name)
+            hosts = self.saver.hosts if tiers is self.tiers else EVERYWHERE
+            prepare = functools.partial(self._prepare, strict=strict, precious=precious)
+            choice = choose(tiers, self.ranks, name, prepare, held, hosts, foreign=True)
             if choice is None:
                 return None
             restoration: Restoration = choice.ready
@@ -72,17 +75,17 @@ class Loading:
                 "a new StateManager for them, or load another checkpoint first."
             )
 
-    def _find(self, name: str | None) -> tuple[Storage, str | None]:
-        """Where a checkpoint is, and its name there. A folder of Accelerate that lies elsewhere is a root itself."""
+    def _find(self, name: str | None) -> tuple[tuple[Storage, ...], str | None]:
+        """Where a checkpoint may be, and its name. A folder of Accelerate that lies elsewhere is a root itself."""
         if not isinstance(name, str) or "/" not in name:
-            return self.saver.storage, None if name is None else check_name(name)
+            return self.tiers, None if name is None else check_name(name)
         folder = open_storage(name)
         if not agree(self.ranks, f"load_state({name!r})", Outcome(), lambda _: is_foreign(folder, ROOT)):
             raise ConfigError(
                 f"{name!r} cannot name a checkpoint in {self.saver.storage.url}, and is no folder that Accelerate "
                 "saved. Give a plain name; for a checkpoint of ckpt in another root, give StateManager that root."
             )
-        return folder, ROOT
+        return (folder,), ROOT
 
     def _prepare(
         self, storage: Storage, manifest: Manifest, held: ExitStack, *, strict: bool, precious: bool

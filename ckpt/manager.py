@@ -19,15 +19,19 @@ from ckpt.capture import Capture, Captured
 from ckpt.catalog import check_name, scan
 from ckpt.config import read_config
 from ckpt.console import say
-from ckpt.errors import CkptError, ConfigError, MissingError, Preempted
+from ckpt.copying import Copies
+from ckpt.errors import CkptError, ConfigError, MissingError, Preempted, TransientError
 from ckpt.exporting import SHARD_SIZE, Wanted, save_live
+from ckpt.folder import open_url
 from ckpt.hardware import device_name
+from ckpt.hosts import find_hosts
 from ckpt.loading import Loading
 from ckpt.loop import Loop
 from ckpt.managed import Managed
 from ckpt.metrics import as_numbers, checked_metrics
+from ckpt.mirror import Mirror
 from ckpt.model_card import Training, curves
-from ckpt.options import check_options, required_root
+from ckpt.options import check_mirror, check_options, required_root
 from ckpt.preemption import EXIT_STATUS, Preemption
 from ckpt.progress import Progress
 from ckpt.pushing import Card, Target, push_live
@@ -73,6 +77,16 @@ class StateManager:
     `storage_options`: credentials, endpoint and the like for a root that is a URL, as fsspec's filesystem for it takes
     them; what the environment or a profile says need not be given. A root far away is tried out at once, by writing a
     few bytes and removing them.
+
+    `mirror`: a path, URL or storage to which every committed checkpoint is copied in the background, for instance an
+    object store behind a local disk. Loads take the newest intact checkpoint of the two, the root's where both have it.
+    `mirror_keep`: which checkpoints stay there (as `keep`, if none). `mirror_bandwidth`: bytes in a second that copying
+    may take. `mirror_backlog`: how many checkpoints may wait to be copied; older ones are left out. What goes wrong
+    with copies is logged, in `mirror_error`, and tried again: it never stops the training.
+
+    `shared`: whether all hosts see the same root. If none, that is tried out where torchrun has started several; if
+    false, always. Hosts that do not share it keep what their ranks save, each in its own root, and load it from there;
+    what a host lacks is read from the mirror.
     """
 
     def __init__(
@@ -96,20 +110,38 @@ class StateManager:
         timeout: float = 300.0,
         handle_sigterm: bool = True,
         storage_options: Mapping[str, Any] | None = None,
+        mirror: str | os.PathLike[str] | Storage | None = None,
+        mirror_keep: Keep | None = None,
+        mirror_bandwidth: float | None = None,
+        mirror_backlog: int = 2,
+        shared: bool | None = None,
     ) -> None:
         check_options(save_every=save_every, keep=keep, layout=layout, timeout=timeout, when_busy=when_busy)
         self._source = find_source(
             accelerator, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, dataloader=dataloader
         )
         where = required_root(self._source.root if root is None else root)
-        self._storage = open_storage(where, **(storage_options or {}))
+        self._tiers = _opened(where, mirror, storage_options)
+        check_mirror(self._tiers[1:], keep=mirror_keep, bandwidth=mirror_bandwidth, backlog=mirror_backlog)
+        self._storage = self._tiers[0]
         self._ranks = find_ranks(self._storage.url, timeout)
-        if self._ranks.world_size > 1 and isinstance(self._storage, MemoryStorage):
+        if self._ranks.world_size > 1 and any(isinstance(one, MemoryStorage) for one in self._tiers):
             raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
-        if not self._storage.near:
-            try_out(self._storage)
+        _try_out(*self._tiers)
         keep = self._source.keep if keep is None else keep
-        self._saver = Saver(self._storage, self._ranks, keep, host_memory=host_memory)
+        hosts = find_hosts(self._ranks, self._storage, shared=shared)
+        self._mirror: Mirror | None = None
+        if mirror is not None:
+            copies = Copies(
+                self._storage,
+                self._tiers[1],
+                keep=keep if mirror_keep is None else mirror_keep,
+                bandwidth=mirror_bandwidth,
+                alone=not hosts.apart,
+                leads=self._ranks.rank == MAIN,
+            )
+            self._mirror = Mirror(copies, mirror_backlog)
+        self._saver = Saver(self._storage, self._ranks, keep, self._mirror, hosts, host_memory=host_memory)
         self._background = background
         self._pushes: Background = Background("ckpt-push")
         self._when_busy = when_busy
@@ -122,7 +154,9 @@ class StateManager:
             (self._saver.snapshots.watch, self._loop.watch),
             gradients=self._source.gradients if gradients is None else gradients,
         )
-        self._loading = Loading(self._ranks, self._source, self._managed, self._loop, self._saver, broadcast)
+        self._loading = Loading(
+            self._ranks, self._source, self._managed, self._loop, self._saver, self._tiers, broadcast
+        )
         self._managed.look()
         if accelerator is not None:
             self._follow_loaders()
@@ -174,6 +208,11 @@ class StateManager:
     def run(self) -> str:
         """The run's identity, the same over all its resumes: after `resume`, on the main rank, for trackers."""
         return self._saver.run
+
+    @property
+    def mirror_error(self) -> Exception | None:
+        """What went wrong with the last copy to the mirror, on the main rank; none once a copy has succeeded again."""
+        return self._mirror.error if self._mirror is not None else None
 
     @property
     def restored(self) -> Restored | None:
@@ -308,12 +347,15 @@ class StateManager:
         self._loop.rewind_rng()
 
     def wait(self) -> None:
-        """Return when every save is committed, and every push done. Raises what went wrong, if nobody has been told."""
+        """Return when every save is committed, and every push done. Raises what went wrong, if nobody has been told.
+
+        Copies to the mirror are not waited for: `close` does that.
+        """
         self._saver.wait()
         self._pushes.wait()
 
     def close(self) -> None:
-        """Finish what is under way, and let go of the root, the loaders and SIGTERM.
+        """Finish what is under way, copies to the mirror too, and let go of the root, the loaders and SIGTERM.
 
         A manager that is used as a context does this itself.
         """
@@ -439,7 +481,7 @@ class StateManager:
             "source": self._source.state(),
         }
         parts, own = self._managed.parts.values(), self._managed.own(self._ranks.rank)
-        return Capture(self._ranks, self._layout).take(parts, own, rank_state)
+        return Capture(self._ranks, self._layout, self._saver.hosts).take(parts, own, rank_state)
 
     def _load(self, name: str | None, *, strict: bool) -> Restored | None:
         together(self._ranks, "load_state() (saves done)", self.wait)
@@ -465,3 +507,24 @@ class StateManager:
         if skipped and self._ranks.rank == MAIN:
             _log.info("%s is not saved: the save before it is still being written", name)
         return skipped
+
+
+def _opened(root: Any, mirror: Any, options: Mapping[str, Any] | None) -> tuple[Storage, ...]:
+    """The root and, if there is one, the mirror; of the two only URLs take options."""
+    if mirror is None:
+        return (open_storage(root, **(options or {})),)
+    tiers = (open_url(root, options), open_url(mirror, options))
+    if tiers[0].url == tiers[1].url:
+        raise ConfigError(f"mirror={mirror!r} is the root itself. Give it another place, or leave it out.")
+    return tiers
+
+
+def _try_out(root: Storage, mirror: Storage | None = None) -> None:
+    """A mirror that cannot be reached just now may be later; one that is wrong stays wrong."""
+    if not root.near:
+        try_out(root)
+    if mirror is not None and not mirror.near:
+        try:
+            try_out(mirror)
+        except TransientError as error:
+            _log.warning("the mirror cannot be reached, and copies wait for it: %s", error)

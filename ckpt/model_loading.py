@@ -79,7 +79,7 @@ def _load_checkpoint(
     managed = Managed(Found, gradients=False)
     managed.parts[part] = ModelPart(part, model)
 
-    def prepare(manifest: Manifest, held: ExitStack) -> Restoration:
+    def prepare(storage: Storage, manifest: Manifest, held: ExitStack) -> Restoration:
         return Restoration.prepare(
             storage,
             manifest,
@@ -93,7 +93,7 @@ def _load_checkpoint(
         )
 
     with ExitStack() as held:
-        choice = choose(storage, ranks, names[0] if len(names) == 1 else None, prepare, held)
+        choice = choose((storage,), ranks, names[0] if len(names) == 1 else None, prepare, held)
         if choice is None:
             raise MissingError(f"there is no checkpoint in {storage.url}.")
         restoration: Restoration = choice.ready

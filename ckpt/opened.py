@@ -200,7 +200,7 @@ class Opened:
     def _open(self, key: str) -> Tensors:
         if self.spread(key):
             table = Table.from_json(self._part(key)["spread"])
-            return SpreadTensors(table, lambda rank: self._files(spread_file, key, rank))
+            return SpreadTensors(table, lambda rank: self._files(spread_file, key, rank), self.rank)
         return _WholeTensors(self._files(whole_file, key), f"{self.manifest.name}: {key}")
 
     def _files(self, name: Callable[..., str], *about: Any) -> list[TensorFile]:

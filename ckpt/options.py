@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from ckpt.capture import LAYOUTS
 from ckpt.errors import ConfigError
 from ckpt.retention import Keep
+from ckpt.storage import Staging, Storage
 
 
 def check_options(*, save_every: Any, keep: Any, layout: Any, timeout: Any, when_busy: Any) -> None:
@@ -23,6 +25,22 @@ def check_options(*, save_every: Any, keep: Any, layout: Any, timeout: Any, when
         wrong.append(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
     if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
         wrong.append(f"timeout={timeout!r} must be a number of seconds")
+    if wrong:
+        raise ConfigError("StateManager: " + "; ".join(wrong) + ".")
+
+
+def check_mirror(mirrors: Iterable[Storage], *, keep: Any, bandwidth: Any, backlog: Any) -> None:
+    """The same for what is said about a mirror."""
+    wrong = []
+    for one in mirrors:
+        if isinstance(one, Staging):
+            wrong.append(f"mirror={one.url!r} shows objects by commits, and takes no copies: see push_to_hub")
+    if keep is not None and not isinstance(keep, Keep):
+        wrong.append(f"mirror_keep={keep!r} must be a ckpt.Keep, for example Keep(last=3)")
+    if bandwidth is not None and not (isinstance(bandwidth, int | float) and bandwidth > 0):
+        wrong.append(f"mirror_bandwidth={bandwidth!r} must be a number of bytes in a second")
+    if not isinstance(backlog, int) or backlog < 1:
+        wrong.append(f"mirror_backlog={backlog!r} must be a number of checkpoints, 1 or more")
     if wrong:
         raise ConfigError("StateManager: " + "; ".join(wrong) + ".")
 

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import platform
-import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ckpt import commit
-from ckpt.agreement import Outcome, agree
+from ckpt.agreement import Outcome, agree, together
 from ckpt.capture import Captured
 from ckpt.catalog import find
 from ckpt.commit import Attempt, Earlier, Stored
 from ckpt.console import size
-from ckpt.errors import ConfigError, ConflictError, LockedError, RanksError, StorageError, VersionError
+from ckpt.errors import ConfigError, ConflictError, RanksError, StorageError, VersionError
 from ckpt.formats.documents import rank_document
 from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.spread import Table, disagreements
 from ckpt.formats.state import Image
 from ckpt.hardware import device_name
+from ckpt.hosts import Hosts
+from ckpt.mirror import Mirror
 from ckpt.ranks import MAIN, Ranks
 from ckpt.retention import Keep
 from ckpt.snapshot import Snapshot, Snapshots
@@ -37,7 +37,6 @@ from ckpt.taking_over import is_foreign
 from ckpt.version import __version__
 
 _log = logging.getLogger("ckpt")
-LOCK = ".lock"
 
 
 def try_out(storage: Storage) -> None:
@@ -60,8 +59,11 @@ class Saver:
     storage: Storage
     ranks: Ranks
     keep: Keep | None = None
+    mirror: Mirror | None = None
+    hosts: Hosts = field(default_factory=Hosts)
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     parent: str | None = None
+    sequence: int = 0  # of what this run goes on from
     damaged: set[str] = field(default_factory=set)
     earlier: dict[str, Earlier] = field(default_factory=dict)  # files of the last checkpoint, on every rank its own
     goes_on: bool = False  # whether this run has seen what is there, or there was nothing
@@ -77,8 +79,13 @@ class Saver:
 
     def hold(self) -> None:
         """Take the root for this run, and clear away what a crashed one left. Refused if another run has it."""
-        agree(self.ranks, "resume()", Outcome(), lambda _: self._hold())
+        together(self.ranks, "resume()", lambda: self._hold() if self.keeps else None)
         self.goes_on = True
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this rank takes care of a root: the main one of that which all see, or the first of its host."""
+        return self.hosts.keeps(self.ranks.rank)
 
     @property
     def busy(self) -> bool:
@@ -129,18 +136,27 @@ class Saver:
             with self.talks.working():
                 self.parent = save.run()
         except Exception as error:
-            if self.ranks.rank == MAIN:
+            if self.keeps:
                 self._clean_up(save.name)
+            if self.ranks.rank == MAIN:
                 _log.error("%s/%s was not saved: %s", self.storage.url, save.name, error)
             raise
         self._retain()
 
     def follow(self, manifest: Manifest, damaged: Iterable[str]) -> None:
         """What is saved from here on goes on from this checkpoint."""
-        self.run, self.parent = manifest.run, manifest.id
+        self.run, self.parent, self.sequence = manifest.run, manifest.id, manifest.sequence
         self.earlier = {file.name: Earlier(manifest.name, file) for file in manifest.files}
         self.goes_on = True
         self.damaged |= set(damaged)
+        if self.hosts.apart and self.keeps:
+            self._adopt(manifest)
+
+    def _adopt(self, manifest: Manifest) -> None:
+        """Write down what other hosts know to be committed, before its files here are taken for leftovers."""
+        there = self.there(manifest.name)
+        if FILE_NAME not in there and any(file.path in there for file in manifest.files):
+            self.storage.write(f"{manifest.name}/{FILE_NAME}", [manifest.to_bytes()])
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint, unless somebody is reading it. Nothing may be under way."""
@@ -149,44 +165,69 @@ class Saver:
             self._committed = [one for one in self._committed if one.name != name]
 
     def close(self) -> None:
-        """Let go of the root and of memory. Nothing may be under way."""
+        """Let go of the root and of memory, when all that waits has been copied. Nothing may be under way."""
         self.snapshots.close()
+        if self.mirror is not None:
+            self.mirror.close()
         self._held.close()
         self._committed = None
 
     def _hold(self) -> None:
         if self._committed is not None:
             return
-        note = f"process {os.getpid()} on {socket.gethostname()}, since {commit.now()}."
-        try:
-            self._held.enter_context(self.storage.lock(LOCK, note=note))
-        except LockedError as error:
-            raise LockedError(
-                f"another run writes to {self.storage.url}: {error} Wait until it has ended or stop it, or give this "
-                "run another root. Within one process, close() the other StateManager first."
-            ) from None
+        commit.take(self.storage, self._held)
         found = commit.sweep(self.storage)
-        self._committed = [one.manifest for one in found if one.manifest is not None]
+        committed = [one.manifest for one in found if one.manifest is not None]
         self._unreadable = {one.name: one.problem for one in found if isinstance(one.problem, VersionError)}
+        if self.mirror is not None:
+            self.mirror.hold([one for one in committed if one.name not in self.damaged])
+        self._committed = committed
 
-    def begin(self, name: str, paths: list[str]) -> Attempt:
-        """Take the root, if that has not been done, and leave the mark of a save under way."""
+    def begin(self, name: str, paths: list[str], elsewhere: Collection[str] = ()) -> Attempt:
+        """Take the root, if that has not been done, and leave the mark of a save under way.
+
+        `elsewhere` are files of that checkpoint's folder in the roots of other hosts.
+        """
+        self._check(name)
+        there = {*self.there(name), *elsewhere}
+        taken = tuple(path for path in paths if path in there or not self._is_free_there(name))
+        return self._begin(Attempt(name, taken=taken), paths)
+
+    def join(self, attempt: Attempt, paths: list[str]) -> Attempt:
+        """The same in another host's root, for the names that the main rank has chosen."""
+        self._check(attempt.name)
+        return self._begin(attempt, paths)
+
+    def there(self, name: str) -> list[str]:
+        """The files in the folder of a checkpoint."""
+        return [entry.key.removeprefix(f"{name}/") for entry in self.storage.list(name)]
+
+    def _check(self, name: str) -> None:
         self._hold()
         self._refuse_to_overtake(name)
         if is_foreign(self.storage, name):
             raise ConfigError(
                 f"{self.storage.url}/{name} was written by Accelerate, and stays as it is. Save under another name."
             )
-        older = next((one for one in self._committed or () if one.name == name), None)
-        there = {entry.key.removeprefix(f"{name}/") for entry in self.storage.list(name)}
-        attempt = Attempt(
-            name,
+
+    def _begin(self, attempt: Attempt, paths: list[str]) -> Attempt:
+        older = next((one for one in self._committed or () if one.name == attempt.name), None)
+        here = replace(
+            attempt,
             replaces=tuple(file.path for file in older.files) if older else (),
-            taken=tuple(path for path in paths if path in there),
-            over=self._version(name, older),
+            over=self._version(attempt.name, older),
         )
-        attempt.begin(self.storage, paths)
-        return attempt
+        here.begin(self.storage, paths)
+        return here
+
+    def _is_free_there(self, name: str) -> bool:
+        """Whether the mirror has nothing by that name: a path means the same bytes here and there, for good."""
+        return self.mirror is None or self.mirror.is_free(name)
+
+    @property
+    def _newest(self) -> Manifest | None:
+        there = self.mirror.newest if self.mirror is not None else None
+        return max([*(self._committed or ()), *filter(None, [there])], key=lambda one: one.sequence, default=None)
 
     def _version(self, name: str, known: Manifest | None) -> str | None:
         """The version of the manifest that a save replaces. Refused if it is one that this run does not know."""
@@ -201,9 +242,10 @@ class Saver:
 
     def _refuse_to_overtake(self, name: str) -> None:
         """What a run saves becomes the newest, so it must have gone on from what was the newest."""
-        if self._committed and not self.goes_on:
+        newest = self._newest
+        if newest is not None and not self.goes_on:
             raise ConfigError(
-                f"{self.storage.url} has checkpoints ({self._committed[0].name} is the newest) that this run has not "
+                f"{self.storage.url} has checkpoints ({newest.name} is the newest) that this run has not "
                 "resumed from: saving now would put a fresh start before them. Call resume() or load_state() first, or "
                 "give this run another root."
             )
@@ -211,13 +253,13 @@ class Saver:
         if name in self._unreadable:
             raise self._unreadable[name]
 
-    def commit(self, attempt: Attempt, stored: list[Stored], facts: Mapping[str, Any]) -> str:
-        """Write the manifest, and return the checkpoint's id."""
+    def commit(self, attempt: Attempt, stored: list[Stored], facts: Mapping[str, Any]) -> Manifest:
+        """Write the manifest, and return it."""
         assert self._committed is not None
         manifest = Manifest(
             name=attempt.name,
             id=attempt.id,
-            sequence=1 + max((one.sequence for one in self._committed), default=0),
+            sequence=1 + max(self.sequence, self._newest.sequence if self._newest else 0),
             created=commit.now(),
             run=self.run,
             parent=self.parent,
@@ -226,16 +268,21 @@ class Saver:
             hardware=device_name(),
             **{"world_size": self.ranks.world_size, **facts},
         )
-        receipts = {one.file.path: one.receipt for one in stored if one.receipt is not None}
-        attempt.commit(self.storage, manifest, receipts)
-        self._committed = [manifest, *(one for one in self._committed if one.name != attempt.name)]
-        self.damaged.discard(attempt.name)
+        self.put(attempt, manifest, {one.file.path: one.receipt for one in stored if one.receipt is not None})
         seconds = facts["seconds"]
         _log.info(
             "saved %s/%s: %s, training waited %.2f s, durable after %.2f s",
             self.storage.url, attempt.name, size(manifest.size), seconds["blocked"], seconds["total"],
         )  # fmt: skip
-        return attempt.id
+        return manifest
+
+    def put(self, attempt: Attempt, manifest: Manifest, receipts: Mapping[str, str]) -> None:
+        """Commit in this root."""
+        attempt.commit(self.storage, manifest, receipts)
+        self._committed = [manifest, *(one for one in self._committed or () if one.name != attempt.name)]
+        self.damaged.discard(attempt.name)
+        if self.mirror is not None:
+            self.mirror.offer(manifest)
 
     def _retain(self) -> None:
         if self.keep is None or self._committed is None:
@@ -288,14 +335,47 @@ class _Save:
             snapshot = self.snapshot
             self.captured = self.captured.then(lambda one: _arrived(one, snapshot))
         self.seconds["copied"] = time.monotonic() - self.started
-        attempt = self._agree(self.captured.then(_hello), self._plan)
-        if attempt is None:
+        plan = self._agree(self.captured.then(self._hello), self._plan)
+        if plan is None:
             self._agree(Outcome(self.captured.value.tables), self._complain, " (tensors compared)")
-        begun = Attempt(**attempt)
+        begun = self._begun(Attempt(**plan["attempt"]), plan)
         written = Outcome.of(lambda: self._write(begun))
-        identity: str = self._agree(written, lambda files: self._commit(begun, files), " (files written)")
+        done = self._agree(written, lambda files: self._commit(begun, files), " (files written)")
+        if self._keeps_another_root:
+            self._put(begun, Manifest.from_bytes(done["manifest"].encode(), self.name))
         self.saver.earlier = {file.name: Earlier(self.name, file) for file in self.written}
+        identity: str = done["id"]
         return identity
+
+    @property
+    def _keeps_another_root(self) -> bool:
+        return self.saver.keeps and self.saver.ranks.rank != MAIN
+
+    def _begun(self, attempt: Attempt, plan: Mapping[str, Any]) -> Attempt:
+        """Where hosts have roots of their own, the save is begun in all of them before any file is written."""
+        if not self.saver.hosts.apart:
+            return attempt
+        if self._keeps_another_root:
+            self.documents = [Image.of(path, text.encode()) for path, text in plan["documents"].items()]
+        join = Outcome.of(lambda: self.saver.join(attempt, plan["paths"]) if self._keeps_another_root else attempt)
+        self._agree(Outcome(error=join.error), lambda _: None, " (begun everywhere)")
+        begun: Attempt = join.value
+        return begun
+
+    def _put(self, attempt: Attempt, manifest: Manifest) -> None:
+        """The main rank has committed it already: a manifest that is missing here is made up for by the next load."""
+        try:
+            self.saver.put(attempt, manifest, {})
+        except StorageError as error:
+            _log.warning("%s was committed, but its manifest could not be written here: %s", self.name, error)
+
+    def _hello(self, captured: Captured) -> dict[str, Any]:
+        return {
+            "document": captured.document.decode(),
+            "paths": [image.path for image in captured.own_images],
+            "tables": captured.tables_digest,
+            "there": self.saver.there(self.name) if self._keeps_another_root else [],
+        }
 
     def _agree(self, mine: Outcome, decide: Callable[[list[Any]], Any], phase: str = "") -> Any:
         return agree(self.saver.talks, f"save_state({self.name!r}){phase}", mine, decide)
@@ -307,7 +387,13 @@ class _Save:
         own = [Image.of(rank_document(rank), one["document"].encode()) for rank, one in enumerate(hellos)]
         self.documents = [self.captured.value.values, *own]
         shared = [image.path for image in [*self.captured.value.images, *self.documents]]
-        return asdict(self.saver.begin(self.name, [*shared, *(path for one in hellos for path in one["paths"])]))
+        paths = [*shared, *(path for one in hellos for path in one["paths"])]
+        attempt = self.saver.begin(self.name, paths, {path for one in hellos for path in one["there"]})
+        plan: dict[str, Any] = {"attempt": asdict(attempt)}
+        if self.saver.hosts.apart:
+            texts = {one.path: b"".join(one.pieces()).decode() for one in self.documents}
+            plan |= {"paths": paths, "documents": texts}
+        return plan
 
     def _complain(self, tables: list[Any]) -> None:
         lines = [line for key in sorted({key for one in tables for key in one}) for line in _disagreements(key, tables)]
@@ -319,9 +405,9 @@ class _Save:
 
     def _write(self, attempt: Attempt) -> list[dict[str, Any]]:
         captured: Captured = self.captured.value
-        if captured.rank != MAIN:
+        if not captured.keeps:
             captured.help_to_gather()
-        files = [*captured.all_images, *(self.documents if captured.rank == MAIN else ())]
+        files = [*captured.all_images, *(self.documents if captured.keeps else ())]
         images = [self.snapshot.images.get(file.path, file) if self.snapshot else file for file in files]
         began = time.monotonic()
         stored = attempt.write(self.saver.storage, images, self.saver.earlier, show=captured.rank == MAIN)
@@ -329,15 +415,33 @@ class _Save:
         self.written = [one.file for one in stored]
         return [asdict(one) for one in stored]
 
-    def _commit(self, attempt: Attempt, reports: list[Any]) -> str:
-        stored = [Stored(FileRecord(**one["file"]), one["receipt"]) for report in reports for one in report]
+    def _commit(self, attempt: Attempt, reports: list[Any]) -> dict[str, str]:
+        stored = self._stored(reports)
         total = time.monotonic() - self.started
         facts = {
             **self.facts,
             "layout": "sharded" if self.captured.value.spread else "full",
             "seconds": {"blocked": total if self.blocked is None else self.blocked, **self.seconds, "total": total},
         }
-        return self.saver.commit(attempt, stored, facts)
+        manifest = self.saver.commit(attempt, stored, facts)
+        return {"id": manifest.id, "manifest": manifest.to_bytes().decode() if self.saver.hosts.apart else ""}
+
+    def _stored(self, reports: list[Any]) -> list[Stored]:
+        """All files, once each. Where hosts have roots of their own, their copies must be the same."""
+        stored: dict[str, Stored] = {}
+        other: dict[str, int] = {}
+        for rank, report in enumerate(reports):
+            for one in report:
+                record = FileRecord.from_json(one["file"])
+                if stored.setdefault(record.name, Stored(record, one["receipt"])).file != record:
+                    other.setdefault(record.name, rank)
+        if other:
+            listed = ", ".join(f"{name} on rank {rank}" for name, rank in other.items())
+            raise RanksError(
+                f"these are not the main rank's: {listed}. Hosts with roots of their own keep a copy each of what is "
+                "not spread over ranks, so it must be the same on all of them. Make it so, or use a shared root."
+            )
+        return list(stored.values())
 
 
 def versions() -> dict[str, str]:
@@ -378,8 +482,3 @@ def _disagreements(key: str, tables: list[Any]) -> list[str]:
     lines = [f"{key}.{name}: {'; '.join(said)}" for name, said in disagreements(seen)]
     differs = any(one[key] != tables[0][key] for one in tables)
     return lines or ([f"{key}: how its tensors are spread over the ranks"] if differs else [])
-
-
-def _hello(captured: Captured) -> dict[str, Any]:
-    paths = [image.path for image in captured.own_images]
-    return {"document": captured.document.decode(), "paths": paths, "tables": captured.tables_digest}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ckpt.errors import DamagedError
@@ -73,14 +73,27 @@ class VerifiedFile:
     def look(self, index: int, buffer: memoryview, advance: Callable[[float], None] = lambda size: None) -> str | None:
         """What is wrong with a block, if anything is. It is read a buffer at a time."""
         hasher = BlockHasher(self.record.block_size)
+        for piece in hasher.through(self._through(index, buffer, again=True)):
+            advance(len(piece))
+        return self.compared(index, hasher)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The file, a little at a time, each piece until the next is asked for. A block that was altered ends it."""
+        buffer = memoryview(bytearray(min(WINDOW, self.record.size)))
+        for index in range(len(self.record.blocks)):
+            hasher = BlockHasher(self.record.block_size)
+            yield from hasher.through(self._through(index, buffer))
+            wrong = self.compared(index, hasher)
+            if wrong:
+                self._refuse(wrong)
+
+    def _through(self, index: int, buffer: memoryview, *, again: bool = False) -> Iterator[memoryview]:
         start, stop = self.span(index)
         while start < stop:
             piece = buffer[: stop - start]
-            self.stored.read_into(start, piece, again=True)
-            hasher.update(piece)
-            advance(len(piece))
+            self.stored.read_into(start, piece, again=again)
+            yield piece
             start += len(piece)
-        return self.compared(index, hasher)
 
     def compared(self, index: int, hasher: BlockHasher) -> str | None:
         """What is wrong with a block, if its hash is not that of what was read."""

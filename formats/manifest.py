@@ -45,6 +45,12 @@ class FileRecord:
     block_size: int = BLOCK_SIZE
     head: tuple[int, str] | None = None  # how many bytes at its start are read by themselves, and their hash
 
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> FileRecord:
+        known = {key: value for key, value in fields.items() if key in cls.__dataclass_fields__}
+        head = tuple(known["head"]) if known.get("head") else None
+        return cls(**{**known, "blocks": tuple(known["blocks"]), "head": head})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
@@ -109,15 +115,9 @@ def _check_version(fields: Mapping[str, Any], where: str) -> None:
 
 def _known(cls: type[Manifest], fields: dict[str, Any]) -> dict[str, Any]:
     known = {key: value for key, value in fields.items() if key in cls.__dataclass_fields__}
-    known["files"] = tuple(_file_record(file) for file in known["files"])
+    known["files"] = tuple(FileRecord.from_json(file) for file in known["files"])
     known["metrics"] = {key: float(value) for key, value in known["metrics"].items()}
     return known
-
-
-def _file_record(fields: dict[str, Any]) -> FileRecord:
-    known = {key: value for key, value in fields.items() if key in FileRecord.__dataclass_fields__}
-    head = tuple(known["head"]) if known.get("head") else None
-    return FileRecord(**{**known, "blocks": tuple(known["blocks"]), "head": head})
 
 
 def _json_number(value: float) -> float | str:

@@ -10,7 +10,7 @@ import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ckpt.formats.native import TensorFile, narrowed
 from ckpt.formats.sharding import Box, Layout, gathered, is_sharded, layout_of, local_tensor
 from ckpt.formats.state import Shard
 
+EVERY = -1  # in place of the number of a copy: all copies are written
 _SMALL = 1 << 16  # bytes: below that a tensor all ranks hold is the main rank's to write
 
 
@@ -44,6 +45,10 @@ class Table:
 
     tensors: dict[str, Spread]
     aliases: dict[str, str] = field(default_factory=dict)
+
+    def with_every_copy(self) -> Table:
+        """The same, but for ranks that cannot read each other's files: each writes all that it holds."""
+        return Table({name: replace(one, copy=EVERY) for name, one in self.tensors.items()}, self.aliases)
 
     def to_json(self) -> dict[str, Any]:
         layouts = list(dict.fromkeys(one.layout for one in self.tensors.values()))
@@ -138,7 +143,7 @@ def written_by(table: Table, tensors: Mapping[str, Any], rank: int) -> dict[str,
     """The pieces that a rank writes."""
     mine = {}
     for name, one in table.tensors.items():
-        if one.layout.holds(rank) and one.layout.copy_of(rank) == one.copy:
+        if one.layout.holds(rank) and one.copy in (EVERY, one.layout.copy_of(rank)):
             box = one.layout.box(one.shape, rank)
             if not box.is_empty or not math.prod(one.shape):
                 tensor = tensors[name]
@@ -153,6 +158,7 @@ class SpreadTensors:
 
     table: Table
     open: Callable[[int], list[TensorFile]]  # the files that a rank has written
+    rank: int = 0  # whose own files come first
     _opened: dict[int, list[TensorFile]] = field(default_factory=dict)
     _whole: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -173,11 +179,16 @@ class SpreadTensors:
         """Fill `target`, which is the given box of a tensor."""
         name = self.table.aliases.get(name, name)
         one = self._entry(name)
-        for rank, overlap in one.layout.overlaps(one.shape, one.copy, box):
+        for rank, overlap in one.layout.overlaps(one.shape, self._copy(one), box):
             file = self._file(rank, name)
             into = narrowed(target, [(start, length) for _, start, length in overlap])
             inside = Box(tuple(start for start, _, _ in overlap), tuple(length for _, _, length in overlap))
             file.fill(name, into, inside)
+
+    def _copy(self, one: Spread) -> int:
+        if one.copy != EVERY:
+            return one.copy
+        return one.layout.copy_of(self.rank) if one.layout.holds(self.rank) else 0
 
     def _entry(self, name: str) -> Spread:
         try:

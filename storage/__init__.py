@@ -5,6 +5,7 @@ from ckpt.storage.hub import HubStorage
 from ckpt.storage.local import LocalStorage
 from ckpt.storage.memory import MemoryStorage
 from ckpt.storage.objects import ObjectStorage
+from ckpt.storage.tiers import Tiers
 from ckpt.storage.urls import open_storage
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "ObjectStorage",
     "Staging",
     "Storage",
+    "Tiers",
     "open_storage",
 ]

@@ -54,7 +54,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         """The path of the newest checkpoint in a folder that is intact in every byte; none if there is none at all."""
         storage = open_storage(folder)
         with ExitStack() as held:
-            choice = choose(storage, Alone(), None, lambda manifest, _: _verify(storage, manifest), held)
+            choice = choose((storage,), Alone(), None, lambda _, manifest, held: _verify(storage, manifest), held)
         return f"{storage.url}/{choice.manifest.name}" if choice else None
 
     def save_checkpoint(
@@ -78,7 +78,9 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         self._settle()
         storage, place = open_storage(root), _placing(map_location)
         with ExitStack() as held:
-            choice = choose(storage, Alone(), name, lambda one, _: _loaded(Opened(storage, one, MAIN), place), held)
+            choice = choose(
+                (storage,), Alone(), name, lambda _, one, held: _loaded(Opened(storage, one, MAIN), place), held
+            )
         assert choice is not None  # one that was named is there, or that is an error
         self._saver(root).follow(choice.manifest, ())
         loaded: dict[str, Any] = choice.ready

@@ -55,6 +55,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
                 "save is for TrainingArguments to say."
             )
         self._storage = open_storage(root)
+        mirror = options.get("mirror")
+        self._tiers = (self._storage, *([open_storage(mirror)] if mirror is not None else []))
         self._options = options
         self._trainer: Any = None
         self._own: dict[str, Any] = {}  # the trainer's own methods, where ours stand now
@@ -162,7 +164,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         ranks = self._ranks()
         with ranks.working():
             return choose(
-                self._storage, ranks, name, lambda one, _: verified_state(self._storage, ranks, one), self._held
+                self._tiers, ranks, name, lambda storage, one, _: verified_state(storage, ranks, one), self._held
             )
 
     def _ranks(self) -> Ranks:

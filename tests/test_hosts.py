@@ -1,0 +1,287 @@
+"""Hosts that share no filesystem: each keeps what its ranks saved, and a mirror makes up for what one of them lacks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ckpt
+from ckpt import sharing
+from tests.processes import run_ranks
+from tests.sharded import MODELS, state, step
+
+SAME, SWAPPED = "aabb", "bbaa"  # for each of four ranks its host
+KINDS = ("ddp", "fsdp2", "hsdp")
+
+
+@contextmanager
+def managed(
+    rank: int, folder: str, kind: str, hosts: str, mirror: str
+) -> Iterator[tuple[ckpt.StateManager, nn.Module]]:
+    """A manager as on a host of its own: with a root that only the ranks of that host see."""
+    host = hosts[rank]
+    sharing.host = lambda: f"host-{host}"
+    Path(folder, host).mkdir(exist_ok=True)
+    os.chdir(Path(folder, host))
+    model = MODELS[kind](1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with ckpt.StateManager(
+        kind, model=model, optimizer=optimizer, shared=False, mirror=f"{mirror}/{kind}" if mirror else None, timeout=60
+    ) as manager:
+        yield manager, model
+
+
+def _save(rank: int, folder: str, hosts: str, mirror: str) -> None:
+    """Save with four ranks on two hosts, twice; and then all of them die."""
+    for kind in KINDS:
+        with managed(rank, folder, kind, hosts, mirror) as (manager, model):
+            manager.resume()
+            optimizer = manager._managed.optimizers[0]
+            for number in range(2):
+                step(model, optimizer, number)
+                manager.progress.step = number + 1
+                manager.save_state(wait=True)
+            saved = state(model, optimizer)
+            if rank == 0:
+                Path(folder, f"{kind}.txt").write_text(saved)
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _resume(rank: int, folder: str, hosts: str, mirror: str) -> None:
+    for kind in KINDS:
+        with managed(rank, folder, kind, hosts, mirror) as (manager, model):
+            restored = manager.resume()
+            assert restored is not None
+            assert restored.step == 2
+            assert not restored.passed_over
+            optimizer = manager._managed.optimizers[0]
+            assert state(model, optimizer) == Path(folder, f"{kind}.txt").read_text(), kind
+            step(model, optimizer, 2)
+            manager.progress.step = 3
+            manager.save_state(wait=True)
+
+
+def _refused(rank: int, folder: str, hosts: str, mirror: str) -> None:
+    with managed(rank, folder, "fsdp2", hosts, mirror) as (manager, _), pytest.raises(ckpt.DamagedError) as refusal:
+        manager.resume()
+    Path(folder, f"refusal-{rank}.txt").write_text(str(refusal.value))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    assert run_ranks(4, _save, str(folder), SAME, str(folder / "mirror")) == [-9] * 4
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    shutil.copytree(saved, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def files(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+def test_every_host_has_the_manifest_and_what_its_own_ranks_need(saved: Path) -> None:
+    here, there = (files(saved / host / "fsdp2" / "step-00000002") for host in "ab")
+    common = {"manifest.json", "state.json", *(f"rank-{rank:05d}.json" for rank in range(4))}
+    assert common <= here & there
+    assert {path for path in here if path.startswith("model/")} == {
+        "model/00000.safetensors",
+        "model/00001.safetensors",
+    }
+    assert {path for path in there if path.startswith("model/")} == {
+        "model/00002.safetensors",
+        "model/00003.safetensors",
+    }
+    assert "model.safetensors" in files(saved / "b" / "ddp" / "step-00000002")
+    manifests = [(saved / host / "fsdp2" / "step-00000002" / "manifest.json").read_bytes() for host in "ab"]
+    assert manifests[0] == manifests[1]
+
+
+def test_what_all_hosts_have_sent_is_whole_on_the_mirror(saved: Path) -> None:
+    for kind in KINDS:
+        assert ckpt.verify(saved / "mirror" / kind) == {"step-00000001": [], "step-00000002": []}
+    ckpt.merge(saved / "mirror" / "hsdp" / "step-00000002", saved / "merged" / "model.safetensors")
+
+
+def test_the_same_hosts_load_what_they_have(folder: Path) -> None:
+    shutil.rmtree(folder / "mirror")
+    assert run_ranks(4, _resume, str(folder), SAME, "") == [0] * 4
+    for host in "ab":
+        assert [one.step for one in ckpt.list_checkpoints(folder / host / "fsdp2")] == [3, 2, 1]
+
+
+def test_swapped_hosts_load_what_they_lack_from_the_mirror(folder: Path) -> None:
+    assert run_ranks(4, _resume, str(folder), SWAPPED, str(folder / "mirror")) == [0] * 4
+    for kind in KINDS:
+        assert ckpt.verify(folder / "mirror" / kind)["step-00000003"] == []
+
+
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_a_host_that_has_lost_its_disk_loads_from_the_mirror(folder: Path, lost: str) -> None:
+    shutil.rmtree(folder / lost)
+    assert run_ranks(4, _resume, str(folder), SAME, str(folder / "mirror")) == [0] * 4
+    assert [one.step for one in ckpt.list_checkpoints(folder / lost / "fsdp2")] == [3]
+
+
+def test_without_a_mirror_swapped_hosts_are_told_what_is_missing_where(folder: Path) -> None:
+    assert run_ranks(4, _refused, str(folder), SWAPPED, "") == [0] * 4
+    told = {(folder / f"refusal-{rank}.txt").read_text() for rank in range(4)}
+    assert len(told) == 1
+    text = told.pop()
+    for part in ("model", "optimizer"):
+        assert f"{part}/00000.safetensors, {part}/00001.safetensors" in text
+    assert "host-b lacks model/00000.safetensors" in text
+    assert "host-a lacks model/00002.safetensors" in text
+    assert files(folder / "a" / "fsdp2" / "step-00000002")  # and nothing is removed
+
+
+def test_a_manifest_that_one_host_could_not_write_is_made_up_for(folder: Path) -> None:
+    """As after SIGKILL in the moment after the main rank's commit."""
+    here = folder / "b" / "fsdp2" / "step-00000002"
+    manifest = here / "manifest.json"
+    (here / ".saving").write_text('{"files": ["model/00002.safetensors"], "replaces": []}')
+    manifest.unlink()
+    assert run_ranks(4, _resume, str(folder), SAME, "") == [0] * 4
+    assert manifest.exists()
+    assert (here / "model" / "00002.safetensors").exists()
+
+
+def _differ(rank: int, folder: str) -> None:
+    with managed(rank, folder, "ddp", "aabb", "") as (manager, _):
+        ema = nn.Linear(2, 2)
+        nn.init.constant_(ema.weight, rank)
+        manager.register(ema=ema)
+        with pytest.raises(ckpt.RanksError, match=r"ema\.safetensors on rank 2"):
+            manager.save_state(wait=True)
+
+
+def test_copies_that_differ_from_the_main_ranks_are_refused(tmp_path: Path) -> None:
+    assert run_ranks(4, _differ, str(tmp_path)) == [0] * 4
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+def _found_out(rank: int, folder: str) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    os.chdir(folder)
+    manager = ckpt.StateManager("root", model=nn.Linear(1, 1), timeout=60)
+    assert not manager._saver.hosts.apart
+    assert not list(Path("root").iterdir())
+
+
+def test_a_root_that_all_hosts_see_is_found_to_be_shared(tmp_path: Path) -> None:
+    assert run_ranks(2, _found_out, str(tmp_path)) == [0] * 2
+
+
+SCRIPT = """
+import os, signal, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import ckpt
+
+mirror, expected, die = sys.argv[1] or None, int(sys.argv[2]), sys.argv[3] == "die"
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with ckpt.StateManager("run", model=model, optimizer=optimizer, layout="sharded", mirror=mirror, timeout=60) as manager:
+    try:
+        restored = manager.resume()
+    except ckpt.DamagedError as error:
+        print(error, file=sys.stderr)
+        sys.exit(7)
+    assert (restored.step if restored else 0) == expected, restored
+    assert manager._saver.hosts.apart
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    manager.progress.step = expected + 1
+    manager.save_state(wait=True)
+dist.barrier()
+if die:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.destroy_process_group()
+"""
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[str]]:
+    """Two network namespaces with a cable between them: as far from each other as two hosts."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    names = [f"ckpt-{os.getpid()}-{one}" for one in "ab"]
+    try:
+        try:
+            for name in names:
+                _ip("netns", "add", name)
+            cable = [f"ck{os.getpid() % 100_000}{one}" for one in "ab"]
+            _ip("link", "add", cable[0], "netns", names[0], "type", "veth", "peer", "name", cable[1], "netns", names[1])
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
+        for number, (name, end) in enumerate(zip(names, cable, strict=True), 1):
+            _ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", end)
+            _ip("-n", name, "link", "set", end, "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+        yield [f"{name}:{end}" for name, end in zip(names, cable, strict=True)]
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def _launch(nodes: list[str], folders: list[Path], *arguments: str) -> list[tuple[int, str]]:
+    jobs = []
+    for number, (node, folder) in enumerate(zip(nodes, folders, strict=True)):
+        name, _, interface = node.partition(":")
+        folder.mkdir(exist_ok=True)
+        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+        command += ["--nproc-per-node=1", f"--node-rank={number}", "--master-addr=10.77.0.1", "--master-port=29511"]
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
+        script = folder.parent / "script.py"
+        script.write_text(SCRIPT)
+        jobs.append(
+            subprocess.Popen(
+                [*command, str(script), *arguments], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
+            )
+        )
+    try:
+        return [(job.wait(120), job.stderr.read() if job.stderr else "") for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+
+
+@pytest.mark.parametrize("mirrored", [True, False])
+def test_two_nodes_in_namespaces_of_their_own_are_killed_and_resume(
+    nodes: list[str], tmp_path: Path, mirrored: bool
+) -> None:
+    mirror = str(tmp_path / "mirror") if mirrored else ""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    killed = _launch(nodes, folders, mirror, "0", "die")
+    assert all("SIGKILL" in told or "-9" in told for _, told in killed), killed
+    swapped = _launch(nodes, folders[::-1], mirror, "1", "live")
+    if mirrored:
+        assert [code for code, _ in swapped] == [0, 0], swapped
+        return
+    assert "cannot be loaded on these hosts" in swapped[0][1]
+    assert "lacks model/00000.safetensors" in swapped[0][1]
+    again = _launch(nodes, folders, mirror, "1", "live")
+    assert [code for code, _ in again] == [0, 0], again
