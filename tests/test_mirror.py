@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -343,8 +344,12 @@ def _await_copy(name: str, mirror: str | Path | Storage) -> None:
     _until(lambda: name in {one.name for one in ckpt.list_checkpoints(mirror) if one.committed})
 
 
-def _await_step_beyond(reached: int, place: str) -> None:
-    _until(lambda: max((step or 0 for step in steps(place)), default=0) > reached)
+def _await_step_beyond(reached: int, place: str, job: BaseProcess, folder: Path) -> None:
+    def done() -> bool:
+        assert job.is_alive(), (folder / "failure-0").read_text()
+        return max((step or 0 for step in steps(place)), default=0) > reached
+
+    _until(done)
 
 
 def _train(rank: int, root: str, mirror: str) -> None:
@@ -373,7 +378,7 @@ def test_after_every_kill_both_places_hold_a_whole_checkpoint(
     reached = 0
     for _ in range(KILLS):
         job = start_alone(str(tmp_path), _train, str(root), mirror)
-        _await_step_beyond(reached, mirror)
+        _await_step_beyond(reached, mirror, job, tmp_path)
         time.sleep(moments.random() * 0.2)
         os.kill(job.pid or 0, signal.SIGKILL)
         job.join(DEADLINE)
