@@ -167,8 +167,9 @@ class StateManager:
         self._handle_sigterm = handle_sigterm
         self._preemption = Preemption(self._ranks)
         self._memory_ready = False
-        if self._managed.parts and all(one.state for one in self._managed.optimizers):
-            self._make_memory_ready()
+        on_device = any(not one.is_cpu for one in self._managed.tensors())
+        if on_device and all(one.state for one in self._managed.optimizers):
+            self._make_memory_ready()  # to pin it takes long; other memory is made ready from the first step on
         weakref.finalize(self, self._preemption.close)
 
     @classmethod
