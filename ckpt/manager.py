@@ -20,9 +20,8 @@ from ckpt.catalog import check_name, scan
 from ckpt.config import read_config
 from ckpt.console import say
 from ckpt.copying import Copies
-from ckpt.errors import CkptError, ConfigError, MissingError, Preempted, TransientError
+from ckpt.errors import CkptError, ConfigError, MissingError, Preempted
 from ckpt.exporting import SHARD_SIZE, Wanted, save_live
-from ckpt.folder import open_url
 from ckpt.hardware import device_name
 from ckpt.hosts import find_hosts
 from ckpt.loading import Loading
@@ -38,9 +37,10 @@ from ckpt.pushing import Card, Target, push_live
 from ckpt.ranks import MAIN, find_ranks
 from ckpt.restored import Restored
 from ckpt.retention import Keep
-from ckpt.saving import Saver, try_out, versions
+from ckpt.roots import open_tiers, try_out_tiers
+from ckpt.saving import Saver, versions
 from ckpt.sources import KINDS, find_source
-from ckpt.storage import MemoryStorage, Storage, open_storage
+from ckpt.storage import MemoryStorage, Storage
 from ckpt.storage.background import Background
 from ckpt.storage.hub_repo import MAIN_BRANCH, HubRepo
 from ckpt.unwrap import unwrap
@@ -121,13 +121,13 @@ class StateManager:
             accelerator, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, dataloader=dataloader
         )
         where = required_root(self._source.root if root is None else root)
-        self._tiers = _opened(where, mirror, storage_options)
+        self._tiers = open_tiers(where, mirror, storage_options)
         check_mirror(self._tiers[1:], keep=mirror_keep, bandwidth=mirror_bandwidth, backlog=mirror_backlog)
         self._storage = self._tiers[0]
         self._ranks = find_ranks(self._storage.url, timeout)
         if self._ranks.world_size > 1 and any(isinstance(one, MemoryStorage) for one in self._tiers):
             raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
-        _try_out(*self._tiers)
+        try_out_tiers(*self._tiers)
         keep = self._source.keep if keep is None else keep
         hosts = find_hosts(self._ranks, self._storage, shared=shared)
         self._mirror: Mirror | None = None
@@ -508,24 +508,3 @@ class StateManager:
         if skipped and self._ranks.rank == MAIN:
             _log.info("%s is not saved: the save before it is still being written", name)
         return skipped
-
-
-def _opened(root: Any, mirror: Any, options: Mapping[str, Any] | None) -> tuple[Storage, ...]:
-    """The root and, if there is one, the mirror; of the two only URLs take options."""
-    if mirror is None:
-        return (open_storage(root, **(options or {})),)
-    tiers = (open_url(root, options), open_url(mirror, options))
-    if tiers[0].url == tiers[1].url:
-        raise ConfigError(f"mirror={mirror!r} is the root itself. Give it another place, or leave it out.")
-    return tiers
-
-
-def _try_out(root: Storage, mirror: Storage | None = None) -> None:
-    """A mirror that cannot be reached just now may be later; one that is wrong stays wrong."""
-    if not root.near:
-        try_out(root)
-    if mirror is not None and not mirror.near:
-        try:
-            try_out(mirror)
-        except TransientError as error:
-            _log.warning("the mirror cannot be reached, and copies wait for it: %s", error)

@@ -36,16 +36,6 @@ from ckpt.version import __version__
 _log = logging.getLogger("ckpt")
 
 
-def try_out(storage: Storage) -> None:
-    """Write a few bytes and remove them: what is wrong with a root shows before hours of training are lost."""
-    key = f".try-{uuid.uuid4().hex}"
-    if isinstance(storage, Staging):
-        storage.stage(key, [b"ckpt"])  # which is never published
-        return
-    storage.write(key, [b"ckpt"])
-    storage.delete([key])
-
-
 @dataclass
 class Saver:
     """Writes checkpoints into one root, for one manager.

@@ -7,52 +7,30 @@ before `take` returns.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ckpt.arena import PIECE, Arena, available
+from ckpt.arena import Arena, available
 from ckpt.console import size as shown
 from ckpt.errors import StateError
-from ckpt.formats.memory import host_bytes, is_dense, is_plain, movable
+from ckpt.formats.memory import host_bytes
 from ckpt.formats.state import Image
+from ckpt.moving import Copy, Places, copy_on_host, send, send_all
 from ckpt.storage.background import Beside
 
 _log = logging.getLogger("ckpt")
 _PAGE = 4096
 _LITTLE = 64 << 20  # bytes: not worth making ready beforehand
-_PART = 8 << 20  # bytes that one thread copies at a time
-_SMALL, _PACKED = 1 << 20, 16 << 20  # bytes: what is packed, and into how much
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-
-_Part = tuple[int, int, int]  # where to, where from, how many bytes
-
-
-class _Copy(NamedTuple):
-    """A tensor, and the bytes in the snapshot that it is copied to."""
-
-    path: str
-    key: str
-    source: torch.Tensor
-    start: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.path}: {self.key}"
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.source.nbytes
 
 
 @dataclass
@@ -60,7 +38,7 @@ class Snapshot:
     """Files in memory. On an accelerator the last of their bytes arrive a little later."""
 
     images: dict[str, Image]
-    overlapped: list[tuple[_Copy, int]] = field(default_factory=list)  # with the versions that tensors had
+    overlapped: list[tuple[Copy, int]] = field(default_factory=list)  # with the versions that tensors had
     sending: Beside | None = None  # gives the copies to their devices, and returns the event after the last of each
     rest: Callable[[], None] | None = None  # what is still to be done, behind the training's back
     _changed: list[str] | None = None
@@ -103,7 +81,7 @@ class Snapshots:
         self._pending: Snapshot | None = None
         self._streams: dict[torch.device, Any] = {}
         self._hooks: list[Any] = []
-        self._places = _Places(_NOTHING)
+        self._places = Places(_NOTHING)
         self._told = False
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -151,7 +129,7 @@ class Snapshots:
     def _take_on_device(self, layout: _Layout, optimized: Callable[[torch.Tensor], bool]) -> Snapshot:
         """Host memory takes seconds to be made ready, a copy on the device milliseconds: it is fetched later."""
         module = torch.get_device_module(layout.device)
-        held = functools.cache(lambda: _Places(torch.empty(layout.size, dtype=torch.uint8, device=layout.device)))
+        held = functools.cache(lambda: Places(torch.empty(layout.size, dtype=torch.uint8, device=layout.device)))
         later = replace(layout, here=[one._replace(source=one.source.clone()) for one in layout.here], away=[])
         snapshot = Snapshot({})
         self._copy_from_device(layout.away, held, optimized, snapshot)
@@ -163,7 +141,7 @@ class Snapshots:
             for event in snapshot.sending.result().values():
                 stream.wait_event(event)
             with module.stream(stream):
-                _send(_Copy("", "", held().memory, 0), _Places(memory))
+                send(Copy("", "", held().memory, 0), Places(memory))
             stream.synchronize()
             snapshot.images = later.put(memory)
             snapshot.rest = None
@@ -180,12 +158,12 @@ class Snapshots:
             hook.remove()
         self._hooks = []
         self._pending = None
-        self._places = _Places(_NOTHING)
+        self._places = Places(_NOTHING)
         self._arena.release()
 
     def _memory(self, size: int, device: torch.device | None) -> torch.Tensor:
         if size > self._arena.size:
-            self._places = _Places(_NOTHING)  # or the old memory would live on beside the new
+            self._places = Places(_NOTHING)  # or the old memory would live on beside the new
         return self._arena.take(size, device)
 
     def _fits(self, size: int) -> bool:
@@ -200,8 +178,8 @@ class Snapshots:
 
     def _copy_from_device(
         self,
-        copies: list[_Copy],
-        places: Callable[[], _Places],
+        copies: list[Copy],
+        places: Callable[[], Places],
         optimized: Callable[[torch.Tensor], bool],
         snapshot: Snapshot,
     ) -> None:
@@ -216,15 +194,15 @@ class Snapshots:
         self._pending = snapshot
         _synchronize(done)
 
-    def _send(self, copies: list[_Copy], places: Callable[[], _Places]) -> dict[torch.device, Any]:
+    def _send(self, copies: list[Copy], places: Callable[[], Places]) -> dict[torch.device, Any]:
         """Give copies to their devices, each on a stream of its own. Returns the event after the last of each."""
-        by_device: dict[torch.device, list[_Copy]] = defaultdict(list)
+        by_device: dict[torch.device, list[Copy]] = defaultdict(list)
         for one in copies:
             by_device[one.source.device].append(one)
         events = {}
         for device, some in by_device.items():
             with torch.get_device_module(device).stream(self._stream(device)):
-                _send_all(some, places())  # where to: on the device it takes a moment to be made
+                send_all(some, places())  # where to: on the device it takes a moment to be made
                 events[device] = self._stream(device).record_event()
         return events
 
@@ -233,11 +211,11 @@ class Snapshots:
             self._streams[device] = torch.get_device_module(device).Stream(device)
         return self._streams[device]
 
-    def _places_in(self, memory: torch.Tensor) -> _Places:
+    def _places_in(self, memory: torch.Tensor) -> Places:
         """The same ones as long as snapshots are made in the same memory."""
         known = self._places.memory
         if (known.data_ptr(), len(known)) != (memory.data_ptr(), len(memory)):
-            self._places = _Places(memory)
+            self._places = Places(memory)
         return self._places
 
     def _before_step(self, *_: Any) -> None:
@@ -259,8 +237,8 @@ class _Layout:
     starts: list[int]
     size: int
     headers: list[tuple[int, bytes]]
-    here: list[_Copy]
-    away: list[_Copy]
+    here: list[Copy]
+    away: list[Copy]
 
     @classmethod
     def of(cls, images: list[Image], starts: list[int], size: int) -> _Layout:
@@ -277,7 +255,7 @@ class _Layout:
         """Copy what is here, and return the files, which lie in memory now."""
         for start, header in self.headers:
             host_bytes(memory[start : start + len(header)])[:] = header
-        _copy_on_host(self.here, memory)
+        copy_on_host(self.here, memory)
         placed = zip(self.images, self.starts, strict=True)
         return {image.path: _in_memory(image, memory, start) for image, start in placed}
 
@@ -297,7 +275,7 @@ def _device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     return next((one.device for one in tensors if one.device.type != "cpu"), None)
 
 
-def _laid_out(images: list[Image], starts: list[int]) -> tuple[list[_Copy], list[tuple[int, bytes]]]:
+def _laid_out(images: list[Image], starts: list[int]) -> tuple[list[Copy], list[tuple[int, bytes]]]:
     """Where every tensor and every other byte of the files goes."""
     copies, headers = [], []
     for image, start in zip(images, starts, strict=True):
@@ -307,7 +285,7 @@ def _laid_out(images: list[Image], starts: list[int]) -> tuple[list[_Copy], list
                 start += len(content)
             else:
                 name, tensor = content
-                copies.append(_Copy(image.path, name, tensor, start))
+                copies.append(Copy(image.path, name, tensor, start))
                 start += tensor.nbytes
     return copies, headers
 
@@ -315,113 +293,3 @@ def _laid_out(images: list[Image], starts: list[int]) -> tuple[list[_Copy], list
 def _in_memory(image: Image, memory: torch.Tensor, start: int) -> Image:
     view = host_bytes(memory[start : start + image.size])
     return Image(image.path, image.size, lambda: iter((view,)), image.steady, settled=True, head=image.head)
-
-
-def _copy_on_host(copies: list[_Copy], memory: torch.Tensor) -> None:
-    """Copy in several threads, which do not hold the interpreter's lock."""
-    base = memory.data_ptr()
-    parts = []
-    for one in copies:
-        if is_plain(one.source):
-            at, length = one.source.data_ptr(), one.source.nbytes
-            parts += [(base + one.start + b, at + b, min(_PART, length - b)) for b in range(0, length, _PART)]
-        else:
-            _send(one, _Places(memory))
-    shares = _shared_out(parts)
-    if len(shares) < 2:
-        _move(parts)
-        return
-    with ThreadPoolExecutor(max(1, torch.get_num_threads()), thread_name_prefix="ckpt-copy") as pool:
-        list(pool.map(_move, shares))
-
-
-def _shared_out(parts: list[_Part]) -> list[list[_Part]]:
-    """Small parts together, until they are worth a thread's attention."""
-    shares: list[list[_Part]] = []
-    room = 0
-    for part in parts:
-        if room <= 0:
-            shares.append([])
-            room = _PART
-        shares[-1].append(part)
-        room -= part[2]
-    return shares
-
-
-def _move(parts: list[_Part]) -> None:
-    for part in parts:
-        ctypes.memmove(*part)
-
-
-class _Places:
-    """Memory of a snapshot, seen as the tensors that are copied into it. Each is made once: training waits for it."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self._made: dict[Any, torch.Tensor] = {}
-
-    def put(self, copy: _Copy, source: torch.Tensor) -> None:
-        key = copy.start, source.dtype, source.shape
-        place = self._made.get(key)
-        if place is None:
-            place = self._made[key] = self.memory[copy.start : copy.stop].view(source.dtype).view(source.shape)
-        place.copy_(source, non_blocking=True)
-
-
-def _send_all(copies: list[_Copy], places: _Places) -> None:
-    """Copy from a device. Small neighbours go together: a device takes only so many copies in its queue."""
-    run: list[_Copy] = []
-    for one in copies:
-        if run and (one.start != run[-1].stop or run[-1].stop - run[0].start > _PACKED):
-            _send_run(run, places)
-            run = []
-        size = one.source.nbytes
-        if size > _SMALL:
-            _send_run(run, places)
-            _send(one, places)
-            run = []
-        elif size:
-            run.append(one)
-    _send_run(run, places)
-
-
-def _send_run(run: list[_Copy], places: _Places) -> None:
-    if len(run) < 2:
-        for one in run:
-            _send(one, places)
-        return
-    _send(_Copy("", "", _packed([one.source for one in run]), run[0].start), places)
-
-
-def _packed(sources: list[torch.Tensor]) -> torch.Tensor:
-    """Tensors one after the other, as they will lie in the file."""
-    dtype = sources[0].dtype
-    if dtype.itemsize > 1 and all(one.dtype == dtype and is_dense(one) for one in sources):
-        return torch.cat([one.view(-1) for one in sources])
-    return torch.cat([_row(one) for one in sources])
-
-
-def _row(source: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor as they will lie in the file."""
-    if not is_dense(source):
-        source = movable(source.resolve_conj().resolve_neg()).contiguous()
-    return source.view(-1).view(torch.uint8)
-
-
-def _send(copy: _Copy, places: _Places) -> None:
-    if not copy.source.nbytes:
-        return
-    if copy.start // PIECE == (copy.stop - 1) // PIECE:
-        places.put(copy, movable(copy.source))
-        return
-    row = _row(copy.source)
-    for begin, stop in _within_pieces(copy.start, copy.stop):
-        places.memory[begin:stop].copy_(row[begin - copy.start : stop - copy.start], non_blocking=True)
-
-
-def _within_pieces(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """A range of the memory, cut where pieces meet that were pinned one by one."""
-    while start < stop:
-        end = min(stop, (start // PIECE + 1) * PIECE)
-        yield start, end
-        start = end
