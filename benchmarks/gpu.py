@@ -57,6 +57,12 @@ class Save:
     done: float | None = None
     error: str = ""
 
+    @property
+    def slower(self) -> float | None:
+        """By how much training was slower until the save was done, if that is where all of it was lost, in percent."""
+        part = divided(self.lost, self.done)
+        return None if part is None else 100 * part
+
 
 @dataclass
 class Found:
@@ -225,6 +231,7 @@ def targets(found: Found) -> list[Target]:
         Target("training lost, from the second save on", found.worst(LATER, "lost"), 0.25, " s"),
         Target("training lost, first save after a pause", found.worst(PREPARED, "lost"), 0.6, " s"),
         Target("training lost, first save at once", found.worst(AT_ONCE, "lost"), 3.0, " s"),
+        Target("training slower while a later save is written", found.worst(LATER, "slower"), 3, " %"),
         Target("save_state returns after", found.worst(None, "returned"), 0.03, " s"),
         Target("load, verified, page cache warm", found.load(OURS.name, "warm"), 1.0, " s"),
         Target("load, verified, page cache cold, to a raw parallel read", divided(loaded, raw), 1.2),

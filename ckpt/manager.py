@@ -167,8 +167,9 @@ class StateManager:
         self._handle_sigterm = handle_sigterm
         self._preemption = Preemption(self._ranks)
         self._memory_ready = False
-        on_device = any(not one.is_cpu for one in self._managed.tensors())
-        if on_device and all(one.state for one in self._managed.optimizers):
+        devices = {one.device for one in self._managed.tensors() if not (one.is_cpu or one.is_meta)}
+        self._saver.snapshots.meet(devices)
+        if devices and all(one.state for one in self._managed.optimizers):
             self._make_memory_ready()  # to pin it takes long; other memory is made ready from the first step on
         weakref.finalize(self, self._preemption.close)
 

@@ -96,6 +96,11 @@ class Snapshots:
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_pre_hook(before_step))
 
+    def meet(self, devices: Iterable[torch.device]) -> None:
+        """Make what copies from these devices need: the first stream in a process takes a twentieth of a second."""
+        for device in devices:
+            self._stream(device)
+
     def prepare(self, tensors: Iterable[torch.Tensor], *, for_devices_only: bool = False) -> None:
         """Begin to make memory ready for as much state: all of it, or, where training waits, what devices hold."""
         found = [one for one in tensors if not (for_devices_only and one.is_cpu)]
