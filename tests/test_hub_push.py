@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
 from ckpt.cli import main
-from ckpt.storage import hub_errors
+from ckpt.storage import HubStorage
 from tests.hub_server import HubServer, connect, serving
 from tests.processes import DEADLINE, run_ranks, start_alone
 
@@ -31,17 +31,6 @@ REPO = "me/model"
 KILLS = int(os.environ.get("CKPT_KILLS", "5"))
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning", "ignore:torch.distributed is")
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    with serving(tmp_path, monkeypatch) as server:
-        yield server
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_errors, "_PAUSES", (0.0, 0.0))
 
 
 def gpt(seed: int = 0) -> Any:
@@ -176,6 +165,12 @@ class TestXet:
         assert len(hub.commits(REPO)) == 1
         assert len(hub.sent("xet-write-token")) == 1
         assert hub.sent("xet-read-token")
+        assert not hub.sent("PUT /lfs/")
+
+    def test_a_large_file_of_a_storage_goes_there_and_comes_back(self, hub: HubServer) -> None:
+        storage, data = HubStorage("me/runs"), random.Random(3).randbytes(2 << 20)
+        storage.write("large.bin", [data])
+        assert storage.read("large.bin") == data
         assert not hub.sent("PUT /lfs/")
 
     def test_a_run_is_saved_and_resumed(self, hub: HubServer) -> None:
@@ -341,7 +336,10 @@ class TestFaults:
     @pytest.mark.parametrize(
         ("status", "advice"),
         [
-            (401, r"401 .*no token, or it is not valid\. Log in with 'hf auth login', set HF_TOKEN, or give token="),
+            (
+                401,
+                r"401 .*no token, or it is not valid, or .*\. Log in with 'hf auth login', set HF_TOKEN, or give",
+            ),
             (403, r"403 .*the token may not do that\. Give it write access to this repository at https://"),
             (404, r"404 .*Is the name right, and may the token see it\? Log in"),
             (413, r"413 .*too large\. Use a smaller max_shard_size"),
@@ -356,10 +354,32 @@ class TestFaults:
             with torch.no_grad():
                 next(manager.unwrap().parameters()).zero_()
             hub.fail(r"POST /api/models/.*/commit/", status)
-            with pytest.raises(ckpt.StorageError, match=advice):
+            with pytest.raises(ckpt.StorageError, match=advice) as raised:
                 manager.push_to_hub(REPO)
+            assert isinstance(raised.value, ckpt.DeniedError) == (status in (401, 403))
         assert hub.files(REPO) == before
         assert commits_sent(hub) == 2
+
+    @pytest.mark.parametrize("name", ["model", "hub://me/model", "https://huggingface.co/me/model", "a/b/c", 3, None])
+    def test_what_is_no_repository_is_refused_before_anything_is_done(
+        self, hub: HubServer, tmp_path: Path, name: Any
+    ) -> None:
+        with (
+            ckpt.StateManager(tmp_path / "run", model=small(0)) as manager,
+            pytest.raises(ckpt.ConfigError, match="is not the id of a repository: write user/name"),
+        ):
+            manager.push_to_hub(name)
+        assert not hub.requests
+
+    def test_front_matter_that_the_hub_refuses_is_told_and_nothing_is_changed(
+        self, hub: HubServer, tmp_path: Path
+    ) -> None:
+        with (
+            ckpt.StateManager(tmp_path / "run", model=small(0)) as manager,
+            pytest.raises(ckpt.ConfigError, match=r'(?s)"license" must be one of.* or push with card=False'),
+        ):
+            manager.push_to_hub(REPO, card={"license": "nonsense"})
+        assert hub.files(REPO) == {}
 
     @pytest.mark.parametrize("pattern", ["POST /api/repos/create", "GET /api/models/[^/]*/[^/]*/revision", "/commit/"])
     @pytest.mark.parametrize("status", [429, 500, 503])
@@ -374,11 +394,36 @@ class TestFaults:
         self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         waited: list[float] = []
-        monkeypatch.setattr("ckpt.storage.hub_errors.time.sleep", waited.append)
+        monkeypatch.setattr("ckpt.storage.hub_repo.time.sleep", waited.append)
         hub.fail("/commit/", 429, Retry_After="37")
         with ckpt.StateManager(tmp_path / "run", model=small(0)) as manager:
             manager.push_to_hub(REPO)
         assert waited == [37.0]
+
+    def test_a_hub_that_has_answered_before_is_waited_for_much_longer_than_one_that_has_not(
+        self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        waited: list[float] = []
+        monkeypatch.setattr("ckpt.storage.hub_repo.time.sleep", waited.append)
+        hub.fail("/commit/", 503, times=12)
+        with ckpt.StateManager(tmp_path / "run", model=small(0)) as manager:
+            manager.push_to_hub(REPO)
+        assert len(hub.commits(REPO)) == 1
+        assert len(waited) == 12
+        assert sum(waited) > 60
+
+    def test_offline_by_choice_is_not_waited_for(
+        self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        waited: list[float] = []
+        monkeypatch.setattr("ckpt.storage.hub_repo.time.sleep", waited.append)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+        with (
+            ckpt.StateManager(tmp_path / "run", model=small(0)) as manager,
+            pytest.raises(ckpt.TransientError, match="HF_HUB_OFFLINE"),
+        ):
+            manager.push_to_hub(REPO)
+        assert waited == []
 
     @pytest.mark.usefixtures("impatient")
     def test_what_does_not_pass_is_told(self, hub: HubServer, tmp_path: Path) -> None:
@@ -466,8 +511,6 @@ def test_a_token_is_used_and_told_to_nobody_else(
         with pytest.raises(ckpt.StorageError) as raised:
             manager.push_to_hub(REPO, token=token)
     assert {one.authorization for one in hub.requests if not one.path.startswith("/lfs/")} == {f"Bearer {TOKEN}"}
-    from ckpt.storage import HubStorage
-
     told = [repr(raised.value), repr(raised.value.__cause__), repr(manager), caplog.text, *capfd.readouterr()]
     told += [repr(HubStorage(REPO, token=token)), repr(HubStorage(REPO, token=token).repo)]
     told += [path.read_bytes().decode("latin-1") for path in root.rglob("*") if path.is_file()]

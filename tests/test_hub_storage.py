@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch import nn
 
 import ckpt
 from ckpt.cli import main
-from ckpt.storage import HubStorage, Storage, hub_errors, open_storage
-from tests.hub_server import HubServer, connect, serving
-from tests.processes import run_alone, run_ranks
+from ckpt.storage import HubStorage, Storage, open_storage
+from tests.hub_server import HubServer, connect
+from tests.processes import DEADLINE, run_alone, run_ranks, start_alone
 from tests.sharded import fsdp2, plain, whole
 from tests.storage_contract import StorageContract, sizes
 
@@ -26,12 +27,6 @@ REPO = "me/runs"
 ROOT = f"hub://{REPO}/mrpc"
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning", "ignore:torch.distributed is")
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    with serving(tmp_path, monkeypatch) as server:
-        yield server
 
 
 class TestHubStorage(StorageContract):
@@ -74,6 +69,41 @@ class TestHubStorage(StorageContract):
         assert storage.read("large.bin", 1000, 1010) == (bytes(range(256)) * 100)[1000:1010]
         assert sum(served) < 2000
 
+    def test_bytes_of_a_server_that_knows_no_ranges_are_not_taken_for_others(
+        self, hub: HubServer, storage: Storage
+    ) -> None:
+        storage.write("large.bin", [bytes(range(256)) * 100])
+        answer = hub.answer
+        hub.answer = lambda method, target, body, headers: answer(method, target, body, {})  # type: ignore[method-assign]
+        with pytest.raises(ckpt.StorageError, match="asked for 10 bytes, the Hub sent 25600"):
+            storage.read("large.bin", 1000, 1010)
+
+    def test_a_listing_has_what_is_committed_while_it_is_made(self, hub: HubServer) -> None:
+        storage = HubStorage("me/runs", interval=3600)
+        storage.write("a", [b"a"])
+        storage.publish({"b": storage.stage("b", [b"b"])})  # waits for the next commit
+
+        def gate(method: str, path: str) -> None:
+            if "/tree/" in path:
+                hub.gate = lambda method, path: None
+                storage.settle()
+
+        hub.gate = gate
+        assert set(sizes(storage)) == {"a", "b"}
+        assert len(hub.commits("me/runs")) == 2
+
+    def test_what_comes_after_settle_waits_for_the_next_commit_again(self, hub: HubServer) -> None:
+        storage = HubStorage("me/runs", interval=3600)
+        for key in ("a", "b", "c"):  # a is committed at once, b by settle
+            storage.publish({key: storage.stage(key, [b"x"])})
+            if key == "b":
+                storage.settle()
+        while storage._pending._wake.is_set():
+            time.sleep(0.01)  # until the thread that commits has looked
+        assert set(hub.files("me/runs")) == {"a", "b"}
+        storage.settle()
+        assert set(hub.files("me/runs")) == {"a", "b", "c"}
+
 
 @pytest.mark.parametrize("url", ["hub://", "hub://me", "hub://me/runs@/x", "hub://me/runs/../x", "hub://a b/c"])
 def test_what_names_no_repository_is_refused(url: str) -> None:
@@ -86,6 +116,47 @@ def test_a_url_names_a_repository_a_revision_and_a_path() -> None:
     assert isinstance(storage, HubStorage)
     assert (storage.repo.id, storage.repo.revision, storage.folder) == ("me/runs", "refs/pr/1", "a/b")
     assert storage.url == "hub://me/runs@refs%2Fpr%2F1/a/b"
+
+
+def test_options_are_checked_and_a_token_is_one() -> None:
+    storage = open_storage("hub://me/runs", token="hf_x", interval=5)
+    assert isinstance(storage, HubStorage)
+    assert storage.repo.token == "hf_x"
+    with pytest.raises(ckpt.ConfigError, match="takes the storage_options deadline, interval, token; not profile"):
+        open_storage("hub://me/runs", token="hf_x", profile="me")
+    with pytest.raises(ckpt.ConfigError, match="interval=-1 must be a number of seconds"):
+        open_storage("hub://me/runs", interval=-1)
+
+
+def _write_large(rank: int, home: str, url: str) -> None:
+    connect(url, home)
+    tempfile.tempdir = home
+    HubStorage(REPO).write("large.bin", [bytes(1 << 20), b"x"])
+
+
+def test_a_write_that_is_killed_leaves_no_file_behind(hub: HubServer, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    job = start_alone(str(tmp_path), _write_large, str(home), hub.url)
+
+    def gate(method: str, path: str) -> None:
+        if method == "PUT":
+            os.kill(job.pid or 0, signal.SIGKILL)
+
+    hub.gate = gate
+    job.join(DEADLINE)
+    assert job.exitcode == -signal.SIGKILL
+    assert [path for path in home.iterdir() if path.is_file()] == []
+    hub.gate = lambda method, path: None
+    assert run_alone(_write_large, str(home), hub.url) == 0
+    assert hub.files(REPO)["large.bin"] == bytes(1 << 20) + b"x"
+
+
+def test_a_gated_repository_is_not_taken_for_an_empty_one(hub: HubServer) -> None:
+    hub.fail("/api/models/", 403, X_Error_Code="GatedRepo", times=99)
+    for look in (ckpt.list_checkpoints, lambda url: ckpt.load_model(url, model_of(0.0))):
+        with pytest.raises(ckpt.DeniedError, match="Ask for access on its page"):
+            look(ROOT)
 
 
 def model_of(value: float) -> nn.Linear:
@@ -217,10 +288,8 @@ class TestCommits:
         for name in ("a", "b"):
             assert not any(ckpt.verify(f"hub://{REPO}/{name}").values())
 
-    def test_a_commit_whose_answer_was_lost_is_not_made_twice(
-        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(hub_errors, "_PAUSES", (0.0,))
+    @pytest.mark.usefixtures("impatient")
+    def test_a_commit_whose_answer_was_lost_is_not_made_twice(self, hub: HubServer) -> None:
         with manager_for(ROOT, model_of(1.0)) as manager:
             hub.fail("/commit/", cut="after")
             manager.save_state("a", wait=True)
@@ -298,8 +367,9 @@ def sharded(hub: HubServer, tmp_path: Path) -> HubServer:
     return hub
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_sharded_checkpoint_is_one_commit_and_comes_back_in_every_way(
-    sharded: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    sharded: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = plain(5)
     ckpt.load_model(ROOT, model)
@@ -317,11 +387,10 @@ def test_a_sharded_checkpoint_is_one_commit_and_comes_back_in_every_way(
     assert missing.exit_code == 1
     assert "has no checkpoint of step 8. There are: mrpc/step-00000007" in missing.output
     sharded.close()
-    _without_network(tmp_path, capfd, monkeypatch)
+    _without_network(tmp_path, capfd)
 
 
-def _without_network(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_errors, "_PAUSES", (0.0,))
+def _without_network(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     capfd.readouterr()
     model = plain(5)
     ckpt.load_model("hub://me/published", model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,7 +14,7 @@ import ckpt
 from ckpt.curve import draw
 from ckpt.formats.manifest import Manifest
 from ckpt.model_card import BEGIN, END, Training, known_fields, written
-from tests.hub_server import HubServer, serving
+from tests.hub_server import HubServer
 
 REPO = "me/model"
 BY_HAND = """---
@@ -33,12 +32,6 @@ None that I know of.
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    with serving(tmp_path, monkeypatch) as server:
-        yield server
 
 
 def fields_of(card: str) -> dict[str, Any]:
