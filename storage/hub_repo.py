@@ -97,9 +97,9 @@ class HubRepo:
         return HfApi(token=self.token, library_name="torch-ckpt")
 
     def create(self, *, private: bool | None = None) -> None:
-        """Make the repository and the branch, where they are not there yet."""
+        """Make the repository and the branch, where they are not there yet; no pull request (`refs/pr/1`)."""
         self._ask("create", lambda: self.api.create_repo(self.id, private=private, exist_ok=True))
-        if self.revision != MAIN_BRANCH:
+        if self.revision != MAIN_BRANCH and not self.revision.startswith("refs/"):
             self._ask("create", lambda: self.api.create_branch(self.id, branch=self.revision, exist_ok=True))
 
     def is_private(self) -> bool:

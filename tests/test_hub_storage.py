@@ -434,6 +434,49 @@ def test_a_whole_repository_is_pulled_and_what_was_altered_in_the_cache_is_named
     assert not (tmp_path / "more").exists()
 
 
+def test_what_is_not_there_is_told_by_its_kind(hub: HubServer, tmp_path: Path) -> None:
+    with manager_for(tmp_path / "run", plain(3)) as manager:
+        manager.push_to_hub("me/published")
+    for where, kind, what in (
+        ("hub://me/typo", ckpt.AbsentError, "there is no such repository, or the token may not see it"),
+        ("hub://me/published@typo", ckpt.AbsentError, "the repository has no such revision"),
+        ("hub://me/published/typo", ckpt.MissingError, "there is nothing at hub://me/published/typo"),
+    ):
+        with pytest.raises(kind, match=what):
+            ckpt.load_model(where, plain(4))
+        if kind is ckpt.AbsentError:
+            with pytest.raises(kind, match=what):
+                ckpt.verify(where)
+            assert what in CliRunner().invoke(main, ["ls", where]).output
+
+
+def test_a_model_is_loaded_with_a_token_and_nothing_else_is_fetched(
+    hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub.token = "hf_private"
+    with manager_for(tmp_path / "run", plain(3)) as manager:
+        manager.push_to_hub("me/published", token="hf_private")
+    other = {"key": "file", "value": {"path": "pytorch_model.bin", "content": b"the same once more"}}
+    hub.store.commit("me/published", "main", {"summary": "x"}, [other])
+    model = plain(4)
+    ckpt.load_model("hub://me/published", model, storage_options={"token": "hf_private"})
+    _compare(model.state_dict(), plain(3).state_dict())
+    assert not hub.sent("pytorch_model.bin")
+    assert "loaded model of hub://me/published\n" in capfd.readouterr().err
+
+
+def test_a_root_that_a_run_writes_to_is_not_pulled_into(hub: HubServer, tmp_path: Path) -> None:
+    with manager_for(ROOT, model_of(1.0)) as manager:
+        manager.save_state("step-00000001", wait=True)
+    with manager_for(tmp_path / "run", model_of(1.0)) as manager:
+        manager.save_state("mine", wait=True)
+        for step in (None, 1):
+            with pytest.raises(ckpt.LockedError, match=r"a run writes to .*Pull into another folder"):
+                ckpt.pull(ROOT, tmp_path / "run", step=step)
+    ckpt.pull(ROOT, tmp_path / "run")
+    assert ckpt.verify(tmp_path / "run") == {"mine": [], "step-00000001": []}
+
+
 def test_a_model_that_does_not_fit_stays_as_it_was(tmp_path: Path) -> None:
     with manager_for(tmp_path / "run", plain(3)) as manager:
         manager.save_model(tmp_path / "out")

@@ -142,6 +142,18 @@ def test_names_cannot_break_out_of_the_table() -> None:
     assert "| a b  script  | 1 |" in card
 
 
+def test_front_matter_without_fields_is_not_touched() -> None:
+    with pytest.raises(ckpt.ConfigError, match=r"has no fields: '- a'\. Correct it, or push with card=False"):
+        written("---\n- a\n---\n# x\n", "model", {}, {"license": "mit"}, None)
+
+
+def test_a_base_model_on_this_disk_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "gpt2").mkdir(parents=True)
+    for base, shown in (("models/gpt2", None), ("models", None), ("..", None), ("openai-community/gpt2",) * 2):
+        assert known_fields({"config": {}, "base": base}, None).get("base_model") == shown
+
+
 def test_front_matter_that_is_no_yaml_is_not_touched(hub: HubServer, tmp_path: Path) -> None:
     hub.store.create(REPO, private=False)
     broken = {"key": "file", "value": {"path": "README.md", "content": b"---\na: [\n---\n# x\n"}}
