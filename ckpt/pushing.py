@@ -75,7 +75,7 @@ def push_to_hub(
 
     def push(_: Any) -> str:
         with _folder_of(os.fspath(source), part, given, storage_options) as ready:
-            if not {CONFIG, ADAPTER_CONFIG} & ready.paths().keys():
+            if not {CONFIG, ADAPTER_CONFIG} & {path.rpartition("/")[2] for path in ready.paths()}:
                 say(f"no {CONFIG} goes along, which from_pretrained needs: if there is one, name its folder as beside")
             return target.publish(ready)
 

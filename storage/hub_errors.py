@@ -34,9 +34,8 @@ def explained(verb: str, where: str) -> Iterator[None]:
     except CkptError:
         raise
     except Exception as error:
-        raise translated(
-            cause_of(error), f"could not {verb} {where}"
-        ) from None  # the cause holds the request's headers
+        problem = translated(cause_of(error), f"could not {verb} {where}")
+        raise problem from None  # the cause holds the request's headers
 
 
 def translated(error: BaseException, what: str) -> Exception:
