@@ -94,10 +94,12 @@ class TestHubStorage(StorageContract):
 
     def test_what_comes_after_settle_waits_for_the_next_commit_again(self, hub: HubServer) -> None:
         storage = HubStorage("me/runs", interval=3600)
-        for key in ("a", "b", "c"):  # a is committed at once, b by settle
-            storage.publish({key: storage.stage(key, [b"x"])})
-            if key == "b":
-                storage.settle()
+        receipts = {key: storage.stage(key, [b"x"]) for key in ("a", "b", "c")}
+        storage.publish({"a": receipts["a"]})  # is committed at once
+        storage.publish({"b": receipts["b"]})
+        with storage._pending._guard:  # the thread that would commit b is told, and comes when c is there too
+            storage.settle()
+            storage.publish({"c": receipts["c"]})
         while storage._pending._wake.is_set():
             time.sleep(0.01)  # until the thread that commits has looked
         assert set(hub.files("me/runs")) == {"a", "b"}
