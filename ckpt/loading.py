@@ -11,6 +11,7 @@ from ckpt import restoring
 from ckpt.agreement import Outcome, agree, together
 from ckpt.catalog import check_name
 from ckpt.choosing import Choice, choose
+from ckpt.collector import undisturbed
 from ckpt.console import say
 from ckpt.errors import ConfigError, StateError
 from ckpt.formats.manifest import Manifest
@@ -54,6 +55,7 @@ class Loading:
         """
         with ExitStack() as held:
             held.enter_context(self.ranks.working())
+            held.enter_context(undisturbed())
             held.enter_context(self.saver.snapshots.paused())
             tiers, name = self._find(name)
             hosts = self.saver.hosts if tiers is self.tiers else EVERYWHERE

@@ -75,6 +75,7 @@ class Opened:
         self._asked: list[Any] = []  # transfers
         self._live: list[Any] = []
         self._opened: dict[str, Tensors] = {}
+        self._tables: dict[str, Table] = {}
         self._trees: dict[str, Any] = {}
         self.parts: dict[str, Any] = {}
         self.own: dict[str, Any] = {}
@@ -183,8 +184,13 @@ class Opened:
         """The ways in which a part's tensors were divided; none if it was saved whole."""
         if not self.spread(key):
             return frozenset()
-        found = Table.from_json(self._part(key)["spread"]).tensors.values()
+        found = self._table(key).tensors.values()
         return frozenset(one.layout for one in found if not one.layout.is_replicated)
+
+    def _table(self, key: str) -> Table:
+        if key not in self._tables:
+            self._tables[key] = Table.from_json(self._part(key)["spread"])
+        return self._tables[key]
 
     def _decoded(self, key: str, find: Callable[[str], Any]) -> Any:
         return Decoder(find).decode(self._part(key)["state"])
@@ -199,8 +205,7 @@ class Opened:
 
     def _open(self, key: str) -> Tensors:
         if self.spread(key):
-            table = Table.from_json(self._part(key)["spread"])
-            return SpreadTensors(table, lambda rank: self._files(spread_file, key, rank), self.rank)
+            return SpreadTensors(self._table(key), lambda rank: self._files(spread_file, key, rank), self.rank)
         return _WholeTensors(self._files(whole_file, key), f"{self.manifest.name}: {key}")
 
     def _files(self, name: Callable[..., str], *about: Any) -> list[TensorFile]:

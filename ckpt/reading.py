@@ -20,7 +20,7 @@ import torch
 from ckpt.catalog import altered, threads_for
 from ckpt.errors import DamagedError
 from ckpt.formats.blocks import BlockHasher
-from ckpt.formats.memory import host_bytes
+from ckpt.formats.memory import as_bytes, host_bytes
 from ckpt.formats.transfers import Transfer
 from ckpt.stored_file import WINDOW, VerifiedFile
 
@@ -58,7 +58,7 @@ class _Landing:
         self.transfer = transfer
         self.device = transfer.into.device if transfer.into is not None else torch.device("cpu")
         self.away = self.device.type != "cpu"
-        self._memory = transfer.into
+        self._memory = as_bytes(transfer.into) if self.away and transfer.into is not None else transfer.into
         self._view = None if self.away or transfer.into is None else host_bytes(transfer.into)
         self._left = transfer.size
         self._lock = threading.Lock()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import platform
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from ckpt import commit
 from ckpt.agreement import Outcome, agree, together
 from ckpt.capture import Captured
 from ckpt.catalog import find, scan
+from ckpt.collector import undisturbed
 from ckpt.commit import Attempt, Earlier, Stored
 from ckpt.console import size
 from ckpt.errors import ConfigError, ConflictError, StorageError, VersionError
@@ -102,7 +102,7 @@ class Saver:
         """Capture, write and commit on all ranks, or raise on all. Without `wait`, only the capture is waited for."""
         self._background.wait()
         save = Save(self, name, facts)
-        with _undisturbed():
+        with undisturbed():
             save.prepare(take, optimized, snapshot=not wait)
         if wait or not save.detached:
             self._carry_out(save)
@@ -302,15 +302,3 @@ class Saver:
 
 def versions() -> dict[str, str]:
     return {"ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()}
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Without the garbage collector: thousands of new objects would call it up just while training waits."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -17,6 +17,11 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor on any device as a row of bytes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's bytes can be read and written in place through `host_bytes`."""
     return tensor.device.type == "cpu" and is_dense(tensor)

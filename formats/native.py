@@ -31,8 +31,10 @@ from ckpt.formats.transfers import ByteReader, Transfer, Want, at_once
 
 ALIGNMENT = 4096
 SUFFIX = ".safetensors"
+SMALL = 1 << 16  # bytes
 _LENGTH = struct.Struct("<Q")
 _WINDOW = 8 << 20
+_LARGEST = 1 << 63
 _MAX_HEADER = 100_000_000  # safetensors refuses a longer one
 
 _Outlines = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]  # name, dtype and shape of what is stored
@@ -89,8 +91,17 @@ def gathered_image(
 
 
 def in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names as they come in a file: larger elements first, so that all are aligned."""
-    return sorted(tensors, key=lambda name: -tensors[name].element_size())
+    """The names as they come in a file: larger elements first, so that all are aligned.
+
+    Among those of one size small tensors come last, and so stand together: the step counts of an optimizer, which
+    every rank wants of the one rank that writes them, are then in one block, and not in all.
+    """
+
+    def place(name: str) -> tuple[int, bool]:
+        tensor = tensors[name]
+        return -tensor.element_size(), tensor.numel() * tensor.element_size() < SMALL
+
+    return sorted(tensors, key=place)
 
 
 def _header(
@@ -206,11 +217,11 @@ class TensorFile:
         self.fill(name, target, Box((0,) * len(shape), shape))
 
     def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
-        """Fill `target`, which is the given box of the tensor: straight from the file where bytes fit.
+        """Fill `target`, which is the given box of the tensor, and needs no gradient.
 
-        Elsewhere the rows in which the box lies pass through memory, some megabytes at a time.
+        Its bytes come straight from the file where they fit. Elsewhere the rows in which the box lies pass through
+        memory, some megabytes at a time.
         """
-        target = target.detach()
         if name in self.views:
             self._fill_from_view(self.views[name], target, box)
             return
@@ -218,7 +229,7 @@ class TensorFile:
         row = math.prod(saved.shape[1:]) * saved.dtype.itemsize
         start = saved.start + (box.offsets[0] * row if box.offsets else 0)
         if box.sizes[1:] == saved.shape[1:] and saved.dtype == target.dtype and is_dense(target):
-            self._want(start, target.nbytes, into=target.view(-1).view(torch.uint8))
+            self._want(start, target.nbytes, into=target)
             return
         if not box.sizes:
             self._pass_on(start, (), saved.dtype, [], target)
@@ -321,6 +332,7 @@ def _view_from_json(fields: Mapping[str, Any], stored: Mapping[str, Saved]) -> V
 
 def _sizes(values: list[Any]) -> tuple[int, ...]:
     """Lengths or offsets from a header. Torch and the readers are never handed anything else."""
-    if any(type(value) is not int or not 0 <= value < 1 << 63 for value in values):
-        raise ValueError(f"{values!r} are no sizes or offsets")
+    for value in values:
+        if type(value) is not int or not 0 <= value < _LARGEST:
+            raise ValueError(f"{values!r} are no sizes or offsets")
     return tuple(values)

@@ -26,6 +26,8 @@ _PLACEMENT = re.compile(r"R|S(\d+)(?:/(\d+))?")
 
 Overlap = list[tuple[int, int, int]]  # for each dimension: the start in one box, the start in the other, the length
 
+Ranges = list[tuple[int, int]]  # for each dimension the start and the length
+
 
 @dataclass(frozen=True)
 class Box:
@@ -39,8 +41,7 @@ class Box:
         return 0 in self.sizes
 
     @property
-    def ranges(self) -> list[tuple[int, int]]:
-        """For each dimension the start and the length."""
+    def ranges(self) -> Ranges:
         return list(zip(self.offsets, self.sizes, strict=True))
 
     def overlap(self, other: Box) -> Overlap | None:
@@ -49,6 +50,9 @@ class Box:
             return None
         narrows = _shards_get_overlap_region_wrt_saved_tensor(_chunk(self), _chunk(other))
         return [(start, other_start, length) for _, start, other_start, length in narrows]
+
+
+Met = tuple[int, Box, Ranges]  # a rank, the part of its piece that meets a box, and where that is in the box
 
 
 def _meet(one: Box, other: Box) -> bool:
@@ -110,7 +114,7 @@ class Layout:
         """For each piece of a tensor that is not empty, the rank that holds the given copy of it."""
         return _holders(self, shape, copy)
 
-    def overlaps(self, shape: tuple[int, ...], copy: int, box: Box) -> tuple[tuple[int, Overlap], ...]:
+    def overlaps(self, shape: tuple[int, ...], copy: int, box: Box) -> tuple[Met, ...]:
         """The ranks whose pieces of a tensor meet a box, and where. Tensors of one shape are worked out once."""
         return _overlaps(self, shape, copy, box)
 
@@ -148,9 +152,14 @@ def _holders(layout: Layout, shape: tuple[int, ...], copy: int) -> dict[int, Box
 
 
 @lru_cache(maxsize=10_000)
-def _overlaps(layout: Layout, shape: tuple[int, ...], copy: int, box: Box) -> tuple[tuple[int, Overlap], ...]:
-    met = ((rank, held.overlap(box)) for rank, held in layout.holders(shape, copy).items())
-    return tuple((rank, overlap) for rank, overlap in met if overlap is not None)
+def _overlaps(layout: Layout, shape: tuple[int, ...], copy: int, box: Box) -> tuple[Met, ...]:
+    met = []
+    for rank, held in layout.holders(shape, copy).items():
+        overlap = held.overlap(box)
+        if overlap is not None:
+            starts, others, lengths = zip(*overlap, strict=True) if overlap else ((), (), ())
+            met.append((rank, Box(starts, lengths), list(zip(others, lengths, strict=True))))
+    return tuple(met)
 
 
 def _holding(layout: Layout, copy: int) -> Iterator[int]:
@@ -226,8 +235,9 @@ def _spelled(placement: Any) -> str:
 def local_tensor(tensor: Any) -> torch.Tensor:
     """The piece that this rank holds; an empty one where it holds none."""
     if hasattr(tensor, "to_local"):
-        piece: torch.Tensor = tensor.to_local().detach()
-        return piece
+        with torch.no_grad():  # it is then the piece itself, without a step of autograd
+            piece: torch.Tensor = tensor.to_local()
+        return piece.detach()
     shards = tensor.local_shards()
     if shards:
         first: torch.Tensor = shards[0].tensor.detach()

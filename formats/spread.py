@@ -17,12 +17,11 @@ import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats import dtypes
-from ckpt.formats.native import TensorFile, narrowed
+from ckpt.formats.native import SMALL, TensorFile, narrowed
 from ckpt.formats.sharding import Box, Layout, gathered, is_sharded, layout_of, local_tensor
 from ckpt.formats.state import Shard
 
 EVERY = -1  # in place of the number of a copy: all copies are written
-_SMALL = 1 << 16  # bytes: below that a tensor all ranks hold is the main rank's to write
 
 
 @dataclass(frozen=True)
@@ -125,12 +124,15 @@ def _aliases(tensors: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _shared_out(tensors: Mapping[str, Spread]) -> dict[str, Spread]:
-    """Give each tensor that several ranks hold to the copy that has least to write so far, the largest first."""
+    """Give each tensor that several ranks hold to the copy that has least to write so far, the largest first.
+
+    Small ones are all the first copy's, so that whoever wants them finds them together.
+    """
     loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     chosen = dict(tensors)
     for name in sorted(tensors, key=lambda name: (-tensors[name].size, name)):
         one = tensors[name]
-        if one.layout.copies > 1 and one.size >= _SMALL:
+        if one.layout.copies > 1 and one.size >= SMALL:
             heap = loads.setdefault((one.layout.copies, *one.layout.ranks), [(0, n) for n in range(one.layout.copies)])
             load, copy = heapq.heappop(heap)
             heapq.heappush(heap, (load + one.size, copy))
@@ -179,11 +181,8 @@ class SpreadTensors:
         """Fill `target`, which is the given box of a tensor."""
         name = self.table.aliases.get(name, name)
         one = self._entry(name)
-        for rank, overlap in one.layout.overlaps(one.shape, self._copy(one), box):
-            file = self._file(rank, name)
-            into = narrowed(target, [(start, length) for _, start, length in overlap])
-            inside = Box(tuple(start for start, _, _ in overlap), tuple(length for _, _, length in overlap))
-            file.fill(name, into, inside)
+        for rank, piece, there in one.layout.overlaps(one.shape, self._copy(one), box):
+            self._file(rank, name).fill(name, narrowed(target, there), piece)
 
     def _copy(self, one: Spread) -> int:
         if one.copy != EVERY:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ckpt.formats.memory import host_bytes
+from ckpt.formats.memory import as_bytes, host_bytes
 
 
 class ByteReader(Protocol):
@@ -29,8 +29,8 @@ class ByteReader(Protocol):
 class Transfer:
     """Bytes of a file on their way: into memory, or to whoever takes them from there.
 
-    `into` is a row of bytes on any device, and may be filled in any order. Where there is none, `take` gets all the
-    bytes at once, in memory of the CPU.
+    `into` is a dense tensor on any device, whose bytes may be filled in any order. Where there is none, `take` gets all
+    the bytes at once, in memory of the CPU.
     """
 
     reader: Any = field(repr=False)
@@ -53,6 +53,6 @@ def at_once(transfer: Transfer) -> None:
     here = memory if memory.device.type == "cpu" else torch.empty(transfer.size, dtype=torch.uint8)
     transfer.reader.read_into(transfer.start, host_bytes(here))
     if here is not memory:
-        memory.copy_(here)
+        as_bytes(memory).copy_(here)
     if transfer.take is not None:
         transfer.take(memory)

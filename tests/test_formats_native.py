@@ -58,6 +58,14 @@ def opened(tensors: Mapping[str, torch.Tensor | Shard]) -> TensorFile:
     return TensorFile.open(Bytes(file_of(tensors)), "step/model.safetensors")
 
 
+def test_small_tensors_stand_together_so_that_whoever_wants_only_them_reads_little() -> None:
+    """Of an optimizer's state, every rank wants all step counts, and of the moments only its own pieces."""
+    state = {f"{kind}.{n}": torch.zeros(20_000) for n in range(8) for kind in ("exp_avg", "exp_avg_sq")}
+    file = opened(state | {f"step.{n}": torch.tensor(float(n)) for n in range(8)} | {"exp_avg.8": torch.zeros(20_000)})
+    spans = [(one.start, one.stop) for name, one in file.stored.items() if name.startswith("step")]
+    assert max(stop for _, stop in spans) - min(start for start, _ in spans) == 8 * 4
+
+
 def header(data: bytes) -> dict[str, Any]:
     (length,) = struct.unpack_from("<Q", data)
     entries = json.loads(data[8 : 8 + length])
