@@ -18,9 +18,10 @@ from typing import Any
 from ckpt.console import bar, size
 from ckpt.errors import AbsentError, CheckpointError, ConfigError, DamagedError, MissingError, StorageError
 from ckpt.formats.manifest import FILE_NAME, Manifest
-from ckpt.storage import Storage, open_storage
+from ckpt.storage import HubStorage, Storage, open_storage
 from ckpt.stored_file import WINDOW, StoredFile, VerifiedFile
 
+LOCK = ".lock"  # in a root, held by the run that writes to it
 MARKER = ".saving"  # in a checkpoint's folder while it is being written
 _STATE = "state.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,199}")
@@ -172,7 +173,14 @@ def locate(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | Non
             parent = open_storage(root or ("/" if text.startswith("/") else "."), **options)
             if any(True for _ in parent.list(name)):
                 return parent, [name]
+    check_there(storage)
     raise MissingError(f"there is no checkpoint at {os.fspath(url)}: it is neither a root nor a checkpoint.")
+
+
+def check_there(storage: Storage) -> None:
+    """Raise what is wrong with a repository that looks empty: it may not be there, or be named wrongly."""
+    if isinstance(storage, HubStorage):
+        storage.repo.head()
 
 
 def verify_one(storage: Storage, name: str) -> list[str]:

@@ -124,6 +124,7 @@ def show_checkpoints(root: str, *, verify: bool = False) -> None:
     """Print what `ckpt ls` does."""
     storage, found = _checkpoints(root)
     if not found:
+        catalog.check_there(storage)
         click.echo(f"There are no checkpoints in {root}.")
         return
     _show_table([_row(storage, one, verify=verify) for one in found])

@@ -16,7 +16,11 @@ import click
 @click.option("--dtype", help="Cast floating point tensors: bfloat16, float16, float32, ...")
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Beyond this, write shards and an index.")
 @click.option("--part", default="model", show_default=True, help="Which part of the checkpoint.")
-@click.option("--beside", type=click.Path(exists=True, file_okay=False), help="A folder with a tokenizer, a config ...")
+@click.option(
+    "--beside",
+    type=click.Path(exists=True, file_okay=False),
+    help="A folder whose files go along, but for weights: a tokenizer, a config.",
+)
 @click.option("--license", help="For the model card: apache-2.0, mit, ...")
 @click.option("--card/--no-card", default=True, show_default=True, help="Write the model card, or leave it alone.")
 def push(
@@ -34,8 +38,9 @@ def push(
 ) -> None:
     """Publish the model of the checkpoint at SOURCE as REPO_ID on the Hub.
 
-    SOURCE is a checkpoint of ckpt, sharded or not, what else 'ckpt merge' reads, or a folder of safetensors. One commit
-    has everything; what the Hub has already is not sent again. The token comes from HF_TOKEN or 'hf auth login'.
+    SOURCE is a checkpoint of ckpt, sharded or not, what else 'ckpt merge' reads, or a folder of safetensors; REPO_ID is
+    user/name, and is made if it is not there. One commit has everything; what the Hub has already is not sent again.
+    The token comes from HF_TOKEN or 'hf auth login'.
     """
     from ckpt.pushing import push_to_hub
 
@@ -62,7 +67,9 @@ def push(
 def pull(repo_id: str, directory: Path, step: int | None, revision: str | None) -> None:
     """Copy what is in REPO_ID on the Hub into DIRECTORY, verified.
 
-    Without the network it comes from Hugging Face's cache, if it is there.
+    REPO_ID is user/repo, or hub://user/repo@revision/path for a part of it. With --step, DIRECTORY is a root, and gets
+    step-00001000/ or the like. Other files in it stay. Without the network it comes from Hugging Face's cache, if it is
+    there. The token comes from HF_TOKEN or 'hf auth login'.
     """
     from ckpt.pulling import pull
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 
-from ckpt.catalog import MARKER, Checkpoint, find, scan
+from ckpt.catalog import LOCK, MARKER, Checkpoint, find, scan
 from ckpt.console import LONG, bar
 from ckpt.errors import AbsentError, LockedError, StorageError
 from ckpt.formats.blocks import BlockHasher, digest
@@ -24,7 +24,6 @@ from ckpt.storage.background import Beside
 from ckpt.storage.base import check_key
 
 _log = logging.getLogger("ckpt")
-LOCK = ".lock"
 
 
 @dataclass(frozen=True)

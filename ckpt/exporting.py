@@ -15,7 +15,7 @@ import torch
 
 from ckpt.agreement import together
 from ckpt.console import LONG, bar
-from ckpt.errors import UnsupportedError
+from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.folders import appearing, refuse_checkpoints
 from ckpt.formats.dtypes import name_of
 from ckpt.formats.huggingface import LiveTensor, Source, images, parse_dtype, parse_size
@@ -28,6 +28,7 @@ from ckpt.storage import LocalStorage
 
 MODEL = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 SHARD_SIZE = "5GB"
 _DEFAULT_ADAPTER = "default"
 
@@ -124,7 +125,7 @@ def model_files(
     config = dict(about.get("config", {}))
     if config:
         config["dtype"] = _dtype_name(tensors, wanted)
-    documents = {"config.json": config, "generation_config.json": about.get("generation_config")}
+    documents = {CONFIG: config, "generation_config.json": about.get("generation_config")}
     return [*weights, *(_json(name, fields) for name, fields in documents.items() if fields)]
 
 
@@ -138,7 +139,7 @@ def _adapter_files(name: str, adapter: Any, tensors: Mapping[str, Source], wante
         )
     chosen = {key: tensors[inside] for key, inside in adapter["tensors"].items()}
     weights = images(f"{folder}{ADAPTER}", chosen, {}, dtype=wanted.dtype)
-    return [*weights, _json(f"{folder}adapter_config.json", adapter["config"])]
+    return [*weights, _json(f"{folder}{ADAPTER_CONFIG}", adapter["config"])]
 
 
 def _json(path: str, fields: Any) -> Image:
@@ -167,11 +168,25 @@ def save_live(
 
 def _opened(directory: Path, stack: ExitStack) -> Path:
     refuse_checkpoints(directory)
-    return stack.enter_context(appearing(directory))
+    return stack.enter_context(appearing(directory, over=True))
+
+
+def belongings(**objects: Any) -> tuple[Any, ...]:
+    """What goes along with a model: tokenizers and processors, by the names that they were given under."""
+    wrong = [f"{name}={one!r}" for name, one in objects.items() if one is not None and not _writes_itself(one)]
+    if wrong:
+        raise ConfigError(
+            f"{', '.join(wrong)}: give the object itself, which writes its files with save_pretrained, as "
+            "AutoTokenizer.from_pretrained(...) returns it."
+        )
+    return tuple(one for one in objects.values() if one is not None)
+
+
+def _writes_itself(one: Any) -> bool:
+    return hasattr(one, "save_pretrained")
 
 
 def write_beside(folder: Path, beside: tuple[Any, ...]) -> None:
     """Tokenizers and processors write their files themselves."""
     for one in beside:
-        if one is not None:
-            one.save_pretrained(folder)
+        one.save_pretrained(folder)

@@ -12,6 +12,7 @@ from typing import Any
 from ckpt.catalog import locate, read_manifest, size_problems
 from ckpt.console import bar
 from ckpt.errors import ConfigError, DamagedError
+from ckpt.folders import appearing
 from ckpt.foreign import kind_of
 from ckpt.formats.accelerate_random import to_accelerate
 from ckpt.formats.accelerate_writing import file_of, pickled_model, write_values
@@ -23,7 +24,6 @@ from ckpt.opened import Opened
 from ckpt.optimizer_names import by_number
 from ckpt.parts import SavedTensor
 from ckpt.storage import Storage, open_storage
-from ckpt.whole_folder import whole_folder
 
 
 def export(
@@ -33,8 +33,8 @@ def export(
     path = os.fspath(destination)
     if "://" in path:
         raise ConfigError(f"{path} is no path: Accelerate reads folders on a disk.")
-    with _opened(source) as (storage, manifest), whole_folder(path) as folder:
-        writing = _Writing(storage, manifest, folder)
+    with _opened(source) as (storage, manifest), appearing(path) as folder:
+        writing = _Writing(storage, manifest, os.fspath(folder))
         writing.parts()
         writing.generators()
     return path, (*writing.opened.parts, "rng"), writing.skipped

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,10 @@ class Folder:
 
     def opened(self, path: str) -> StoredFile:
         return StoredFile(self.storage, self.prefix + path)
+
+    def reader(self, path: str) -> Callable[[], bytes]:
+        """What reads a whole file."""
+        return lambda: self.storage.read(self.prefix + path)
 
     def check(self, needed: Mapping[str, int]) -> None:
         """Raise one error that names every file that is missing, or shorter than it must be."""

@@ -21,18 +21,25 @@ _HASHED = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # the names of blobs: git's 
 _PIECE = 8 << 20
 
 
-def fetched(repo: HubRepo, patterns: Sequence[str] | None = None) -> Path:
+def unreachable(repo: HubRepo) -> TransientError | None:
+    """Why the Hub cannot be reached; none if it can. Raises if there is no such repository or revision."""
+    try:
+        repo.head()
+    except TransientError as error:
+        return error
+    return None
+
+
+def fetched(repo: HubRepo, patterns: Sequence[str] | None, offline: TransientError | None) -> Path:
     """The folder in the cache with the files that match, all of them intact.
 
     What is not there is downloaded; where the Hub cannot be reached, what is there is taken, and it says so.
     """
-    try:
-        repo.head()
-    except TransientError as error:
-        folder = _cached(repo, patterns, error)
-        say(f"the Hub cannot be reached: {repo.url} is taken from the cache, as it was at commit {folder.name[:8]}")
-    else:
+    if offline is None:
         folder = _downloaded(repo, patterns)
+    else:
+        folder = _cached(repo, patterns, offline)
+        say(f"the Hub cannot be reached: {repo.url} is taken from the cache, as it was at commit {folder.name[:8]}")
     verify(folder, patterns)
     return folder
 

@@ -16,33 +16,31 @@ from torch import nn
 from ckpt import following, rng
 from ckpt.agreement import Outcome, agree, together
 from ckpt.capture import Capture, Captured
-from ckpt.catalog import check_name, scan
+from ckpt.catalog import check_name
 from ckpt.config import read_config
 from ckpt.console import say
 from ckpt.copying import Copies
 from ckpt.errors import CkptError, ConfigError, MissingError, Preempted
-from ckpt.exporting import SHARD_SIZE, Wanted, save_live
-from ckpt.hardware import device_name
+from ckpt.exporting import SHARD_SIZE, Wanted, belongings, save_live
 from ckpt.hosts import find_hosts
+from ckpt.hub_target import Card, Target
 from ckpt.loading import Loading
 from ckpt.loop import Loop
 from ckpt.managed import Managed
 from ckpt.metrics import as_numbers, checked_metrics
 from ckpt.mirror import Mirror
-from ckpt.model_card import Training, curves
+from ckpt.model_card import Training
 from ckpt.options import check_mirror, check_options, required_root
 from ckpt.preemption import EXIT_STATUS, Preemption
 from ckpt.progress import Progress
-from ckpt.pushing import Card, Target, push_live
+from ckpt.pushing import Pusher
 from ckpt.ranks import MAIN, find_ranks
 from ckpt.restored import Restored
 from ckpt.retention import Keep
 from ckpt.roots import open_tiers, try_out_tiers
-from ckpt.saving import Saver, versions
+from ckpt.saving import Saver
 from ckpt.sources import KINDS, find_source
 from ckpt.storage import MemoryStorage, Storage
-from ckpt.storage.background import Background
-from ckpt.storage.hub_repo import MAIN_BRANCH, HubRepo
 from ckpt.unwrap import unwrap
 
 _log = logging.getLogger("ckpt")
@@ -143,7 +141,7 @@ class StateManager:
             self._mirror = Mirror(copies, mirror_backlog)
         self._saver = Saver(self._storage, self._ranks, keep, self._mirror, hosts, host_memory=host_memory)
         self._background = background
-        self._pushes: Background = Background("ckpt-push")
+        self._pusher = Pusher(self._ranks)
         self._when_busy = when_busy
         self._save_every = save_every
         self._keep = keep
@@ -353,8 +351,10 @@ class StateManager:
 
         Copies to the mirror are not waited for: `close` does that.
         """
-        self._saver.wait()
-        self._pushes.wait()
+        try:
+            self._saver.wait()
+        finally:
+            self._pusher.wait()
 
     def close(self) -> None:
         """Finish what is under way, copies to the mirror too, and let go of the root, the loaders and SIGTERM.
@@ -387,8 +387,8 @@ class StateManager:
         """
         self._loading.refuse_half_loaded()
         model, wanted = self._managed.model_part(part), Wanted.of(dtype, max_shard_size)
-        call = f"save_model({os.fspath(directory)!r})"
-        save_live(call, directory, model, self._ranks, wanted, (tokenizer, processor))
+        beside = belongings(tokenizer=tokenizer, processor=processor)
+        save_live(f"save_model({os.fspath(directory)!r})", directory, model, self._ranks, wanted, beside)
 
     def push_to_hub(
         self,
@@ -409,33 +409,18 @@ class StateManager:
         """Publish the model as it is now, in one commit, and return the commit's URL (see `ckpt.push_to_hub`).
 
         Every rank must make this call; the main one alone talks to the Hub. Without `wait` it does so while training
-        goes on, and None is returned; what goes wrong is raised by `wait()`, `close()` or the next push.
+        goes on, and None is returned; what goes wrong is raised by the next push, or on the main rank by `wait()` and
+        `close()`.
         """
         self._loading.refuse_half_loaded()
-        target = Target(HubRepo(repo_id, revision or MAIN_BRANCH, token), private, commit_message, card)
-        call = f"push_to_hub({repo_id!r})"
-        training = together(self._ranks, call, lambda: self._training() if self._ranks.rank == MAIN else None)
+        target = Target.of(repo_id, revision, token, private, commit_message, card)
         model, wanted = self._managed.model_part(part), Wanted.of(dtype, max_shard_size)
-        publish = push_live(model, self._ranks, target, wanted, (tokenizer, processor), training)
-        if not wait:
-            self._pushes.start(publish if self._ranks.rank == MAIN else lambda: None)
-            return None
-        with self._ranks.working():
-            url: str = agree(self._ranks, call, Outcome(), lambda _: publish())
-        return url
+        beside = belongings(tokenizer=tokenizer, processor=processor)
+        return self._pusher.push(model, target, wanted, beside, self._told, wait=wait)
 
-    def _training(self) -> Training:
+    def _told(self) -> Training:
         """What a model card can say of this run."""
-        found = (one.manifest for one in scan(self._storage) if one.manifest)
-        return Training(
-            progress=self.progress.to_json(),
-            metrics=as_numbers(self._metrics),
-            versions=versions(),
-            hardware=device_name(),
-            world_size=self._ranks.world_size,
-            lineage={"run": self._saver.run},
-            curves=curves(one for one in found if one.run == self._saver.run),
-        )
+        return self._saver.told(self.progress.to_json(), as_numbers(self._metrics))
 
     def _start(self) -> None:
         self._loading.refuse_half_loaded()

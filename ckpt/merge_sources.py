@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +15,7 @@ from ckpt.console import bar
 from ckpt.errors import ConfigError, DamagedError, MissingError
 from ckpt.files import part_of
 from ckpt.folder import Folder
+from ckpt.folders import belongs_beside
 from ckpt.formats import dcp
 from ckpt.formats.blocks import digest
 from ckpt.formats.documents import STATE, from_json
@@ -34,19 +35,21 @@ _KNOWN = (
     "what Accelerate saves under FSDP with SHARDED_STATE_DICT (pytorch_model_fsdp_0/, or the folder around it), "
     "or a folder with model.safetensors, whole or in shards"
 )
-_INDEX = f"model{SUFFIX}.index.json"
+_WHOLE = f"model{SUFFIX}"
+_INDEX = f"{_WHOLE}.index.json"
 
 
 @dataclass(frozen=True)
 class Source:
     """One part of what is at a path or URL: its tensors by their bare names, and what else a checkpoint of ours knows.
 
-    No tensor lacks a piece.
+    No tensor lacks a piece. `beside` are other files of a folder of safetensors: a configuration, a tokenizer.
     """
 
     tensors: dict[str, PiecedTensor]
     about: Mapping[str, Any] = field(default_factory=dict)
     manifest: Manifest | None = None
+    beside: Mapping[str, Callable[[], bytes]] = field(default_factory=dict)
 
 
 @contextmanager
@@ -66,7 +69,7 @@ def open_source(
         yield Source(_distributed(folder, part))
     elif weights := _weights(found):
         files = (TensorFile.open(found.opened(path), f"{found.where}/{path}") for path in weights)
-        yield Source(pieced(files))
+        yield Source(pieced(files), beside={path: found.reader(path) for path in found.files if belongs_beside(path)})
     else:
         raise _unknown(found)
 
@@ -82,9 +85,10 @@ def _unknown(found: Folder) -> Exception:
 
 
 def _weights(found: Folder) -> list[str]:
-    """The safetensors files of a folder: those that its index names, or all that lie in it."""
+    """The safetensors files of a folder: those that its index names, `model.safetensors`, or all that lie in it."""
     if _INDEX not in found.files:
-        return [path for path in found.files if path.endswith(SUFFIX) and "/" not in path]
+        lying = [path for path in found.files if path.endswith(SUFFIX) and "/" not in path]
+        return [_WHOLE] if _WHOLE in lying else lying
     where = f"{found.where}/{_INDEX}"
     index = from_json(found.opened(_INDEX).read(0, found.files[_INDEX]), where)
     named = sorted(set(index["weight_map"].values()))

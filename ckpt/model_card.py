@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,12 +80,19 @@ def known_fields(about: Mapping[str, Any], training: Training | None) -> dict[st
     measured = [name for name in training.metrics if name != "loss"] if training else []
     fields = {
         "library_name": "peft" if adapters else "transformers" if config else None,
-        "base_model": base if _REPO_ID.fullmatch(base) else None,
+        "base_model": base
+        if _REPO_ID.fullmatch(base) and not os.path.exists(base)
+        else None,  # of this disk, it is none
         "pipeline_tag": next((tag for word in words for end, tag in _TASKS.items() if word.endswith(end)), None),
         "metrics": measured,
         "tags": ["torch-ckpt"],
     }
     return {key: value for key, value in fields.items() if value}
+
+
+def _is_on_the_hub(base: str) -> bool:
+    """Whether the name of a base model is that of a repository, as far as can be told: folders are named alike."""
+    return bool(_REPO_ID.fullmatch(base)) and not os.path.exists(base)
 
 
 def written(
@@ -122,6 +130,10 @@ def _merged(front: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> s
         raise ConfigError(
             f"the front matter of {CARD} is not YAML: {why}. Correct it, or push with card=False."
         ) from None
+    if not isinstance(fields, dict):
+        raise ConfigError(
+            f"the front matter of {CARD} has no fields: {front.strip()[:80]!r}. Correct it, or push with card=False."
+        )
     if any(key in fields and fields[key] != value for key, value in given.items()):
         return str(yaml.safe_dump({**known, **fields, **given}, sort_keys=False, allow_unicode=True))
     added = {key: value for key, value in {**known, **given}.items() if key not in fields}

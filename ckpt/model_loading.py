@@ -14,13 +14,14 @@ from ckpt.agreement import together
 from ckpt.catalog import locate
 from ckpt.choosing import choose
 from ckpt.console import say
-from ckpt.errors import MismatchError, MissingError, TransientError
-from ckpt.formats.manifest import Manifest
+from ckpt.errors import MismatchError, MissingError
+from ckpt.exporting import ADAPTER_CONFIG, CONFIG
+from ckpt.formats.manifest import FILE_NAME, Manifest
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.sharding import Box, is_sharded, layout_of, local_tensor
-from ckpt.hub_cache import fetched
+from ckpt.hub_cache import fetched, unreachable
 from ckpt.managed import Managed
-from ckpt.merge_sources import open_source
+from ckpt.merge_sources import Source, open_source
 from ckpt.models import ModelPart, tensors_in
 from ckpt.ranks import MAIN, Ranks, find_ranks
 from ckpt.restoring import Restoration
@@ -28,6 +29,7 @@ from ckpt.sources import Found
 from ckpt.storage import HubStorage, Storage, open_storage
 
 Notes = dict[str, str]
+_READ = ("*.safetensors", "*.json", "*.metadata", "*.distcp")  # of a repository, what a model is loaded from
 
 
 def load_model(
@@ -36,40 +38,52 @@ def load_model(
     *,
     part: str = "model",
     strict: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
     timeout: float = 300.0,
 ) -> dict[str, str]:
     """Load a model's tensors, and return what was left out or is not exactly as it was saved, with the reasons.
 
     `source` is a checkpoint, a root (its newest intact checkpoint is taken), a folder of safetensors, or whatever else
     `merge` reads, at a path or URL: `hub://user/repo`. The model may be wrapped, compiled or sharded; every rank makes
-    this call, and reads what it holds. Checkpoints are verified by their manifests, files of the Hub by their hashes
-    there; without the network they come from the cache. With `strict` everything must fit, or nothing is changed. What
-    is far away is read once, and verified on the way: if it is damaged, a part of it is in the model already.
+    this call, and reads what it holds. Of a published PEFT adapter, its tensors are loaded into a model that has one.
+
+    Checkpoints are verified by their manifests, files of the Hub by their hashes there; without the network they come
+    from Hugging Face's cache, where a published model, or what was pulled, is. With `strict` everything must fit, or
+    nothing is changed. What is far away is read once, and verified on the way: if it is damaged, a part of it is in the
+    model already. `storage_options` are for a URL, as for `StateManager`: `{"token": ...}` for the Hub.
     """
-    where = os.fspath(source)
-    ranks = find_ranks(f"load {where}", timeout)
-    call = f"load_model({where!r})"
+    shown = os.fspath(source)
+    ranks = find_ranks(f"load {shown}", timeout)
+    call = f"load_model({shown!r})"
     with ranks.working():
-        where = together(ranks, call, lambda: _reached(where))
-        storage, names = together(ranks, call, lambda: locate(where))
+        where = together(ranks, call, lambda: _reached(shown, storage_options))
+        options = storage_options if where == shown else None
+        storage, names = together(ranks, call, lambda: locate(where, options))
         if names:
             return _load_checkpoint(storage, names, ranks, model, part, strict=strict)
-        return dict(together(ranks, call, lambda: _load_tensors(where, ranks, model, part, strict=strict)))
+        notes = together(ranks, call, lambda: _load_tensors(where, shown, options, ranks, model, part, strict=strict))
+    if ranks.rank == MAIN:
+        say(f"loaded {part} of {shown}")
+    return dict(notes)
 
 
-def _reached(where: str) -> str:
+def _reached(where: str, options: Mapping[str, Any] | None) -> str:
     """Where to read: a copy in the cache, where the Hub cannot be reached or has plain files without a manifest."""
-    storage = open_storage(where)
+    storage = open_storage(where, **(options or {}))
     if not isinstance(storage, HubStorage):
         return where
-    try:
-        _, names = locate(where)
-    except TransientError:
-        names = []
-    if names:
+    offline = unreachable(storage.repo)
+    if offline is None and _has_checkpoints(storage):
         return where
-    folder = storage.folder
-    return str(fetched(storage.repo, [f"{folder}/*"] if folder else None) / folder)
+    top = f"{storage.folder}/" if storage.folder else ""
+    found = fetched(storage.repo, [f"{top}{pattern}" for pattern in _READ], offline) / top
+    if not found.is_dir():
+        raise MissingError(f"there is nothing at {where} that a model can be loaded from.")
+    return str(found)
+
+
+def _has_checkpoints(storage: Storage) -> bool:
+    return any(entry.key.rpartition("/")[2] == FILE_NAME and entry.key.count("/") < 2 for entry in storage.list())
 
 
 def _load_checkpoint(
@@ -104,23 +118,47 @@ def _load_checkpoint(
     return {key: why for key, why in noted.items() if key.startswith(f"{part}.")}
 
 
-def _load_tensors(where: str, ranks: Ranks, model: nn.Module, part: str, *, strict: bool) -> Notes:
+def _load_tensors(
+    where: str,
+    shown: str,
+    options: Mapping[str, Any] | None,
+    ranks: Ranks,
+    model: nn.Module,
+    part: str,
+    *,
+    strict: bool,
+) -> Notes:
     """From a folder of safetensors, or of another tool."""
-    with open_source(where, part) as source:
+    with open_source(where, part, options) as source:
         target = ModelPart(part, model)
         live = target.capture()
-        notes = _unfit(live, source.tensors)
+        wanted, saved = _matched(target, live, source, shown)
+        notes = _unfit(wanted, saved)
         if strict and notes:
             lines = [f"{name}: {why}" for name, why in sorted(notes.items())]
             listed = "\n  ".join(lines)
-            raise MismatchError(f"{where} does not fit the model; nothing was changed:\n  {listed}", tuple(lines))
-        for name, tensor in live.items():
-            if name in source.tensors and name not in notes:
-                _fill(tensor, source.tensors[name], ranks.rank)
+            raise MismatchError(f"{shown} does not fit the model; nothing was changed:\n  {listed}", tuple(lines))
+        for name, tensor in wanted.items():
+            if name in saved and name not in notes:
+                _fill(tensor, saved[name], ranks.rank)
         target.load(live)
-    if ranks.rank == MAIN:
-        say(f"loaded {part} of {where}")
     return notes
+
+
+def _matched(
+    part: ModelPart, live: Mapping[str, Any], source: Source, shown: str
+) -> tuple[Mapping[str, Any], Mapping[str, PiecedTensor]]:
+    """What is to be loaded and what it is loaded from, under the same names: an adapter's file has names of its own."""
+    if ADAPTER_CONFIG not in source.beside or CONFIG in source.beside:
+        return live, source.tensors
+    adapters = part.about(live).get("adapters", {}).values()
+    if not adapters:
+        raise MismatchError(
+            f"{shown} holds an adapter, and the model has none: give the one that peft.get_peft_model returned."
+        )
+    names = max((one["tensors"] for one in adapters), key=lambda one: len(one.keys() & source.tensors.keys()))
+    saved = {names.get(name) or name: tensor for name, tensor in source.tensors.items()}
+    return {name: live[name] for name in names.values() if name is not None}, saved
 
 
 def _unfit(live: Mapping[str, Any], saved: Mapping[str, PiecedTensor]) -> Notes:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
 from ckpt import catalog
 from ckpt.console import say
-from ckpt.errors import DamagedError, MissingError
+from ckpt.errors import DamagedError, LockedError, MissingError, TransientError
 from ckpt.folders import appearing
 from ckpt.formats.manifest import FILE_NAME
-from ckpt.hub_cache import fetched
-from ckpt.storage.hub import HubStorage
+from ckpt.hub_cache import fetched, unreachable
+from ckpt.storage import HubStorage, open_storage
 from ckpt.storage.hub_repo import HubRepo
 
 
@@ -32,18 +34,21 @@ def pull(
 
     With `step`, only the checkpoint of that step, as a folder below `directory`, from which a run can resume. Files
     are verified, and appear when all of them are there. They come through Hugging Face's cache: what is in it is not
-    fetched again, and where the Hub cannot be reached it is taken from there.
+    fetched again, and where the Hub cannot be reached it is taken from there. Other files in the folder stay; a root
+    that a run is writing to is refused.
     """
     storage = HubStorage(_rest(repo_id, revision), token=token)
+    offline = unreachable(storage.repo)
     top = f"{storage.folder}/" if storage.folder else ""
     if step is None:
-        found, target = fetched(storage.repo, [f"{top}*"] if top else None) / top, Path(directory)
+        found, target = fetched(storage.repo, [f"{top}*"] if top else None, offline) / top, Path(directory)
     else:
-        found = _checkpoint(storage.repo, top, step)
+        found = _checkpoint(storage.repo, top, step, offline)
         target = Path(directory, found.name)
         if wrong := catalog.verify(found)[found.name]:
             raise DamagedError(f"{found.name} is damaged in {storage.url} already: {'; '.join(wrong)}.")
-    _copy(found, target, storage.url)
+    with _unused(Path(directory)):
+        _copy(found, target, storage.url)
     return str(target)
 
 
@@ -54,10 +59,10 @@ def _rest(repo_id: str, revision: str | None) -> str:
     return "/".join([user, *words])
 
 
-def _checkpoint(repo: HubRepo, top: str, step: int) -> Path:
+def _checkpoint(repo: HubRepo, top: str, step: int, offline: TransientError | None) -> Path:
     """The checkpoint of a step in the cache; the one of the end of an epoch, if there are two."""
     name = f"step-{step:08d}"
-    folder = fetched(repo, [f"{top}*{name}*/*"])
+    folder = fetched(repo, [f"{top}*{name}*/*"], offline)
     found = (path.parent for path in sorted((folder / top).rglob(f"{name}*/{FILE_NAME}")))
     exact = [path for path in found if path.name in (name, f"{name}-end")]
     if not exact:
@@ -67,11 +72,25 @@ def _checkpoint(repo: HubRepo, top: str, step: int) -> Path:
     return exact[-1]
 
 
+@contextmanager
+def _unused(directory: Path) -> Iterator[None]:
+    """Refuse a root that a run writes to: what it saves while files are copied would be lost."""
+    with ExitStack() as held:
+        if any(directory.glob(f"*/{FILE_NAME}")):
+            try:
+                held.enter_context(open_storage(directory).lock(catalog.LOCK))
+            except LockedError as error:
+                raise LockedError(
+                    f"a run writes to {directory}: {error} Pull into another folder, or wait until it has ended."
+                ) from None
+        yield
+
+
 def _copy(source: Path, directory: Path, where: str) -> None:
     files = [path for path in sorted(source.rglob("*")) if path.is_file()]
     if not files:
         raise MissingError(f"there is nothing to pull at {where}.")
-    with appearing(directory) as folder:
+    with appearing(directory, over=True) as folder:
         for path in files:
             target = folder / path.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ import torch
 from ckpt import commit
 from ckpt.agreement import Outcome, agree, together
 from ckpt.capture import Captured
-from ckpt.catalog import find
+from ckpt.catalog import find, scan
 from ckpt.collector import undisturbed
 from ckpt.commit import Attempt, Earlier, Stored
 from ckpt.console import size
@@ -24,6 +24,7 @@ from ckpt.formats.manifest import FILE_NAME, Manifest
 from ckpt.hardware import device_name
 from ckpt.hosts import Hosts
 from ckpt.mirror import Mirror
+from ckpt.model_card import Training, curves
 from ckpt.one_save import Save
 from ckpt.ranks import MAIN, Ranks
 from ckpt.retention import Keep
@@ -270,6 +271,19 @@ class Saver:
         self.damaged.discard(attempt.name)
         if self.mirror is not None:
             self.mirror.offer(manifest)
+
+    def told(self, progress: Mapping[str, int], metrics: Mapping[str, float]) -> Training:
+        """What a model card can say of this run, as far as it has come."""
+        found = (one.manifest for one in scan(self.storage) if one.manifest)
+        return Training(
+            progress=progress,
+            metrics=metrics,
+            versions=versions(),
+            hardware=device_name(),
+            world_size=self.ranks.world_size,
+            lineage={"run": self.run},
+            curves=curves(one for one in found if one.run == self.run),
+        )
 
     def _retain(self) -> None:
         if self.keep is None or self._committed is None:

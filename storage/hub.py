@@ -16,8 +16,9 @@ from ckpt.errors import AbsentError, ConfigError, StorageError
 from ckpt.storage.base import ANY, Buffer, Entry, below, changed, check_key
 from ckpt.storage.hub_errors import explained
 from ckpt.storage.hub_pending import Pending, Receipt
-from ckpt.storage.hub_repo import MAIN_BRANCH, HubFile, HubRepo
+from ckpt.storage.hub_repo import MAIN_BRANCH, Hub, HubFile, HubRepo
 from ckpt.storage.memory import MemoryStorage
+from ckpt.storage.retries import Patience
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _REST = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.*))?")
 _SMALL = 1 << 20  # bytes: what is larger goes through a file, so that it need not be in memory as a whole
 INTERVAL = 60.0  # seconds between commits: the Hub limits them to about a hundred an hour
+DEADLINE = 300.0  # seconds for which a request that fails is tried again
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class HubStorage:
 
     A commit has many files, and there can be only so many commits: what `publish` and `delete` are given within
     `interval` seconds of a commit goes into the next one. `write` and `settle` do not wait. When another writer has
-    committed in between, a commit is made again on top of theirs.
+    committed in between, a commit is made again on top of theirs. What fails is tried again for `deadline` seconds.
 
     Large files are read in ranges, at the commit that was last looked at. The Hub has no locks: `lock` holds against
     others in this process only.
@@ -48,14 +50,19 @@ class HubStorage:
 
     near = False
 
-    def __init__(self, rest: str, *, token: str | None = None, interval: float = INTERVAL) -> None:
+    def __init__(
+        self, rest: str, *, token: str | None = None, interval: float = INTERVAL, deadline: float = DEADLINE
+    ) -> None:
         match = _REST.fullmatch(rest.rstrip("/"))
         if match is None:
             raise ConfigError(
                 f"hub://{rest} names no repository: write hub://user/repo, or hub://user/repo@branch/path."
             )
         repo, revision, path = match.groups()
-        self._repo = HubRepo(repo, unquote(revision or MAIN_BRANCH), token)
+        if not interval >= 0:
+            raise ConfigError(f"interval={interval!r} must be a number of seconds between two commits.")
+        hub = Hub(Patience(deadline=deadline, shortest=1.0))
+        self._repo = HubRepo(repo, unquote(revision or MAIN_BRANCH), token, hub)
         self._top = check_key(path) + "/" if path else ""
         self._pending = Pending(self._repo, interval, self._forget)
         self._seen: _Snapshot | None = None
@@ -118,8 +125,7 @@ class HubStorage:
 
     def link(self, source: str, target: str) -> None:
         """The same large file under a second path: its bytes are neither read nor sent."""
-        self.settle()
-        found = self._file(source, self._refreshed())
+        _, found = self._found(source, fresh=True)
         if len(found.oid) == 64:
             receipt = Receipt(found.size, oid=found.oid)
         else:
@@ -128,29 +134,27 @@ class HubStorage:
         self.settle()
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        self._path(key)
-        if start == 0 and stop is None:  # small, or new: what it says must not be of yesterday
-            self.settle()
-            self._refreshed()
-        size = self._file(key, self._known()).size
-        stop = size if stop is None else min(stop, size)
-        return self._read(key, start, stop) if start < stop else b""
+        fresh = start == 0 and stop is None  # small, or new: what it says must not be of yesterday
+        commit, found = self._found(key, fresh=fresh)
+        stop = found.size if stop is None else min(stop, found.size)
+        return self._repo.read(found.path, commit, start, stop) if start < stop else b""
 
     def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
-        self._path(key)
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         stop = start + sum(map(len, views))
-        missing = min(stop - self._file(key, self._known()).size, stop - start)
+        commit, found = self._found(key)
+        missing = min(stop - found.size, stop - start)
         if missing > 0:
             raise StorageError(f"{self.url}/{key} ends {missing} bytes too early.")
-        data = memoryview(self._read(key, start, stop) if start < stop else b"")
+        data = memoryview(self._repo.read(found.path, commit, start, stop) if start < stop else b"")
         for view in views:
             view[:], data = data[: len(view)], data[len(view) :]
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         top = prefix and check_key(prefix)
+        waiting = self._pending.changes  # before the commit is looked at, in which they may be meanwhile
         sizes = {path: file.size for path, file in self._refreshed().files.items()}
-        for path, receipt in self._pending.changes.items():
+        for path, receipt in waiting.items():
             if receipt is None:
                 sizes.pop(path, None)
             else:
@@ -176,30 +180,28 @@ class HubStorage:
     def _forget(self) -> None:
         self._seen = None
 
-    def _known(self) -> _Snapshot:
-        """The commit that was last looked at."""
-        self.settle()
-        return self._seen or self._refreshed()
-
     def _refreshed(self) -> _Snapshot:
         """The newest commit. Where there is no repository yet, nothing."""
+        seen = self._seen  # another thread may forget it at any time
         try:
             head = self._repo.head()
-            if self._seen is None or self._seen.commit != head:
-                self._seen = _Snapshot(head, self._repo.files(head, self.folder))
+            if seen is None or seen.commit != head:
+                seen = _Snapshot(head, self._repo.files(head, self.folder))
         except AbsentError:
             return _Snapshot()
-        return self._seen
+        self._seen = seen
+        return seen
 
-    def _file(self, key: str, snapshot: _Snapshot) -> HubFile:
+    def _found(self, key: str, *, fresh: bool = False) -> tuple[str, HubFile]:
+        """An object, and the commit to read it at: that which was last looked at, unless it has no such object."""
         path = self._path(key)
-        found = snapshot.files.get(path) or self._refreshed().files.get(path)
-        if found is None:
+        self.settle()
+        seen = None if fresh else self._seen
+        if seen is None or path not in seen.files:
+            seen = self._refreshed()
+        if path not in seen.files:
             raise AbsentError(f"{self.url}/{key} does not exist.")
-        return found
-
-    def _read(self, key: str, start: int, stop: int) -> bytes:
-        return self._repo.read(self._path(key), self._known().commit, start, stop)
+        return seen.commit, seen.files[path]
 
     def _sent(self, path: str, content: bytes | Path) -> Receipt:
         """Send the bytes of a large file; those of a small one go with the commit."""
@@ -224,9 +226,9 @@ class HubStorage:
 @contextmanager
 def _spooled(pieces: Iterable[Buffer]) -> Iterator[bytes | Path]:
     """The pieces as bytes, or in a file, which the client can send by whichever protocol it likes."""
-    with tempfile.NamedTemporaryFile(prefix="ckpt-hub-") as file:
+    with tempfile.TemporaryFile() as file:  # it has no name: whoever is killed leaves nothing behind
         for piece in pieces:
             file.write(memoryview(piece).cast("B"))
         file.flush()
-        path = Path(file.name)
+        path = Path(f"/proc/self/fd/{file.fileno()}")
         yield path if file.tell() > _SMALL else path.read_bytes()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
-from ckpt.errors import AbsentError, CkptError, ConfigError, FullError, StorageError, TransientError
-
-Result = TypeVar("Result")
+from ckpt.errors import AbsentError, CkptError, ConfigError, DeniedError, FullError, StorageError, TransientError
 
 _AGAIN = (408, 429, 500, 502, 503, 504)
-_PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds between two tries
-_LONGEST_WAIT = 600.0  # that the Hub may ask for
+_LONGEST_WAIT = 600.0  # seconds that the Hub may ask for
 _LOGIN = "Log in with 'hf auth login', set HF_TOKEN, or give token=..."
 _KEPT = "What was uploaded is kept there, and is not sent again."
 
@@ -22,23 +18,12 @@ class MovedError(TransientError):
     """A branch of a repository does not stand where a commit was made for: somebody else has committed."""
 
 
-def patiently(call: Callable[[], Result]) -> Result:
-    """Make a call that the client does not repeat itself, again where that helps, and as late as the Hub asks."""
-    for pause in _PAUSES:
-        try:
-            return call()
-        except Exception as error:
-            cause = _cause(error)
-            if not may_help(cause):
-                raise
-            time.sleep(_asked_to_wait(cause) or pause)
-    return call()
-
-
 def may_help(error: BaseException) -> bool:
     """Whether it may work if it is tried again: the Hub is busy, or was not reached."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
     status = status_of(error)
-    return status in _AGAIN if status else _is_unreachable(error)
+    return status in _AGAIN if status else _is_unreachable(error) and not isinstance(error, OfflineModeIsEnabled)
 
 
 @contextmanager
@@ -49,19 +34,22 @@ def explained(verb: str, where: str) -> Iterator[None]:
     except CkptError:
         raise
     except Exception as error:
-        raise translated(_cause(error), f"could not {verb} {where}") from None  # the cause holds the request's headers
+        problem = translated(cause_of(error), f"could not {verb} {where}")
+        raise problem from None  # the cause holds the request's headers
 
 
 def translated(error: BaseException, what: str) -> Exception:
     """The error that a user sees in place of the client's."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
-        HFValidationError,
+        GatedRepoError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
 
     status = status_of(error)
+    if isinstance(error, GatedRepoError):
+        return DeniedError(f"{what}: it is gated. Ask for access on its page, with the account of your token. {_LOGIN}")
     if isinstance(error, RepositoryNotFoundError) and status != 401:
         return AbsentError(f"{what}: there is no such repository, or the token may not see it. {_LOGIN}")
     if isinstance(error, RevisionNotFoundError):
@@ -75,17 +63,22 @@ def translated(error: BaseException, what: str) -> Exception:
             f"{what}: the Hub cannot be reached ({type(error).__name__}: {error}). Look at the network, at HF_ENDPOINT "
             f"and HF_HUB_OFFLINE, then try again. {_KEPT}"
         )
-    kind = ConfigError if isinstance(error, HFValidationError) else StorageError
-    return kind(f"{what}: {type(error).__name__}: {error}")
+    if isinstance(error, ValueError):  # what the client itself refuses: a name, the front matter of a card
+        advice = " Correct its front matter, or push with card=False." if "README.md" in str(error) else ""
+        return ConfigError(f"{what}: {error}{advice}")
+    return StorageError(f"{what}: {type(error).__name__}: {error}")
 
 
 def _by_status(status: int, error: BaseException, what: str) -> Exception:
     said = getattr(error, "server_message", None)
     about = f"{what}: the Hub answered {status}" + (f" ({said})" if said else "")
     if status == 401:
-        return StorageError(f"{about}: there is no token, or it is not valid. {_LOGIN}")
+        return DeniedError(
+            f"{about}: there is no token, or it is not valid, or there is no such repository (without a token the Hub "
+            f"does not tell which). {_LOGIN}"
+        )
     if status == 403:
-        return StorageError(
+        return DeniedError(
             f"{about}: the token may not do that. Give it write access to this repository at "
             "https://huggingface.co/settings/tokens, or use another."
         )
@@ -105,7 +98,7 @@ def _by_status(status: int, error: BaseException, what: str) -> Exception:
     return StorageError(f"{about}.")
 
 
-def _cause(error: BaseException) -> BaseException:
+def cause_of(error: BaseException) -> BaseException:
     """The client wraps what went wrong with one file of many."""
     while isinstance(error, RuntimeError) and error.__cause__ is not None:
         error = error.__cause__
@@ -118,7 +111,7 @@ def status_of(error: BaseException) -> int:
     return int(getattr(response, "status_code", 0) or 0)
 
 
-def _asked_to_wait(error: BaseException) -> float | None:
+def asked_to_wait(error: BaseException) -> float | None:
     headers: Any = getattr(getattr(error, "response", None), "headers", {})
     asked = headers.get("Retry-After", "")
     return min(float(asked), _LONGEST_WAIT) if asked.isdigit() else None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpt.errors import StorageError
+from ckpt.errors import CkptError
 from ckpt.storage.hub_repo import HubRepo
 
 if TYPE_CHECKING:
@@ -90,26 +90,30 @@ class Pending:
 
     def _commit_later(self) -> None:
         if self._thread is None:
-            self._wake.clear()
             # no daemon: what was saved is committed when the program ends, however it does in good order
             self._thread = threading.Thread(target=self._commit_when_due, name="ckpt-hub")
             self._thread.start()
 
     def _commit_when_due(self) -> None:
+        due = self._last + self._interval
         while True:
-            goes_on = self._wait(self._interval)
+            goes_on = self._wait(due)
             with self._guard:
+                if goes_on and self._changes and time.monotonic() < self._last + self._interval:
+                    due = self._last + self._interval  # somebody else has committed, and there is more since
+                    continue
                 try:
                     self._commit()
-                except StorageError as error:  # it is tried again, here and by `settle`, which raises
-                    _log.warning("changes wait to be committed to %s: %s", self._repo.url, error)
+                except CkptError as error:  # it is tried again, here and by `settle`, which raises
+                    fate = "wait to be" if goes_on else "were not"
+                    _log.warning("changes %s committed to %s: %s", fate, self._repo.url, error)
+                    due = time.monotonic() + self._interval
                 if not self._changes or not goes_on:
                     self._thread = None
                     return
 
-    def _wait(self, seconds: float) -> bool:
+    def _wait(self, due: float) -> bool:
         """Wait, but not for what `settle` has done already. Returns whether the program goes on."""
-        due = time.monotonic() + seconds
         while time.monotonic() < due and not self._wake.wait(_LOOK):
             if not threading.main_thread().is_alive():
                 return False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import logging
+import re
 import secrets
 import sys
 import time
@@ -10,20 +11,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
-from ckpt.errors import TransientError
-from ckpt.storage.hub_errors import MovedError, explained, patiently, status_of
+from ckpt.errors import ConfigError, StorageError, TransientError
+from ckpt.storage.hub_errors import MovedError, asked_to_wait, cause_of, explained, may_help, status_of
+from ckpt.storage.retries import Patience
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     Operation = CommitOperationAdd | CommitOperationDelete
 
+Result = TypeVar("Result")
+
 MAIN_BRANCH = "main"
+_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _CONFLICTS = (409, 412)
 _PAUSES = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # seconds, after others have committed
+_log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,33 @@ class HubFile:
     oid: str
 
 
+@dataclass
+class Hub:
+    """How long the Hub is asked again where that may help: less long before it has ever answered."""
+
+    patience: Patience = field(default_factory=lambda: Patience(shortest=1.0))
+    reached: bool = False
+
+    def tried(self, call: Callable[[], Result]) -> Result:
+        """Make a call, again where that helps, and as late as the Hub asks."""
+        patience = self.patience if self.reached else self.patience.until_reached()
+        for pause in patience.pauses():
+            try:
+                result = call()
+            except Exception as error:
+                cause = cause_of(error)
+                self.reached = self.reached or status_of(cause) > 0
+                if not may_help(cause):
+                    raise
+                wait = asked_to_wait(cause) or pause
+                _log.warning("the Hub is asked again in %.1f s: %s", wait, status_of(cause) or type(cause).__name__)
+                time.sleep(wait)
+            else:
+                self.reached = True
+                return result
+        return call()
+
+
 @dataclass(frozen=True)
 class HubRepo:
     """A repository and one of its branches. The token comes from `HF_TOKEN` or a login, if none is given."""
@@ -42,6 +75,11 @@ class HubRepo:
     id: str
     revision: str = MAIN_BRANCH
     token: str | None = field(default=None, repr=False)
+    hub: Hub = field(default_factory=Hub, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not _ID.fullmatch(self.id):
+            raise ConfigError(f"{self.id!r} is not the id of a repository: write user/name, the end of its page's URL.")
 
     @property
     def url(self) -> str:
@@ -56,31 +94,33 @@ class HubRepo:
     def api(self) -> HfApi:
         from huggingface_hub import HfApi
 
-        return HfApi(endpoint=os.environ.get("HF_ENDPOINT"), token=self.token, library_name="torch-ckpt")
+        return HfApi(token=self.token, library_name="torch-ckpt")
 
     def create(self, *, private: bool | None = None) -> None:
-        """Make the repository and the branch, where they are not there yet."""
-        with explained("create", self.url):
-            patiently(lambda: self.api.create_repo(self.id, private=private, exist_ok=True))
-            if self.revision != MAIN_BRANCH:
-                patiently(lambda: self.api.create_branch(self.id, branch=self.revision, exist_ok=True))
+        """Make the repository and the branch, where they are not there yet; no pull request (`refs/pr/1`)."""
+        self._ask("create", lambda: self.api.create_repo(self.id, private=private, exist_ok=True))
+        if self.revision != MAIN_BRANCH and not self.revision.startswith("refs/"):
+            self._ask("create", lambda: self.api.create_branch(self.id, branch=self.revision, exist_ok=True))
+
+    def is_private(self) -> bool:
+        return bool(self._ask("look at", lambda: self.api.repo_info(self.id)).private)
 
     def head(self) -> str:
         """The commit that the branch stands at."""
-        with explained("look at", self.url):
-            return str(patiently(lambda: self.api.repo_info(self.id, revision=self.revision)).sha)
+        return str(self._ask("look at", lambda: self.api.repo_info(self.id, revision=self.revision)).sha)
 
     def files(self, commit: str, folder: str = "") -> dict[str, HubFile]:
         """Every file of a commit below a folder, by its path. A folder that is not there has none."""
         from huggingface_hub.errors import EntryNotFoundError
 
-        with explained("list", self.url):
+        def listed() -> list[Any]:
             try:
-                tree = list(self.api.list_repo_tree(self.id, folder or None, recursive=True, revision=commit))
+                return list(self.api.list_repo_tree(self.id, folder or None, recursive=True, revision=commit))
             except EntryNotFoundError:
-                return {}
-            found = (_file(entry) for entry in tree if hasattr(entry, "blob_id"))
-            return {file.path: file for file in found}
+                return []
+
+        found = (_file(entry) for entry in self._ask("list", listed) if hasattr(entry, "blob_id"))
+        return {file.path: file for file in found}
 
     def read(self, path: str, commit: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes of a file at a commit. `stop` must not lie beyond its end."""
@@ -91,16 +131,29 @@ class HubRepo:
         headers = build_hf_headers(token=self.token, library_name="torch-ckpt")
         if start or stop is not None:
             headers["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
-        with explained("read", f"{self.url}/{path}"):
+
+        def fetched() -> bytes:
             response = http_backoff("GET", url, headers=headers)
             hf_raise_for_status(response)
             content: bytes = response.content
             return content
 
+        found = self._ask("read", fetched, f"{self.url}/{path}")
+        if stop is not None and len(found) != stop - start:
+            raise StorageError(
+                f"could not read {self.url}/{path}: asked for {stop - start} bytes, the Hub sent {len(found)}. A proxy "
+                "on the way may not know ranges."
+            )
+        return found
+
     def upload(self, additions: Sequence[CommitOperationAdd]) -> None:
         """Send the bytes of large files ahead of their commit, and forget them here. What the Hub has is not sent."""
-        with explained("upload to", self.url), bars(show=False):  # training goes on meanwhile
+
+        def send() -> None:
             self.api.preupload_lfs_files(self.id, additions, revision=self.revision, free_memory=True)
+
+        with bars(show=False):  # training goes on meanwhile
+            self._ask("upload to", send)
 
     def commit_on_head(self, make: Callable[[str], Sequence[Operation]], message: str) -> tuple[str, int]:
         """Commit what `make` says is to be done, given the head; again on the new head when others were first.
@@ -138,7 +191,7 @@ class HubRepo:
 
         with explained("commit to", self.url), bars(show=sys.stderr.isatty()):
             try:
-                return str(patiently(send).oid)
+                return str(self.hub.tried(send).oid)
             except OSError as error:
                 if status_of(error) not in _CONFLICTS:
                     raise
@@ -148,8 +201,12 @@ class HubRepo:
         return made
 
     def _marked(self, mark: str) -> str | None:
-        commits = self.api.list_repo_commits(self.id, revision=self.revision)
+        commits = self.hub.tried(lambda: self.api.list_repo_commits(self.id, revision=self.revision))
         return next((one.commit_id for one in commits if mark in one.message), None)
+
+    def _ask(self, verb: str, call: Callable[[], Result], where: str = "") -> Result:
+        with explained(verb, where or self.url):
+            return self.hub.tried(call)
 
 
 @contextmanager

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt.errors import ConfigError
 
+_FIRST_CONTACT = 10.0  # seconds: a server that was never reached is more likely misspelt than restarting
 _dice = random.SystemRandom()  # the global generator is part of what is trained
 
 
@@ -24,6 +25,10 @@ class Patience:
     def __post_init__(self) -> None:
         if not (self.deadline >= 0 and self.stall > 0):
             raise ConfigError(f"deadline={self.deadline!r} and stall={self.stall!r} must be numbers of seconds.")
+
+    def until_reached(self) -> Patience:
+        """The same for a server that was never reached."""
+        return replace(self, deadline=min(_FIRST_CONTACT, self.deadline))
 
     def pauses(self) -> Iterator[float]:
         """Seconds to wait before each further try, longer and longer, and random: clients that failed together must not

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from s3fs import S3FileSystem
 
 _T = TypeVar("_T")
-_FIRST_CONTACT = 10.0  # seconds: a server that was never reached is more likely misspelt than restarting
 _AT_ONCE = 8
 
 
@@ -83,9 +82,7 @@ class Connection:
         raise problem  # not where the other one was caught: what is chained might quote a secret
 
     def _patience(self) -> Patience:
-        if self._reached:
-            return self.patience
-        return Patience(deadline=min(_FIRST_CONTACT, self.patience.deadline), stall=self.patience.stall)
+        return self.patience if self._reached else self.patience.until_reached()
 
     async def _watched(self, attempt: Callable[[Moved], Awaitable[_T]]) -> _T:
         """One attempt, given up when nothing has moved for a while."""

@@ -25,7 +25,8 @@ def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Stor
 
     `options` are for whatever serves the URL, in the words of its fsspec filesystem: for `s3://` for instance
     `endpoint_url`, `profile`, `key`, `secret`. Of ours are `deadline` and `stall`: for how many seconds a request that
-    fails is tried again, and a server that moves no byte is borne.
+    fails is tried again, and a server that moves no byte is borne. `hub://` takes `token`, `deadline`, and `interval`:
+    seconds between two commits.
     """
     if isinstance(root, Storage):
         return root
@@ -68,6 +69,14 @@ def _open_memory(rest: str, **options: Any) -> Storage:
     return MemoryStorage(rest)
 
 
+def _open_hub(rest: str, **options: Any) -> Storage:
+    known = {"token", "interval", "deadline"}
+    if options.keys() - known:
+        wrong = ", ".join(sorted(options.keys() - known))
+        raise ConfigError(f"hub:// takes the storage_options {', '.join(sorted(known))}; not {wrong}.")
+    return HubStorage(rest, **options)
+
+
 def _open_s3(rest: str, **options: Any) -> Storage:
     from ckpt.storage.s3 import S3Objects
 
@@ -88,7 +97,7 @@ def _open_filesystem(scheme: str) -> Callable[..., Storage]:
 
 _BUILT_IN: dict[str, Callable[..., Storage]] = {
     "file": _open_file,
-    "hub": HubStorage,
+    "hub": _open_hub,
     "memory": _open_memory,
     "s3": _open_s3,
     "s3a": _open_s3,

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.storage.retries import Patience
+from tests import hub_server
+from tests.hub_server import HubServer
 from tests.seaweed import BUCKET, Server, environment, serving
 
 _numbers = itertools.count()
@@ -35,3 +38,16 @@ def s3(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
     for name, value in environment(server.url).items():
         monkeypatch.setenv(name, value)
     return f"s3://{BUCKET}/test-{os.getpid()}-{next(_numbers)}"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A stand-in for the Hub, the only one that this process and its children can reach."""
+    with hub_server.serving(tmp_path, monkeypatch) as one:
+        yield one
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails is tried again twice, at once."""
+    monkeypatch.setattr(Patience, "pauses", lambda self: iter((0.0, 0.0)))

@@ -196,7 +196,9 @@ def _xet_token(hub: HubServer, call: Call) -> Answer:
 
 
 def _valid(hub: HubServer, call: Call) -> Answer:
-    return Answer.json({"errors": [], "warnings": []})
+    known = "license: nonsense" not in call.json["content"]
+    errors = [] if known else [{"message": '"license" must be one of [apache-2.0, mit, ...]'}]
+    return Answer.json({"errors": errors, "warnings": []}, 200 if known else 400)
 
 
 _REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"

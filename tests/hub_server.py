@@ -178,11 +178,10 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def connect(url: str, home: str, token: str = "") -> None:
+def connect(url: str, home: str, token: str = "", **others: str) -> None:
     """Make this process, which has not imported the client yet, one of the server's."""
     known = {"HF_ENDPOINT": url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": home, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    os.environ.update(known)
-    os.environ["HF_TOKEN"] = token
+    os.environ.update({**known, "HF_TOKEN": token, **others})
 
 
 @contextmanager

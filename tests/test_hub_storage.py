@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch import nn
 
 import ckpt
 from ckpt.cli import main
-from ckpt.storage import HubStorage, Storage, hub_errors, open_storage
-from tests.hub_server import HubServer, connect, serving
-from tests.processes import run_alone, run_ranks
+from ckpt.storage import HubStorage, Storage, open_storage
+from tests.hub_server import HubServer, connect
+from tests.processes import DEADLINE, run_alone, run_ranks, start_alone
 from tests.sharded import fsdp2, plain, whole
 from tests.storage_contract import StorageContract, sizes
 
@@ -26,12 +27,6 @@ REPO = "me/runs"
 ROOT = f"hub://{REPO}/mrpc"
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning", "ignore:torch.distributed is")
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    with serving(tmp_path, monkeypatch) as server:
-        yield server
 
 
 class TestHubStorage(StorageContract):
@@ -74,6 +69,43 @@ class TestHubStorage(StorageContract):
         assert storage.read("large.bin", 1000, 1010) == (bytes(range(256)) * 100)[1000:1010]
         assert sum(served) < 2000
 
+    def test_bytes_of_a_server_that_knows_no_ranges_are_not_taken_for_others(
+        self, hub: HubServer, storage: Storage
+    ) -> None:
+        storage.write("large.bin", [bytes(range(256)) * 100])
+        answer = hub.answer
+        hub.answer = lambda method, target, body, headers: answer(method, target, body, {})  # type: ignore[method-assign]
+        with pytest.raises(ckpt.StorageError, match="asked for 10 bytes, the Hub sent 25600"):
+            storage.read("large.bin", 1000, 1010)
+
+    def test_a_listing_has_what_is_committed_while_it_is_made(self, hub: HubServer) -> None:
+        storage = HubStorage("me/runs", interval=3600)
+        storage.write("a", [b"a"])
+        storage.publish({"b": storage.stage("b", [b"b"])})  # waits for the next commit
+
+        def gate(method: str, path: str) -> None:
+            if "/tree/" in path:
+                hub.gate = lambda method, path: None
+                storage.settle()
+
+        hub.gate = gate
+        assert set(sizes(storage)) == {"a", "b"}
+        assert len(hub.commits("me/runs")) == 2
+
+    def test_what_comes_after_settle_waits_for_the_next_commit_again(self, hub: HubServer) -> None:
+        storage = HubStorage("me/runs", interval=3600)
+        receipts = {key: storage.stage(key, [b"x"]) for key in ("a", "b", "c")}
+        storage.publish({"a": receipts["a"]})  # is committed at once
+        storage.publish({"b": receipts["b"]})
+        with storage._pending._guard:  # the thread that would commit b is told, and comes when c is there too
+            storage.settle()
+            storage.publish({"c": receipts["c"]})
+        while storage._pending._wake.is_set():
+            time.sleep(0.01)  # until the thread that commits has looked
+        assert set(hub.files("me/runs")) == {"a", "b"}
+        storage.settle()
+        assert set(hub.files("me/runs")) == {"a", "b", "c"}
+
 
 @pytest.mark.parametrize("url", ["hub://", "hub://me", "hub://me/runs@/x", "hub://me/runs/../x", "hub://a b/c"])
 def test_what_names_no_repository_is_refused(url: str) -> None:
@@ -86,6 +118,47 @@ def test_a_url_names_a_repository_a_revision_and_a_path() -> None:
     assert isinstance(storage, HubStorage)
     assert (storage.repo.id, storage.repo.revision, storage.folder) == ("me/runs", "refs/pr/1", "a/b")
     assert storage.url == "hub://me/runs@refs%2Fpr%2F1/a/b"
+
+
+def test_options_are_checked_and_a_token_is_one() -> None:
+    storage = open_storage("hub://me/runs", token="hf_x", interval=5)
+    assert isinstance(storage, HubStorage)
+    assert storage.repo.token == "hf_x"
+    with pytest.raises(ckpt.ConfigError, match="takes the storage_options deadline, interval, token; not profile"):
+        open_storage("hub://me/runs", token="hf_x", profile="me")
+    with pytest.raises(ckpt.ConfigError, match="interval=-1 must be a number of seconds"):
+        open_storage("hub://me/runs", interval=-1)
+
+
+def _write_large(rank: int, home: str, url: str) -> None:
+    connect(url, home)
+    tempfile.tempdir = home
+    HubStorage(REPO).write("large.bin", [bytes(1 << 20), b"x"])
+
+
+def test_a_write_that_is_killed_leaves_no_file_behind(hub: HubServer, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    job = start_alone(str(tmp_path), _write_large, str(home), hub.url)
+
+    def gate(method: str, path: str) -> None:
+        if method == "PUT":
+            os.kill(job.pid or 0, signal.SIGKILL)
+
+    hub.gate = gate
+    job.join(DEADLINE)
+    assert job.exitcode == -signal.SIGKILL
+    assert [path for path in home.iterdir() if path.is_file()] == []
+    hub.gate = lambda method, path: None
+    assert run_alone(_write_large, str(home), hub.url) == 0
+    assert hub.files(REPO)["large.bin"] == bytes(1 << 20) + b"x"
+
+
+def test_a_gated_repository_is_not_taken_for_an_empty_one(hub: HubServer) -> None:
+    hub.fail("/api/models/", 403, X_Error_Code="GatedRepo", times=99)
+    for look in (ckpt.list_checkpoints, lambda url: ckpt.load_model(url, model_of(0.0))):
+        with pytest.raises(ckpt.DeniedError, match="Ask for access on its page"):
+            look(ROOT)
 
 
 def model_of(value: float) -> nn.Linear:
@@ -217,10 +290,8 @@ class TestCommits:
         for name in ("a", "b"):
             assert not any(ckpt.verify(f"hub://{REPO}/{name}").values())
 
-    def test_a_commit_whose_answer_was_lost_is_not_made_twice(
-        self, hub: HubServer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(hub_errors, "_PAUSES", (0.0,))
+    @pytest.mark.usefixtures("impatient")
+    def test_a_commit_whose_answer_was_lost_is_not_made_twice(self, hub: HubServer) -> None:
         with manager_for(ROOT, model_of(1.0)) as manager:
             hub.fail("/commit/", cut="after")
             manager.save_state("a", wait=True)
@@ -298,8 +369,9 @@ def sharded(hub: HubServer, tmp_path: Path) -> HubServer:
     return hub
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_sharded_checkpoint_is_one_commit_and_comes_back_in_every_way(
-    sharded: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    sharded: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = plain(5)
     ckpt.load_model(ROOT, model)
@@ -317,11 +389,10 @@ def test_a_sharded_checkpoint_is_one_commit_and_comes_back_in_every_way(
     assert missing.exit_code == 1
     assert "has no checkpoint of step 8. There are: mrpc/step-00000007" in missing.output
     sharded.close()
-    _without_network(tmp_path, capfd, monkeypatch)
+    _without_network(tmp_path, capfd)
 
 
-def _without_network(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_errors, "_PAUSES", (0.0,))
+def _without_network(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     capfd.readouterr()
     model = plain(5)
     ckpt.load_model("hub://me/published", model)
@@ -363,6 +434,49 @@ def test_a_whole_repository_is_pulled_and_what_was_altered_in_the_cache_is_named
     with pytest.raises(ckpt.DamagedError, match=f"{blob.name}.* Remove them, and they are fetched again"):
         ckpt.pull("me/published", tmp_path / "more")
     assert not (tmp_path / "more").exists()
+
+
+def test_what_is_not_there_is_told_by_its_kind(hub: HubServer, tmp_path: Path) -> None:
+    with manager_for(tmp_path / "run", plain(3)) as manager:
+        manager.push_to_hub("me/published")
+    for where, kind, what in (
+        ("hub://me/typo", ckpt.AbsentError, "there is no such repository, or the token may not see it"),
+        ("hub://me/published@typo", ckpt.AbsentError, "the repository has no such revision"),
+        ("hub://me/published/typo", ckpt.MissingError, "there is nothing at hub://me/published/typo"),
+    ):
+        with pytest.raises(kind, match=what):
+            ckpt.load_model(where, plain(4))
+        if kind is ckpt.AbsentError:
+            with pytest.raises(kind, match=what):
+                ckpt.verify(where)
+            assert what in CliRunner().invoke(main, ["ls", where]).output
+
+
+def test_a_model_is_loaded_with_a_token_and_nothing_else_is_fetched(
+    hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hub.token = "hf_private"
+    with manager_for(tmp_path / "run", plain(3)) as manager:
+        manager.push_to_hub("me/published", token="hf_private")
+    other = {"key": "file", "value": {"path": "pytorch_model.bin", "content": b"the same once more"}}
+    hub.store.commit("me/published", "main", {"summary": "x"}, [other])
+    model = plain(4)
+    ckpt.load_model("hub://me/published", model, storage_options={"token": "hf_private"})
+    _compare(model.state_dict(), plain(3).state_dict())
+    assert not hub.sent("pytorch_model.bin")
+    assert "loaded model of hub://me/published\n" in capfd.readouterr().err
+
+
+def test_a_root_that_a_run_writes_to_is_not_pulled_into(hub: HubServer, tmp_path: Path) -> None:
+    with manager_for(ROOT, model_of(1.0)) as manager:
+        manager.save_state("step-00000001", wait=True)
+    with manager_for(tmp_path / "run", model_of(1.0)) as manager:
+        manager.save_state("mine", wait=True)
+        for step in (None, 1):
+            with pytest.raises(ckpt.LockedError, match=r"a run writes to .*Pull into another folder"):
+                ckpt.pull(ROOT, tmp_path / "run", step=step)
+    ckpt.pull(ROOT, tmp_path / "run")
+    assert ckpt.verify(tmp_path / "run") == {"mine": [], "step-00000001": []}
 
 
 def test_a_model_that_does_not_fit_stays_as_it_was(tmp_path: Path) -> None:

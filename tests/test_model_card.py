@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,7 +14,7 @@ import ckpt
 from ckpt.curve import draw
 from ckpt.formats.manifest import Manifest
 from ckpt.model_card import BEGIN, END, Training, known_fields, written
-from tests.hub_server import HubServer, serving
+from tests.hub_server import HubServer
 
 REPO = "me/model"
 BY_HAND = """---
@@ -33,12 +32,6 @@ None that I know of.
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    with serving(tmp_path, monkeypatch) as server:
-        yield server
 
 
 def fields_of(card: str) -> dict[str, Any]:
@@ -147,6 +140,18 @@ def test_names_cannot_break_out_of_the_table() -> None:
     training = Training(metrics={"a|b\n<script>": 1.0}, hardware="x")
     card = written(None, "model", {}, {}, training)
     assert "| a b  script  | 1 |" in card
+
+
+def test_front_matter_without_fields_is_not_touched() -> None:
+    with pytest.raises(ckpt.ConfigError, match=r"has no fields: '- a'\. Correct it, or push with card=False"):
+        written("---\n- a\n---\n# x\n", "model", {}, {"license": "mit"}, None)
+
+
+def test_a_base_model_on_this_disk_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "gpt2").mkdir(parents=True)
+    for base, shown in (("models/gpt2", None), ("models", None), ("..", None), ("openai-community/gpt2",) * 2):
+        assert known_fields({"config": {}, "base": base}, None).get("base_model") == shown
 
 
 def test_front_matter_that_is_no_yaml_is_not_touched(hub: HubServer, tmp_path: Path) -> None:

@@ -77,6 +77,29 @@ def test_the_folder_is_replaced_as_a_whole_and_files_of_the_users_own_stay(tmp_p
     assert {path.name for path in tmp_path.iterdir()} == {"out"}
 
 
+def test_what_a_kill_left_is_cleared_away_and_a_folder_that_was_aside_comes_back(tmp_path: Path) -> None:
+    new, old = tmp_path / ".out.ckpt-tmp", tmp_path / ".out.old.ckpt-tmp"
+    (new / "below").mkdir(parents=True)
+    (new / "below" / "half").touch()
+    old.mkdir()
+    (old / "notes.txt").write_text("mine")
+    (old / "elsewhere").symlink_to(tmp_path)
+    with ckpt.StateManager(tmp_path / "run", model=plain(1)) as manager:
+        manager.save_model(tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors", "notes.txt", "elsewhere"}
+    assert (tmp_path / "out" / "elsewhere").readlink() == tmp_path
+    assert {path.name for path in tmp_path.iterdir()} == {"out"}
+
+
+@pytest.mark.parametrize("given", [{"tokenizer": "gpt2"}, {"processor": {"a": 1}}])
+def test_what_cannot_write_itself_is_refused_before_anything_is_written(tmp_path: Path, given: Any) -> None:
+    with ckpt.StateManager(tmp_path / "run", model=plain(1)) as manager:
+        for call in (manager.save_model, manager.push_to_hub):
+            with pytest.raises(ckpt.ConfigError, match="give the object itself, which writes its files"):
+                call("me/out", **given)
+    assert not Path("me").exists()
+
+
 def test_a_folder_with_checkpoints_is_left_alone(tmp_path: Path) -> None:
     with ckpt.StateManager(tmp_path / "run", model=plain(1)) as manager:
         manager.save_state("x", wait=True)
