@@ -21,8 +21,8 @@ from ckpt.curve import draw
 from ckpt.errors import ConfigError
 from ckpt.exporting import SHARD_SIZE, Exported, Wanted, model_files, save_live
 from ckpt.folders import outdated
+from ckpt.formats.headers import SUFFIX
 from ckpt.formats.manifest import FILE_NAME, Manifest
-from ckpt.formats.native import SUFFIX
 from ckpt.formats.tied import tied
 from ckpt.merge_sources import open_source
 from ckpt.model_card import CARD, CURVE, Training

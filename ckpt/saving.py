@@ -253,6 +253,7 @@ class Saver:
             files=tuple(sorted((one.file for one in stored), key=lambda file: file.path)),
             versions=versions(),
             hardware=device_name(),
+            hosts=self.hosts.listed() if self.hosts.apart else (),
             **{"world_size": self.ranks.world_size, **facts},
         )
         self.put(attempt, manifest, {one.file.path: one.receipt for one in stored if one.receipt is not None})
