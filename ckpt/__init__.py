@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ckpt.merging import merge
     from ckpt.model_loading import load_model
     from ckpt.progress import Progress
+    from ckpt.pruning import Pruned, prune
     from ckpt.pulling import pull
     from ckpt.pushing import push_to_hub
     from ckpt.restored import Restored
@@ -73,6 +74,7 @@ _HOMES = {
     "ckpt.manager": ("StateManager",),
     "ckpt.merging": ("merge",),
     "ckpt.progress": ("Progress",),
+    "ckpt.pruning": ("Pruned", "prune"),
     "ckpt.pulling": ("pull",),
     "ckpt.pushing": ("push_to_hub",),
     "ckpt.restored": ("Restored",),
@@ -97,6 +99,7 @@ __all__ = [
     "MissingError",
     "Preempted",
     "Progress",
+    "Pruned",
     "RanksError",
     "Restored",
     "SchemeError",
@@ -111,6 +114,7 @@ __all__ = [
     "list_checkpoints",
     "load_model",
     "merge",
+    "prune",
     "pull",
     "push_to_hub",
     "verify",

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ckpt import cli_hub, cli_ls, cli_show
+from ckpt import cli_hub, cli_ls, cli_prune, cli_show
 from ckpt.console import one_line
 from ckpt.errors import CkptError
 from ckpt.version import __version__
@@ -83,7 +83,7 @@ def convert(source: str, destination: str, to: str, name: str | None) -> None:
     click.echo(convert(source, destination, to=to, name=name))
 
 
-for _command in (cli_ls.ls, cli_ls.verify, cli_show.show, cli_hub.push, cli_hub.pull):
+for _command in (cli_ls.ls, cli_ls.verify, cli_show.show, cli_prune.prune, cli_hub.push, cli_hub.pull):
     main.add_command(_command)
 
 

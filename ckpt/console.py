@@ -43,7 +43,10 @@ def size(count: float) -> str:
 
 def age(created: str) -> str:
     """How long ago that was: `3 min`."""
-    seconds = (datetime.now(timezone.utc) - datetime.fromisoformat(created)).total_seconds()
+    return duration((datetime.now(timezone.utc) - datetime.fromisoformat(created)).total_seconds())
+
+
+def duration(seconds: float) -> str:
     seconds = max(0.0, seconds)  # the clock of the machine that wrote it may be ahead
     name, _, unit = next(one for one in _UNITS if seconds >= one[1])
     return f"{seconds // unit:.0f} {name}"
