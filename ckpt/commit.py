@@ -7,15 +7,18 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from ckpt.clearing import clean, leave_mark
 from ckpt.console import LONG, bar
 from ckpt.errors import StorageError
 from ckpt.formats.blocks import BlockHasher, digest
 from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
-from ckpt.formats.state import Image
 from ckpt.storage import Buffer, Staging, Storage
 from ckpt.storage.background import Beside
+
+if TYPE_CHECKING:
+    from ckpt.formats.state import Image
 
 _log = logging.getLogger("ckpt")
 

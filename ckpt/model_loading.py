@@ -37,6 +37,7 @@ def load_model(
     part: str = "model",
     strict: bool = True,
     timeout: float = 300.0,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """Load a model's tensors, and return what was left out or is not exactly as it was saved, with the reasons.
 
@@ -45,25 +46,27 @@ def load_model(
     this call, and reads what it holds. Checkpoints are verified by their manifests, files of the Hub by their hashes
     there; without the network they come from the cache. With `strict` everything must fit, or nothing is changed. What
     is far away is read once, and verified on the way: if it is damaged, a part of it is in the model already.
+    `storage_options` are those of the manager.
     """
     where = os.fspath(source)
     ranks = find_ranks(f"load {where}", timeout)
     call = f"load_model({where!r})"
     with ranks.working():
-        where = together(ranks, call, lambda: _reached(where))
-        storage, names = together(ranks, call, lambda: locate(where))
+        where = together(ranks, call, lambda: _reached(where, storage_options))
+        options = storage_options if "://" in where else None
+        storage, names = together(ranks, call, lambda: locate(where, options))
         if names:
             return _load_checkpoint(storage, names, ranks, model, part, strict=strict)
-        return dict(together(ranks, call, lambda: _load_tensors(where, ranks, model, part, strict=strict)))
+        return dict(together(ranks, call, lambda: _load_tensors(where, options, ranks, model, part, strict=strict)))
 
 
-def _reached(where: str) -> str:
+def _reached(where: str, options: Mapping[str, Any] | None) -> str:
     """Where to read: a copy in the cache, where the Hub cannot be reached or has plain files without a manifest."""
-    storage = open_storage(where)
+    storage = open_storage(where, **(options or {}))
     if not isinstance(storage, HubStorage):
         return where
     try:
-        _, names = locate(where)
+        _, names = locate(where, options)
     except TransientError:
         names = []
     if names:
@@ -104,9 +107,11 @@ def _load_checkpoint(
     return {key: why for key, why in noted.items() if key.startswith(f"{part}.")}
 
 
-def _load_tensors(where: str, ranks: Ranks, model: nn.Module, part: str, *, strict: bool) -> Notes:
+def _load_tensors(
+    where: str, options: Mapping[str, Any] | None, ranks: Ranks, model: nn.Module, part: str, *, strict: bool
+) -> Notes:
     """From a folder of safetensors, or of another tool."""
-    with open_source(where, part) as source:
+    with open_source(where, part, options) as source:
         target = ModelPart(part, model)
         live = target.capture()
         notes = _unfit(live, source.tensors)

@@ -440,6 +440,22 @@ manager.save_state("a")
             manager.save_state("c", wait=True)
         assert [one.name for one in ckpt.list_checkpoints(s3)] == ["c"]
 
+    def test_options_are_for_all_that_is_loaded_by_its_url(
+        self, server: Server, s3: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in environment(server.url):
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        options = {"endpoint_url": server.url, "key": KEY, "secret": SECRET}
+        model, other = nn.Linear(3, 3), nn.Linear(3, 3)
+        with ckpt.StateManager(s3, model=model, storage_options=options) as manager:
+            manager.save_state("a", wait=True)
+            with pytest.raises(ckpt.ConfigError, match="is no folder that Accelerate saved"):
+                manager.load_state(f"{s3}/elsewhere")
+        ckpt.load_model(f"{s3}/a", other, storage_options=options)
+        assert torch.equal(model.weight, other.weight)
+        assert ckpt.prune(s3, storage_options=options).kept == ("a",)
+
     def test_the_command_lists_verifies_and_merges(self, s3: str, tmp_path: Path) -> None:
         model = nn.Linear(3, 3)
         with ckpt.StateManager(s3, model=model) as manager:
