@@ -12,6 +12,7 @@ from ckpt.version import __version__
 
 if TYPE_CHECKING:
     from ckpt.catalog import Checkpoint, list_checkpoints, verify
+    from ckpt.comparing import Diff, Difference, diff
     from ckpt.converting import Converted, convert
     from ckpt.errors import (
         AbsentError,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ckpt.catalog": ("Checkpoint", "list_checkpoints", "verify"),
+    "ckpt.comparing": ("Diff", "Difference", "diff"),
     "ckpt.converting": ("Converted", "convert"),
     "ckpt.errors": (
         "AbsentError",
@@ -91,6 +93,8 @@ __all__ = [
     "Converted",
     "DamagedError",
     "DeniedError",
+    "Diff",
+    "Difference",
     "FullError",
     "Keep",
     "LockedError",
@@ -111,6 +115,7 @@ __all__ = [
     "VersionError",
     "__version__",
     "convert",
+    "diff",
     "list_checkpoints",
     "load_model",
     "merge",

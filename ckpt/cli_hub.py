@@ -67,3 +67,6 @@ def pull(source: str, destination: str, step: int | None, revision: str | None) 
     from ckpt.pulling import pull
 
     click.echo(pull(source, destination, step=step, revision=revision))
+
+
+COMMANDS = (push, pull)

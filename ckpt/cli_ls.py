@@ -148,3 +148,6 @@ def _show_verdict(storage: Storage, name: str, width: int) -> bool:
 def _without_name(text: str, name: str) -> str:
     """A problem without the checkpoint's name in front, which stands beside it already."""
     return text.removeprefix(name).lstrip(" /").rstrip(".")
+
+
+COMMANDS = (ls, verify)

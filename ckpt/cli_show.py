@@ -98,3 +98,6 @@ def _tensors(shown: Shown) -> Iterator[str]:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
+
+
+COMMANDS = (show,)
