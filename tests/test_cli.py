@@ -101,7 +101,8 @@ def on_a_terminal(*arguments: object) -> str:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["ls"], ["ls", "--verify"], ["verify"], ["show"], ["demo", "--help"]]
+    "arguments",
+    [["--help"], ["ls"], ["ls", "--verify"], ["verify"], ["show"], ["prune"], ["report"], ["demo", "--help"]],
 )
 def test_the_command_answers_without_importing_torch(root: Path, arguments: list[str]) -> None:
     where = [] if "--help" in arguments else [str(root)]

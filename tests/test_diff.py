@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import ckpt
 from ckpt.cli import main
@@ -124,7 +125,9 @@ def test_generators_differ_in_one_line_each(one: str, tmp_path: Path) -> None:
 
 def _save_sharded(rank: int, root: str) -> None:
     model = Net()
-    with ckpt.StateManager(root, model=model, layout="sharded") as manager:
+    for layer in (model.first, model.second):
+        fully_shard(layer)
+    with ckpt.StateManager(root, model=model) as manager:
         manager.save_state("a", wait=True)
 
 
