@@ -12,6 +12,7 @@ from ckpt.version import __version__
 
 if TYPE_CHECKING:
     from ckpt.catalog import Checkpoint, list_checkpoints, verify
+    from ckpt.comparing import Diff, Difference, diff
     from ckpt.converting import Converted, convert
     from ckpt.errors import (
         AbsentError,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from ckpt.merging import merge
     from ckpt.model_loading import load_model
     from ckpt.progress import Progress
+    from ckpt.pruning import Pruned, prune
     from ckpt.pulling import pull
     from ckpt.pushing import push_to_hub
     from ckpt.restored import Restored
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ckpt.catalog": ("Checkpoint", "list_checkpoints", "verify"),
+    "ckpt.comparing": ("Diff", "Difference", "diff"),
     "ckpt.converting": ("Converted", "convert"),
     "ckpt.errors": (
         "AbsentError",
@@ -73,6 +76,7 @@ _HOMES = {
     "ckpt.manager": ("StateManager",),
     "ckpt.merging": ("merge",),
     "ckpt.progress": ("Progress",),
+    "ckpt.pruning": ("Pruned", "prune"),
     "ckpt.pulling": ("pull",),
     "ckpt.pushing": ("push_to_hub",),
     "ckpt.restored": ("Restored",),
@@ -89,6 +93,8 @@ __all__ = [
     "Converted",
     "DamagedError",
     "DeniedError",
+    "Diff",
+    "Difference",
     "FullError",
     "Keep",
     "LockedError",
@@ -97,6 +103,7 @@ __all__ = [
     "MissingError",
     "Preempted",
     "Progress",
+    "Pruned",
     "RanksError",
     "Restored",
     "SchemeError",
@@ -108,9 +115,11 @@ __all__ = [
     "VersionError",
     "__version__",
     "convert",
+    "diff",
     "list_checkpoints",
     "load_model",
     "merge",
+    "prune",
     "pull",
     "push_to_hub",
     "verify",

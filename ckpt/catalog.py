@@ -17,13 +17,14 @@ from typing import Any
 
 from ckpt.console import bar, size
 from ckpt.errors import AbsentError, CheckpointError, ConfigError, DamagedError, MissingError, StorageError
-from ckpt.formats.manifest import FILE_NAME, Manifest
+from ckpt.files import rank_of
+from ckpt.formats.manifest import FILE_NAME, FileRecord, Host, Manifest
 from ckpt.storage import HubStorage, Storage, open_storage
 from ckpt.stored_file import WINDOW, StoredFile, VerifiedFile
 
 LOCK = ".lock"  # in a root, held by the run that writes to it
 MARKER = ".saving"  # in a checkpoint's folder while it is being written
-_STATE = "state.json"
+STATE = "state.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,199}")
 _MOST_THREADS = 16
 _THREADS = min(_MOST_THREADS, max(2, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -68,7 +69,7 @@ def scan(storage: Storage) -> list[Checkpoint]:
     for entry in storage.list():
         name, _, file = entry.key.partition("/")
         files[name].add(file)
-    ours = [name for name, inside in files.items() if inside & {FILE_NAME, MARKER, _STATE}]
+    ours = [name for name, inside in files.items() if inside & {FILE_NAME, MARKER, STATE}]
     return sorted((find(storage, name) for name in ours), key=_age, reverse=True)
 
 
@@ -103,14 +104,44 @@ def _age(checkpoint: Checkpoint) -> tuple[int, str, str]:
 
 def size_problems(storage: Storage, manifest: Manifest) -> list[str]:
     """Files that are missing or have another size than the manifest says. Reads no file."""
-    found = {entry.key.partition("/")[2]: entry.size for entry in storage.list(manifest.name)}
+    found = _sizes(storage, manifest)
     problems = []
     for file in manifest.files:
         if file.path not in found:
-            problems.append(f"{file.path} is missing")
+            host = _host_of(file, manifest)
+            problems.append(f"{file.path} is missing" + (f" ({host.name} saved it)" if host else ""))
         elif found[file.path] != file.size:
             problems.append(f"{file.path} is {size(found[file.path])} of {size(file.size)} ({found[file.path]} bytes)")
     return problems
+
+
+def _sizes(storage: Storage, manifest: Manifest) -> dict[str, int]:
+    return {entry.key.partition("/")[2]: entry.size for entry in storage.list(manifest.name)}
+
+
+def _host_of(file: FileRecord, manifest: Manifest) -> Host | None:
+    """Of hosts with roots of their own, the one that has a file; none if all have it."""
+    rank = rank_of(file.name)
+    return next((host for host in manifest.hosts if rank in host.ranks), None)
+
+
+def elsewhere(storage: Storage, manifest: Manifest) -> dict[str, str]:
+    """Files that other hosts have in roots of their own, with the names of these hosts.
+
+    A host of whose files none is here is another one. Where no host's are, all of them should be here.
+    """
+    if not manifest.hosts:
+        return {}
+    found = _sizes(storage, manifest)
+    holders = {file.path: host for file in manifest.files if (host := _host_of(file, manifest))}
+    here = {host for path, host in holders.items() if path in found}
+    return {path: host.name for path, host in holders.items() if here and host not in here}
+
+
+def kept_here(storage: Storage, manifest: Manifest) -> Manifest:
+    """The manifest without the files that other hosts have."""
+    others = elsewhere(storage, manifest)
+    return replace(manifest, files=tuple(file for file in manifest.files if file.path not in others))
 
 
 def problems(storage: Storage, manifest: Manifest, *, show: bool = False) -> list[str]:
@@ -151,7 +182,8 @@ def list_checkpoints(
 def verify(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> dict[str, list[str]]:
     """What is wrong with a checkpoint, or with each checkpoint of a root, by name: an empty list means intact.
 
-    Every file is read and compared with the hashes in its manifest. `storage_options` are those of the manager.
+    Every file is read and compared with the hashes in its manifest; of hosts with roots of their own, those of this
+    root. `storage_options` are those of the manager.
     """
     storage, names = locate(url, storage_options)
     return {name: verify_one(storage, name) for name in names}
@@ -164,7 +196,7 @@ def locate(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | Non
     text = os.fspath(url)
     if any(True for _ in storage.list()):
         names = [one.name for one in scan(storage)]
-        if not any(entry.key in (FILE_NAME, MARKER, _STATE) for entry in storage.list()):
+        if not any(entry.key in (FILE_NAME, MARKER, STATE) for entry in storage.list()):
             return storage, names
         text = text if "://" in text else os.path.abspath(text)
     root, _, name = text.rstrip("/").rpartition("/")
@@ -186,6 +218,6 @@ def check_there(storage: Storage) -> None:
 def verify_one(storage: Storage, name: str) -> list[str]:
     try:
         with storage.lock(name, shared=True):  # a run that goes on meanwhile must not remove what is being read
-            return problems(storage, read_manifest(storage, name), show=True)
+            return problems(storage, kept_here(storage, read_manifest(storage, name)), show=True)
     except (CheckpointError, StorageError) as error:
         return [str(error)]

@@ -5,25 +5,14 @@ Imports no torch, so that it answers at once: whatever needs it is imported by t
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Sequence
-from datetime import datetime, timezone
 from typing import Any
 
 import click
 
-from ckpt import catalog, cli_hub
-from ckpt.catalog import Checkpoint
-from ckpt.console import size
-from ckpt.errors import CkptError, MissingError, StorageError
-from ckpt.formats.manifest import FILE_NAME, Manifest
-from ckpt.storage import Storage, open_storage
+from ckpt import cli_diff, cli_hub, cli_ls, cli_prune, cli_report, cli_show
+from ckpt.console import one_line
+from ckpt.errors import CkptError
 from ckpt.version import __version__
-
-_COLUMNS = ("name", "step", "age", "size", "metrics", "world", "intact")
-_TO_THE_RIGHT = ("step", "age", "size", "world")
-_UNITS = (("d", 172_800, 86_400), ("h", 3600, 3600), ("min", 60, 60), ("s", 0, 1))  # name, from, seconds
 
 
 class _Commands(click.Group):
@@ -33,7 +22,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except CkptError as error:
-            click.echo(f"ckpt: {_one_line(str(error))}", err=True)
+            click.echo(f"ckpt: {one_line(str(error))}", err=True)
             ctx.exit(1)
 
 
@@ -41,28 +30,6 @@ class _Commands(click.Group):
 @click.version_option(__version__, prog_name="ckpt")
 def main() -> None:
     """Checkpoints of training runs: which are there, and are they whole?"""
-
-
-@main.command()
-@click.argument("root")
-@click.option("--verify", is_flag=True, help="Read every byte and compare it with its hash.")
-def ls(root: str, verify: bool) -> None:
-    """List the checkpoints below ROOT, the newest first."""
-    show_checkpoints(root, verify=verify)
-
-
-@main.command()
-@click.argument("url")
-def verify(url: str) -> None:
-    """Read every byte of the checkpoint at URL, or of all below it.
-
-    Exits with status 1 if one is damaged.
-    """
-    storage, names = catalog.locate(url)
-    width = max(len(name) for name in names)
-    verdicts = [_show_verdict(storage, name, width) for name in names]
-    if not all(verdicts):
-        raise click.exceptions.Exit(1)
 
 
 @main.command()
@@ -116,126 +83,9 @@ def convert(source: str, destination: str, to: str, name: str | None) -> None:
     click.echo(convert(source, destination, to=to, name=name))
 
 
-main.add_command(cli_hub.push)
-main.add_command(cli_hub.pull)
-
-
-def show_checkpoints(root: str, *, verify: bool = False) -> None:
-    """Print what `ckpt ls` does."""
-    storage, found = _checkpoints(root)
-    if not found:
-        catalog.check_there(storage)
-        click.echo(f"There are no checkpoints in {root}.")
-        return
-    _show_table([_row(storage, one, verify=verify) for one in found])
-    click.echo("every byte checked" if verify else "sizes checked; --verify reads every byte")
-
-
-def _checkpoints(root: str) -> tuple[Storage, list[Checkpoint]]:
-    """The checkpoints below a root; if the root is a checkpoint itself, that one."""
-    storage = open_storage(root)
-    if "://" not in storage.url and not os.path.isdir(storage.url):
-        raise MissingError(f"{root} does not exist.")
-    found = catalog.scan(storage)
-    if not found and any(entry.key == FILE_NAME for entry in storage.list()):
-        storage, names = catalog.locate(root)
-        found = [catalog.find(storage, name) for name in names]
-    return storage, found
-
-
-def _row(storage: Storage, checkpoint: Checkpoint, *, verify: bool) -> list[str]:
-    manifest = checkpoint.manifest
-    if manifest is None:
-        return [checkpoint.name, *"-----", f"no: {_short_reason(checkpoint)}"]
-    wrong = _problems(storage, manifest, verify=verify)
-    return [
-        checkpoint.name,
-        str(manifest.step),
-        _age(manifest.created),
-        size(manifest.size),
-        " ".join(f"{name}={value:.4g}" for name, value in manifest.metrics.items()) or "-",
-        str(manifest.world_size),
-        f"no: {'; '.join(wrong)}" if wrong else "yes",
-    ]
-
-
-def _problems(storage: Storage, manifest: Manifest, *, verify: bool) -> list[str]:
-    try:
-        return catalog.problems(storage, manifest, show=True) if verify else catalog.size_problems(storage, manifest)
-    except StorageError as error:
-        return [_one_line(str(error))]
-
-
-def _short_reason(checkpoint: Checkpoint) -> str:
-    return _without_name(str(checkpoint.problem), checkpoint.name).partition(":")[0]
-
-
-def _age(created: str) -> str:
-    seconds = (datetime.now(timezone.utc) - datetime.fromisoformat(created)).total_seconds()
-    seconds = max(0.0, seconds)  # the clock of the machine that wrote it may be ahead
-    name, _, unit = next(one for one in _UNITS if seconds >= one[1])
-    return f"{seconds // unit:.0f} {name}"
-
-
-def _show_table(rows: Sequence[Sequence[str]]) -> None:
-    if sys.stdout.isatty():
-        _show_on_terminal(rows)
-    else:
-        _show_plain([_COLUMNS, *rows])
-
-
-def _show_plain(rows: Sequence[Sequence[str]]) -> None:
-    """Aligned text, a line a row however long, for grep and awk."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = zip(_COLUMNS, row, widths, strict=True)
-        aligned = [cell.rjust(width) if name in _TO_THE_RIGHT else cell.ljust(width) for name, cell, width in cells]
-        click.echo("  ".join(aligned).rstrip())
-
-
-def _show_on_terminal(rows: Sequence[Sequence[str]]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for name in _COLUMNS:
-        table.add_column(
-            name,
-            justify="right" if name in _TO_THE_RIGHT else "left",
-            no_wrap=name not in ("metrics", "intact"),
-            overflow="fold",
-        )
-    for row in rows:
-        *cells, intact = map(Text, row)
-        intact.stylize("green" if intact.plain == "yes" else "red")
-        table.add_row(*cells, intact)
-    Console().print(table)
-
-
-def _show_verdict(storage: Storage, name: str, width: int) -> bool:
-    """Verify one checkpoint and print its line. Returns whether there is nothing wrong with it."""
-    wrong = catalog.verify_one(storage, name)
-    if wrong and not any(True for _ in storage.list(name)):
-        click.echo(f"{name:<{width}}  was removed meanwhile")
-        return True
-    if wrong:
-        verdict, about = "DAMAGED", _without_name("; ".join(wrong), name)
-    else:
-        manifest = catalog.read_manifest(storage, name)
-        verdict, about = "intact", size(manifest.size)
-    click.echo(f"{name:<{width}}  {click.style(verdict, fg='red' if wrong else 'green')}  {_one_line(about)}")
-    return not wrong
-
-
-def _without_name(text: str, name: str) -> str:
-    """A problem without the checkpoint's name in front, which stands beside it already."""
-    return text.removeprefix(name).lstrip(" /").rstrip(".")
-
-
-def _one_line(text: str) -> str:
-    return " ".join(line.strip() for line in text.splitlines())
+for _home in (cli_ls, cli_show, cli_prune, cli_diff, cli_report, cli_hub):
+    for _command in _home.COMMANDS:
+        main.add_command(_command)
 
 
 if __name__ == "__main__":

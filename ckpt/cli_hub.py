@@ -1,8 +1,6 @@
-"""The commands that talk to the Hub: `ckpt push` and `ckpt pull`."""
+"""The commands that publish and bring back: `ckpt push` and `ckpt pull`."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import click
 
@@ -60,17 +58,21 @@ def push(
 
 
 @click.command()
-@click.argument("repo_id")
-@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("source")
+@click.argument("destination")
 @click.option("--step", type=int, help="Only the checkpoint of this step, to resume from.")
-@click.option("--revision", help="A branch, a tag or a commit.")
-def pull(repo_id: str, directory: Path, step: int | None, revision: str | None) -> None:
-    """Copy what is in REPO_ID on the Hub into DIRECTORY, verified.
+@click.option("--revision", help="Of a repository: a branch, a tag or a commit.")
+def pull(source: str, destination: str, step: int | None, revision: str | None) -> None:
+    """Copy SOURCE to DESTINATION, verified.
 
-    REPO_ID is user/repo, or hub://user/repo@revision/path for a part of it. With --step, DIRECTORY is a root, and gets
-    step-00001000/ or the like. Other files in it stay. Without the network it comes from Hugging Face's cache, if it is
-    there. The token comes from HF_TOKEN or 'hf auth login'.
+    SOURCE is a repository on the Hub (user/repo, or hub://user/repo@revision/path for a part of it) or any other URL
+    (s3://bucket/run, or /a/path): a checkpoint, a root with many, or a folder of files. DESTINATION is a folder or a
+    URL too; a checkpoint goes below it, for a run to resume from. Other files in it stay. Without the network, what is
+    on the Hub comes from Hugging Face's cache, if it is there. Its token comes from HF_TOKEN or 'hf auth login'.
     """
     from ckpt.pulling import pull
 
-    click.echo(pull(repo_id, directory, step=step, revision=revision))
+    click.echo(pull(source, destination, step=step, revision=revision))
+
+
+COMMANDS = (push, pull)

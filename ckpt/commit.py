@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import socket
 import uuid
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from typing import TYPE_CHECKING
 
-from ckpt.catalog import LOCK, MARKER, Checkpoint, find, scan
+from ckpt.clearing import clean, leave_mark
 from ckpt.console import LONG, bar
-from ckpt.errors import AbsentError, LockedError, StorageError
+from ckpt.errors import StorageError
 from ckpt.formats.blocks import BlockHasher, digest
 from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
-from ckpt.formats.state import Image
-from ckpt.retention import Keep
 from ckpt.storage import Buffer, Staging, Storage
 from ckpt.storage.background import Beside
-from ckpt.storage.base import check_key
+
+if TYPE_CHECKING:
+    from ckpt.formats.state import Image
 
 _log = logging.getLogger("ckpt")
 
@@ -60,11 +57,7 @@ class Attempt:
         """Leave a mark with the names of all files to come, so that a later save knows what a crash left behind."""
         if isinstance(storage, Staging):  # it leaves nothing behind
             return
-        files = [self.path_for(path) for path in paths]
-        left = _read_mark(storage, self.name)  # by a try whose files could not be removed yet
-        replaces = [path for path in [*self.replaces, *left] if path not in files]
-        mark = {"files": files, "replaces": replaces, "process": os.getpid(), "host": socket.gethostname()}
-        storage.write(f"{self.name}/{MARKER}", [json.dumps(mark).encode()])
+        leave_mark(storage, self.name, [self.path_for(path) for path in paths], self.replaces, self.id)
 
     def write(
         self, storage: Storage, images: list[Image], earlier: Mapping[str, Earlier], *, show: bool = False
@@ -162,90 +155,3 @@ def _digests(pieces: Iterable[memoryview], advance: Callable[[float], None]) -> 
     for piece in hasher.through(pieces):
         advance(len(piece))
     return hasher.digests
-
-
-def clean(storage: Storage, name: str) -> None:
-    """Remove the files of a try that its checkpoint does not list, and at last the try's mark.
-
-    A file that neither a mark nor a manifest of ours names is somebody else's, and stays. So does everything while
-    somebody reads there, or where there is a manifest that this ckpt cannot read: a later save tries again.
-    """
-    if isinstance(storage, Staging):  # a try leaves nothing there
-        return
-    checkpoint = find(storage, name)
-    listed = {file.path for file in checkpoint.manifest.files} if checkpoint.manifest else set()
-    stray = [path for path in _read_mark(storage, name) if path not in listed]
-    if checkpoint.manifest is None and _has_manifest(storage, name):
-        return
-    try:
-        with storage.lock(name):
-            storage.delete([f"{name}/{path}" for path in stray])
-            storage.sweep(name)
-            storage.delete([f"{name}/{MARKER}"])
-    except LockedError:
-        _log.info("%s/%s is being read: what is left of an older save there is removed later", storage.url, name)
-
-
-def _read_mark(storage: Storage, name: str) -> list[str]:
-    """The files that the mark of a save names; none if there is no mark, or none of ours."""
-    try:
-        mark = json.loads(storage.read(f"{name}/{MARKER}"))
-        return [check_key(path) for path in [*mark["files"], *mark["replaces"]]]
-    except AbsentError:
-        return []
-    except (ValueError, LookupError, TypeError, AttributeError):
-        _log.warning("%s/%s/%s is not what ckpt writes: it is left alone", storage.url, name, MARKER)
-        return []
-
-
-def _has_manifest(storage: Storage, name: str) -> bool:
-    return any(entry.key == f"{name}/{FILE_NAME}" for entry in storage.list(name))
-
-
-def take(storage: Storage, held: ExitStack) -> None:
-    """Hold a root for this run until the stack is closed. Refused if another run has it."""
-    note = f"process {os.getpid()} on {socket.gethostname()}, since {now()}."
-    try:
-        held.enter_context(storage.lock(LOCK, note=note))
-    except LockedError as error:
-        raise LockedError(
-            f"another run writes to {storage.url}: {error} Wait until it has ended or stop it, or give this run "
-            "another root. Within one process, close() the other StateManager first."
-        ) from None
-
-
-def sweep(storage: Storage, spared: Container[str] = ()) -> list[Checkpoint]:
-    """Remove what earlier crashes left, and return the checkpoints that are there. Call it while the root is ours.
-
-    What is `spared`, by the names of checkpoints, somebody will go on with.
-    """
-    marks = [entry.key for entry in storage.list() if entry.key.count("/") == 1 and entry.key.endswith(f"/{MARKER}")]
-    for name in [mark.partition("/")[0] for mark in marks]:
-        if name not in spared:
-            clean(storage, name)
-    storage.sweep()
-    return scan(storage)
-
-
-def remove(storage: Storage, manifest: Manifest) -> bool:
-    """Remove a checkpoint, unless somebody is reading it. Its manifest goes first: no moment shows half of it."""
-    if not any(True for _ in storage.list(manifest.name)):
-        return True  # somebody has removed it by hand
-    files = [FILE_NAME, *(file.path for file in manifest.files), MARKER]
-    try:
-        with storage.lock(manifest.name):
-            storage.delete([f"{manifest.name}/{path}" for path in files])
-    except LockedError:
-        return False
-    return True
-
-
-def retain(keep: Keep, storage: Storage, newest_first: list[Manifest], damaged: Iterable[str]) -> list[Manifest]:
-    """Remove what `keep` lets go. Returns the checkpoints that are left."""
-    going = keep.removable(newest_first, set(damaged))
-    gone = {one.name for one in newest_first if one.name in going and remove(storage, one)}
-    return [manifest for manifest in newest_first if manifest.name not in gone]
-
-
-def now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timezone
 
+_UNITS = (("d", 172_800, 86_400), ("h", 3600, 3600), ("min", 60, 60), ("s", 0, 1))  # name, from, seconds
 LONG = 256_000_000  # bytes: what takes long enough to be shown
 
 
@@ -37,3 +39,32 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
         count /= 1000
     raise AssertionError
+
+
+def age(created: str) -> str:
+    """How long ago that was: `3 min`."""
+    return duration((datetime.now(timezone.utc) - datetime.fromisoformat(created)).total_seconds())
+
+
+def duration(seconds: float) -> str:
+    seconds = max(0.0, seconds)  # the clock of the machine that wrote it may be ahead
+    name, _, unit = next(one for one in _UNITS if seconds >= one[1])
+    return f"{seconds // unit:.0f} {name}"
+
+
+def number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def one_line(text: str) -> str:
+    return " ".join(line.strip() for line in text.splitlines())
+
+
+def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> Iterator[str]:
+    """A table as text, a line a row however long, for grep and awk. What is in the columns `right` ends alike."""
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        cells = zip(columns, row, widths, strict=True)
+        yield "  ".join(
+            cell.rjust(width) if name in right else cell.ljust(width) for name, cell, width in cells
+        ).rstrip()

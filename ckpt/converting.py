@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ckpt import commit
+from ckpt import clearing
 from ckpt.catalog import check_name, find
 from ckpt.errors import ConfigError, MissingError, StorageError
 from ckpt.exporting_accelerate import export
@@ -110,7 +110,7 @@ def _write(saver: Saver, name: str, images: list[Image], world_size: int) -> Non
         saver.commit(attempt, files, {**facts, "seconds": seconds})
     except BaseException:
         with suppress(StorageError):  # what is to be told is what went wrong first
-            commit.clean(saver.storage, name)
+            clearing.clean(saver.storage, name)
         raise
 
 

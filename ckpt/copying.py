@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
-from ckpt import commit
+from ckpt import clearing
 from ckpt.catalog import find, scan, size_problems
 from ckpt.commit import Attempt
 from ckpt.console import LONG, bar, size
@@ -59,8 +59,8 @@ class Copies:
             return
         with ExitStack() as held:
             if self.leads:
-                commit.take(self.far, held)
-                commit.sweep(self.far, spared=going_on)
+                clearing.take(self.far, held)
+                clearing.sweep(self.far, spared=going_on)
             self._names |= {entry.key.partition("/")[0] for entry in self.far.list()}
             self._there = {one.name: one.manifest for one in scan(self.far) if one.manifest is not None}
             self._held = held.pop_all()
@@ -142,7 +142,7 @@ class Copies:
             return
         newest_first = sorted(self._there.values(), key=lambda one: one.sequence, reverse=True)
         try:
-            left = commit.retain(self.keep, self.far, newest_first, ())
+            left = clearing.retain(self.keep, self.far, newest_first, ())
         except StorageError as error:  # the copy stands; what could not be removed is tried again after the next one
             _log.warning("old copies were not removed: %s", error)
         else:

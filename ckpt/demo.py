@@ -24,7 +24,7 @@ import click
 
 from ckpt import catalog
 from ckpt.catalog import Checkpoint
-from ckpt.cli import show_checkpoints
+from ckpt.cli_ls import show_checkpoints
 from ckpt.console import bar, say, size
 from ckpt.errors import CkptError, ConfigError
 from ckpt.formats.manifest import FILE_NAME

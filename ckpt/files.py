@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ckpt.formats.native import SUFFIX
+from ckpt.formats.headers import SUFFIX
 
 _FROZEN = "+frozen"  # no part is named so
 _OF_A_RANK = re.compile(rf"[/-](\d{{5}})(?:{re.escape(_FROZEN)})?{re.escape(SUFFIX)}$")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ckpt import sharing
 from ckpt.agreement import Outcome, agree, together
 from ckpt.errors import AbsentError
+from ckpt.formats.manifest import Host
 from ckpt.ranks import MAIN, Ranks
 from ckpt.storage import Storage
 
@@ -35,9 +36,15 @@ class Hosts:
     def keeps(self, rank: int) -> bool:
         return rank == MAIN or (self.apart and self.first[rank] == rank)
 
+    def listed(self) -> tuple[Host, ...]:
+        """Every root by the name of its host, with the ranks that see it."""
+        roots = sorted(set(self.first))
+        return tuple(
+            Host(self.names[one], tuple(r for r, first in enumerate(self.first) if first == one)) for one in roots
+        )
+
     def __str__(self) -> str:
-        roots = {one: [r for r, first in enumerate(self.first) if first == one] for one in sorted(set(self.first))}
-        return "; ".join(f"{self.names[one]} (ranks {', '.join(map(str, ranks))})" for one, ranks in roots.items())
+        return "; ".join(f"{one.name} (ranks {', '.join(map(str, one.ranks))})" for one in self.listed())
 
 
 EVERYWHERE = Hosts()

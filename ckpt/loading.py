@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from ckpt import restoring
 from ckpt.agreement import Outcome, agree, together
@@ -14,6 +15,7 @@ from ckpt.choosing import Choice, choose
 from ckpt.collector import undisturbed
 from ckpt.console import say
 from ckpt.errors import ConfigError, StateError
+from ckpt.folder import open_url
 from ckpt.formats.manifest import Manifest
 from ckpt.hosts import EVERYWHERE
 from ckpt.loop import Loop, Waiting
@@ -26,7 +28,7 @@ from ckpt.restored import Restored
 from ckpt.restoring import Restoration
 from ckpt.saving import Saver
 from ckpt.sources import Source
-from ckpt.storage import Storage, open_storage
+from ckpt.storage import Storage
 from ckpt.taking_over import ROOT, folder_of, is_foreign
 
 
@@ -45,6 +47,7 @@ class Loading:
     saver: Saver
     tiers: tuple[Storage, ...]
     broadcast: bool | None
+    options: Mapping[str, Any] | None = None  # for folders elsewhere
     _half_loaded: str | None = None
 
     def load(self, name: str | None, *, strict: bool, precious: bool) -> Restored | None:
@@ -81,7 +84,7 @@ class Loading:
         """Where a checkpoint may be, and its name. A folder of Accelerate that lies elsewhere is a root itself."""
         if not isinstance(name, str) or "/" not in name:
             return self.tiers, None if name is None else check_name(name)
-        folder = open_storage(name)
+        folder = open_url(name, self.options)
         if not agree(self.ranks, f"load_state({name!r})", Outcome(), lambda _: is_foreign(folder, ROOT)):
             raise ConfigError(
                 f"{name!r} cannot name a checkpoint in {self.saver.storage.url}, and is no folder that Accelerate "

@@ -153,7 +153,7 @@ class StateManager:
             gradients=self._source.gradients if gradients is None else gradients,
         )
         self._loading = Loading(
-            self._ranks, self._source, self._managed, self._loop, self._saver, self._tiers, broadcast
+            self._ranks, self._source, self._managed, self._loop, self._saver, self._tiers, broadcast, storage_options
         )
         self._managed.look()
         if accelerator is not None:

@@ -19,8 +19,9 @@ from ckpt.folders import belongs_beside
 from ckpt.formats import dcp
 from ckpt.formats.blocks import digest
 from ckpt.formats.documents import STATE, from_json
+from ckpt.formats.headers import SUFFIX
 from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
-from ckpt.formats.native import SUFFIX, TensorFile
+from ckpt.formats.native import TensorFile
 from ckpt.formats.native_pieces import pieced
 from ckpt.formats.pieces import PiecedTensor, check_complete
 from ckpt.formats.wrappers import unwrapped

@@ -151,16 +151,16 @@ def _section(training: Training | None, *, curve: bool) -> str:
 def _rows(training: Training) -> list[tuple[str, str]]:
     progress = training.progress
     counted = [(word, f"{progress[key]:,}") for key, word in _COUNTERS.items() if progress.get(key)]
-    measured = [(_plain(name), f"{value:.4g}") for name, value in training.metrics.items()]
+    measured = [(plain(name), f"{value:.4g}") for name, value in training.metrics.items()]
     ranks = f"{training.world_size} ranks, {training.hardware}" if training.world_size > 1 else training.hardware
     versions = ", ".join(f"{name} {version}" for name, version in training.versions.items())
     rest = [("hardware", ranks), ("versions", versions), *training.lineage.items()]
-    return [*counted, *measured, *((name, _plain(value)) for name, value in rest if value)]
+    return [*counted, *measured, *((name, plain(value)) for name, value in rest if value)]
 
 
 _COUNTERS = {"step": "steps", "epoch": "epochs", "samples": "samples"}
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Text that cannot break out of its cell."""
     return re.sub(r"[|<>\r\n]", " ", text)

@@ -1,4 +1,4 @@
-"""A repository, or one checkpoint of it, comes back from the Hub into a folder.
+"""What lies elsewhere, on the Hub or at any URL, is brought into a folder or to another URL.
 
 Imports no torch: a shell asks for it too.
 """
@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from ckpt import catalog
+from ckpt.bringing import bring
 from ckpt.console import say
-from ckpt.errors import DamagedError, LockedError, MissingError, TransientError
+from ckpt.errors import ConfigError, DamagedError, LockedError, MissingError, TransientError
 from ckpt.folders import appearing
 from ckpt.formats.manifest import FILE_NAME
 from ckpt.hub_cache import fetched, unreachable
@@ -23,31 +25,55 @@ from ckpt.storage.hub_repo import HubRepo
 
 
 def pull(
-    repo_id: str,
-    directory: str | os.PathLike[str],
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
     *,
     step: int | None = None,
     revision: str | None = None,
     token: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Copy a repository (`user/repo`, or `hub://user/repo@revision/path`) into a folder, and return the folder.
+    """Copy a repository (`user/repo`), or what is at a URL, to a folder or another URL, and return where it is.
 
-    With `step`, only the checkpoint of that step, as a folder below `directory`, from which a run can resume. Files
-    are verified, and appear when all of them are there. They come through Hugging Face's cache: what is in it is not
-    fetched again, and where the Hub cannot be reached it is taken from there. Other files in the folder stay; a root
-    that a run is writing to is refused.
+    A checkpoint becomes a folder below `destination`, from which a run can resume: the one that `source` names, or of a
+    root that of `step`, or all. Each appears when all of it is there and matches its hashes; one that was cut off is
+    gone on with. Other files are copied as they are. Little is held in memory. `storage_options` are for URLs on both
+    sides.
+
+    What comes from the Hub (`hub://user/repo@revision/path`) comes through Hugging Face's cache: what is in it is not
+    fetched again, and where the Hub cannot be reached it is taken from there. Other files in a folder stay; a root that
+    a run is writing to is refused.
     """
-    storage = HubStorage(_rest(repo_id, revision), token=token)
+    where = os.fspath(source)
+    if _is_on_the_hub(where):
+        return _pull_from_hub(HubStorage(_rest(where, revision), token=token), destination, step, storage_options)
+    if revision or token:
+        raise ConfigError(f"revision= and token= are for the Hub, and {where} is not there.")
+    return bring(where, destination, step=step, options=storage_options)
+
+
+def _is_on_the_hub(where: str) -> bool:
+    """Plain words are the name of a repository; a path begins with a slash or a dot."""
+    return where.startswith("hub://") or not ("://" in where or where.startswith(("/", ".")))
+
+
+def _pull_from_hub(
+    storage: HubStorage, destination: str | os.PathLike[str], step: int | None, options: Mapping[str, Any] | None
+) -> str:
     offline = unreachable(storage.repo)
     top = f"{storage.folder}/" if storage.folder else ""
     if step is None:
-        found, target = fetched(storage.repo, [f"{top}*"] if top else None, offline) / top, Path(directory)
+        found = fetched(storage.repo, [f"{top}*"] if top else None, offline) / top
     else:
         found = _checkpoint(storage.repo, top, step, offline)
-        target = Path(directory, found.name)
+    if "://" in os.fspath(destination):
+        return bring(found, destination, options=options)
+    target = Path(destination)
+    if (found / FILE_NAME).is_file() and (top or step is not None):
+        target = Path(destination, found.name)
         if wrong := catalog.verify(found)[found.name]:
             raise DamagedError(f"{found.name} is damaged in {storage.url} already: {'; '.join(wrong)}.")
-    with _unused(Path(directory)):
+    with _unused(Path(destination)):
         _copy(found, target, storage.url)
     return str(target)
 

@@ -28,8 +28,8 @@ from ckpt.exporting import (
     write_beside,
 )
 from ckpt.folders import belongs_beside
+from ckpt.formats.headers import SUFFIX
 from ckpt.formats.manifest import FILE_NAME, Manifest
-from ckpt.formats.native import SUFFIX
 from ckpt.formats.tied import tied
 from ckpt.hub_target import Card, Ready, Target
 from ckpt.merge_sources import Source, open_source

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ckpt import commit
+from ckpt import clearing
 from ckpt.agreement import Outcome, agree, together
 from ckpt.capture import Captured
 from ckpt.catalog import find, scan
@@ -149,7 +149,7 @@ class Saver:
     def remove(self, name: str) -> None:
         """Remove a checkpoint, unless somebody is reading it. Nothing may be under way."""
         manifest = find(self.storage, name).manifest
-        if manifest is not None and commit.remove(self.storage, manifest) and self._committed is not None:
+        if manifest is not None and clearing.remove(self.storage, manifest) and self._committed is not None:
             self._committed = [one for one in self._committed if one.name != name]
 
     def close(self) -> None:
@@ -163,8 +163,8 @@ class Saver:
     def _hold(self) -> None:
         if self._committed is not None:
             return
-        commit.take(self.storage, self._held)
-        found = commit.sweep(self.storage)
+        clearing.take(self.storage, self._held)
+        found = clearing.sweep(self.storage)
         committed = [one.manifest for one in found if one.manifest is not None]
         self._unreadable = {one.name: one.problem for one in found if isinstance(one.problem, VersionError)}
         if self.mirror is not None:
@@ -248,12 +248,13 @@ class Saver:
             name=attempt.name,
             id=attempt.id,
             sequence=1 + max(self.sequence, self._newest.sequence if self._newest else 0),
-            created=commit.now(),
+            created=clearing.now(),
             run=self.run,
             parent=self.parent,
             files=tuple(sorted((one.file for one in stored), key=lambda file: file.path)),
             versions=versions(),
             hardware=device_name(),
+            hosts=self.hosts.listed() if self.hosts.apart else (),
             **{"world_size": self.ranks.world_size, **facts},
         )
         self.put(attempt, manifest, {one.file.path: one.receipt for one in stored if one.receipt is not None})
@@ -289,7 +290,7 @@ class Saver:
         if self.keep is None or self._committed is None:
             return
         try:
-            self._committed = commit.retain(self.keep, self.storage, self._committed, self.damaged)
+            self._committed = clearing.retain(self.keep, self.storage, self._committed, self.damaged)
         except StorageError as error:  # the save stands; what could not be removed is tried again after the next one
             _log.warning("old checkpoints were not removed: %s", error)
 
@@ -297,7 +298,7 @@ class Saver:
         """After a failure. What cannot be removed now is swept before a later save."""
         with suppress(StorageError):
             if self._committed is not None:
-                commit.clean(self.storage, name)
+                clearing.clean(self.storage, name)
 
 
 def versions() -> dict[str, str]:

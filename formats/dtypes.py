@@ -4,25 +4,9 @@ from __future__ import annotations
 
 import torch
 
-# What the safetensors specification has. Any other dtype is stored as bytes, with its name in the header's metadata.
-SPELLED: dict[torch.dtype, str] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.uint16: "U16",
-    torch.int16: "I16",
-    torch.uint32: "U32",
-    torch.int32: "I32",
-    torch.uint64: "U64",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+from ckpt.formats.headers import SPELLINGS
+
+SPELLED: dict[torch.dtype, str] = {getattr(torch, name): spelling for name, spelling in SPELLINGS.items()}
 
 BY_SPELLING = {spelling: dtype for dtype, spelling in SPELLED.items()}
 

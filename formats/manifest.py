@@ -52,6 +52,14 @@ class FileRecord:
         return cls(**{**known, "blocks": tuple(known["blocks"]), "head": head})
 
 
+@dataclass(frozen=True)
+class Host:
+    """A host with a root of its own, which has what its ranks wrote."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """All that is known of a checkpoint without opening its other files."""
@@ -71,6 +79,7 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=dict)
     hardware: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
+    hosts: tuple[Host, ...] = ()  # where they share no root
 
     @property
     def size(self) -> int:
@@ -116,6 +125,7 @@ def _check_version(fields: Mapping[str, Any], where: str) -> None:
 def _known(cls: type[Manifest], fields: dict[str, Any]) -> dict[str, Any]:
     known = {key: value for key, value in fields.items() if key in cls.__dataclass_fields__}
     known["files"] = tuple(FileRecord.from_json(file) for file in known["files"])
+    known["hosts"] = tuple(Host(one["name"], tuple(one["ranks"])) for one in known.get("hosts", ()))
     known["metrics"] = {key: float(value) for key, value in known["metrics"].items()}
     return known
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -23,6 +22,7 @@ import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats import dtypes
+from ckpt.formats.headers import LENGTH, Header, sizes, understood
 from ckpt.formats.memory import host_bytes, is_dense, is_plain, movable, on_host
 from ckpt.formats.sharding import Box
 from ckpt.formats.state import Image, Shard
@@ -30,12 +30,8 @@ from ckpt.formats.ties import View, untie
 from ckpt.formats.transfers import ByteReader, Transfer, Want, at_once
 
 ALIGNMENT = 4096
-SUFFIX = ".safetensors"
 SMALL = 1 << 16  # bytes
-_LENGTH = struct.Struct("<Q")
 _WINDOW = 8 << 20
-_LARGEST = 1 << 63
-_MAX_HEADER = 100_000_000  # safetensors refuses a longer one
 
 _Outlines = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]  # name, dtype and shape of what is stored
 _Pieces = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]  # name, shape of the whole, and offsets in it
@@ -122,11 +118,11 @@ def _spelled_out(outlines: _Outlines, pieces: _Pieces, views: tuple[tuple[str, V
         spelling, spelled_shape = _spelled(dtype, shape)
         entries[name] = {"dtype": spelling, "shape": spelled_shape, "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    return _LENGTH.pack(_padded(len(text))) + text.ljust(_padded(len(text))), end
+    return LENGTH.pack(_padded(len(text))) + text.ljust(_padded(len(text))), end
 
 
 def _padded(length: int) -> int:
-    return -(-(length + _LENGTH.size) // ALIGNMENT) * ALIGNMENT - _LENGTH.size
+    return -(-(length + LENGTH.size) // ALIGNMENT) * ALIGNMENT - LENGTH.size
 
 
 def _spelled(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[int]]:
@@ -186,10 +182,8 @@ class TensorFile:
     @classmethod
     def open(cls, reader: ByteReader, where: str, want: Want = at_once) -> TensorFile:
         file = cls(reader, where, want)
-        try:
+        with understood(where):
             file._read_header()
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
-            raise DamagedError(f"{where} is no safetensors file that ckpt reads: {error}.") from error
         return file
 
     def __contains__(self, name: str) -> bool:
@@ -278,23 +272,15 @@ class TensorFile:
             raise DamagedError(f"{self.where} has no tensor {name!r}, though the checkpoint refers to it.") from None
 
     def _read_header(self) -> None:
-        (length,) = _LENGTH.unpack(self.reader.read(0, _LENGTH.size))
-        if length > _MAX_HEADER:
-            raise ValueError(f"its header claims {length} bytes")
-        data = _LENGTH.size + length
-        text = self.reader.read(_LENGTH.size, data)
-        if len(text) < length:
-            raise ValueError(f"its header has {len(text)} of {length} bytes")
-        entries = json.loads(text)
-        metadata = entries.pop("__metadata__", {})
-        ours = json.loads(metadata.get("ckpt", "{}"))
+        header = Header.read(self.reader, self.where)
+        entries, metadata, ours, data = header.entries, header.metadata, header.ours, header.data
         foreign = {name: dtypes.by_name(dtype) for name, dtype in ours.get("dtypes", {}).items()}
         for name, entry in entries.items():
             self.stored[name] = _saved_from_json(entry, data, foreign.get(name))
         self.views = {name: _view_from_json(view, self.stored) for name, view in ours.get("views", {}).items()}
-        self.shapes = {name: _sizes(shape) for name, shape in ours.get("shapes", {}).items()}
+        self.shapes = {name: sizes(shape) for name, shape in ours.get("shapes", {}).items()}
         sharding = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
-        self.offsets = {name: _sizes(info["saved_offsets"]) for name, info in sharding.items()}
+        self.offsets = {name: sizes(info["saved_offsets"]) for name, info in sharding.items()}
 
 
 def copy_into(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -314,8 +300,8 @@ def narrowed(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tenso
 
 def _saved_from_json(entry: Mapping[str, Any], data: int, foreign: torch.dtype | None) -> Saved:
     dtype = foreign or dtypes.BY_SPELLING[entry["dtype"]]
-    shape = _sizes(entry["shape"][:-1] if foreign else entry["shape"])
-    start, stop = _sizes(entry["data_offsets"])
+    shape = sizes(entry["shape"][:-1] if foreign else entry["shape"])
+    start, stop = sizes(entry["data_offsets"])
     if stop - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{stop - start} bytes are no {dtype} of shape {list(shape)}")
     return Saved(dtype, shape, data + start, data + stop)
@@ -323,16 +309,8 @@ def _saved_from_json(entry: Mapping[str, Any], data: int, foreign: torch.dtype |
 
 def _view_from_json(fields: Mapping[str, Any], stored: Mapping[str, Saved]) -> View:
     dtype, base = dtypes.by_name(fields["dtype"]), stored[fields["of"]]
-    shape, stride, (start,) = _sizes(fields["shape"]), _sizes(fields["stride"]), _sizes([fields["start"]])
+    shape, stride, (start,) = sizes(fields["shape"]), sizes(fields["stride"]), sizes([fields["start"]])
     reach = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
     if start % dtype.itemsize or start + reach * dtype.itemsize > base.stop - base.start:
         raise ValueError(f"a view leads out of {fields['of']!r}")
     return View(fields["of"], dtype, shape, stride, start)
-
-
-def _sizes(values: list[Any]) -> tuple[int, ...]:
-    """Lengths or offsets from a header. Torch and the readers are never handed anything else."""
-    for value in values:
-        if type(value) is not int or not 0 <= value < _LARGEST:
-            raise ValueError(f"{values!r} are no sizes or offsets")
-    return tuple(values)

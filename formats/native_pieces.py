@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from ckpt.errors import DamagedError
+from ckpt.formats.headers import is_bare
 from ckpt.formats.native import TensorFile
 from ckpt.formats.pieces import Piece, PiecedTensor, Region, Sizes, dense_strides
 from ckpt.formats.sharding import Box
@@ -39,7 +40,7 @@ def _offsets(file: TensorFile, name: str, dims: int) -> Sizes:
 
 def _regions(file: TensorFile) -> Iterator[tuple[str, Region]]:
     """The bytes of every tensor; bare storages that only serve as the bases of views are none."""
-    bases = {view.of for view in file.views.values() if view.of.rstrip("+").endswith("@storage")}
+    bases = {view.of for view in file.views.values() if is_bare(view.of)}
     for name, saved in file.stored.items():
         if name not in bases:
             strides = dense_strides(saved.shape)

@@ -115,7 +115,11 @@ class PiecedTensor:
 
     def slabs(self) -> Iterator[torch.Tensor]:
         """The whole in contiguous parts, in the order of its bytes."""
-        return map(self.read, _slabs(self.box, max(1, SLAB // self.dtype.itemsize)))
+        return map(self.read, self.boxes(SLAB // self.dtype.itemsize))
+
+    def boxes(self, limit: int) -> Iterator[Box]:
+        """The whole in boxes of at most `limit` elements, in the order of its bytes."""
+        return _slabs(self.box, max(1, limit))
 
     def holes(self) -> list[Box]:
         """The boxes that no piece covers."""

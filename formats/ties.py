@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ckpt.formats.headers import BARE
+
 _ALIGNMENT = 16  # bytes: no dtype is longer
 
 
@@ -107,7 +109,7 @@ def _base(cluster: list[_Span], taken: Container[str]) -> _Span:
     first -= first % _ALIGNMENT  # so that a view of any dtype starts at a whole element
     raw = torch.empty(0, dtype=torch.uint8, device=cluster[0].tensor.device)
     raw.set_(cluster[0].tensor.untyped_storage(), first, (last - first,), (1,))
-    name = f"{cluster[0].name}@storage"
+    name = f"{cluster[0].name}{BARE}"
     while name in taken:
         name += "+"
     return _Span(name, raw, first, last)

@@ -1,6 +1,6 @@
 """Where bytes go. Knows nothing of formats or of training."""
 
-from ckpt.storage.base import ANY, Buffer, Entry, Staging, Storage
+from ckpt.storage.base import ANY, Buffer, Entry, Staging, Storage, Unfinished
 from ckpt.storage.hub import HubStorage
 from ckpt.storage.local import LocalStorage
 from ckpt.storage.memory import MemoryStorage
@@ -19,5 +19,6 @@ __all__ = [
     "Staging",
     "Storage",
     "Tiers",
+    "Unfinished",
     "open_storage",
 ]

@@ -22,6 +22,15 @@ class Entry:
     size: int
 
 
+@dataclass(frozen=True)
+class Unfinished:
+    """A write that has not ended: its key, the bytes that are there, and the seconds since, by the storage's clock."""
+
+    key: str
+    size: int
+    age: float
+
+
 @runtime_checkable
 class Storage(Protocol):
     """Objects under keys, below one root.
@@ -76,10 +85,14 @@ class Storage(Protocol):
     def delete(self, keys: Iterable[str]) -> None:
         """Remove the objects, the first before all others, the last after them. What is not there is no error."""
 
-    def sweep(self, prefix: str = "") -> None:
+    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
+        """Writes below `prefix` that have not ended: under way, or left behind by somebody who was killed."""
+
+    def sweep(self, prefix: str = "", *, age: float | None = None) -> None:
         """Remove what unfinished writes below `prefix` left behind. Call it only while nobody writes there.
 
-        Where others may write below the root all the same, what has begun lately stays unless `prefix` is given.
+        What is younger than `age` seconds stays. If none is given, all goes; but where others may write below the root
+        all the same, what is younger than a day stays unless `prefix` is given.
         """
 
     def lock(self, key: str, *, shared: bool = False, note: str = "") -> AbstractContextManager[None]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from ckpt.errors import AbsentError, ConfigError, DeniedError, StorageError
-from ckpt.storage.base import ANY, Buffer, Entry, changed
+from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed
 from ckpt.storage.parts import PART, cut
 
 _one_at_a_time = threading.Lock()
@@ -90,6 +90,10 @@ class FilesystemObjects:
             with self._explained("delete", key), suppress(*_NOTHING_THERE):
                 if self._fs.isfile(self._path(key)):
                     self._fs.rm_file(self._path(key))
+
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        """None that one could know of."""
+        return iter(())
 
     def abort(self, prefix: str, age: float) -> None:
         """Nothing to do: filesystems have no words for it. What is unfinished is not listed."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from ckpt.errors import AbsentError, ConfigError, StorageError
-from ckpt.storage.base import ANY, Buffer, Entry, below, changed, check_key
+from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, below, changed, check_key
 from ckpt.storage.hub_errors import explained
 from ckpt.storage.hub_pending import Pending, Receipt
 from ckpt.storage.hub_repo import MAIN_BRANCH, Hub, HubFile, HubRepo
@@ -168,7 +168,10 @@ class HubStorage:
         if gone.keys() & there:
             self._pending.add({path: None for path in gone if path in there})
 
-    def sweep(self, prefix: str = "") -> None:
+    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
+        return iter(())
+
+    def sweep(self, prefix: str = "", *, age: float | None = None) -> None:
         """Nothing to do: what is not committed is not there."""
 
     def lock(self, key: str, *, shared: bool = False, note: str = "") -> AbstractContextManager[None]:

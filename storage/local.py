@@ -10,13 +10,14 @@ import re
 import secrets
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 
 from ckpt.errors import AbsentError, ConfigError, FullError, LockedError, StorageError
-from ckpt.storage.base import ANY, Buffer, Entry, changed, check_key
+from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed, check_key
 from ckpt.storage.direct import write_durably
 from ckpt.storage.scattered import read_scattered
 
@@ -144,15 +145,23 @@ class LocalStorage:
                 path.unlink()
             self._drop_empty(path.parent)
 
-    def sweep(self, prefix: str = "") -> None:
-        with self._explained("sweep", prefix):
+    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
+        with self._explained("list", prefix):
             for folder, names in self._walk(prefix):
-                left = [name for name in names if name.endswith(TEMPORARY)]
-                for name in left:
+                for path in (os.path.join(folder, name) for name in names if name.endswith(TEMPORARY)):
+                    with suppress(FileNotFoundError):  # finished while we walk
+                        status = os.lstat(path)
+                        key = path[len(str(self._root)) + 1 :]
+                        yield Unfinished(key, status.st_size, time.time() - status.st_mtime)
+
+    def sweep(self, prefix: str = "", *, age: float | None = None) -> None:
+        with self._explained("sweep", prefix):
+            for left in list(self.unfinished(prefix)):
+                if age is None or left.age >= age:
+                    path = self._root / left.key
                     with suppress(FileNotFoundError):
-                        os.unlink(os.path.join(folder, name))
-                if left:
-                    self._drop_empty(Path(folder))
+                        path.unlink()
+                    self._drop_empty(path.parent)
 
     @contextmanager
     def lock(self, key: str, *, shared: bool = False, note: str = "") -> Iterator[None]:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ckpt.errors import AbsentError, LockedError, StorageError
-from ckpt.storage.base import ANY, Buffer, Entry, below, changed, check_key
+from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, below, changed, check_key
 
 
 @dataclass
@@ -81,7 +81,10 @@ class MemoryStorage:
         for key in keys:
             self._space.objects.pop(check_key(key), None)
 
-    def sweep(self, prefix: str = "") -> None:
+    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
+        return iter(())
+
+    def sweep(self, prefix: str = "", *, age: float | None = None) -> None:
         """Nothing to do: an unfinished write leaves nothing."""
 
     @contextmanager

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from ckpt.errors import StorageError
-from ckpt.storage.base import ANY, Buffer, Entry, below, check_key
+from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, below, check_key
 from ckpt.storage.leases import FOLDER, Leases
 
 _LATELY = 24 * 3600.0  # seconds
@@ -41,6 +41,9 @@ class Objects(Protocol):
     def remove(self, keys: list[str]) -> None:
         """Remove objects, in no particular order."""
 
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        """As `Storage.unfinished`."""
+
     def abort(self, prefix: str, age: float) -> None:
         """Give up writes below a prefix that began longer ago than `age` seconds, and have not ended."""
 
@@ -50,9 +53,8 @@ class ObjectStorage:
 
     near = False
 
-    def __init__(self, objects: Objects, *, grace: float = _LATELY) -> None:
+    def __init__(self, objects: Objects) -> None:
         self._objects = objects
-        self._grace = grace
         self._leases = Leases(objects)
 
     @property
@@ -96,10 +98,13 @@ class ObjectStorage:
             if some:
                 self._objects.remove(some)
 
-    def sweep(self, prefix: str = "") -> None:
+    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
+        return self._objects.unfinished(prefix and f"{check_key(prefix)}/")
+
+    def sweep(self, prefix: str = "", *, age: float | None = None) -> None:
         top = prefix and f"{check_key(prefix)}/"
         self._leases.confirm()
-        self._objects.abort(top, 0.0 if prefix else self._grace)
+        self._objects.abort(top, (0.0 if prefix else _LATELY) if age is None else age)
 
     def lock(self, key: str, *, shared: bool = False, note: str = "") -> AbstractContextManager[None]:
         check_key(key)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt.errors import AbsentError, StorageError
 from ckpt.storage import s3_write
-from ckpt.storage.base import ANY, Buffer, Entry
+from ckpt.storage.base import ANY, Buffer, Entry, Unfinished
 from ckpt.storage.parts import cut
 from ckpt.storage.s3_connection import Connection, Moved, together
 from ckpt.storage.s3_errors import code_of
@@ -89,6 +89,21 @@ class S3Objects:
             wrong = [f"{one.get('Key')} ({one.get('Code')})" for one in answer.get("Errors", ())]
             if wrong:
                 raise StorageError(f"could not delete in {self.url}: {', '.join(wrong)}.")
+
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        for key, upload, begun in self._uploads(self._prefix + prefix):
+            with suppress(AbsentError):  # finished while we look
+                yield Unfinished(key, self._size_of(key, upload), begun)
+
+    def _size_of(self, key: str, upload: str) -> int:
+        """How many bytes of an upload have arrived."""
+        size, more = 0, dict[str, int]()
+        while True:
+            page = self._s3.run(self._request("list_parts", key, "list", UploadId=upload, **more))
+            size += sum(int(part["Size"]) for part in page.get("Parts", ()))
+            if not page.get("IsTruncated"):
+                return size
+            more = {"PartNumberMarker": page["NextPartNumberMarker"]}
 
     def abort(self, prefix: str, age: float) -> None:
         for key, upload, begun in list(self._uploads(self._prefix + prefix)):

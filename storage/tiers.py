@@ -17,7 +17,7 @@ class Tiers:
         self._first = first
         self._second = second
         self.write, self.version, self.link = first.write, first.version, first.link
-        self.delete, self.sweep, self.lock = first.delete, first.sweep, first.lock
+        self.delete, self.unfinished, self.sweep, self.lock = first.delete, first.unfinished, first.sweep, first.lock
 
     @property
     def url(self) -> str:

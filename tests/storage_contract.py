@@ -400,5 +400,7 @@ class StorageContract:
         storage.sweep("a")
         storage.sweep("absent")
         storage.sweep()
+        storage.sweep(age=0.0)
+        assert list(storage.unfinished()) == []
         assert sizes(storage) == before
         assert storage.read("a/.hidden") == b"a/.hidden"

@@ -18,7 +18,8 @@ from torch import nn
 
 import ckpt
 from ckpt.catalog import MARKER
-from ckpt.cli import _age, main
+from ckpt.cli import main
+from ckpt.console import age
 
 Invoke = Callable[..., Result]
 
@@ -99,7 +100,10 @@ def on_a_terminal(*arguments: object) -> str:
     return shown.decode()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["ls"], ["ls", "--verify"], ["verify"], ["demo", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["ls"], ["ls", "--verify"], ["verify"], ["show"], ["prune"], ["report"], ["demo", "--help"]],
+)
 def test_the_command_answers_without_importing_torch(root: Path, arguments: list[str]) -> None:
     where = [] if "--help" in arguments else [str(root)]
     subprocess.run([sys.executable, "-c", _WITHOUT_TORCH, *arguments, *where], check=True, timeout=60)
@@ -231,4 +235,4 @@ def test_the_installed_command_knows_its_version(invoke: Invoke) -> None:
 )
 def test_ages_are_for_people(seconds: float, shown: str) -> None:
     created = datetime.now(timezone.utc) - timedelta(seconds=seconds)
-    assert _age(created.isoformat(timespec="milliseconds")) == shown
+    assert age(created.isoformat(timespec="milliseconds")) == shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,10 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from click.testing import CliRunner
 from torch import nn
 
 import ckpt
 from ckpt import sharing
+from ckpt.cli import main
 from tests.processes import run_ranks
 from tests.sharded import MODELS, state, step
 
@@ -117,6 +120,29 @@ def test_what_all_hosts_have_sent_is_whole_on_the_mirror(saved: Path) -> None:
     for kind in KINDS:
         assert ckpt.verify(saved / "mirror" / kind) == {"step-00000001": [], "step-00000002": []}
     ckpt.merge(saved / "mirror" / "hsdp" / "step-00000002", saved / "merged" / "model.safetensors")
+
+
+def test_on_one_host_what_is_there_is_verified_and_who_has_the_rest_is_said(folder: Path) -> None:
+    root = folder / "a" / "fsdp2"
+    assert ckpt.verify(root) == {"step-00000001": [], "step-00000002": []}
+    listed, verified, shown = (CliRunner().invoke(main, [command, str(root)]) for command in ("ls", "verify", "show"))
+    assert listed.output.count("yes, but for the files of host-b") == 2
+    assert verified.output.count("; the rest is on host-b") == 2
+    assert re.search(r"(?m)^  host +host-a: ranks 0, 1$", shown.output)
+    assert re.search(r"(?m)^  host +host-b: ranks 2, 3, has its files itself$", shown.output)
+    assert re.search(r"(?m)^model +\S+ +\d+ +[\d,]+ +float32 ", shown.output)
+    assert [one.exit_code for one in (listed, verified, shown)] == [0, 0, 0]
+    with pytest.raises(ckpt.DamagedError, match=r"model/00002\.safetensors is missing \(host-b saved it\)"):
+        ckpt.merge(root / "step-00000002", folder / "model.safetensors")
+
+
+def test_on_one_host_what_it_has_lost_itself_is_missing(folder: Path) -> None:
+    root = folder / "a" / "fsdp2"
+    (root / "step-00000002" / "model" / "00001.safetensors").unlink()
+    assert ckpt.verify(root)["step-00000002"] == ["model/00001.safetensors is missing (host-a saved it)"]
+    shutil.rmtree(root / "step-00000001" / "model")
+    shutil.rmtree(root / "step-00000001" / "optimizer")
+    assert len(ckpt.verify(root)["step-00000001"]) == 8
 
 
 def test_the_same_hosts_load_what_they_have(folder: Path) -> None:

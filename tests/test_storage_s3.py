@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.storage import ObjectStorage, Storage, leases, open_storage
-from ckpt.storage.s3 import S3Objects
+from ckpt.storage import Storage, leases, open_storage
 from tests.faulty_proxy import FaultyProxy
 from tests.seaweed import BUCKET, KEY, SECRET, Server, environment
 from tests.storage_contract import StorageContract, sizes
@@ -64,6 +63,15 @@ def pieces():
 open_storage(sys.argv[1]).write(sys.argv[2], pieces())
 """
     assert subprocess.run([sys.executable, "-c", script, root, key], check=False).returncode == -signal.SIGKILL
+
+
+def begin_upload(server: Server, root: str, key: str, parts: int) -> None:
+    """An upload of which so many parts of 5 MiB have arrived."""
+    where = {"Bucket": BUCKET, "Key": f"{root.removeprefix(f's3://{BUCKET}/')}/{key}"}
+    s3 = client(server)
+    upload = s3.create_multipart_upload(**where)["UploadId"]
+    for number in range(parts):
+        s3.upload_part(**where, UploadId=upload, PartNumber=number + 1, Body=bytes(5 * MB))
 
 
 class TestLargeObjects:
@@ -149,9 +157,17 @@ class TestLeftovers:
         assert sorted(uploads(server, s3)) == ["other/model", "step-10/model"]
         storage.sweep()  # these may be others' who are at work just now
         assert sorted(uploads(server, s3)) == ["other/model", "step-10/model"]
-        bucket, _, prefix = s3.removeprefix("s3://").partition("/")
-        ObjectStorage(S3Objects(bucket, prefix, {}), grace=0.0).sweep()
+        assert {one.key for one in storage.unfinished()} == {"other/model", "step-10/model"}
+        assert all(0 <= one.age < 600 for one in storage.unfinished())
+        assert [one.key for one in storage.unfinished("step-10")] == ["step-10/model"]
+        storage.sweep("other", age=3600)
+        assert len(uploads(server, s3)) == 2
+        storage.sweep(age=0)
         assert uploads(server, s3) == []
+
+    def test_what_has_arrived_of_an_upload_is_counted(self, server: Server, s3: str) -> None:
+        begin_upload(server, s3, "a/model", 2)
+        assert [(one.key, one.size) for one in open_storage(s3).unfinished()] == [("a/model", 10 * MB)]
 
 
 HOLD = """
@@ -423,6 +439,22 @@ manager.save_state("a")
                 assert [one.name for one in ckpt.list_checkpoints(s3)] == ["b", "a"]
             manager.save_state("c", wait=True)
         assert [one.name for one in ckpt.list_checkpoints(s3)] == ["c"]
+
+    def test_options_are_for_all_that_is_loaded_by_its_url(
+        self, server: Server, s3: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in environment(server.url):
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        options = {"endpoint_url": server.url, "key": KEY, "secret": SECRET}
+        model, other = nn.Linear(3, 3), nn.Linear(3, 3)
+        with ckpt.StateManager(s3, model=model, storage_options=options) as manager:
+            manager.save_state("a", wait=True)
+            with pytest.raises(ckpt.ConfigError, match="is no folder that Accelerate saved"):
+                manager.load_state(f"{s3}/elsewhere")
+        ckpt.load_model(f"{s3}/a", other, storage_options=options)
+        assert torch.equal(model.weight, other.weight)
+        assert ckpt.prune(s3, storage_options=options).kept == ("a",)
 
     def test_the_command_lists_verifies_and_merges(self, s3: str, tmp_path: Path) -> None:
         model = nn.Linear(3, 3)
