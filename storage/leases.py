@@ -203,9 +203,12 @@ class Leases:
             self._drop(held)
 
     def _drop(self, held: _Held) -> None:
-        """Remove the object, if it is certainly ours."""
+        """Remove the object, if it is certainly ours. What is left refuses others as long as this process lives."""
         _held_here.discard(held.holder)
         with held.turn:
+            if not held.lost and time.monotonic() - held.renewed > LIFE / 2:
+                with suppress(StorageError):
+                    self._sign(held)
             if held.lost or time.monotonic() - held.renewed > LIFE:
                 return
             try:
@@ -245,18 +248,20 @@ class Leases:
 
     def _renew(self, held: _Held) -> None:
         with held.turn:
-            if held not in self._held:
-                return
-            try:
-                if held.alone:
-                    held.version = self._objects.put(held.path, [held.text()], over=held.version)
-                else:
-                    self._objects.put(held.path, [held.text()])
-            except ConflictError:
-                held.lost = True
-                _log.error("%s/%s was taken over by another run", self._objects.url, held.key)
+            if held in self._held:
+                self._sign(held)
+
+    def _sign(self, held: _Held) -> None:
+        try:
+            if held.alone:
+                held.version = self._objects.put(held.path, [held.text()], over=held.version)
             else:
-                held.renewed = time.monotonic()
+                self._objects.put(held.path, [held.text()])
+        except ConflictError:
+            held.lost = True
+            _log.error("%s/%s was taken over by another run", self._objects.url, held.key)
+        else:
+            held.renewed = time.monotonic()
 
 
 def _name(key: str) -> str:
