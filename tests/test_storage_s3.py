@@ -231,7 +231,7 @@ class TestLocks:
         assert sizes(storage) == {"object": 6}
 
     def test_what_was_held_without_a_sign_of_life_for_long_is_let_go_if_nobody_took_it(self, s3: str) -> None:
-        storage = ObjectStorage(objects := S3Objects(*s3.removeprefix("s3://").split("/", 1), {}))
+        storage = ObjectStorage(objects := S3Objects(BUCKET, s3.removeprefix(f"s3://{BUCKET}/"), {}))
         with storage.lock(".lock", note="asleep"):
             storage._leases._held[0].renewed -= 2 * leases.LIFE
         assert list(objects.entries(leases.FOLDER)) == []
