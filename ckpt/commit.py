@@ -63,9 +63,7 @@ class Attempt:
             return
         files = [self.path_for(path) for path in paths]
         left = _read_mark(storage, self.name)  # by a try whose files could not be removed yet
-        replaces = [path for path in [*self.replaces, *left] if path not in files]
-        mark = {"files": files, "replaces": replaces, "process": os.getpid(), "host": socket.gethostname()}
-        storage.write(f"{self.name}/{MARKER}", [json.dumps(mark).encode()])
+        _leave_mark(storage, self.name, files, [path for path in [*self.replaces, *left] if path not in files])
 
     def write(
         self, storage: Storage, images: list[Image], earlier: Mapping[str, Earlier], *, show: bool = False
@@ -187,6 +185,11 @@ def clean(storage: Storage, name: str) -> None:
         _log.info("%s/%s is being read: what is left of an older save there is removed later", storage.url, name)
 
 
+def _leave_mark(storage: Storage, name: str, files: list[str], replaces: list[str]) -> None:
+    mark = {"files": files, "replaces": replaces, "process": os.getpid(), "host": socket.gethostname()}
+    storage.write(f"{name}/{MARKER}", [json.dumps(mark).encode()])
+
+
 def _read_mark(storage: Storage, name: str) -> list[str]:
     """The files that the mark of a save names; none if there is no mark, or none of ours."""
     try:
@@ -229,13 +232,19 @@ def sweep(storage: Storage, spared: Container[str] = ()) -> list[Checkpoint]:
 
 
 def remove(storage: Storage, manifest: Manifest) -> bool:
-    """Remove a checkpoint, unless somebody is reading it. Its manifest goes first: no moment shows half of it."""
+    """Remove a checkpoint, unless somebody is reading it. Its manifest goes first: no moment shows half of it.
+
+    Cut off after that, the rest is swept before a later save: a mark says what it is.
+    """
     if not any(True for _ in storage.list(manifest.name)):
         return True  # somebody has removed it by hand
-    files = [FILE_NAME, *(file.path for file in manifest.files), MARKER]
+    files = [file.path for file in manifest.files]
     try:
         with storage.lock(manifest.name):
-            storage.delete([f"{manifest.name}/{path}" for path in files])
+            if not isinstance(storage, Staging):
+                with suppress(StorageError):  # no room for a mark is a reason to remove something
+                    _leave_mark(storage, manifest.name, files, [])
+            storage.delete([f"{manifest.name}/{path}" for path in [FILE_NAME, *files, MARKER]])
     except LockedError:
         return False
     return True

@@ -49,9 +49,9 @@ def code_of(error: BaseException) -> str:
 
 def not_deleted(errors: Iterable[Mapping[str, Any]], where: str) -> StorageError:
     """An error for what a bulk delete has left, object by object, though the request itself went well."""
-    wrong = {str(one.get("Key")): str(one.get("Code")) for one in errors}
-    passing = all(code in _TRANSIENT for code in wrong.values())
-    listed = ", ".join(f"{key} ({code})" for key, code in wrong.items())
+    wrong = {str(one.get("Key")): str(one.get("Code") or "") for one in errors}
+    passing = all(code in _TRANSIENT or not code for code in wrong.values())  # SeaweedFS gives none
+    listed = ", ".join(f"{key} ({code or 'without a reason'})" for key, code in wrong.items())
     return (TransientError if passing else StorageError)(f"could not delete in {where}: {listed}.")
 
 

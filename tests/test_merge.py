@@ -402,7 +402,7 @@ class TestBadInput:
         for source, error in (
             ("folder", ckpt.ConfigError),
             ("none", ckpt.MissingError),
-            ("folder/pytorch_model.bin", ckpt.ConfigError),
+            ("folder/pytorch_model.bin", ckpt.CkptError),  # a file, or where there are no folders, nothing
         ):
             with pytest.raises(error, match=r"manifest\.json.*distcp.*pytorch_model_fsdp_0"):
                 ckpt.merge(root / source, tmp_path / "model.safetensors")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 from torch import nn
 
 import ckpt
 from ckpt.storage import open_storage
-from tests.places import Place
+from tests.places import PassedOn, Place, committed
 
 
 def _run(root: Place, keep: ckpt.Keep | None, losses: list[float]) -> list[int | None]:
@@ -66,6 +68,31 @@ def test_one_that_is_being_read_is_not_removed_until_it_has_been(root: Place) ->
             assert ckpt.verify(root) == {"new": [], "step-00000001": []}
         manager.save_state("newer")
     assert ckpt.verify(root) == {"newer": []}
+
+
+class _CutOff(PassedOn):
+    """Removes one object of several, and then no more: as when the process is killed."""
+
+    def delete(self, keys: Iterable[str]) -> None:
+        first, rest = (all_keys := list(keys))[:1], all_keys[1:]
+        super().delete(first)
+        if rest:
+            raise ckpt.StorageError("cut off")
+
+
+@pytest.mark.also_on_s3
+def test_what_is_left_of_a_removal_that_was_cut_off_is_swept_by_the_next_run(root: Place) -> None:
+    _run(root, None, [1.0] * 2)
+    with ckpt.StateManager(_CutOff(root), model=nn.Linear(1, 1), keep=ckpt.Keep(last=2)) as manager:
+        manager.resume()
+        manager.save_state("new")
+    assert len((root / "step-00000001").files()) > 1
+    assert committed(root) == {"step-00000002", "new"}
+    with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
+        manager.resume()
+        manager.save_state("newer")
+    assert (root / "step-00000001").files() == {}
+    assert ckpt.verify(root) == {"newer": [], "new": [], "step-00000002": []}
 
 
 def test_one_that_was_removed_by_hand_is_no_obstacle(root: Place) -> None:

@@ -151,6 +151,7 @@ def test_a_server_that_is_killed_during_a_save_and_comes_back(monkeypatch: pytes
             manager.save_state("step-1", wait=True)
             nn.init.constant_(model.weight, 2.0)
             manager.save_state("step-2")
+            _await_beginning(open_storage(root), "step-2")
             server.kill()
             nn.init.constant_(model.weight, 3.0)  # training goes on
             back = threading.Timer(1.0, server.start)
@@ -198,6 +199,13 @@ def test_after_every_kill_during_an_upload_the_newest_checkpoint_is_whole(
         one.name: [] for one in ckpt.list_checkpoints(s3) if one.committed
     }
     capfd.readouterr()
+
+
+def _await_beginning(storage: Storage, name: str) -> None:
+    end = time.monotonic() + DEADLINE
+    while not (keys := [entry.key for entry in storage.list(name)]):
+        assert time.monotonic() < end, "the save did not begin"
+    assert f"{name}/manifest.json" not in keys
 
 
 def _await_progress(storage: Storage, reached: int) -> None:

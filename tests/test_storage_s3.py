@@ -236,6 +236,17 @@ class TestLocks:
             storage._leases._held[0].renewed -= 2 * leases.LIFE
         assert list(objects.entries(leases.FOLDER)) == []
 
+    def test_what_is_left_of_a_lock_and_says_nothing_is_nobodys(self, s3: str) -> None:
+        objects = S3Objects(BUCKET, s3.removeprefix(f"s3://{BUCKET}/"), {})
+        for name in (f"{leases.FOLDER}/alone/x", f"{leases.FOLDER}/shared/x/reader"):
+            objects.put(name, [b""])
+        storage = ObjectStorage(objects)
+        with storage.lock("x"):
+            pass
+        with storage.lock("x", shared=True):
+            pass
+        assert list(objects.entries(leases.FOLDER)) == []
+
     def test_a_forked_child_leaves_the_lock_to_its_parent(self, s3: str) -> None:
         script = f"""
 import os, sys
