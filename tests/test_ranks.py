@@ -156,7 +156,7 @@ def _train_until_told(rank: int, job: Job, told: int) -> None:
         time.sleep(0.3)  # others ask once a second
         die(self, metrics)
 
-    ckpt.StateManager.step = step  # type: ignore[method-assign]
+    ckpt.StateManager.step = step  # type: ignore[method-assign, assignment]
     train(rank, job)
 
 
