@@ -164,13 +164,13 @@ def _train_until_told(rank: int, job: Job, told: int) -> None:
 def test_told_to_terminate_all_ranks_save_the_same_step_and_stop(
     root: Place, tmp_path: Path, world_size: int, told: int
 ) -> None:
-    straight = Job(f"{root}/straight", "distributed", record=str(tmp_path / "straight"))
+    straight = Job(f"{root}/straight", "distributed", epochs=4, record=str(tmp_path / "straight"))
     run_ranks(world_size, train, straight)
-    job = Job(f"{root}/run", "distributed", epochs=2, save_every=1000, record=str(tmp_path / "run"))
+    job = Job(f"{root}/run", "distributed", epochs=4, save_every=1000, record=str(tmp_path / "run"))
     assert run_ranks(world_size, _train_until_told, job, told) == [143] * world_size
     (saved,) = ckpt.list_checkpoints(root / "run")
     assert saved.step is not None
-    assert 4 <= saved.step < 10
+    assert 4 <= saved.step < 20  # how soon depends on when the others ask
     run_ranks(world_size, train, job)
     for was, now in zip(records(straight.record or "", world_size), records(job.record or "", world_size), strict=True):
         assert min(map(int, now["steps"])) == saved.step + 1
