@@ -106,7 +106,6 @@ def test_leaving_the_context_finishes_what_is_under_way(root: Place, gated: Gate
     assert ckpt.verify(root) == {"a": []}
 
 
-@pytest.mark.also_on_s3
 @pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError('a mistake')"])
 def test_a_program_that_ends_in_whatever_way_finishes_its_save(root: Place, end: str) -> None:
     script = f"""

@@ -58,7 +58,6 @@ def test_a_hundred_random_flips_and_truncations_are_all_noticed(run: Place) -> N
     assert _load(run)[0].name == "step-00000002"
 
 
-@pytest.mark.also_on_s3
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json", "rank-00000.json"])
 def test_a_missing_file_is_named_and_the_checkpoint_before_is_taken(run: Place, file: str) -> None:
     (run / "step-00000002" / file).unlink()
@@ -94,6 +93,7 @@ def test_when_none_is_intact_it_says_so_and_never_starts_afresh(run: Place) -> N
     assert "step-00000002" in str(caught.value)
 
 
+@pytest.mark.also_on_s3
 def test_a_damaged_checkpoint_is_replaced_when_training_comes_to_its_step_again(run: Place) -> None:
     (run / "step-00000002" / "model.safetensors").write_bytes(b"")
     model = nn.Linear(40, 40)
