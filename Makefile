@@ -4,14 +4,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOBS ?= 2
+# the foundation and sharded state: with CKPT_ROOT=s3 every root of theirs is on an S3 server
+MATRIX := resume_matrix world_size manager data background ranks damage kills bad_input retention \
+	sharded sharded_models linking sharing merge
 
-.PHONY: demo test lint format kills bench clean
+.PHONY: demo test test-s3 lint format kills faults bench clean
 
 demo: $(READY)
 	$(BIN)/ckpt demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+# the same on S3: `make test` has a slice of it
+test-s3: $(READY)
+	CKPT_ROOT=s3 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(MATRIX:%=tests/test_%.py)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -25,6 +32,11 @@ format: $(READY)
 # 200 SIGKILLs at random moments of a process that saves in a loop; the tests run a shorter one
 kills: $(READY)
 	CKPT_KILLS=200 $(BIN)/python -m pytest tests/test_kills.py -s
+
+# S3 at its worst: 100 random schedules of faults, and 100 SIGKILLs each during uploads and during copies to a mirror
+faults: $(READY)
+	CKPT_FAULTS=100 CKPT_KILLS=100 $(BIN)/python -m pytest --timeout 3600 -n $(JOBS) --dist worksteal \
+		tests/test_storage_faults.py tests/test_mirror.py
 
 bench: $(READY)
 	$(BIN)/python benchmarks/cpu.py

@@ -125,9 +125,9 @@ class Leases:
     def _refuse_readers(self, key: str) -> None:
         for entry in self._objects.entries(f"{FOLDER}/shared/{_name(key)}/"):
             version, sign = self._look(entry.key)
-            if sign is None:
+            if version is None:
                 continue
-            if _is_gone(sign) or self._is_stale(entry.key, version):
+            if sign is None or _is_gone(sign) or self._is_stale(entry.key, version):
                 self._objects.remove([entry.key])
             else:
                 raise self._refusal(key, sign)
@@ -137,8 +137,8 @@ class Leases:
         first: str | None = None
         while True:
             version, sign = self._look(path)
-            if sign is None:
-                return None
+            if version is None or sign is None:
+                return version
             gone = _is_gone(sign)
             if gone or self._is_stale(path, version):
                 return version
@@ -153,12 +153,18 @@ class Leases:
             time.sleep(_LOOK)
 
     def _look(self, path: str) -> tuple[str | None, dict[str, Any] | None]:
-        """The version of a holder's object, and what it says."""
+        """The version of a holder's object, and what it says; no version if there is none.
+
+        One that says nothing is nobody's: whoever holds something has written all of his.
+        """
         version = self._objects.version(path)
-        with suppress(AbsentError, ValueError):
+        try:
             sign = json.loads(self._objects.get(path))
-            return version, sign
-        return None, None
+        except AbsentError:
+            return None, None
+        except ValueError:
+            return version, None
+        return version, sign
 
     def _is_stale(self, path: str, version: str | None) -> bool:
         known, since = self._seen.get(path, (None, 0.0))
@@ -203,9 +209,12 @@ class Leases:
             self._drop(held)
 
     def _drop(self, held: _Held) -> None:
-        """Remove the object, if it is certainly ours."""
+        """Remove the object, if it is certainly ours. What is left refuses others as long as this process lives."""
         _held_here.discard(held.holder)
         with held.turn:
+            if not held.lost and time.monotonic() - held.renewed > LIFE / 2:
+                with suppress(StorageError):
+                    self._sign(held)
             if held.lost or time.monotonic() - held.renewed > LIFE:
                 return
             try:
@@ -245,18 +254,20 @@ class Leases:
 
     def _renew(self, held: _Held) -> None:
         with held.turn:
-            if held not in self._held:
-                return
-            try:
-                if held.alone:
-                    held.version = self._objects.put(held.path, [held.text()], over=held.version)
-                else:
-                    self._objects.put(held.path, [held.text()])
-            except ConflictError:
-                held.lost = True
-                _log.error("%s/%s was taken over by another run", self._objects.url, held.key)
+            if held in self._held:
+                self._sign(held)
+
+    def _sign(self, held: _Held) -> None:
+        try:
+            if held.alone:
+                held.version = self._objects.put(held.path, [held.text()], over=held.version)
             else:
-                held.renewed = time.monotonic()
+                self._objects.put(held.path, [held.text()])
+        except ConflictError:
+            held.lost = True
+            _log.error("%s/%s was taken over by another run", self._objects.url, held.key)
+        else:
+            held.renewed = time.monotonic()
 
 
 def _name(key: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ckpt.errors import ConfigError
 
-_FIRST_CONTACT = 10.0  # seconds: a server that was never reached is more likely misspelt than restarting
+FIRST_CONTACT = 10.0  # seconds: a server that was never reached is more likely misspelt than restarting
 _dice = random.SystemRandom()  # the global generator is part of what is trained
 
 
@@ -28,7 +28,7 @@ class Patience:
 
     def until_reached(self) -> Patience:
         """The same for a server that was never reached."""
-        return replace(self, deadline=min(_FIRST_CONTACT, self.deadline))
+        return replace(self, deadline=min(FIRST_CONTACT, self.deadline))
 
     def pauses(self) -> Iterator[float]:
         """Seconds to wait before each further try, longer and longer, and random: clients that failed together must not

@@ -6,14 +6,15 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any
 
-from ckpt.errors import AbsentError, StorageError
+from ckpt.errors import AbsentError
 from ckpt.storage import s3_write
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished
 from ckpt.storage.parts import cut
 from ckpt.storage.s3_connection import Connection, Moved, together
-from ckpt.storage.s3_errors import code_of
+from ckpt.storage.s3_errors import code_of, not_deleted
 from ckpt.storage.s3_write import Write
 
 _DELETED_AT_ONCE = 1000
@@ -84,11 +85,7 @@ class S3Objects:
     def remove(self, keys: list[str]) -> None:
         for start in range(0, len(keys), _DELETED_AT_ONCE):
             some = keys[start : start + _DELETED_AT_ONCE]
-            listed = {"Objects": [{"Key": self._prefix + key} for key in some], "Quiet": True}
-            answer = self._s3.run(self._request("delete_objects", "", "delete", Delete=listed))
-            wrong = [f"{one.get('Key')} ({one.get('Code')})" for one in answer.get("Errors", ())]
-            if wrong:
-                raise StorageError(f"could not delete in {self.url}: {', '.join(wrong)}.")
+            self._s3.run(self._s3.tried("delete", self.url, partial(self._remove, some)))
 
     def unfinished(self, prefix: str) -> Iterator[Unfinished]:
         for key, upload, begun in self._uploads(self._prefix + prefix):
@@ -138,6 +135,12 @@ class S3Objects:
             return await self._s3.call(method, **arguments)
 
         return await self._s3.tried(what, self._where(key), attempt)
+
+    async def _remove(self, keys: list[str], moved: Moved) -> None:
+        listed = {"Objects": [{"Key": self._prefix + key} for key in keys], "Quiet": True}
+        answer = await self._s3.call("delete_objects", Delete=listed)
+        if answer.get("Errors"):
+            raise not_deleted(answer["Errors"], self.url)
 
     async def _chunks(self, key: str, start: int, stop: int | None, moved: Moved) -> AsyncIterator[bytes]:
         """The bytes as they come. None where the object has ended before `start`."""

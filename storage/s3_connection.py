@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.errors import ConfigError, StorageError, TransientError
-from ckpt.storage.retries import Patience
+from ckpt.storage.retries import FIRST_CONTACT, Patience
 from ckpt.storage.s3_errors import UnreachedError, explained
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ class Connection:
     async def tried(self, what: str, where: str, attempt: Callable[[Moved], Awaitable[_T]]) -> _T:
         """The result of an attempt. What may pass is tried again until the deadline; all else is raised at once."""
         problem: StorageError | ConfigError = TransientError(f"could not {what} {where}: no time to try.")
-        tries = 0
-        for pause in self._patience().pauses():
+        tries, began = 0, time.monotonic()
+        for pause in self.patience.pauses():
             async with self._slots:
                 try:
                     return await self._watched(attempt)
@@ -76,13 +77,12 @@ class Connection:
             if not isinstance(problem, TransientError):
                 break
             self._reached = self._reached or not isinstance(problem, UnreachedError)
+            if not self._reached and time.monotonic() - began + pause > FIRST_CONTACT:
+                break
             await asyncio.sleep(pause)
         if isinstance(problem, TransientError):
             problem = TransientError(f"{problem} Tried {tries} times.")
         raise problem  # not where the other one was caught: what is chained might quote a secret
-
-    def _patience(self) -> Patience:
-        return self.patience if self._reached else self.patience.until_reached()
 
     async def _watched(self, attempt: Callable[[Moved], Awaitable[_T]]) -> _T:
         """One attempt, given up when nothing has moved for a while."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckpt.errors import (
@@ -44,6 +45,14 @@ def code_of(error: BaseException) -> str:
     """The code that the server gave; empty if it gave none."""
     answer = _answer(error)
     return str(answer.get("Error", {}).get("Code", "")) if answer else ""
+
+
+def not_deleted(errors: Iterable[Mapping[str, Any]], where: str) -> StorageError:
+    """An error for what a bulk delete has left, object by object, though the request itself went well."""
+    wrong = {str(one.get("Key")): str(one.get("Code") or "") for one in errors}
+    passing = all(code in _TRANSIENT or not code for code in wrong.values())  # SeaweedFS gives none
+    listed = ", ".join(f"{key} ({code or 'without a reason'})" for key, code in wrong.items())
+    return (TransientError if passing else StorageError)(f"could not delete in {where}: {listed}.")
 
 
 def explained(error: BaseException, what: str, where: str, bucket: str) -> StorageError | ConfigError:
@@ -107,9 +116,10 @@ def _answered(answer: dict[str, Any], what: str, where: str, bucket: str) -> Sto
 
 def _is_passing(error: BaseException) -> bool:
     from aiohttp import ClientError as ConnectionFailure
+    from botocore.exceptions import FlexibleChecksumError as Altered
     from botocore.exceptions import HTTPClientError
     from botocore.exceptions import IncompleteReadError as Truncated
     from botocore.parsers import ResponseParserError
 
     network = (OSError, asyncio.TimeoutError, EOFError, ConnectionFailure)
-    return _is(error, *network, HTTPClientError, Truncated, ResponseParserError)
+    return _is(error, *network, HTTPClientError, Truncated, Altered, ResponseParserError)

@@ -1,10 +1,15 @@
-"""Fixtures that several test modules share."""
+"""Fixtures that several test modules share.
+
+A test that takes a `root` (or `anywhere`, or makes some with `new_root`) runs in a local folder, with the mark
+`also_on_s3` on an S3 server too, and with CKPT_ROOT=s3 there alone. In such a run every test must take one of them, or
+say by `not_on_s3(reason)` why it does not.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,9 +17,30 @@ import pytest
 from ckpt.storage.retries import Patience
 from tests import hub_server
 from tests.hub_server import HubServer
+from tests.places import Folder, Place, Prefix
 from tests.seaweed import BUCKET, Server, environment, serving
 
+ON_S3 = os.environ.get("CKPT_ROOT") == "s3"
 _numbers = itertools.count()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if not ON_S3 and metafunc.definition.get_closest_marker("also_on_s3"):
+        metafunc.parametrize("root", ["folder", "s3"], indirect=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not ON_S3:
+        return
+    undecided = []
+    for item in items:
+        mark = item.get_closest_marker("not_on_s3")
+        if mark is not None:
+            item.add_marker(pytest.mark.skip(reason=mark.args[0]))
+        elif not {"anywhere", "new_root", "s3"} & set(getattr(item, "fixturenames", ())):
+            undecided.append(item.nodeid)
+    if undecided:
+        raise pytest.UsageError(f"neither take a root nor are marked not_on_s3(reason): {', '.join(undecided)}")
 
 
 @pytest.fixture(scope="session")
@@ -24,19 +50,37 @@ def server() -> Iterator[Server]:
         yield one
 
 
+@pytest.fixture(scope="session")
+def new_root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Place]]:
+    """Makes empty roots."""
+    if not ON_S3:
+        yield lambda: Folder(tmp_path_factory.mktemp("root")) / "root"
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        _tell_where(request.getfixturevalue("server"), patch)
+        yield lambda: Prefix(_empty())
+
+
 @pytest.fixture
-def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty root: a directory, or with CKPT_ROOT=s3 one on that server."""
-    if os.environ.get("CKPT_ROOT") == "s3":
-        return str(request.getfixturevalue("s3"))
-    return str(tmp_path / "root")
+def root(request: pytest.FixtureRequest, new_root: Callable[[], Place]) -> Place:
+    """An empty root."""
+    return Prefix(request.getfixturevalue("s3")) if getattr(request, "param", "") == "s3" else new_root()
+
+
+@pytest.fixture
+def anywhere(request: pytest.FixtureRequest) -> str:
+    """The URL of an empty root where nothing looks at its files: in memory, unless all is on S3."""
+    return str(request.getfixturevalue("s3")) if ON_S3 else f"memory://test-{next(_numbers)}"
 
 
 @pytest.fixture
 def s3(server: Server, monkeypatch: pytest.MonkeyPatch) -> str:
     """The URL of an empty root on that server. The environment says how to reach it."""
-    for name, value in environment(server.url).items():
-        monkeypatch.setenv(name, value)
+    _tell_where(server, monkeypatch)
+    return _empty()
+
+
+def _empty() -> str:
     return f"s3://{BUCKET}/test-{os.getpid()}-{next(_numbers)}"
 
 
@@ -51,3 +95,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails is tried again twice, at once."""
     monkeypatch.setattr(Patience, "pauses", lambda self: iter((0.0, 0.0)))
+
+
+def _tell_where(server: Server, patch: pytest.MonkeyPatch) -> None:
+    for name, value in environment(server.url).items():
+        patch.setenv(name, value)

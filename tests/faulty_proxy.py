@@ -20,8 +20,11 @@ _REFUSALS = {
     "denied": (403, "AccessDenied"),
     "no bucket": (404, "NoSuchBucket"),
 }
+_XML = [("Content-Type", "application/xml")]
 _STALL = 20.0  # seconds: longer than anybody here waits
 _NOT_PASSED_ON = {"expect", "connection", "transfer-encoding", "content-length"}
+
+NOT_DELETED = "not deleted"  # a bulk delete goes well, but for the objects
 
 Plan = Callable[[str, str], str | None]  # from a method and a path to what goes wrong with that request
 
@@ -93,6 +96,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._reset()
         if fault in _REFUSALS:
             return self._refuse(*_REFUSALS[fault])
+        if fault == NOT_DELETED:
+            left = "<Error><Key>one</Key><Code>InternalError</Code><Message>later</Message></Error>"
+            return self._answer(200, _XML, f"<?xml version='1.0'?><DeleteResult>{left}</DeleteResult>".encode())
         if fault == "altered" and size:
             body = _altered(body)
         status, headers, answer = self._pass_on(proxy, body)
@@ -133,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, status: int, code: str) -> None:
         body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>later</Message></Error>".encode()
-        self._answer(status, [("Content-Type", "application/xml")], b"" if self.command == "HEAD" else body)
+        self._answer(status, _XML, b"" if self.command == "HEAD" else body)
 
     def _reset(self) -> None:
         self.close_connection = True

@@ -66,7 +66,7 @@ class Server:
             self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
         for port in self._ports:
-            for left in _SOCKETS.glob(f"seaweedfs-*-grpc-{port}.sock"):
+            for left in _SOCKETS.glob(f"seaweedfs-*-{port}.sock"):
                 left.unlink()
 
     def _await_bucket(self) -> None:

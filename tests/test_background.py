@@ -10,7 +10,6 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,15 +17,16 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.storage import ANY, Buffer, LocalStorage
+from ckpt.storage import ANY, Buffer
+from tests.places import PassedOn, Place
 from tests.processes import run_ranks
 from tests.training import exact
 
 
-class GatedStorage(LocalStorage):
+class GatedStorage(PassedOn):
     """A disk that writes tensors only while its gate is open, and fails if it is told to."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Place | str) -> None:
         super().__init__(root)
         self.gate = threading.Event()
         self.gate.set()
@@ -67,7 +67,7 @@ class Run:
         return exact([one.state_dict() for one in (self.model, self.optimizer, self.scheduler, self.average)])
 
 
-def loaded(root: Path, name: str) -> str:
+def loaded(root: Place, name: str) -> str:
     other = Run(99)
     with other.manager(root) as manager:
         manager.load_state(name)
@@ -75,13 +75,14 @@ def loaded(root: Path, name: str) -> str:
 
 
 @pytest.fixture
-def gated(tmp_path: Path) -> Iterator[GatedStorage]:
-    storage = GatedStorage(tmp_path)
+def gated(root: Place) -> Iterator[GatedStorage]:
+    storage = GatedStorage(root)
     yield storage
     storage.gate.set()
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, gated: GatedStorage) -> None:
+@pytest.mark.also_on_s3
+def test_training_goes_on_while_a_checkpoint_is_written(root: Place, gated: GatedStorage) -> None:
     run = Run(1)
     with run.manager(gated) as manager:
         run.step()
@@ -90,41 +91,41 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, gated: G
         saved = run.state()
         for _ in range(3):
             run.step()
-        assert not (tmp_path / "a" / "manifest.json").exists()
+        assert not (root / "a" / "manifest.json").exists()
         gated.gate.set()
         manager.wait()
-        assert (tmp_path / "a" / "manifest.json").exists()
-    assert loaded(tmp_path, "a") == saved != run.state()
+        assert (root / "a" / "manifest.json").exists()
+    assert loaded(root, "a") == saved != run.state()
 
 
-def test_leaving_the_context_finishes_what_is_under_way(tmp_path: Path, gated: GatedStorage) -> None:
+def test_leaving_the_context_finishes_what_is_under_way(root: Place, gated: GatedStorage) -> None:
     gated.gate.clear()
     with Run(1).manager(gated) as manager:
         manager.save_state("a")
         threading.Timer(0.2, gated.gate.set).start()
-    assert ckpt.verify(tmp_path) == {"a": []}
+    assert ckpt.verify(root) == {"a": []}
 
 
 @pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError('a mistake')"])
-def test_a_program_that_ends_in_whatever_way_finishes_its_save(tmp_path: Path, end: str) -> None:
+def test_a_program_that_ends_in_whatever_way_finishes_its_save(root: Place, end: str) -> None:
     script = f"""
         import sys, time, torch, ckpt
-        from ckpt.storage import LocalStorage
-        class Slow(LocalStorage):
+        from tests.places import PassedOn
+        class Slow(PassedOn):
             def write(self, key, pieces, *, over="*"):
                 time.sleep(0.1)
                 super().write(key, pieces, over=over)
-        manager = ckpt.StateManager(Slow({str(tmp_path)!r}), model=torch.nn.Linear(2, 2))
+        manager = ckpt.StateManager(Slow({str(root)!r}), model=torch.nn.Linear(2, 2))
         manager.save_state("a")
         {end}
     """
     ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, timeout=60)
     assert ended.returncode == {"": 0, "sys.exit(3)": 3}.get(end, 1)
-    assert ckpt.verify(tmp_path) == {"a": []}
+    assert ckpt.verify(root) == {"a": []}
 
 
 @pytest.mark.parametrize("call", ["wait", "step", "save_state", "load_state", "close"])
-def test_what_failed_behind_is_raised_by_the_next_call(tmp_path: Path, gated: GatedStorage, call: str) -> None:
+def test_what_failed_behind_is_raised_by_the_next_call(root: Place, gated: GatedStorage, call: str) -> None:
     manager = Run(1).manager(gated)
     manager.save_state("good", wait=True)
     gated.full = True
@@ -138,7 +139,7 @@ def test_what_failed_behind_is_raised_by_the_next_call(tmp_path: Path, gated: Ga
     if call != "close":
         manager.save_state("better", wait=True)
         manager.close()
-    assert ckpt.verify(tmp_path) == {"good": []} | ({"better": []} if call != "close" else {})
+    assert ckpt.verify(root) == {"good": []} | ({"better": []} if call != "close" else {})
 
 
 def test_the_error_of_the_loop_comes_before_that_of_a_save(gated: GatedStorage) -> None:
@@ -153,7 +154,7 @@ def test_the_error_of_the_loop_comes_before_that_of_a_save(gated: GatedStorage) 
         train()
 
 
-def test_a_second_save_waits_for_the_first(tmp_path: Path, gated: GatedStorage) -> None:
+def test_a_second_save_waits_for_the_first(root: Place, gated: GatedStorage) -> None:
     run = Run(1)
     with run.manager(gated) as manager:
         gated.gate.clear()
@@ -162,14 +163,14 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, gated: GatedStorage) 
         run.step()
         threading.Timer(0.2, gated.gate.set).start()
         manager.save_state("b")
-        assert (tmp_path / "a" / "manifest.json").exists()
+        assert (root / "a" / "manifest.json").exists()
         second = run.state()
         run.step()
-    assert [loaded(tmp_path, name) for name in ("a", "b")] == [first, second]
+    assert [loaded(root, name) for name in ("a", "b")] == [first, second]
 
 
 def test_a_second_save_is_left_out_if_that_is_wanted(
-    tmp_path: Path, gated: GatedStorage, caplog: pytest.LogCaptureFixture
+    root: Place, gated: GatedStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Run(1).manager(gated, when_busy="skip") as manager, caplog.at_level(logging.INFO, "ckpt"):
         gated.gate.clear()
@@ -178,52 +179,52 @@ def test_a_second_save_is_left_out_if_that_is_wanted(
         gated.gate.set()
         manager.wait()
         assert manager.save_state("c") == "c"
-    assert ckpt.verify(tmp_path) == {"c": [], "a": []}
+    assert ckpt.verify(root) == {"c": [], "a": []}
     assert "b is not saved" in caplog.text
 
 
 def test_without_memory_for_a_copy_training_waits_and_is_told_once(
-    tmp_path: Path, gated: GatedStorage, caplog: pytest.LogCaptureFixture
+    root: Place, gated: GatedStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(1)
     with run.manager(gated, host_memory=1000) as manager:
         for name in ("a", "b"):
             run.step()
             manager.save_state(name)
-            assert (tmp_path / name / "manifest.json").exists()
-    assert loaded(tmp_path, "b") == run.state()
+            assert (root / name / "manifest.json").exists()
+    assert loaded(root, "b") == run.state()
     assert caplog.text.count("host_memory= sets how much may be used") == 1
 
 
-def test_a_manifest_says_how_long_training_waited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "ckpt"), Run(1).manager(tmp_path) as manager:
+def test_a_manifest_says_how_long_training_waited(root: Place, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ckpt"), Run(1).manager(root) as manager:
         manager.save_state("a")
-    seconds = json.loads((tmp_path / "a" / "manifest.json").read_text())["seconds"]
+    seconds = json.loads((root / "a" / "manifest.json").read_bytes())["seconds"]
     assert set(seconds) == {"blocked", "copied", "written", "total"}
     assert 0 < seconds["blocked"] <= seconds["total"]
     assert "training waited" in caplog.text
     assert "durable after" in caplog.text
 
 
-def test_an_unsupported_value_is_refused_at_once(tmp_path: Path) -> None:
+def test_an_unsupported_value_is_refused_at_once(root: Place) -> None:
     class Odd:
         def state_dict(self) -> dict[str, Any]:
             return {"odd": object()}
 
         def load_state_dict(self, state: Any) -> None: ...
 
-    with Run(1).manager(tmp_path) as manager:
+    with Run(1).manager(root) as manager:
         manager.register(odd=Odd())
         with pytest.raises(ckpt.UnsupportedError, match=r"odd\.odd"):
             manager.save_state("a")
 
 
-def test_every_kept_checkpoint_is_the_state_at_its_step(tmp_path: Path) -> None:
+def test_every_kept_checkpoint_is_the_state_at_its_step(root: Place) -> None:
     """Five hundred steps, a save at each, with second saves, edits in place and exceptions in between."""
     rng = random.Random(1)
     run = Run(1)
     states: dict[str, str] = {}
-    with run.manager(tmp_path, keep=ckpt.Keep(last=20)) as manager:
+    with run.manager(root, keep=ckpt.Keep(last=20)) as manager:
         manager.resume()
         for number in range(500):
             try:
@@ -245,10 +246,10 @@ def test_every_kept_checkpoint_is_the_state_at_its_step(tmp_path: Path) -> None:
                     raise ValueError("a batch that cannot be read")
             except ValueError:
                 continue
-    kept = [one.name for one in ckpt.list_checkpoints(tmp_path)]
+    kept = [one.name for one in ckpt.list_checkpoints(root)]
     assert len(kept) == 20
-    assert ckpt.verify(tmp_path) == {name: [] for name in kept}
-    assert all(loaded(tmp_path, name) == states[name] for name in kept)
+    assert ckpt.verify(root) == {name: [] for name in kept}
+    assert all(loaded(root, name) == states[name] for name in kept)
 
 
 def _save_on_two_ranks(rank: int, root: str) -> None:
@@ -270,13 +271,13 @@ def _save_on_two_ranks(rank: int, root: str) -> None:
             assert exact([model.state_dict(), optimizer.state_dict()]) == states[name]
 
 
-def test_ranks_save_behind_their_backs_while_they_train(tmp_path: Path) -> None:
-    assert run_ranks(2, _save_on_two_ranks, str(tmp_path)) == [0, 0]
-    assert len(ckpt.list_checkpoints(tmp_path)) == 5
+def test_ranks_save_behind_their_backs_while_they_train(root: Place) -> None:
+    assert run_ranks(2, _save_on_two_ranks, str(root)) == [0, 0]
+    assert len(ckpt.list_checkpoints(root)) == 5
 
 
 def _fail_on_rank_1(rank: int, root: str) -> None:
-    storage = GatedStorage(Path(root))
+    storage = GatedStorage(root)
     model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
     with ckpt.StateManager(storage, model=model, timeout=30, layout="sharded") as manager:
         manager.save_state("good", wait=True)
@@ -288,13 +289,13 @@ def _fail_on_rank_1(rank: int, root: str) -> None:
         manager.save_state("better")
 
 
-def test_what_fails_on_one_rank_is_told_on_all(tmp_path: Path) -> None:
-    assert run_ranks(2, _fail_on_rank_1, str(tmp_path)) == [0, 0]
-    assert ckpt.verify(tmp_path) == {"better": [], "good": []}
+def test_what_fails_on_one_rank_is_told_on_all(root: Place) -> None:
+    assert run_ranks(2, _fail_on_rank_1, str(root)) == [0, 0]
+    assert ckpt.verify(root) == {"better": [], "good": []}
 
 
 def _skip_on_two_ranks(rank: int, root: str) -> None:
-    storage = GatedStorage(Path(root))
+    storage = GatedStorage(root)
     with ckpt.StateManager(storage, model=nn.Linear(4, 4), timeout=30, when_busy="skip") as manager:
         storage.gate.clear()
         assert manager.save_state("a") == "a"
@@ -303,6 +304,6 @@ def _skip_on_two_ranks(rank: int, root: str) -> None:
         manager.wait()
 
 
-def test_all_ranks_leave_out_the_same_saves(tmp_path: Path) -> None:
-    assert run_ranks(2, _skip_on_two_ranks, str(tmp_path)) == [0, 0]
-    assert ckpt.verify(tmp_path) == {"a": []}
+def test_all_ranks_leave_out_the_same_saves(root: Place) -> None:
+    assert run_ranks(2, _skip_on_two_ranks, str(root)) == [0, 0]
+    assert ckpt.verify(root) == {"a": []}

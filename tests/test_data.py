@@ -195,12 +195,12 @@ def _train(manager: ckpt.StateManager, loader: Iterable[Any], epochs: int, stop:
     return seen
 
 
-def _assert_exact(run: Callable[[str, int | None], list[str]], *stops: int) -> list[str]:
+def _assert_exact(anywhere: str, run: Callable[[str, int | None], list[str]], *stops: int) -> list[str]:
     """A loop, given a root and a step to save and stop at, sees the same interrupted as uninterrupted."""
     _seed(1)
-    straight = run(f"memory://data-{next(_roots)}", None)
+    straight = run(f"{anywhere}/{next(_roots)}", None)
     for stop in stops:
-        root = f"memory://data-{next(_roots)}"
+        root = f"{anywhere}/{next(_roots)}"
         _seed(1)
         before = run(root, stop)
         _seed(2)
@@ -208,8 +208,10 @@ def _assert_exact(run: Callable[[str, int | None], list[str]], *stops: int) -> l
     return straight
 
 
-def _interrupted(make: Callable[[], Iterable[Any]], stop: int, epochs: int) -> tuple[list[str], ckpt.Restored, Any]:
-    root = f"memory://data-{next(_roots)}"
+def _interrupted(
+    anywhere: str, make: Callable[[], Iterable[Any]], stop: int, epochs: int
+) -> tuple[list[str], ckpt.Restored, Any]:
+    root = f"{anywhere}/{next(_roots)}"
     _seed(1)
     with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
         seen = _train(manager, make(), epochs, stop)
@@ -223,50 +225,50 @@ def _interrupted(make: Callable[[], Iterable[Any]], stop: int, epochs: int) -> t
 
 @pytest.mark.parametrize("stop", ["in the first epoch", "at its end", "in the second epoch"])
 @pytest.mark.parametrize("name", LOADERS)
-def test_a_resumed_loader_goes_on_exactly_where_it_stopped(name: str, stop: str) -> None:
+def test_a_resumed_loader_goes_on_exactly_where_it_stopped(anywhere: str, name: str, stop: str) -> None:
     make = LOADERS[name]
     per_epoch = len(list(make()))
     at = {"in the first epoch": 2, "at its end": per_epoch, "in the second epoch": per_epoch + 3}[stop]
     _seed(1)
-    with ckpt.StateManager(f"memory://data-{next(_roots)}", model=nn.Linear(1, 1)) as manager:
+    with ckpt.StateManager(f"{anywhere}/{next(_roots)}", model=nn.Linear(1, 1)) as manager:
         straight = _train(manager, make(), 3, None)
-    seen, restored, _ = _interrupted(make, at, 3)
+    seen, restored, _ = _interrupted(anywhere, make, at, 3)
     assert seen == straight
     assert restored.approximated == {}
 
 
-def test_a_stream_of_persistent_workers_resumes_its_samples_and_says_what_it_cannot() -> None:
+def test_a_stream_of_persistent_workers_resumes_its_samples_and_says_what_it_cannot(anywhere: str) -> None:
     def make() -> Iterable[Any]:
         return DataLoader(Stream(), 4, num_workers=2, persistent_workers=True, multiprocessing_context="fork")
 
-    _, restored, _ = _interrupted(make, len(list(make())) + 2, 2)
+    _, restored, _ = _interrupted(anywhere, make, len(list(make())) + 2, 2)
     assert "draw at random" in restored.approximated["loader.0.workers"]
 
 
 @pytest.mark.parametrize("name", ["shuffle", "own sampler", "own batch sampler", "distributed", "stateful loader"])
-def test_samples_that_are_skipped_are_not_read(name: str) -> None:
-    _, _, loader = _interrupted(LOADERS[name], 2, 1)
+def test_samples_that_are_skipped_are_not_read(anywhere: str, name: str) -> None:
+    _, _, loader = _interrupted(anywhere, LOADERS[name], 2, 1)
     skipped = 3 if name == "own batch sampler" else 8
     whole = 12 if name == "distributed" else SIZE
     assert len(loader.dataset.read) == whole - skipped
 
 
-def test_the_users_loader_is_as_it_was_when_the_manager_is_closed() -> None:
+def test_the_users_loader_is_as_it_was_when_the_manager_is_closed(anywhere: str) -> None:
     loader = DataLoader(Numbers(), 4, shuffle=True)
     sampler = loader.batch_sampler
-    with ckpt.StateManager("memory://as-it-was", model=nn.Linear(1, 1)) as manager:
+    with ckpt.StateManager(f"{anywhere}/as-it-was", model=nn.Linear(1, 1)) as manager:
         assert len(list(manager.batches(loader))) == len(loader) == 6
         assert len(list(loader)) == 6  # between, without the manager
     assert loader.batch_sampler is sampler
 
 
-def test_a_sampler_that_cannot_be_followed_is_named() -> None:
-    _, restored, _ = _interrupted(lambda: DataLoader(Numbers(), 4, sampler=LazySampler()), 3, 1)
+def test_a_sampler_that_cannot_be_followed_is_named(anywhere: str) -> None:
+    _, restored, _ = _interrupted(anywhere, lambda: DataLoader(Numbers(), 4, sampler=LazySampler()), 3, 1)
     assert "another order" in restored.approximated["data order"]
 
 
-def test_another_dataset_size_is_named() -> None:
-    root = "memory://other-size"
+def test_another_dataset_size_is_named(anywhere: str) -> None:
+    root = f"{anywhere}/other-size"
     with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
         _train(manager, DataLoader(Numbers(), 4), 1, 2)
     with ckpt.StateManager(root, model=nn.Linear(1, 1), dataloader=DataLoader(torch.arange(9), 4)) as manager:  # type: ignore[arg-type]
@@ -279,18 +281,18 @@ def test_another_dataset_size_is_named() -> None:
         assert "has 9 samples now and had 23" in manager.restored.approximated["loader.0.dataset"]
 
 
-def test_the_distributed_sampler_gets_its_epoch() -> None:
+def test_the_distributed_sampler_gets_its_epoch(anywhere: str) -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(Numbers(), 2, 0, seed=4)
     loader = DataLoader(Numbers(), 4, sampler=sampler)
     orders = []
-    with ckpt.StateManager("memory://set-epoch", model=nn.Linear(1, 1)) as manager:
+    with ckpt.StateManager(f"{anywhere}/set-epoch", model=nn.Linear(1, 1)) as manager:
         for epoch in manager.epochs(2):
             orders.append([index.tolist() for index, _ in manager.batches(loader)])
             assert sampler.epoch == epoch
     assert orders[0] != orders[1]
 
 
-def test_two_loaders_in_an_epoch_are_told_apart_when_the_second_is_interrupted() -> None:
+def test_two_loaders_in_an_epoch_are_told_apart_when_the_second_is_interrupted(anywhere: str) -> None:
     def train(root: str, stop: int | None) -> list[str]:
         seen: list[str] = []
         first, second = DataLoader(Numbers(), 8, shuffle=True), DataLoader(Numbers(), 6, shuffle=True)
@@ -305,11 +307,11 @@ def test_two_loaders_in_an_epoch_are_told_apart_when_the_second_is_interrupted()
                             return seen
         return seen
 
-    _assert_exact(train, 5)
+    _assert_exact(anywhere, train, 5)
 
 
-def test_a_save_after_the_inner_loop_belongs_to_the_end_of_the_epoch() -> None:
-    root = "memory://end-of-epoch"
+def test_a_save_after_the_inner_loop_belongs_to_the_end_of_the_epoch(anywhere: str) -> None:
+    root = f"{anywhere}/end-of-epoch"
     loader = DataLoader(Numbers(), 4, shuffle=True)
     with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
         for _ in manager.epochs(1):
@@ -320,16 +322,16 @@ def test_a_save_after_the_inner_loop_belongs_to_the_end_of_the_epoch() -> None:
         assert list(manager.epochs(3)) == [1, 2]
 
 
-def test_batches_alone_count_epochs() -> None:
+def test_batches_alone_count_epochs(anywhere: str) -> None:
     loader = DataLoader(Numbers(), 4, shuffle=True)
-    with ckpt.StateManager("memory://batches-alone", model=nn.Linear(1, 1)) as manager:
+    with ckpt.StateManager(f"{anywhere}/batches-alone", model=nn.Linear(1, 1)) as manager:
         for epoch in range(3):
             assert manager.progress.epoch == epoch
             assert len(list(manager.batches(loader))) == 6
         assert manager.progress.samples == 3 * SIZE
 
 
-def test_a_loader_made_anew_for_every_epoch_is_followed() -> None:
+def test_a_loader_made_anew_for_every_epoch_is_followed(anywhere: str) -> None:
     def train(root: str, stop: int | None) -> list[str]:
         seen: list[str] = []
         with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
@@ -342,10 +344,10 @@ def test_a_loader_made_anew_for_every_epoch_is_followed() -> None:
                         return seen
         return seen
 
-    _assert_exact(train, 14)
+    _assert_exact(anywhere, train, 14)
 
 
-def test_a_loader_gone_through_twice_in_an_epoch_is_followed() -> None:
+def test_a_loader_gone_through_twice_in_an_epoch_is_followed(anywhere: str) -> None:
     def train(root: str, stop: int | None) -> list[str]:
         seen: list[str] = []
         loader = DataLoader(Numbers(), 4, shuffle=True)
@@ -360,11 +362,11 @@ def test_a_loader_gone_through_twice_in_an_epoch_is_followed() -> None:
                             return seen
         return seen
 
-    _assert_exact(train, 9)
+    _assert_exact(anywhere, train, 9)
 
 
-def test_a_save_right_after_a_resume_keeps_the_position() -> None:
-    root = "memory://save-after-resume"
+def test_a_save_right_after_a_resume_keeps_the_position(anywhere: str) -> None:
+    root = f"{anywhere}/save-after-resume"
     make = LOADERS["shuffle"]
     _seed(1)
     with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
@@ -380,11 +382,11 @@ def test_a_save_right_after_a_resume_keeps_the_position() -> None:
         assert before + after == _train(manager, make(), 1, None)
 
 
-def test_going_back_inside_the_loop_goes_back_in_the_data_too() -> None:
+def test_going_back_inside_the_loop_goes_back_in_the_data_too(anywhere: str) -> None:
     seen: list[str] = []
     loader = DataLoader(Numbers(), 4, shuffle=True)
     _seed(1)
-    with ckpt.StateManager("memory://go-back", model=nn.Linear(1, 1)) as manager:
+    with ckpt.StateManager(f"{anywhere}/go-back", model=nn.Linear(1, 1)) as manager:
         for _ in manager.epochs(2):
             for batch in manager.batches(loader):
                 seen.append(f"{manager.progress.epoch} {batch} {torch.rand(())}")
@@ -398,17 +400,17 @@ def test_going_back_inside_the_loop_goes_back_in_the_data_too() -> None:
     assert [line[0] for line in seen] == [*"000000", *"11", *"00", *"111111"]
 
 
-def test_persistent_workers_serve_a_second_manager() -> None:
+def test_persistent_workers_serve_a_second_manager(anywhere: str) -> None:
     loader = _workers(shuffle=True, persistent_workers=True)
     for turn in range(2):
-        with ckpt.StateManager(f"memory://second-manager-{turn}", model=nn.Linear(1, 1)) as manager:
+        with ckpt.StateManager(f"{anywhere}/second-manager-{turn}", model=nn.Linear(1, 1)) as manager:
             for _ in manager.epochs(2):
                 assert len(list(manager.batches(loader))) == 6
             assert manager.progress.samples == 2 * SIZE
 
 
-def test_an_empty_loader_and_a_generator_are_fine() -> None:
-    with ckpt.StateManager("memory://empty", model=nn.Linear(1, 1)) as manager:
+def test_an_empty_loader_and_a_generator_are_fine(anywhere: str) -> None:
+    with ckpt.StateManager(f"{anywhere}/empty", model=nn.Linear(1, 1)) as manager:
         for _ in manager.epochs(2):
             assert list(manager.batches([])) == []
             assert list(manager.batches(iter([1, 2]))) == [1, 2]
@@ -417,7 +419,7 @@ def test_an_empty_loader_and_a_generator_are_fine() -> None:
 
 
 @pytest.mark.parametrize("in_epochs", [True, False])
-def test_a_validation_loop_inside_the_training_loop_is_left_alone(in_epochs: bool) -> None:
+def test_a_validation_loop_inside_the_training_loop_is_left_alone(anywhere: str, in_epochs: bool) -> None:
     def run(root: str, stop: int | None) -> list[str]:
         seen: list[str] = []
         train, validation = DataLoader(Numbers(), 2, shuffle=True), DataLoader(Numbers(), 8)
@@ -435,11 +437,11 @@ def test_a_validation_loop_inside_the_training_loop_is_left_alone(in_epochs: boo
                     break
         return seen
 
-    straight = _assert_exact(run, 5, 7)
+    straight = _assert_exact(anywhere, run, 5, 7)
     assert straight.count("validation 3") == 4
 
 
-def test_two_loaders_side_by_side_both_go_on() -> None:
+def test_two_loaders_side_by_side_both_go_on(anywhere: str) -> None:
     def run(root: str, stop: int | None) -> list[str]:
         seen: list[str] = []
         real, fake = DataLoader(Numbers(), 3, shuffle=True), DataLoader(Numbers(), 2, shuffle=True)
@@ -453,10 +455,10 @@ def test_two_loaders_side_by_side_both_go_on() -> None:
                         return seen
         return seen
 
-    _assert_exact(run, 1, 4)
+    _assert_exact(anywhere, run, 1, 4)
 
 
-def test_generators_that_are_registered_or_shared_with_the_loader_go_on() -> None:
+def test_generators_that_are_registered_or_shared_with_the_loader_go_on(anywhere: str) -> None:
     def run(root: str, seed: int, stop: int | None) -> list[str]:
         seen: list[str] = []
         dice, shared = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed)
@@ -475,25 +477,25 @@ def test_generators_that_are_registered_or_shared_with_the_loader_go_on() -> Non
         return seen
 
     _seed(1)
-    straight = run("memory://dice-straight", 1, None)
+    straight = run(f"{anywhere}/dice-straight", 1, None)
     _seed(1)
-    before = run("memory://dice", 1, 8)
+    before = run(f"{anywhere}/dice", 1, 8)
     _seed(2)
-    assert before + run("memory://dice", 2, None) == straight
+    assert before + run(f"{anywhere}/dice", 2, None) == straight
 
 
-def test_a_loader_whose_order_depends_on_timing_is_refused() -> None:
+def test_a_loader_whose_order_depends_on_timing_is_refused(anywhere: str) -> None:
     loader = _workers(in_order=False)
     with (
-        ckpt.StateManager("memory://in-order", model=nn.Linear(1, 1)) as manager,
+        ckpt.StateManager(f"{anywhere}/in-order", model=nn.Linear(1, 1)) as manager,
         pytest.raises(ckpt.ConfigError, match="in_order=True"),
     ):
         list(manager.batches(loader))
 
 
-def test_workers_without_batches_are_named() -> None:
+def test_workers_without_batches_are_named(anywhere: str) -> None:
     def make() -> Iterable[Any]:
         return DataLoader(Numbers(), None, shuffle=True, num_workers=2, multiprocessing_context="fork")
 
-    _, restored, _ = _interrupted(make, 3, 1)
+    _, restored, _ = _interrupted(anywhere, make, 3, 1)
     assert "draw at random" in restored.approximated["loader.0.workers"]

@@ -215,7 +215,7 @@ def test_a_root_that_all_hosts_see_is_found_to_be_shared(tmp_path: Path) -> None
 
 
 SCRIPT = """
-import os, signal, sys
+import copy, os, signal, sys
 import torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -223,9 +223,17 @@ import ckpt
 
 mirror, expected, die = sys.argv[1] or None, int(sys.argv[2]), sys.argv[3] == "die"
 dist.init_process_group("gloo")
+def train(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
 torch.manual_seed(0)
 model = DistributedDataParallel(nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+straight = copy.deepcopy(model.module)
+for _ in range(expected):
+    train(straight, torch.optim.SGD(straight.parameters(), lr=0.1))
 with ckpt.StateManager("run", model=model, optimizer=optimizer, layout="sharded", mirror=mirror, timeout=60) as manager:
     try:
         restored = manager.resume()
@@ -234,8 +242,8 @@ with ckpt.StateManager("run", model=model, optimizer=optimizer, layout="sharded"
         sys.exit(7)
     assert (restored.step if restored else 0) == expected, restored
     assert manager._saver.hosts.apart
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
+    assert torch.equal(model.module.weight, straight.weight)
+    train(model, optimizer)
     manager.progress.step = expected + 1
     manager.save_state(wait=True)
 dist.barrier()
@@ -306,8 +314,8 @@ def test_two_nodes_in_namespaces_of_their_own_are_killed_and_resume(
     swapped = _launch(nodes, folders[::-1], mirror, "1", "live")
     if mirrored:
         assert [code for code, _ in swapped] == [0, 0], swapped
-        return
-    assert "cannot be loaded on these hosts" in swapped[0][1]
-    assert "lacks model/00000.safetensors" in swapped[0][1]
-    again = _launch(nodes, folders, mirror, "1", "live")
+    else:
+        assert "cannot be loaded on these hosts" in swapped[0][1]
+        assert "lacks model/00000.safetensors" in swapped[0][1]
+    again = _launch(nodes, folders, mirror, "2" if mirrored else "1", "live")
     assert [code for code, _ in again] == [0, 0], again

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import ckpt
+from tests.places import Place, committed
 from tests.processes import DEADLINE, start_alone
 
 KILLS = int(os.environ.get("CKPT_KILLS", "25"))
@@ -47,9 +48,8 @@ def _save_forever(rank: int, root: str) -> None:
 
 
 def test_after_every_kill_the_newest_state_is_whole_and_agrees_with_itself(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    root: Place, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    root = tmp_path / "run"
     moments = random.Random(2024)
     reached = 0
     for kill in range(KILLS):
@@ -67,18 +67,17 @@ def test_after_every_kill_the_newest_state_is_whole_and_agrees_with_itself(
         assert torch.equal(optimizer.state[model.weight]["count"], torch.full((64, 64), step))
         assert scheduler.last_epoch == restored.step
         reached = restored.step
-    leftovers = [
-        path for path in root.rglob("*") if path.is_file() and path.name.startswith(".") and path.name != ".lock"
-    ]
+    hidden = [name for name in root.files() if name.rpartition("/")[2].startswith(".")]
+    leftovers = [name for name in hidden if name != ".lock" and not name.startswith(".locks/")]
     assert len(leftovers) <= 3  # those of the last kill: earlier ones have been swept
     capfd.readouterr()
 
 
-def _await_progress(root: Path, reached: int) -> None:
+def _await_progress(root: Place, reached: int) -> None:
     """Until the process has resumed and committed a step beyond the last one."""
     deadline = time.monotonic() + DEADLINE
     while time.monotonic() < deadline:
-        steps = [int(path.parent.name[5:]) for path in root.glob("step-*/manifest.json")]
+        steps = [int(name[5:]) for name in committed(root)]
         if max(steps, default=0) > reached:
             return
         time.sleep(0.001)

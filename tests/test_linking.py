@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 import ckpt
+from ckpt.storage import ANY, Buffer
+from tests.places import Folder, PassedOn, Place
 from tests.processes import run_ranks
 from tests.training import exact
 
@@ -30,7 +33,24 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def run(root: Path, names: list[str], **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+class Noting(PassedOn):
+    """Knows what was written to it, and what was linked."""
+
+    def __init__(self, root: Place | str) -> None:
+        super().__init__(root)
+        self.written: list[str] = []
+        self.linked: list[str] = []
+
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+        super().write(key, pieces, over=over)
+        self.written.append(key)
+
+    def link(self, source: str, target: str) -> None:
+        super().link(source, target)
+        self.linked.append(target)
+
+
+def run(root: Place | Noting, names: list[str], **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = adapted(1)
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
     with ckpt.StateManager(root, model=model, optimizer=optimizer, **options) as manager:
@@ -40,86 +60,89 @@ def run(root: Path, names: list[str], **options: Any) -> tuple[nn.Module, torch.
     return model, optimizer
 
 
-def loads_equal(root: Path, name: str, model: nn.Module) -> bool:
+def loads_equal(root: Place, name: str, model: nn.Module) -> bool:
     other = adapted(2)
     with ckpt.StateManager(root, model=other) as manager:
         manager.load_state(name, strict=False)
     return exact(other.state_dict()) == exact(model.state_dict())
 
 
-def inode(root: Path, name: str, file: str = FROZEN) -> int:
-    return (root / name / file).stat().st_ino
+@pytest.mark.also_on_s3
+def test_frozen_weights_are_written_once(root: Place) -> None:
+    storage = Noting(root)
+    model, _ = run(storage, ["a", "b", "c"])
+    assert storage.linked == [f"b/{FROZEN}", f"c/{FROZEN}"]
+    assert {f"{name}/model.safetensors" for name in "abc"} | {f"a/{FROZEN}"} <= set(storage.written)
+    assert ckpt.verify(root) == {"c": [], "b": [], "a": []}
+    assert loads_equal(root, "c", model)
 
 
+@pytest.mark.not_on_s3("the server copies what is linked: there are no hard links")
 def test_frozen_weights_are_one_file_in_all_checkpoints(tmp_path: Path) -> None:
-    model, _ = run(tmp_path, ["a", "b", "c"])
-    assert inode(tmp_path, "a") == inode(tmp_path, "b") == inode(tmp_path, "c")
-    assert inode(tmp_path, "b", "model.safetensors") != inode(tmp_path, "c", "model.safetensors")
-    assert ckpt.verify(tmp_path) == {"c": [], "b": [], "a": []}
-    assert loads_equal(tmp_path, "c", model)
+    run(Folder(tmp_path) / "all", ["a", "b", "c"])
+    assert len({(tmp_path / "all" / name / FROZEN).stat().st_ino for name in "abc"}) == 1
+    run(Folder(tmp_path) / "last", ["a", "b", "c"], keep=ckpt.Keep(last=1))
+    assert (tmp_path / "last" / "c" / FROZEN).stat().st_nlink == 1
 
 
-def test_every_checkpoint_stays_whole_when_the_others_are_removed(tmp_path: Path) -> None:
-    model, _ = run(tmp_path, ["a", "b", "c"], keep=ckpt.Keep(last=1))
-    assert ckpt.verify(tmp_path) == {"c": []}
-    assert (tmp_path / "c" / FROZEN).stat().st_nlink == 1
-    assert loads_equal(tmp_path, "c", model)
+@pytest.mark.also_on_s3
+def test_every_checkpoint_stays_whole_when_the_others_are_removed(root: Place) -> None:
+    model, _ = run(root, ["a", "b", "c"], keep=ckpt.Keep(last=1))
+    assert ckpt.verify(root) == {"c": []}
+    assert loads_equal(root, "c", model)
 
 
-def test_a_frozen_weight_that_was_changed_after_all_is_written_anew(tmp_path: Path) -> None:
+def test_a_frozen_weight_that_was_changed_after_all_is_written_anew(root: Place) -> None:
     model = adapted(1)
-    with ckpt.StateManager(tmp_path, model=model) as manager:
+    storage = Noting(root)
+    with ckpt.StateManager(storage, model=model) as manager:
         manager.save_state("a")
         model[0].weight.data[3, 5] += 1  # behind the back of autograd
         manager.save_state("b")
-        after = exact(model.state_dict())
-    assert inode(tmp_path, "a") != inode(tmp_path, "b")
-    other = adapted(2)
-    with ckpt.StateManager(tmp_path, model=other) as manager:
-        manager.load_state("b")
-    assert exact(other.state_dict()) == after
+    assert storage.linked == []
+    assert loads_equal(root, "b", model)
 
 
-def test_a_resumed_run_links_to_what_it_has_loaded(tmp_path: Path) -> None:
-    run(tmp_path, ["a"])
-    model = adapted(2)
+def test_a_resumed_run_links_to_what_it_has_loaded(root: Place) -> None:
+    run(root, ["a"])
+    model, storage = adapted(2), Noting(root)
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
-    with ckpt.StateManager(tmp_path, model=model, optimizer=optimizer) as manager:
+    with ckpt.StateManager(storage, model=model, optimizer=optimizer) as manager:
         manager.resume()
         train(model, optimizer)
         manager.save_state("b")
-    assert inode(tmp_path, "a") == inode(tmp_path, "b")
+    assert storage.linked == [f"b/{FROZEN}"]
 
 
-def test_a_file_that_somebody_has_removed_is_written_anew(tmp_path: Path) -> None:
+def test_a_file_that_somebody_has_removed_is_written_anew(root: Place) -> None:
     model = adapted(1)
-    with ckpt.StateManager(tmp_path, model=model) as manager:
+    with ckpt.StateManager(root, model=model) as manager:
         manager.save_state("a", wait=True)
-        (tmp_path / "a" / FROZEN).unlink()
+        (root / "a" / FROZEN).unlink()
         manager.save_state("b")
-    assert ckpt.verify(tmp_path / "b") == {"b": []}
+    assert ckpt.verify(root / "b") == {"b": []}
 
 
-def test_a_checkpoint_that_replaces_another_of_its_name_links_too(tmp_path: Path) -> None:
-    model, _ = run(tmp_path, ["a", "a", "a"])
-    assert len(list((tmp_path / "a").glob("model+frozen*"))) == 1
-    assert ckpt.verify(tmp_path) == {"a": []}
-    assert loads_equal(tmp_path, "a", model)
+def test_a_checkpoint_that_replaces_another_of_its_name_links_too(root: Place) -> None:
+    model, _ = run(root, ["a", "a", "a"])
+    assert len([name for name in (root / "a").files() if name.startswith("model+frozen")]) == 1
+    assert ckpt.verify(root) == {"a": []}
+    assert loads_equal(root, "a", model)
 
 
-def test_a_model_that_is_frozen_as_a_whole_keeps_its_plain_name(tmp_path: Path) -> None:
-    teacher = nn.Linear(900, 900).requires_grad_(False)
-    with ckpt.StateManager(tmp_path, model={"teacher": teacher}) as manager:
+def test_a_model_that_is_frozen_as_a_whole_keeps_its_plain_name(root: Place) -> None:
+    teacher, storage = nn.Linear(900, 900).requires_grad_(False), Noting(root)
+    with ckpt.StateManager(storage, model={"teacher": teacher}) as manager:
         manager.save_state("a")
         manager.save_state("b")
-    assert inode(tmp_path, "a", "model.teacher.safetensors") == inode(tmp_path, "b", "model.teacher.safetensors")
+    assert storage.linked == ["b/model.teacher.safetensors"]
 
 
-def test_both_files_merge_to_one(tmp_path: Path) -> None:
+def test_both_files_merge_to_one(root: Place, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    model, _ = run(tmp_path / "run", ["a"])
-    ckpt.merge(tmp_path / "run" / "a", tmp_path / "model.safetensors")
+    model, _ = run(root, ["a"])
+    ckpt.merge(root / "a", tmp_path / "model.safetensors")
     assert exact(load_file(tmp_path / "model.safetensors")) == exact(dict(model.state_dict()))
 
 
@@ -129,20 +152,18 @@ def save_spread(rank: int, root: str) -> None:
     model = adapted(1)
     fully_shard(model[0])
     fully_shard(model)
-    with ckpt.StateManager(root, model=model, timeout=30) as manager:
+    storage = Noting(root)
+    with ckpt.StateManager(storage, model=model, timeout=30) as manager:
         manager.save_state("a")
         for parameter in model[1].parameters():
             nn.init.ones_(parameter)
         manager.save_state("b")
+    assert storage.linked == [f"b/model/{rank:05d}+frozen.safetensors"]
+    assert f"b/model/{rank:05d}.safetensors" in storage.written
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_every_rank_links_its_own_frozen_pieces(tmp_path_factory: pytest.TempPathFactory, rank: int) -> None:
-    root = tmp_path_factory.mktemp("spread")
+def test_every_rank_links_its_own_frozen_pieces(root: Place) -> None:
     assert run_ranks(2, save_spread, str(root)) == [0, 0]
-    frozen, trained = f"model/{rank:05d}+frozen.safetensors", f"model/{rank:05d}.safetensors"
-    assert inode(root, "a", frozen) == inode(root, "b", frozen)
-    assert inode(root, "a", trained) != inode(root, "b", trained)
     other = adapted(2)
     with ckpt.StateManager(root, model=other) as manager:
         manager.load_state("b")

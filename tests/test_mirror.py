@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import random
@@ -341,20 +342,28 @@ def _until(done: Callable[[], bool]) -> None:
 
 
 def _await_copy(name: str, mirror: str | Path | Storage) -> None:
-    _until(lambda: name in {one.name for one in ckpt.list_checkpoints(mirror) if one.committed})
+    there = open_storage(mirror)
+    _until(lambda: name in {one.name for one in ckpt.list_checkpoints(there) if one.committed})
 
 
 def _await_step_beyond(reached: int, place: str, job: BaseProcess, folder: Path) -> None:
-    def done() -> bool:
+    """A job that has died says of what, and one that makes no progress what it does."""
+    end = time.monotonic() + DEADLINE
+    there = open_storage(place)  # once: a client of S3 takes longer to make than the job to save
+    while max((step or 0 for step in steps(there)), default=0) <= reached:
         assert job.is_alive(), (folder / "failure-0").read_text()
-        return max((step or 0 for step in steps(place)), default=0) > reached
-
-    _until(done)
+        if time.monotonic() > end:
+            os.kill(job.pid or 0, signal.SIGUSR1)
+            time.sleep(1.0)
+            raise AssertionError((folder / "job.log").read_text())
+        time.sleep(0.02)
 
 
 def _train(rank: int, root: str, mirror: str) -> None:
     """Save forever, to a mirror that takes its time."""
-    logging.disable()
+    log = (Path(root).parent / "job.log").open("w")
+    logging.basicConfig(stream=log, force=True)
+    faulthandler.register(signal.SIGUSR1, log)
     model = nn.Linear(64, 64, bias=False)
     nn.init.zeros_(model.weight)
     storage = open_storage(mirror) if "://" in mirror else mirror

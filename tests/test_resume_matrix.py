@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.places import Place
 from tests.processes import run_ranks
 from tests.training import SAMPLES, Job, records, train
 
@@ -30,9 +31,9 @@ def _doomed(job: Job, kill: str, per_epoch: int) -> Job:
 @pytest.mark.parametrize("data", ["shuffle", "distributed", "stateful", "workers"])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_killed_and_resumed_equals_uninterrupted(
-    root: str, tmp_path: Path, world_size: int, data: str, numerics: str
+    root: Place, tmp_path: Path, world_size: int, data: str, numerics: str
 ) -> None:
-    _compare(root, tmp_path, world_size, data, numerics, KILLS)
+    _compare(str(root), tmp_path, world_size, data, numerics, KILLS)
 
 
 @pytest.mark.parametrize(("world_size", "data", "numerics"), [(1, "workers", "scaler"), (2, "distributed", "fp32")])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,18 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import ckpt
-from ckpt.storage import ANY, Buffer, LocalStorage
+from ckpt.storage import ANY, Buffer
+from tests.places import Folder, PassedOn, Place, committed, copy
 from tests.processes import run_ranks
 from tests.sharded import MODELS, plain, state, step, whole
 from tests.training import exact
 
 
-def _save(rank: int, root: str, how: str, where: str = "") -> None:
-    """Save with four ranks, and leave beside it what was saved. `where` is another place for the checkpoints."""
+def _save(rank: int, root: str, notes: str, how: str, layout: str = "auto") -> None:
+    """Save, and leave in `notes` what was saved, and what it became with further training."""
     model = MODELS[how](1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with ckpt.StateManager(f"{where or root}/{how}", model=model, optimizer=optimizer, timeout=60) as manager:
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, layout=layout, timeout=60) as manager:
         for number in range(2):
             step(model, optimizer, number)
         manager.save_state("saved")
@@ -35,8 +35,8 @@ def _save(rank: int, root: str, how: str, where: str = "") -> None:
             step(model, optimizer, number)
         later = state(model, optimizer)
     if rank == 0:
-        Path(root, f"{how}.txt").write_text(saved)
-        Path(root, f"{how}-later.txt").write_text(later)
+        Path(f"{notes}.txt").write_text(saved)
+        Path(f"{notes}-later.txt").write_text(later)
 
 
 def _same_layout(saved: str, how: str) -> bool:
@@ -48,64 +48,66 @@ def _same_layout(saved: str, how: str) -> bool:
     return by == 4 and kinds.get(saved, saved) == kinds.get(how, how)
 
 
-def _load(rank: int, root: str, saved: list[str], how: str, same: bool, where: str = "") -> None:
+def _load(rank: int, root: str, notes: str, saved: list[str], how: str, same: bool) -> None:
     for name in saved:
         model = MODELS[how](2)
         optimizer = torch.optim.AdamW(model.parameters())
-        with ckpt.StateManager(f"{where or root}/{name}", model=model, optimizer=optimizer, timeout=60) as manager:
+        with ckpt.StateManager(f"{root}/{name}", model=model, optimizer=optimizer, timeout=60) as manager:
             restored = manager.load_state("saved")
         assert {"model", "optimizer"} <= set(restored.restored)
         assert ("model" in restored.resharded) == (restored.resharded != {}) == (not _same_layout(name, how))
-        assert state(model, optimizer) == Path(root, f"{name}.txt").read_text(), f"{name} into {how}"
+        assert state(model, optimizer) == Path(notes, f"{name}.txt").read_text(), f"{name} into {how}"
         if same:
             for number in range(2, 4):
                 step(model, optimizer, number)
-            assert state(model, optimizer) == Path(root, f"{name}-later.txt").read_text()
+            assert state(model, optimizer) == Path(notes, f"{name}-later.txt").read_text()
 
 
-def _save_whole(rank: int, root: str, how: str) -> None:
-    model = MODELS[how](1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with ckpt.StateManager(
-        f"{root}/{how}-whole", model=model, optimizer=optimizer, layout="full", timeout=60
-    ) as manager:
-        for number in range(2):
-            step(model, optimizer, number)
-        manager.save_state("saved")
-        saved = state(model, optimizer)
-    if rank == 0:
-        Path(root, f"{how}-whole.txt").write_text(saved)
+@dataclass(frozen=True)
+class Saved:
+    """Checkpoints below a root, each in a folder named after how it was saved, and notes of what is in them."""
+
+    root: Place
+    notes: Path
+
+    def save(self, how: str, name: str = "", layout: str = "auto") -> None:
+        """Save with four ranks."""
+        name = name or how
+        assert run_ranks(4, _save, f"{self.root}/{name}", str(self.notes / name), how, layout) == [0] * 4
+
+    def load(self, world_size: int, names: list[str], how: str, *, same: bool = False) -> None:
+        """Load each of them. If it is the `same` way, training goes on as it did."""
+        codes = run_ranks(world_size, _load, str(self.root), str(self.notes), names, how, same)
+        assert codes == [0] * world_size
 
 
 SAVED = ["fsdp2", "hsdp", "tp", "fsdp2-tp", "fsdp1", "fsdp1-flat", "fsdp1-mesh"]
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of each way to spread a model, saved by four ranks."""
-    root = tmp_path_factory.mktemp("sharded")
+def saved(new_root: Callable[[], Place], tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A checkpoint of each way to spread a model."""
+    saved = Saved(new_root(), tmp_path_factory.mktemp("notes"))
     for how in SAVED:
-        assert run_ranks(4, _save, str(root), how) == [0] * 4
-    return root
+        saved.save(how)
+    return saved
 
 
-@pytest.mark.parametrize("how", ["fsdp2", "hsdp", "tp", "fsdp2-tp", "fsdp1", "fsdp1-flat", "fsdp1-mesh", "ddp"])
-def test_what_four_ranks_saved_loads_in_every_other_way_on_four(root: Path, how: str) -> None:
-    assert run_ranks(4, _load, str(root), SAVED, how, False) == [0] * 4
+@pytest.mark.parametrize("how", [*SAVED, "ddp"])
+def test_what_four_ranks_saved_loads_in_every_other_way_on_four(saved: Saved, how: str) -> None:
+    saved.load(4, SAVED, how)
 
 
 @pytest.mark.parametrize("how", SAVED)
-def test_training_goes_on_as_if_uninterrupted(root: Path, how: str) -> None:
-    assert run_ranks(4, _load, str(root), [how], how, True) == [0] * 4
+def test_training_goes_on_as_if_uninterrupted(saved: Saved, how: str) -> None:
+    saved.load(4, [how], how, same=True)
 
 
-def test_what_ranks_saved_on_s3_loads_from_there(s3: str, tmp_path: Path) -> None:
-    """Two ways; with CKPT_ROOT=s3 all of them."""
-    ways = SAVED if os.environ.get("CKPT_ROOT") == "s3" else ["fsdp2"]
-    for how in ways:
-        assert run_ranks(4, _save, str(tmp_path), how, s3) == [0] * 4
-    for world_size, how in OTHERS if len(ways) > 1 else [(2, "tp")]:
-        assert run_ranks(world_size, _load, str(tmp_path), ways, how, False, s3) == [0] * world_size
+@pytest.mark.also_on_s3
+def test_what_some_ranks_saved_others_load(root: Place, tmp_path: Path) -> None:
+    saved = Saved(root, tmp_path)
+    saved.save("fsdp2")
+    saved.load(2, ["fsdp2"], "tp")
 
 
 OTHERS = [
@@ -123,17 +125,18 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("how", ["fsdp2", "fsdp2-tp", "fsdp1", "fsdp1-flat"])
-def test_the_full_layout_is_one_file_that_any_tool_opens(tmp_path: Path, how: str) -> None:
-    assert run_ranks(4, _save_whole, str(tmp_path), how) == [0] * 4
-    model = safetensors.torch.load_file(tmp_path / f"{how}-whole" / "saved" / "model.safetensors")
+def test_the_full_layout_is_one_file_that_any_tool_opens(root: Place, tmp_path: Path, how: str) -> None:
+    saved, name = Saved(root, tmp_path), f"{how}-whole"
+    saved.save(how, name, "full")
+    model = safetensors.torch.load((root / name / "saved" / "model.safetensors").read_bytes())
     assert {name: tuple(tensor.shape) for name, tensor in model.items()} == {
         name: tuple(tensor.shape) for name, tensor in plain(0).state_dict().items()
     }
-    assert run_ranks(1, _load, str(tmp_path), [f"{how}-whole"], "ddp", False) == [0]
-    assert run_ranks(2, _load, str(tmp_path), [f"{how}-whole"], "fsdp2", False) == [0, 0]
+    saved.load(1, [name], "ddp")
+    saved.load(2, [name], "fsdp2")
 
 
-class _FullStorage(LocalStorage):
+class _FullStorage(PassedOn):
     """A disk that is full when a model comes."""
 
     def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
@@ -151,9 +154,9 @@ def _fail_to_gather(rank: int, root: str) -> None:
         manager.save_state("better")
 
 
-def test_a_full_disk_while_gathering_leaves_no_rank_behind(tmp_path: Path) -> None:
-    assert run_ranks(2, _fail_to_gather, str(tmp_path)) == [0, 0]
-    assert ckpt.verify(tmp_path) == {"better": [], "good": []}
+def test_a_full_disk_while_gathering_leaves_no_rank_behind(root: Place) -> None:
+    assert run_ranks(2, _fail_to_gather, str(root)) == [0, 0]
+    assert ckpt.verify(root) == {"better": [], "good": []}
 
 
 def _read_with_torch_alone(rank: int, root: str, name: str) -> None:
@@ -174,9 +177,10 @@ def _read_with_torch_alone(rank: int, root: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "hsdp", "fsdp2-tp", "fsdp1-flat"])
-def test_torch_alone_reads_a_sharded_checkpoint(root: Path, name: str) -> None:
-    assert run_ranks(2, _read_with_torch_alone, str(root), name) == [0, 0]
-    for file in (root / name).rglob("*.safetensors"):
+def test_torch_alone_reads_a_sharded_checkpoint(saved: Saved, tmp_path: Path, name: str) -> None:
+    copy(saved.root / name, Folder(tmp_path) / name)
+    assert run_ranks(2, _read_with_torch_alone, str(tmp_path), name) == [0, 0]
+    for file in (tmp_path / name).rglob("*.safetensors"):
         with safetensors.safe_open(file, "pt") as opened:
             assert opened.keys()
 
@@ -198,18 +202,18 @@ def _disagree(rank: int, root: str) -> None:
         manager.save_state("bad", wait=True)
 
 
-def test_ranks_that_disagree_on_a_shape_are_told_which(tmp_path: Path) -> None:
-    assert run_ranks(2, _disagree, str(tmp_path)) == [0, 0]
-    assert not list(tmp_path.glob("*/manifest.json"))
+def test_ranks_that_disagree_on_a_shape_are_told_which(root: Place) -> None:
+    assert run_ranks(2, _disagree, str(root)) == [0, 0]
+    assert not committed(root)
 
 
-def test_a_missing_ranks_file_is_named_and_nothing_is_loaded(root: Path, tmp_path: Path) -> None:
-    shutil.copytree(root / "fsdp2" / "saved", tmp_path / "fsdp2")
-    (tmp_path / "fsdp2" / "model" / "00002.safetensors").unlink()
+def test_a_missing_ranks_file_is_named_and_nothing_is_loaded(saved: Saved, root: Place) -> None:
+    copy(saved.root / "fsdp2" / "saved", root / "fsdp2")
+    (root / "fsdp2" / "model" / "00002.safetensors").unlink()
     model = plain(5)
     before = exact(model.state_dict())
     with (
-        ckpt.StateManager(tmp_path, model=model) as manager,
+        ckpt.StateManager(root, model=model) as manager,
         pytest.raises(ckpt.DamagedError, match=r"model/00002\.safetensors is missing"),
     ):
         manager.load_state("fsdp2")
@@ -229,13 +233,10 @@ def _mixed(rank: int, root: str) -> None:
     assert exact([whole(model.state_dict()) for model in models.values()]) == before
 
 
-def test_a_sharded_and_a_replicated_model_in_one_manager(tmp_path: Path) -> None:
-    assert run_ranks(2, _mixed, str(tmp_path)) == [0, 0]
-    assert (tmp_path / "mixed" / "model.small.safetensors").exists()
-    assert {path.name for path in (tmp_path / "mixed" / "model.big").iterdir()} == {
-        "00000.safetensors",
-        "00001.safetensors",
-    }
+def test_a_sharded_and_a_replicated_model_in_one_manager(root: Place) -> None:
+    assert run_ranks(2, _mixed, str(root)) == [0, 0]
+    files = {name for name in (root / "mixed").files() if name.startswith("model")}
+    assert files == {"model.small.safetensors", "model.big/00000.safetensors", "model.big/00001.safetensors"}
 
 
 def _save_replicated_in_pieces(rank: int, root: str) -> None:
@@ -250,14 +251,14 @@ def _save_replicated_in_pieces(rank: int, root: str) -> None:
     assert exact(model.state_dict()) == before
 
 
-def test_what_every_rank_has_is_written_once_and_shared_out_by_size(tmp_path: Path) -> None:
-    assert run_ranks(2, _save_replicated_in_pieces, str(tmp_path)) == [0, 0]
-    sizes = [path.stat().st_size for path in sorted((tmp_path / "pieces" / "model").iterdir())]
+def test_what_every_rank_has_is_written_once_and_shared_out_by_size(root: Place) -> None:
+    assert run_ranks(2, _save_replicated_in_pieces, str(root)) == [0, 0]
+    sizes = list((root / "pieces" / "model").files().values())
     assert len(sizes) == 2
     assert abs(sizes[0] - sizes[1]) < 8192
     assert sum(sizes) < 4 * 201 * 200 * 4 + 2 * 8192
 
 
 @pytest.mark.parametrize(("world_size", "how"), OTHERS)
-def test_what_four_ranks_saved_loads_on_another_number(root: Path, world_size: int, how: str) -> None:
-    assert run_ranks(world_size, _load, str(root), SAVED, how, False) == [0] * world_size
+def test_what_four_ranks_saved_loads_on_another_number(saved: Saved, world_size: int, how: str) -> None:
+    saved.load(world_size, SAVED, how)

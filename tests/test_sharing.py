@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,13 @@ from torch import nn
 
 import ckpt
 from ckpt import sharing
-from ckpt.storage import LocalStorage
+from tests.places import PassedOn, Place
 from tests.processes import run_ranks
 from tests.sharded import MODELS, state, step
 from tests.training import exact
 
 
-class CountingStorage(LocalStorage):
+class CountingStorage(PassedOn):
     """Knows how many bytes of tensors were read."""
 
     read_in_all = 0
@@ -27,8 +28,16 @@ class CountingStorage(LocalStorage):
         super().read_into(key, start, *buffers, again=again)
 
 
+class NearStorage(CountingStorage):
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.near = True
+
+
 class FarStorage(CountingStorage):
-    near = False
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.near = False
 
 
 class BrokenStorage(CountingStorage):
@@ -45,7 +54,7 @@ def large(seed: int) -> nn.Module:
     return nn.Linear(600, 600)
 
 
-def save(root: Path) -> str:
+def save(root: Place) -> str:
     model = large(1)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 600)).sum().backward()
@@ -55,46 +64,56 @@ def save(root: Path) -> str:
     return exact([model.state_dict(), optimizer.state_dict()["state"]])
 
 
-def load(rank: int, root: str, storage: type[CountingStorage], broadcast: bool | None, hosts: list[str]) -> None:
+def load(
+    rank: int, root: str, notes: str, storage: type[CountingStorage], broadcast: bool | None, hosts: list[str]
+) -> None:
     sharing.host = lambda: hosts[rank]
     model = large(2)
     optimizer = torch.optim.AdamW(model.parameters())
     counting = storage(root)
     with ckpt.StateManager(counting, model=model, optimizer=optimizer, broadcast=broadcast, timeout=30) as manager:
         manager.load_state("x")
-    Path(root, f"rank-{rank}.txt").write_text(exact([model.state_dict(), optimizer.state_dict()["state"]]))
-    Path(root, f"rank-{rank}.json").write_text(json.dumps(counting.read_in_all))
+    Path(notes, f"rank-{rank}.txt").write_text(exact([model.state_dict(), optimizer.state_dict()["state"]]))
+    Path(notes, f"rank-{rank}.json").write_text(json.dumps(counting.read_in_all))
 
 
-def loaded(
-    root: Path, storage: type[CountingStorage], *, broadcast: bool | None = None, hosts: list[str] | None = None
-) -> list[int]:
-    """Load on some ranks, and say how much each has read. All of them have what was saved."""
-    hosts = hosts or ["a", "a"]
-    saved = save(root)
-    assert run_ranks(len(hosts), load, str(root), storage, broadcast, hosts) == [0] * len(hosts)
-    assert all((root / f"rank-{rank}.txt").read_text() == saved for rank in range(len(hosts)))
-    return [json.loads((root / f"rank-{rank}.json").read_text()) for rank in range(len(hosts))]
+Loaded = Callable[..., list[int]]
+
+
+@pytest.fixture
+def loaded(new_root: Callable[[], Place], tmp_path: Path) -> Loaded:
+    """Loads on some ranks, and says how much each has read. All of them have what was saved."""
+
+    def load_on(
+        storage: type[CountingStorage], *, broadcast: bool | None = None, hosts: list[str] | None = None
+    ) -> list[int]:
+        hosts, root = hosts or ["a", "a"], new_root()
+        saved = save(root)
+        assert run_ranks(len(hosts), load, str(root), str(tmp_path), storage, broadcast, hosts) == [0] * len(hosts)
+        assert all((tmp_path / f"rank-{rank}.txt").read_text() == saved for rank in range(len(hosts)))
+        return [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(len(hosts))]
+
+    return load_on
 
 
 WHOLE = 3 * 4 * 600 * 600  # weights and two moments
 
 
-def test_far_away_every_byte_is_read_once_for_all_ranks_of_a_host(tmp_path: Path) -> None:
-    near, far = loaded(tmp_path / "near", CountingStorage), loaded(tmp_path / "far", FarStorage)
+def test_far_away_every_byte_is_read_once_for_all_ranks_of_a_host(loaded: Loaded) -> None:
+    near, far = loaded(NearStorage), loaded(FarStorage)
     assert min(near) > WHOLE
     assert sum(far) < sum(near) - WHOLE
 
 
-def test_every_host_reads_for_itself(tmp_path: Path) -> None:
-    shared = loaded(tmp_path / "shared", CountingStorage, broadcast=True, hosts=["a", "b", "a", "b"])
-    apart = loaded(tmp_path / "apart", CountingStorage, broadcast=True, hosts=["a", "b", "c", "d"])
+def test_every_host_reads_for_itself(loaded: Loaded) -> None:
+    shared = loaded(CountingStorage, broadcast=True, hosts=["a", "b", "a", "b"])
+    apart = loaded(CountingStorage, broadcast=True, hosts=["a", "b", "c", "d"])
     assert sum(shared) < sum(apart) - 2 * WHOLE
     assert min(apart) > WHOLE
 
 
-def test_the_option_turns_it_off_far_away(tmp_path: Path) -> None:
-    assert min(loaded(tmp_path, FarStorage, broadcast=False)) > WHOLE
+def test_the_option_turns_it_off_far_away(loaded: Loaded) -> None:
+    assert min(loaded(FarStorage, broadcast=False)) > WHOLE
 
 
 def load_from_a_broken_disk(rank: int, root: str) -> None:
@@ -109,9 +128,9 @@ def load_from_a_broken_disk(rank: int, root: str) -> None:
     assert exact(model.state_dict()) == before
 
 
-def test_what_one_rank_cannot_read_no_rank_waits_for(tmp_path: Path) -> None:
-    save(tmp_path)
-    assert run_ranks(2, load_from_a_broken_disk, str(tmp_path)) == [0, 0]
+def test_what_one_rank_cannot_read_no_rank_waits_for(root: Place) -> None:
+    save(root)
+    assert run_ranks(2, load_from_a_broken_disk, str(root)) == [0, 0]
 
 
 def round_trip_spread(rank: int, root: str) -> None:
@@ -128,5 +147,5 @@ def round_trip_spread(rank: int, root: str) -> None:
     assert state(other, again) == state(model, optimizer)
 
 
-def test_what_is_spread_is_read_by_the_rank_that_needs_it(tmp_path: Path) -> None:
-    assert run_ranks(2, round_trip_spread, str(tmp_path)) == [0, 0]
+def test_what_is_spread_is_read_by_the_rank_that_needs_it(root: Place) -> None:
+    assert run_ranks(2, round_trip_spread, str(root)) == [0, 0]

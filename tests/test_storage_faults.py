@@ -17,7 +17,7 @@ from torch import nn
 
 import ckpt
 from ckpt.storage import Storage, open_storage
-from tests.faulty_proxy import FAULTS, FaultyProxy, random_faults
+from tests.faulty_proxy import FAULTS, NOT_DELETED, FaultyProxy, random_faults
 from tests.processes import DEADLINE, start_alone
 from tests.seaweed import BUCKET, Server, environment, serving
 
@@ -78,7 +78,9 @@ def test_one_of_each_kind_is_overcome(proxied: FaultyProxy, s3: str, fault: str)
     buffer = bytearray(len(data))
     storage.read_into("large-1", 0, memoryview(buffer))
     assert buffer == data or fault == "altered"  # which is for the hashes of a checkpoint to notice
-    assert proxied.done[fault] >= 6
+    after("GET")
+    assert storage.read("small-0") == b"small"
+    assert proxied.done[fault] >= 7
     assert storage.read("large-0") == storage.read("large-1") == data
 
 
@@ -98,6 +100,16 @@ def test_a_conditional_write_whose_answer_was_lost_has_succeeded(proxied: Faulty
         with pytest.raises(ckpt.ConflictError):
             storage.write("object", data, over=None)
         storage.delete(["object"])
+
+
+def test_what_a_bulk_delete_has_left_is_tried_again(proxied: FaultyProxy, s3: str) -> None:
+    storage = open_storage(s3, **reached_through(proxied))
+    storage.write("object", [b"x"])
+    left = [NOT_DELETED] * 2
+    proxied.plan = lambda method, path: left.pop() if "delete" in path and left else None
+    storage.delete(["object"])
+    assert proxied.done[NOT_DELETED] == 2
+    assert list(storage.list()) == []
 
 
 @pytest.mark.parametrize("seed", range(SCHEDULES))
@@ -139,6 +151,7 @@ def test_a_server_that_is_killed_during_a_save_and_comes_back(monkeypatch: pytes
             manager.save_state("step-1", wait=True)
             nn.init.constant_(model.weight, 2.0)
             manager.save_state("step-2")
+            _await_beginning(open_storage(root), "step-2")
             server.kill()
             nn.init.constant_(model.weight, 3.0)  # training goes on
             back = threading.Timer(1.0, server.start)
@@ -186,6 +199,13 @@ def test_after_every_kill_during_an_upload_the_newest_checkpoint_is_whole(
         one.name: [] for one in ckpt.list_checkpoints(s3) if one.committed
     }
     capfd.readouterr()
+
+
+def _await_beginning(storage: Storage, name: str) -> None:
+    end = time.monotonic() + DEADLINE
+    while not (keys := [entry.key for entry in storage.list(name)]):
+        assert time.monotonic() < end, "the save did not begin"
+    assert f"{name}/manifest.json" not in keys
 
 
 def _await_progress(storage: Storage, reached: int) -> None:

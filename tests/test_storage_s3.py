@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.storage import Storage, leases, open_storage
+from ckpt.storage import ObjectStorage, Storage, leases, open_storage
+from ckpt.storage.s3 import S3Objects
 from tests.faulty_proxy import FaultyProxy
 from tests.seaweed import BUCKET, KEY, SECRET, Server, environment
 from tests.storage_contract import StorageContract, sizes
@@ -246,6 +247,23 @@ class TestLocks:
                     storage.link("object", "other")
         assert sizes(storage) == {"object": 6}
 
+    def test_what_was_held_without_a_sign_of_life_for_long_is_let_go_if_nobody_took_it(self, s3: str) -> None:
+        storage = ObjectStorage(objects := S3Objects(BUCKET, s3.removeprefix(f"s3://{BUCKET}/"), {}))
+        with storage.lock(".lock", note="asleep"):
+            storage._leases._held[0].renewed -= 2 * leases.LIFE
+        assert list(objects.entries(leases.FOLDER)) == []
+
+    def test_what_is_left_of_a_lock_and_says_nothing_is_nobodys(self, s3: str) -> None:
+        objects = S3Objects(BUCKET, s3.removeprefix(f"s3://{BUCKET}/"), {})
+        for name in (f"{leases.FOLDER}/alone/x", f"{leases.FOLDER}/shared/x/reader"):
+            objects.put(name, [b""])
+        storage = ObjectStorage(objects)
+        with storage.lock("x"):
+            pass
+        with storage.lock("x", shared=True):
+            pass
+        assert list(objects.entries(leases.FOLDER)) == []
+
     def test_a_forked_child_leaves_the_lock_to_its_parent(self, s3: str) -> None:
         script = f"""
 import os, sys
@@ -309,6 +327,15 @@ class TestWrongRoots:
         options = {"endpoint_url": "http://127.0.0.1:9", "deadline": 1.0}
         with pytest.raises(ckpt.TransientError, match=r"no server answers\. Check the endpoint"):
             ckpt.StateManager(s3, model=nn.Linear(1, 1), storage_options=options)
+
+    def test_a_server_that_answers_is_not_taken_for_a_misspelt_one(
+        self, server: Server, s3: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ckpt.storage.s3_connection.FIRST_CONTACT", 0.0)
+        busy = iter(["slow down"] * 3)
+        with FaultyProxy(server.port, lambda method, path: next(busy, None)) as proxy:
+            open_storage(s3, endpoint_url=proxy.url).write("object", [b"x"])
+            assert proxy.done["slow down"] == 3
 
     def test_options_that_nobody_takes(self, s3: str, tmp_path: Path) -> None:
         with pytest.raises(ckpt.ConfigError, match="max_concurrency"):
