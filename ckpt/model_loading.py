@@ -108,7 +108,7 @@ def _load_tensors(where: str, ranks: Ranks, model: nn.Module, part: str, *, stri
     """From a folder of safetensors, or of another tool."""
     with open_source(where, part) as source:
         target = ModelPart(part, model)
-        live = target.capture()
+        live = target.places()
         notes = _unfit(live, source.tensors)
         if strict and notes:
             lines = [f"{name}: {why}" for name, why in sorted(notes.items())]
