@@ -48,11 +48,11 @@ class Managed:
         if found.identities() == self._found.identities():
             return
         _refuse_unmanageable({**found.models, **found.optimizers, **found.others, **found.custom})
+        engines = {key: self._engine_part(key, one) for key, one in engines_in(found.models).items()}
+        common = {one.key: one for one in engines.values()}
+        parts = {**_found_parts(with_engines(found)), **common, **self._registered}
         known = self._stepping
-        self._found, self.models = found, found.models
-        self._engines = {key: self._engine_part(key, one) for key, one in engines_in(found.models).items()}
-        engines = {one.key: one for one in self._engines.values()}
-        parts = {**_found_parts(with_engines(found)), **engines, **self._registered}
+        self._found, self.models, self._engines = found, found.models, engines
         self.parts = {key: part for key, part in parts.items() if key not in found.left_out}
         new = [one for one in self._stepping if not any(one is other for other in known)]
         for watch in self._watchers:

@@ -114,10 +114,10 @@ def _load_tensors(where: str, ranks: Ranks, model: nn.Module, part: str, *, stri
             lines = [f"{name}: {why}" for name, why in sorted(notes.items())]
             listed = "\n  ".join(lines)
             raise MismatchError(f"{where} does not fit the model; nothing was changed:\n  {listed}", tuple(lines))
-        for name, tensor in live.items():
-            if name in source.tensors and name not in notes:
-                _fill(tensor, source.tensors[name], ranks.rank)
-        target.load(live)
+        fitting = {name for name in live if name in source.tensors and name not in notes}
+        for name in fitting:
+            _fill(live[name], source.tensors[name], ranks.rank)
+        target.load(live, left=live.keys() - fitting)
     if ranks.rank == MAIN:
         say(f"loaded {part} of {where}")
     return notes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,12 +102,12 @@ class ModelPart:
         def take() -> None:
             known = values()
             extra = {name: known[name] for name in fitting if not isinstance(live[name], torch.Tensor)}
-            self.load({**live, **extra})
+            self.load({**live, **extra}, left=live.keys() - (fitting & saved.keys()))
 
         return take
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Take a state whose tensors are the live ones, filled already."""
+    def load(self, state: dict[str, Any], left: Collection[str] = ()) -> None:
+        """Take a state whose tensors are those of `places`, filled already, but for the ones that were `left`."""
         if is_fsdp1(self.model):
             fsdp1.load_model_state(self.model, state)
             return
@@ -115,9 +115,9 @@ class ModelPart:
         module = unwrap(self.model)
         live = module.state_dict(keep_vars=True)
         raw = clean_names(module, live)
-        there = {name: state[clean] for name, clean in raw.items()}
-        zero3.fill(live, there)
-        module.load_state_dict({name: one for name, one in there.items() if not is_divided(live[name])}, strict=False)
+        zero3.fill(live, {name: state[clean] for name, clean in raw.items() if clean not in left})
+        there = {name: state[clean] for name, clean in raw.items() if not is_divided(live[name])}
+        module.load_state_dict(there, strict=False)
         if is_engine(self.model):
             refresh(self.model)
 

@@ -45,10 +45,13 @@ def room(state: Mapping[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def fill(state: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Give divided parameters the values that all ranks know together, by name."""
+    """Give divided parameters the values that all ranks know together, by name. Others stay as they are."""
+    found = {id(one): (name, one) for name, one in state.items() if is_divided(one) and name in known}
+    if not found:
+        return
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-    for name, parameter in {id(one): (name, one) for name, one in state.items() if is_divided(one)}.values():
+    for name, parameter in found.values():
         whole = gathered(known[name]) if is_sharded(known[name]) else known[name]
         with GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(whole)
@@ -81,12 +84,13 @@ def _spread(whole: torch.Tensor, device: torch.device) -> Any:
         piece.copy_(narrowed(whole, box.ranges))
     if not whole.dim():
         return piece
-    mesh, stride = _mesh(device.type), torch.empty(whole.shape, device="meta").stride()
+    mesh, stride = _mesh(device.type, dist.group.WORLD), torch.empty(whole.shape, device="meta").stride()
     return DTensor.from_local(piece, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=stride)
 
 
 @lru_cache(maxsize=4)
-def _mesh(device: str) -> Any:
+def _mesh(device: str, group: Any) -> Any:
+    """All ranks, as long as they are the same group."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device, (dist.get_world_size(),))

@@ -114,8 +114,11 @@ class Loop:
     rank: int
     epochs: int = 2
 
-    def run(self, run: int = 0, stop: int | None = None) -> list[Any]:
-        """Train to the end, or until one batch more than what was saved; what was seen, and all state at the end."""
+    def run(self, run: int = 0, save: int | None = None, *, back: bool = False) -> tuple[list[Any], str]:
+        """Train to the end: what was seen, with all state at the end, and the weights that were saved after a batch.
+
+        With `back`, what was saved is loaded again after one more batch that is trained.
+        """
         reseed(self.rank, run)
         config = CASES[self.case]
         accelerator = new_accelerator(self.rank, 2, config)
@@ -124,19 +127,22 @@ class Loop:
             restored = manager.resume()
             assert not (restored and (restored.approximated or restored.skipped)), restored
             seen: list[Any] = []
+            saved = ""
             for epoch in range(restored.epoch if restored else 0, self.epochs):
                 for batch in loader:
                     loss = train_on(batch, accelerator, *parts)
-                    rate = parts[1].param_groups[0]["lr"]
-                    seen.append([epoch, batch[0].tolist(), loss.hex(), float(rate).hex(), manager.progress.step])
-                    if len(seen) == stop:
-                        accelerator.save_state("here")
+                    rate = float(parts[1].param_groups[0]["lr"])
+                    seen.append([epoch, batch[0].tolist(), loss.hex(), rate.hex(), manager.progress.step])
+                    if len(seen) == save:
+                        accelerator.save_state("here")  # which is written while training goes on
                         manager.save_model(f"{self.root}-model")
-                        seen.append(exact(weights(parts[0])))
-                    elif stop and len(seen) > stop + 1:
-                        return seen[: stop + 1]
+                        saved = exact(weights(parts[0]))
+                    elif back and save and len(seen) == save + 1:
+                        accelerator.load_state("here")
+                        seen.pop()
+                        back = False
             seen.append(everything(parts[0]))
-        return seen
+        return seen, saved
 
 
 def train_on(batch: Any, accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any) -> float:

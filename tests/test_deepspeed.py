@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckpt
 from tests.processes import run_alone, run_ranks
@@ -19,16 +19,16 @@ from tests.training import exact
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
-STOP = 2  # batches that were trained when everything was saved
+BATCHES = 2  # that were trained when everything was saved
 
 
 def _trained_and_killed(rank: int, folder: str) -> None:
     from tests.engines import CASES, Loop
 
-    seen = {}
-    for case in CASES:
-        straight = Loop(f"{folder}/{case}-straight", case, rank).run()
-        seen[case] = straight, Loop(f"{folder}/{case}", case, rank).run(stop=STOP)
+    seen = {case: Loop(f"{folder}/{case}", case, rank).run(save=BATCHES) for case in CASES}
+    most = list(CASES)[-1]  # every parameter is gathered for a save, and divided again
+    assert Loop(f"{folder}/not saved", most, rank).run()[0] == seen[most][0]
+    assert Loop(f"{folder}/back", most, rank).run(save=BATCHES, back=True)[0] == seen[most][0]
     Path(folder, f"seen-{rank}.json").write_text(json.dumps(seen))
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -40,9 +40,9 @@ def _seen(folder: str, rank: int) -> Any:
 def _resumed(rank: int, folder: str) -> None:
     from tests.engines import Loop
 
-    for case, (straight, stopped) in _seen(folder, rank).items():
-        resumed = Loop(f"{folder}/{case}", case, rank).run(run=1)
-        for before, after in zip(straight, stopped[:STOP] + resumed, strict=True):
+    for case, (straight, _) in _seen(folder, rank).items():
+        resumed, _ = Loop(f"{folder}/{case}", case, rank).run(run=1)
+        for before, after in zip(straight[BATCHES:], resumed, strict=True):
             assert after == before, case
 
 
@@ -64,7 +64,7 @@ def _resumed_by_one(rank: int, folder: str) -> None:
         restored = manager.load_state("here", strict=False)
         assert "begins anew" in restored.skipped["deepspeed-00000"]
         saved = weights(engine)
-        assert exact(saved) == _seen(folder, 0)[case][1][STOP]
+        assert exact(saved) == _seen(folder, 0)[case][1]
         for name, one in engine.module.named_parameters():
             assert not one.requires_grad or exact(safe_get_full_fp32_param(one).to(one.dtype)) == exact(saved[name])
         manager.close()
@@ -74,7 +74,7 @@ def _model_of(folder: Path, case: str) -> None:
     """The model of such a checkpoint, read by those who know nothing of DeepSpeed."""
     from tests.engines import build
 
-    then = _seen(str(folder), 0)[case][1][STOP]
+    then = _seen(str(folder), 0)[case][1]
     net = build()
     dtype = torch.bfloat16 if "bf16" in case else torch.float16 if "fp16" in case else torch.float32
     for parameter in net.parameters():
@@ -99,7 +99,7 @@ def test_a_killed_engine_goes_on_exactly_and_its_model_is_there_for_everybody(tm
 
 
 def _given_what_cannot_be_kept(rank: int, folder: str) -> None:
-    from tests.engines import WORDS, new_accelerator, prepared, train_on
+    from tests.engines import WIDTH, WORDS, new_accelerator, prepared, train_on, weights
 
     config = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2}
     accelerator = new_accelerator(0, 1, config)
@@ -116,19 +116,25 @@ def _given_what_cannot_be_kept(rank: int, folder: str) -> None:
     batch = torch.arange(4) % WORDS, torch.ones(4)
     with ckpt.StateManager(f"{folder}/run", model=engine) as manager:  # an engine alone brings all that it has
         train_on(batch, accelerator, engine, *others)
-        manager.save_state("inside a window", wait=True)
+        manager.save_state("inside-a-window", wait=True)
         with pytest.raises(ckpt.StateError, match=r"holds gradients of an accumulation window.*Load when"):
-            manager.load_state("inside a window")
+            manager.load_state("inside-a-window")
         train_on(batch, accelerator, engine, *others)
-        assert "without them" in manager.load_state("inside a window").approximated["gradients"]
+        assert "without them" in manager.load_state("inside-a-window").approximated["gradients"]
         assert (engine.global_steps, manager.progress.step) == (0, 0)
 
     other = {"zero_optimization": {"stage": 3}}
     accelerator = new_accelerator(0, 1, other)
-    prepared(accelerator, other)
+    _, engine, *_ = prepared(accelerator, other)
     manager = ckpt.StateManager(f"{folder}/run", accelerator=accelerator)
     with pytest.raises(ckpt.MismatchError, match=r"a DeepSpeedZeroOptimizer of AdamW in the checkpoint, a Deep"):
         manager.resume()
+
+    before, bias = weights(engine), torch.full((WIDTH,), 2.0)
+    Path(folder, "some").mkdir()
+    save_file({"hidden.0.bias": bias}, f"{folder}/some/model.safetensors")
+    ckpt.load_model(f"{folder}/some", engine, strict=False)
+    assert exact(weights(engine)) == exact({**before, "hidden.0.bias": bias})  # what is not there stays as it was
 
 
 def test_what_cannot_be_kept_of_an_engine_is_refused_with_the_remedy(tmp_path: Path) -> None:
