@@ -131,6 +131,7 @@ class Loop:
             for epoch in range(restored.epoch if restored else 0, self.epochs):
                 for batch in loader:
                     loss = train_on(batch, accelerator, *parts)
+                    assert manager.progress.step == parts[0].global_steps - parts[0].skipped_steps
                     rate = float(parts[1].param_groups[0]["lr"])
                     seen.append([epoch, batch[0].tolist(), loss.hex(), rate.hex(), manager.progress.step])
                     if len(seen) == save:
