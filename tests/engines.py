@@ -33,12 +33,12 @@ CASES: dict[str, Config] = {
     "ZeRO 2, fp16, accumulating": {
         "zero_optimization": {"stage": 2},
         "gradient_accumulation_steps": 2,
-        "fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 1},
+        "fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 1},
     },
     "ZeRO 3, bf16, with a schedule of its own": {
         "zero_optimization": {"stage": 3, "sub_group_size": 30},
         "bf16": {"enabled": True},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.005, "warmup_max_lr": 0.02}},
     },
 }
 
