@@ -12,8 +12,6 @@ from ckpt.fsdp1 import is_fsdp1
 from ckpt.retention import Keep
 from ckpt.sources import Found
 
-_ENGINES = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}  # they keep the state to themselves
-
 
 class Accelerated:
     """Finds everything that an accelerator has prepared, also what it prepares later, without Accelerate's wrappers.
@@ -26,7 +24,7 @@ class Accelerated:
         self.accelerator = accelerator
         self._seen: dict[int, tuple[str, Any]] = {}  # held, so that no later object can have its identity
         self._left_out: set[int] = set()
-        _refuse_engines(accelerator)
+        _refuse_megatron(accelerator)
 
     @property
     def root(self) -> str | None:
@@ -42,9 +40,10 @@ class Accelerated:
 
     @property
     def gradients(self) -> bool:
-        """Whether a save may come in the middle of an accumulation window. FSDP 1 does not give gradients out."""
+        """Whether a save may come in the middle of an accumulation window. Not all give their gradients out."""
         accumulates = self.accelerator.gradient_accumulation_steps > 1
-        return accumulates and not any(is_fsdp1(model) for model in self.accelerator._models)
+        gives = not (self._is_deepspeed or any(is_fsdp1(model) for model in self.accelerator._models))
+        return accumulates and gives
 
     def find(self) -> Found:
         models = _numbered("model", self.accelerator._models)
@@ -116,7 +115,11 @@ class Accelerated:
 
     @property
     def _is_sharded(self) -> bool:
-        return bool(self.accelerator.distributed_type.value == "FSDP")
+        return self._is_deepspeed or bool(self.accelerator.distributed_type.value == "FSDP")
+
+    @property
+    def _is_deepspeed(self) -> bool:
+        return bool(self.accelerator.distributed_type.value == "DEEPSPEED")
 
     def _leave_out(self, models: Iterable[Any]) -> None:
         self._left_out = {id(model) for model in models}
@@ -142,12 +145,11 @@ class Accelerated:
         self._seen = {id(one): (key, one) for key, one in found.items()}
 
 
-def _refuse_engines(accelerator: Any) -> None:
-    engine = _ENGINES.get(accelerator.distributed_type.value)
-    if engine is not None:
+def _refuse_megatron(accelerator: Any) -> None:
+    if accelerator.distributed_type.value == "MEGATRON_LM":
         raise UnsupportedError(
-            f"{engine} keeps the state of model and optimizer in an engine of its own and writes it as pickles, which "
-            "ckpt neither writes nor executes. Use the FSDP plugin (sharded) or DDP with ckpt, or save with "
+            "Megatron-LM keeps the state of model and optimizer to itself and writes it as pickles, which ckpt neither "
+            "writes nor executes. Use the FSDP plugin (sharded), DeepSpeed or DDP with ckpt, or save with "
             "accelerator.save_state() unattached."
         )
 

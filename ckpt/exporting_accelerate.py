@@ -11,6 +11,7 @@ from typing import Any
 
 from ckpt.catalog import locate, read_manifest, size_problems
 from ckpt.console import bar
+from ckpt.engines import KEY
 from ckpt.errors import ConfigError, DamagedError
 from ckpt.folders import appearing
 from ckpt.foreign import kind_of
@@ -37,7 +38,7 @@ def export(
         writing = _Writing(storage, manifest, os.fspath(folder))
         writing.parts()
         writing.generators()
-    return path, (*writing.opened.parts, "rng"), writing.skipped
+    return path, (*(key for key in writing.opened.parts if key not in writing.skipped), "rng"), writing.skipped
 
 
 @contextmanager
@@ -77,6 +78,10 @@ class _Writing:
         found: dict[str, list[str]] = defaultdict(list)
         for key in self.opened.parts:
             found[kind_of(key)].append(key)
+        for key in found.pop(KEY, ()):
+            self.skipped[key] = (
+                "DeepSpeed reads no files but its own: its optimizer begins anew, from the model's weights"
+            )
         if len(found["scaler"]) > 1:
             raise ConfigError(f"{self.manifest.name} has {len(found['scaler'])} scalers, and Accelerate knows one.")
         return {kind: sorted(keys, key=_position) for kind, keys in found.items()}
@@ -109,7 +114,7 @@ class _Writing:
             self._note(state)
 
     def _note(self, state: Mapping[str, Any]) -> None:
-        if self.opened.own:
+        if any(key.startswith("gradients") for key in self.opened.own):
             self.skipped["gradients"] = "Accelerate keeps none: the accumulation window begins anew"
         for key in state["generators"]:
             self.skipped[key] = "Accelerate keeps no generators but the global ones"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ckpt.engines import KEY
 from ckpt.errors import DamagedError
 from ckpt.folder import Folder
 from ckpt.formats import accelerate
@@ -78,7 +79,7 @@ class Foreign:
 def kind_of(key: str) -> str:
     """`model` of `model.0`. What was registered by a name of its own is custom."""
     head = key.partition(".")[0]
-    return head if head in KINDS else CUSTOM
+    return head if head in (*KINDS, KEY) else CUSTOM
 
 
 def _keyed(found: Mapping[str, Mapping[int, Any]], live: list[str]) -> dict[str, Any]:

@@ -9,15 +9,17 @@ import torch
 from torch import nn
 
 from ckpt import rng
+from ckpt.engine_parts import EnginePart, PartitionsPart
+from ckpt.engines import KEY, engines_in, is_partitioned, with_engines
 from ckpt.errors import ConfigError
 from ckpt.formats.packed import is_packed, pieces
 from ckpt.formats.sharding import is_sharded, local_tensor
 from ckpt.models import ModelPart
 from ckpt.optimizers import OptimizerPart
-from ckpt.parts import GradientsPart, ObjectPart, Part, has_state
+from ckpt.parts import GradientsPart, ObjectPart, OwnPart, Part, has_state
 from ckpt.sources import KINDS, Found
 
-_TAKEN = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", "state", "manifest")
+_TAKEN = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", KEY, "state", "manifest")
 
 Watcher = Callable[[Iterable[torch.optim.Optimizer]], None]
 
@@ -38,6 +40,7 @@ class Managed:
         self._found = Found()
         self._registered: dict[str, Part] = {}
         self._gradients = gradients
+        self._engines: dict[str, EnginePart] = {}
 
     def look(self) -> None:
         """Take care of what there is now."""
@@ -45,11 +48,13 @@ class Managed:
         if found.identities() == self._found.identities():
             return
         _refuse_unmanageable({**found.models, **found.optimizers, **found.others, **found.custom})
-        known = self.optimizers
-        self._found, self.models = found, found.models
-        parts = {**_found_parts(found), **self._registered}
+        engines = {key: self._engine_part(key, one) for key, one in engines_in(found.models).items()}
+        common = {one.key: one for one in engines.values()}
+        parts = {**_found_parts(with_engines(found)), **common, **self._registered}
+        known = self._stepping
+        self._found, self.models, self._engines = found, found.models, engines
         self.parts = {key: part for key, part in parts.items() if key not in found.left_out}
-        new = [one for one in self.optimizers if not any(one is other for other in known)]
+        new = [one for one in self._stepping if not any(one is other for other in known)]
         for watch in self._watchers:
             watch(new)
 
@@ -64,6 +69,15 @@ class Managed:
                     inner = inner.optimizer
                 found.append(inner)
         return found
+
+    @property
+    def _stepping(self) -> list[Any]:
+        """What hooks around steps can be registered with."""
+        return [*self.optimizers, *(one for one in self._engines.values() if one.stepped is not None)]
+
+    def _engine_part(self, key: str, engine: Any) -> EnginePart:
+        known = self._engines.get(key)
+        return known if known is not None and known.engine is engine else EnginePart(_engine_key(key), engine)
 
     def model_part(self, key: str) -> ModelPart:
         """The model under a key, to be published."""
@@ -95,10 +109,15 @@ class Managed:
                 tensors = (piece for one in whole for piece in (pieces(one).values() if is_packed(one) else (one,)))
                 yield from (local_tensor(one) if is_sharded(one) else one for one in tensors)
 
-    def own(self, rank: int) -> dict[str, Part]:
+    def own(self, rank: int) -> dict[str, OwnPart]:
         """What a rank saves for itself alone."""
         key = f"gradients-{rank:05d}"
-        return {key: GradientsPart(key, self.models)} if self._gradients else {}
+        parts: dict[str, OwnPart] = {key: GradientsPart(key, self.models)} if self._gradients else {}
+        for engine in self._engines.values():
+            if is_partitioned(engine.engine):
+                key = f"{engine.key}-{rank:05d}"
+                parts[key] = PartitionsPart(key, engine.engine)
+        return parts
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """Take care of more objects; all of them, or none if any cannot be."""
@@ -128,6 +147,10 @@ def _found_parts(found: Found) -> dict[str, Part]:
         parts[key] = OptimizerPart(key, one, prefixed) if ours else ObjectPart(key, one)
     parts |= {key: ObjectPart(key, one, same_class=True) for key, one in found.others.items()}
     return parts | {key: _registered_part(key, one) for key, one in found.custom.items()}
+
+
+def _engine_key(model: str) -> str:
+    return model.replace("model", KEY, 1)
 
 
 def _registered_part(key: str, value: Any) -> Part:

@@ -131,17 +131,17 @@ def _load_tensors(
     """From a folder of safetensors, or of another tool."""
     with open_source(where, part, options) as source:
         target = ModelPart(part, model)
-        live = target.capture()
+        live = target.places()
         wanted, saved = _matched(target, live, source, shown)
         notes = _unfit(wanted, saved)
         if strict and notes:
             lines = [f"{name}: {why}" for name, why in sorted(notes.items())]
             listed = "\n  ".join(lines)
             raise MismatchError(f"{shown} does not fit the model; nothing was changed:\n  {listed}", tuple(lines))
-        for name, tensor in wanted.items():
-            if name in saved and name not in notes:
-                _fill(tensor, saved[name], ranks.rank)
-        target.load(live)
+        fitting = {name for name in wanted if name in saved and name not in notes}
+        for name in fitting:
+            _fill(wanted[name], saved[name], ranks.rank)
+        target.load(live, left=live.keys() - fitting)
     return notes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,16 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ckpt import fsdp1
+from ckpt import fsdp1, zero3
 from ckpt.describing import describe
+from ckpt.engine_parts import refresh
+from ckpt.engines import is_engine, refuse_bare
 from ckpt.formats.dtypes import name_of
 from ckpt.formats.sharding import Layout, divided, is_sharded
 from ckpt.fsdp1 import is_fsdp1
 from ckpt.parts import LEFT, Notes, Read, SavedTensor
 from ckpt.unwrap import clean_names, unwrap
+from ckpt.zero3 import is_divided, is_zero3
 
 
 @dataclass
@@ -32,8 +35,18 @@ class ModelPart:
     def kind(self) -> str:
         return type(unwrap(self.model)).__name__
 
+    def __post_init__(self) -> None:
+        refuse_bare(self.key, self.model)
+
     def capture(self) -> dict[str, Any]:
         """The state with the parameters and buffers themselves: tied ones are one object, on every rank."""
+        return zero3.rows(self._state())
+
+    def places(self) -> dict[str, Any]:
+        """The same, but as tensors to read a state into, for `load` to take."""
+        return zero3.room(self._state())
+
+    def _state(self) -> dict[str, Any]:
         if is_fsdp1(self.model):
             return fsdp1.model_state(self.model)
         module = unwrap(self.model)
@@ -51,15 +64,18 @@ class ModelPart:
         return describe(unwrap(self.model), list(tensors_in(state)))
 
     def is_spread(self) -> bool:
-        return is_fsdp1(self.model) or any(is_sharded(one) for one in unwrap(self.model).parameters())
+        parameters = unwrap(self.model).parameters()
+        return is_fsdp1(self.model) or any(is_sharded(one) or is_divided(one) for one in parameters)
 
     def layouts(self) -> frozenset[Layout]:
         if is_fsdp1(self.model):
             return frozenset({fsdp1.layout(self.model)})
+        if is_zero3(self.model):
+            return frozenset({zero3.layout()})
         return divided(unwrap(self.model).parameters())
 
     def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
-        live = self.capture()
+        live = self.places()
         there = {id(value) for name, value in live.items() if name in saved}  # a tied one, under any of its names
         missing = [name for name in live.keys() - saved.keys() if not _is_tied(live[name], there)]
         unfit = dict.fromkeys(missing, "missing in the checkpoint")
@@ -70,7 +86,7 @@ class ModelPart:
         return unfit
 
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
-        live = self.capture()
+        live = self.places()
         fitting = {name for name in live if name not in unfit or _fits_when_cast(live[name], saved.get(name))}
         # of a tied one, the last name that was saved counts
         owners = {id(value): name for name, value in live.items() if name in saved}
@@ -86,19 +102,24 @@ class ModelPart:
         def take() -> None:
             known = values()
             extra = {name: known[name] for name in fitting if not isinstance(live[name], torch.Tensor)}
-            self.load({**live, **extra})
+            self.load({**live, **extra}, left=live.keys() - (fitting & saved.keys()))
 
         return take
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Take a state whose tensors are the live ones, filled already."""
+    def load(self, state: dict[str, Any], left: Collection[str] = ()) -> None:
+        """Take a state whose tensors are those of `places`, filled already, but for the ones that were `left`."""
         if is_fsdp1(self.model):
             fsdp1.load_model_state(self.model, state)
             return
         # the tensors are in place already, and to copy one onto itself costs nothing: what counts are hooks and extras
         module = unwrap(self.model)
-        raw = clean_names(module, module.state_dict(keep_vars=True))
-        module.load_state_dict({name: state[clean] for name, clean in raw.items()}, strict=False)
+        live = module.state_dict(keep_vars=True)
+        raw = clean_names(module, live)
+        zero3.fill(live, {name: state[clean] for name, clean in raw.items() if clean not in left})
+        there = {name: state[clean] for name, clean in raw.items() if not is_divided(live[name])}
+        module.load_state_dict(there, strict=False)
+        if is_engine(self.model):
+            refresh(self.model)
 
 
 def _is_tied(value: Any, others: set[int]) -> bool:

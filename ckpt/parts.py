@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ckpt.engines import is_engine
 from ckpt.errors import UnsupportedError
 from ckpt.formats.sharding import Layout, empty_like, is_sharded, local_tensor
 from ckpt.fsdp1 import is_fsdp1
@@ -89,7 +90,14 @@ class Part(Protocol):
         """Ask for a saved state, all but what is `unfit`. What is returned takes it, when it has been read."""
 
 
-class _Whole:
+class OwnPart(Part, Protocol):
+    """What every rank has of its own, and saves for itself alone."""
+
+    def missed(self, why: str, notes: Notes, *, strict: bool) -> None:
+        """A checkpoint has none that would be this rank's: say what follows from that, or refuse to go on."""
+
+
+class Whole:
     """What is saved whole by one rank, all of it each time."""
 
     def frozen(self) -> frozenset[str]:
@@ -106,7 +114,7 @@ class _Whole:
 
 
 @dataclass
-class GradientsPart(_Whole):
+class GradientsPart(Whole):
     """Gradients that wait for the rest of their accumulation window. Every rank has its own."""
 
     key: str
@@ -118,6 +126,8 @@ class GradientsPart(_Whole):
     def capture(self) -> dict[str, Any]:
         if any(is_fsdp1(model) for model in self.models.values()):
             raise UnsupportedError(f"{self.key}: FSDP 1 does not give gradients out by parameter. Use fully_shard.")
+        if any(is_engine(model) for model in self.models.values()):
+            raise UnsupportedError(f"{self.key}: DeepSpeed keeps gradients to itself. Leave gradients=True out.")
         return {key: _pieces(gradients(unwrap(model))) for key, model in self.models.items()}
 
     def check(self, saved: Any) -> dict[str, str]:
@@ -126,6 +136,9 @@ class GradientsPart(_Whole):
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
         values = read()
         return lambda: self._take(values())
+
+    def missed(self, why: str, notes: Notes, *, strict: bool) -> None:
+        notes.approximated["gradients"] = f"{why}: the accumulation window begins anew"
 
     def _take(self, values: Any) -> None:
         for key, model in self.models.items():
@@ -149,7 +162,7 @@ def _as_gradient(gradient: torch.Tensor, parameter: nn.Parameter) -> Any:
 
 
 @dataclass
-class ObjectPart(_Whole):
+class ObjectPart(Whole):
     """Anything with `state_dict` and `load_state_dict`: schedulers, scalers, and objects of the user's own."""
 
     key: str

@@ -62,9 +62,14 @@ class Restoration:
         notes = Notes()
         if manifest.origin:
             notes.approximated["progress"] = UNKNOWN_PROGRESS
-        parts = {**managed.parts, **_own(manifest, managed.own(ranks.rank), ranks, notes)}
+        own = managed.own(ranks.rank)
+        why = _missed(manifest, ranks)
+        parts = {**managed.parts, **(own if why is None else {})}
 
         def look() -> tuple[Opened, dict[str, Callable[[], None]]]:
+            if why is not None:
+                for part in own.values():
+                    part.missed(why, notes, strict=strict)
             opened = open_any(storage, manifest, ranks.rank, managed.parts)
             unfit = _check(opened, parts, strict=strict)
             return opened, _ask(opened, parts, unfit, notes)
@@ -91,14 +96,11 @@ class Restoration:
         return list(self.takers)
 
 
-def _own(manifest: Manifest, own: Mapping[str, Part], ranks: Ranks, notes: Notes) -> Mapping[str, Part]:
-    """The parts of this rank alone that a checkpoint has: those of another number of ranks are not this one's."""
-    others = manifest.world_size != ranks.world_size
-    if not own or not (others or manifest.origin):
-        return own
-    why = "saved by another number of ranks" if others else f"{manifest.origin} keeps none"
-    notes.approximated["gradients"] = f"{why}: the accumulation window begins anew"
-    return {}
+def _missed(manifest: Manifest, ranks: Ranks) -> str | None:
+    """Why a checkpoint has nothing that would be this rank's alone: other ranks saved it, or another tool."""
+    if manifest.world_size != ranks.world_size:
+        return f"saved by another number of ranks ({manifest.world_size}, and there are {ranks.world_size} here)"
+    return f"{manifest.origin} keeps none" if manifest.origin else None
 
 
 def rewinder(opened: Opened, ranks: Ranks, generators: Mapping[str, Any], notes: Notes) -> Callable[[], None]:

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ckpt.engines import is_engine
+
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel, DataParallel and torch.compile, in any order."""
+    """The model inside DistributedDataParallel, DataParallel, DeepSpeed and torch.compile, in any order."""
     while (name := _inner_name(model)) is not None:
         model = getattr(model, name)
     return model
@@ -61,7 +63,7 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
 
 def _inner_name(module: nn.Module) -> str | None:
     """The attribute under which a wrapper holds its model; none for a model."""
-    if isinstance(module, DistributedDataParallel | DataParallel):
+    if isinstance(module, DistributedDataParallel | DataParallel) or is_engine(module):
         return "module"
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):

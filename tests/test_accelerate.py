@@ -532,6 +532,6 @@ def test_what_cannot_be_given_is_refused_with_the_remedy(tmp_path: Path) -> None
     attach(accelerator, tmp_path / "root")
     with pytest.raises(ckpt.ConfigError, match=r"elsewhere/x is not directly below .*root"):
         accelerator.save_state(str(tmp_path / "elsewhere" / "x"))
-    engine = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED)
-    with pytest.raises(ckpt.UnsupportedError, match="DeepSpeed keeps the state"):
+    engine = SimpleNamespace(distributed_type=DistributedType.MEGATRON_LM)
+    with pytest.raises(ckpt.UnsupportedError, match="Megatron-LM keeps the state"):
         ckpt.StateManager(tmp_path, accelerator=engine)

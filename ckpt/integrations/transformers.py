@@ -248,8 +248,8 @@ def _refuse_to_overtake(storage: Storage, ranks: Ranks) -> None:
 def _refuse_unfit(trainer: Any, methods: Collection[str]) -> None:
     if trainer.is_deepspeed_enabled:
         raise ConfigError(
-            "CkptCallback does not keep DeepSpeed's engine. Train with FSDP or DDP, or leave the callback out and use "
-            "Trainer's own checkpoints."
+            "CkptCallback does not keep DeepSpeed's engine, which Trainer loads itself. Train with FSDP or DDP; leave "
+            "the callback out and use Trainer's own checkpoints; or write the loop with Accelerate and StateManager."
         )
     missing = [name for name in (*methods, "_run_epoch") if not hasattr(trainer, name)]
     if missing:
