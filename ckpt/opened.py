@@ -14,7 +14,6 @@ from ckpt.errors import DamagedError
 from ckpt.files import spread_file, whole_file
 from ckpt.formats.documents import STATE, decode_inline, from_json, rank_document
 from ckpt.formats.manifest import Manifest
-from ckpt.formats.memory import ask_for_large_pages
 from ckpt.formats.native import TensorFile
 from ckpt.formats.sharding import Box, Layout, is_sharded, layout_of, local_tensor
 from ckpt.formats.spread import SpreadTensors, Table
@@ -148,7 +147,6 @@ class Opened:
 
     def read_new(self) -> None:
         """Read what was asked for into new memory, verifying it on the way."""
-        ask_for_large_pages(one.into for one in self._asked if one.into is not None)
         self._read(self._asked, read_verified)
         self._asked = []
 

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
-from collections.abc import Iterable
 
 import torch
-
-_LARGE = 2 << 20  # bytes of a large page
-_APART = 64 << 10  # bytes between two tensors that the allocator has put side by side, at most
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
@@ -49,20 +44,3 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 def movable(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory under a dtype that torch can copy: it has no copy for int4 and its like."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-
-
-def ask_for_large_pages(tensors: Iterable[torch.Tensor]) -> None:
-    """Let the system give out new memory of the CPU in large pages: it is then filled in a fifth of the time.
-
-    Many of them are smaller than such a page, or not aligned to it, but lie side by side. It is only a wish: nothing
-    comes of it where the system does not grant it, or has given the memory out already.
-    """
-    spans: list[tuple[int, int]] = []
-    for start, stop in sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in tensors if one.is_cpu):
-        if spans and start - spans[-1][1] <= _APART:
-            start, _ = spans.pop()
-        spans.append((start, stop))
-    for start, stop in spans:
-        start, stop = -(-start // _LARGE) * _LARGE, stop // _LARGE * _LARGE
-        if start < stop and hasattr(mmap, "MADV_HUGEPAGE"):
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_HUGEPAGE)
