@@ -42,7 +42,7 @@ class Outcome:
             return json.dumps({"call": call, "value": self.value})
         ours = isinstance(self.error, CkptError)
         text = str(self.error) if ours else f"{type(self.error).__name__}: {self.error}"
-        return json.dumps({"call": call, "kind": type(self.error).__name__ if ours else "CkptError", "text": text})
+        return json.dumps({"call": call, "kind": _kind(self.error), "text": text})
 
     @classmethod
     def from_json(cls, data: str) -> Outcome:
@@ -92,6 +92,12 @@ def _joined(call: str, told: list[str]) -> list[Any]:
     if len(failed) == len(told) and len(texts) == 1:
         raise _made(kind, texts[0])
     raise _made(kind, "; ".join(f"rank {rank}: {error}" for rank, error in failed.items()))
+
+
+def _kind(error: Exception) -> str:
+    """The nearest class of an error that others can make by its name."""
+    names = (one.__name__ for one in type(error).__mro__ if getattr(errors, one.__name__, None) is one)
+    return next(names, CkptError.__name__)
 
 
 def _made(kind: str, text: str) -> CkptError:

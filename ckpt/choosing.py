@@ -15,9 +15,11 @@ from ckpt.errors import (
     AbsentError,
     CheckpointError,
     DamagedError,
+    DeniedError,
     LockedError,
     MissingError,
     StorageError,
+    TransientError,
     VersionError,
 )
 from ckpt.formats.manifest import FILE_NAME, Manifest
@@ -28,6 +30,7 @@ from ckpt.taking_over import ROOT, folder_of, foreign_names, read_any
 
 _log = logging.getLogger("ckpt")
 _RESCANS = 5
+_UNREACHED = (TransientError, DeniedError)
 
 
 @dataclass
@@ -56,7 +59,8 @@ def choose(
     """The checkpoint to load, the same on every rank: the one by that name, or the newest that is intact everywhere.
 
     `tiers` are where they may be; of two copies the first tier's comes first. `prepare` reads it, on all ranks
-    together; a `DamagedError` from it means the next one. The checkpoint, and what `prepare` puts on its stack, is kept
+    together; a `DamagedError` from it means the next one. One that cannot be reached may be as whole as ever: no older
+    one is taken in its place, but the error is raised. The checkpoint, and what `prepare` puts on its stack, is kept
     until `held` is left. None if nothing was ever committed. With `foreign`, where there is none of ours, the newest
     that Accelerate wrote.
 
@@ -103,7 +107,10 @@ class _Search:
     vanished: bool = False
 
     def first_intact(self, found: list[tuple[int, str]]) -> Choice | None:
+        unreached: dict[str, StorageError] = {}
         for tier, name in found:
+            if unreached.keys() - {name}:
+                break
             storage = self.tiers[tier]
             with ExitStack() as mine:
                 try:
@@ -113,10 +120,17 @@ class _Search:
                         manifest = self._inspected(storage, name, mine)
                     ready = self.prepare(storage, manifest, mine)
                 except (DamagedError, StorageError) as error:
+                    if isinstance(error, _UNREACHED):
+                        unreached[name] = error
                     self._pass_over(name, f"in {storage.url}: {error}" if tier else str(error))
                     continue
                 self.held.push(mine.pop_all())
                 return Choice(manifest, folder_of(storage, manifest), ready, self.passed_over)
+        for name, error in unreached.items():
+            raise type(error)(
+                f"{name} cannot be read now: {error} Nothing says that it is damaged, so no older one was taken in its "
+                "place. Try again, or name an older one: load_state(name)."
+            ) from error
         return None
 
     def _pass_over(self, name: str, why: str) -> None:
@@ -130,7 +144,7 @@ class _Search:
         problem = agree(self.ranks, self.call, verdict, _joined)
         if problem:
             self.vanished = self.vanished or problem["vanished"]
-            raise DamagedError(problem["text"])
+            raise (TransientError if problem["unreached"] else DamagedError)(problem["text"])
         return found[0]
 
     def _found_apart(self, name: str, held: ExitStack) -> tuple[Manifest, Storage]:
@@ -148,7 +162,10 @@ class _Search:
 
 def _joined(verdicts: list[Any]) -> Any:
     bad = [verdict for verdict in verdicts if verdict]
-    return {"text": bad[0]["text"], "vanished": any(one["vanished"] for one in bad)} if bad else None
+    if not bad:
+        return None
+    told = {key: any(one[key] for one in bad) for key in ("vanished", "unreached")}
+    return {"text": bad[0]["text"], **told}
 
 
 def _offer(root: Storage, name: str | None, told: list[Any], *, foreign: bool) -> dict[str, Any]:
@@ -220,8 +237,12 @@ def _inspect(storage: Storage, name: str, held: ExitStack, found: list[Manifest]
         wrong = catalog.size_problems(storage, manifest)
     except (DamagedError, StorageError) as error:
         gone = isinstance(error, AbsentError | LockedError)  # removed since it was listed, or just being
-        return {"text": str(error), "vanished": gone}
+        return _verdict(str(error), vanished=gone, unreached=isinstance(error, _UNREACHED))
     except MissingError as error:
-        return {"text": str(error), "vanished": True}
+        return _verdict(str(error), vanished=True)
     found.append(manifest)
-    return {"text": f"{name} is damaged: {'; '.join(wrong)}.", "vanished": False} if wrong else None
+    return _verdict(f"{name} is damaged: {'; '.join(wrong)}.") if wrong else None
+
+
+def _verdict(text: str, *, vanished: bool = False, unreached: bool = False) -> dict[str, Any]:
+    return {"text": text, "vanished": vanished, "unreached": unreached}

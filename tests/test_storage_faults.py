@@ -129,6 +129,18 @@ def test_under_a_random_schedule_of_faults_nothing_is_lost(proxied: FaultyProxy,
     check(s3, saved)
 
 
+def test_the_newest_checkpoint_is_not_passed_over_because_it_cannot_be_reached(proxied: FaultyProxy, s3: str) -> None:
+    options = reached_through(proxied, deadline=1.0)
+    with ckpt.StateManager(s3, model=of_step(0, 1 << 20), storage_options=options) as manager:
+        for name in ("step-1", "step-2"):
+            manager.save_state(name, wait=True)
+        proxied.plan = lambda method, path: "slow down" if method == "GET" and "step-2/model" in path else None
+        with pytest.raises(ckpt.TransientError, match=r"step-2 cannot be read now: .*SlowDown.* no older one was taken"):
+            manager.load_state()
+        proxied.plan = lambda method, path: "slow down" if method == "GET" and "step-1/model" in path else None
+        assert manager.load_state().name == "step-2"
+
+
 def test_a_server_that_stays_away_is_a_transient_error_after_the_deadline(proxied: FaultyProxy, s3: str) -> None:
     storage = open_storage(s3, **reached_through(proxied, deadline=1.0))
     storage.write("object", [b"x"])
