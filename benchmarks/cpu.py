@@ -135,7 +135,7 @@ def targets(figures: Mapping[type[Way], Figures], size: int) -> list[Target]:
         Target(f"later save {blocked}", to("blocked, later", ways.DcpAsync, background), 0.5),
         Target("load, page cache warm, to Accelerate's", to("load, warm", ways.WithAccelerate), 0.8),
         Target("load, page cache cold, to Accelerate's", to("load, cold", ways.WithAccelerate), 0.8),
-        Target("extra memory in the background, in copies of the state", divided(background.save_memory, size), 1.0),
+        Target("extra memory in the background, in copies of the state", divided(background.save_memory, size), 1.01),
         Target("extra memory of save_state(wait=True)", divided(ours.save_memory, 1e6), 256, " MB"),
     ]
 

@@ -126,11 +126,11 @@ class _Search:
                     continue
                 self.held.push(mine.pop_all())
                 return Choice(manifest, folder_of(storage, manifest), ready, self.passed_over)
-        for name, error in unreached.items():
-            raise type(error)(
-                f"{name} cannot be read now: {error} Nothing says that it is damaged, so no older one was taken in its "
+        for name, why in unreached.items():
+            raise type(why)(
+                f"{name} cannot be read now: {why} Nothing says that it is damaged, so no older one was taken in its "
                 "place. Try again, or name an older one: load_state(name)."
-            ) from error
+            ) from why
         return None
 
     def _pass_over(self, name: str, why: str) -> None:
