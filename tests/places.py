@@ -10,9 +10,6 @@ from functools import cache
 from pathlib import PosixPath
 from typing import Any
 
-import boto3
-from botocore.exceptions import ClientError
-
 from ckpt.storage import ANY, Buffer, Entry, Unfinished, open_storage
 
 
@@ -69,7 +66,7 @@ class Prefix:
     def exists(self) -> bool:
         try:
             _client().head_object(Bucket=self._bucket, Key=self._key)
-        except ClientError:
+        except _client().exceptions.ClientError:
             return bool(self.files())
         return True
 
@@ -94,6 +91,8 @@ Place = Folder | Prefix
 
 @cache
 def _client_for(endpoint: str) -> Any:
+    import boto3  # not where tests of a device run alone
+
     return boto3.client("s3")
 
 

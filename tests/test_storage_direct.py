@@ -8,6 +8,7 @@ import mmap
 import os
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,14 @@ def test_a_piece_may_be_overwritten_once_the_next_is_asked_for(tmp_path: Path) -
 
     write(tmp_path / "file", reused())
     assert (tmp_path / "file").read_bytes() == b"".join(bytes([value]) * (BLOCK // 2) for value in range(10))
+
+
+def test_files_that_are_written_at_the_same_time_do_not_mix(tmp_path: Path) -> None:
+    """They share the blocks through which bytes go to the disk, one file after the other."""
+    contents = [random.Random(seed).randbytes(3 * BLOCK + seed) for seed in range(8)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: write(tmp_path / str(number), iter([contents[number]])), range(8)))
+    assert [(tmp_path / str(number)).read_bytes() == data for number, data in enumerate(contents)] == [True] * 8
 
 
 @pytest.mark.parametrize("refused", ["open", "write"])
