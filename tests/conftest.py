@@ -70,7 +70,7 @@ def root(request: pytest.FixtureRequest, new_root: Callable[[], Place]) -> Place
 @pytest.fixture
 def anywhere(request: pytest.FixtureRequest) -> str:
     """The URL of an empty root where nothing looks at its files: in memory, unless all is on S3."""
-    return str(request.getfixturevalue("s3")) if ON_S3 else f"memory://test-{next(_numbers)}"
+    return str(request.getfixturevalue("s3")) if ON_S3 else f"memory://anywhere-{next(_numbers)}"
 
 
 @pytest.fixture

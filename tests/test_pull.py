@@ -151,7 +151,7 @@ def test_files_of_another_are_not_taken_for_the_checkpoints_own(tmp_path: Path) 
 def test_a_root_that_a_run_writes_to_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "run", 1)
     with ckpt.StateManager(tmp_path / "other", model=nn.Linear(1, 1)) as manager:
-        manager.save_state("a")
+        manager.save_state("a", wait=True)
         with pytest.raises(ckpt.LockedError, match="another run writes to"):
             ckpt.pull(tmp_path / "run", tmp_path / "other")
 
