@@ -19,8 +19,6 @@ BLOCK = 8 << 20
 _WRITERS = 8
 _RESERVED = 256 << 20
 
-_spare: list[memoryview] = []  # blocks of files that are done, for those to come: new memory takes its time
-
 
 def write_durably(descriptor: int, pieces: Iterable[Buffer]) -> None:
     """Write the pieces to a new file, one after the other, and wait until they outlive a crash.
@@ -96,8 +94,6 @@ class _File:
                 self._close()
 
     def _close(self) -> None:
-        _spare.extend(self._buffers)
-        del _spare[_WRITERS:]
         if self._direct is not None:
             os.close(self._direct)
         if self._reserved > self._size:
@@ -106,7 +102,7 @@ class _File:
     def _buffer(self) -> memoryview:
         """The block in hand. What it held before has been written."""
         if len(self._buffers) <= self._number % _WRITERS:
-            self._buffers.append(_block())
+            self._buffers.append(aligned(BLOCK))
         if not self._filled:
             self._writers[self._number % _WRITERS].wait()
         return self._buffers[self._number % _WRITERS]
@@ -144,12 +140,6 @@ class _File:
         while view:
             written = os.pwrite(self._descriptor, view, start)
             view, start = view[written:], start + written
-
-
-def _block() -> memoryview:
-    with suppress(IndexError):
-        return _spare.pop()
-    return aligned(BLOCK)
 
 
 def _opened_directly(descriptor: int) -> int | None:

@@ -57,7 +57,6 @@ def test_a_piece_may_be_overwritten_once_the_next_is_asked_for(tmp_path: Path) -
 
 
 def test_files_that_are_written_at_the_same_time_do_not_mix(tmp_path: Path) -> None:
-    """They share the blocks through which bytes go to the disk, one file after the other."""
     contents = [random.Random(seed).randbytes(3 * BLOCK + seed) for seed in range(8)]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda number: write(tmp_path / str(number), iter([contents[number]])), range(8)))
