@@ -28,14 +28,17 @@ SIZES = (10, 30, 100, 300, 1000, 3000, 10_000)  # megabytes
 WINDOW = 9  # saves of which the middle one counts
 
 
-def by_bytes(options: argparse.Namespace) -> dict[int, tuple[float, float]]:
-    """For each size in bytes: seconds of the best save, and of a raw direct write of as many."""
+def by_bytes(options: argparse.Namespace) -> dict[int, tuple[float, float | None]]:
+    """For each size in bytes: seconds of the best save, and of a raw direct write, if there is memory for its image."""
     found = {}
     for megabytes in SIZES:
         if megabytes <= options.max_megabytes:
             state = State.trained(megabytes * 1e6)
-            found[state.size] = (best(ways.Ours, state, options), best(raw.RawDirect, state, options))
+            room = 3 * state.size < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            limit = best(raw.RawDirect, state, options) if room else None
+            found[state.size] = (best(ways.Ours, state, options), limit)
             print(f"{state.size / 1e6:.0f} MB: {found[state.size][0]:.3f} s", flush=True)
+            del state
     return found
 
 
@@ -79,7 +82,7 @@ def run_of_a_tiny_state(root: Path) -> Iterator[ways.Way]:
         yield way
 
 
-def table_of_bytes(found: Mapping[int, tuple[float, float]]) -> str:
+def table_of_bytes(found: Mapping[int, tuple[float, float | None]]) -> str:
     rows = [
         [f"{size / 1e6:.0f} MB", in_seconds(ours), f"{ours / size * 1e9:.3f} s", in_seconds(limit), ratio(ours, limit)]
         for size, (ours, limit) in found.items()
@@ -95,7 +98,9 @@ def table_of_checkpoints(found: Mapping[int, tuple[float, float]]) -> str:
     return measure.table(["earlier checkpoints", "save", "with one earlier, in turns", "ratio"], rows)
 
 
-def report(preamble: str, sizes: Mapping[int, tuple[float, float]], counts: Mapping[int, tuple[float, float]]) -> str:
+def report(
+    preamble: str, sizes: Mapping[int, tuple[float, float | None]], counts: Mapping[int, tuple[float, float]]
+) -> str:
     many = max(counts)
     small, large = min(sizes), max(sizes)
     grown = sizes[large][0] / sizes[small][0]
@@ -115,7 +120,7 @@ the median of {WINDOW} saves.
 """
 
 
-def plot(sizes: Mapping[int, tuple[float, float]], counts: Mapping[int, tuple[float, float]]) -> str:
+def plot(sizes: Mapping[int, tuple[float, float | None]], counts: Mapping[int, tuple[float, float]]) -> str:
     per_gigabyte = {f"ckpt, {size / 1e6:.0f} MB": ours / size * 1e9 for size, (ours, _) in sizes.items()}
     earlier = {f"ckpt, {count} earlier checkpoints": took for count, (took, _) in counts.items()}
     return measure.bars("The cost of a save", {"seconds per GB": per_gigabyte, "seconds, tiny state": earlier})

@@ -19,6 +19,8 @@ BLOCK = 8 << 20
 _WRITERS = 8
 _RESERVED = 256 << 20
 
+_spare: list[memoryview] = []  # blocks of files that are done, for those to come: new memory takes its time
+
 
 def write_durably(descriptor: int, pieces: Iterable[Buffer]) -> None:
     """Write the pieces to a new file, one after the other, and wait until they outlive a crash.
@@ -26,7 +28,7 @@ def write_durably(descriptor: int, pieces: Iterable[Buffer]) -> None:
     A list of one large piece is written from where it lies. Of others a piece is done with when the next one is asked
     for, and a few blocks of memory are held.
     """
-    file = _File(descriptor)
+    file = _File(descriptor, sum(memoryview(one).nbytes for one in pieces) if isinstance(pieces, list) else None)
     try:
         if isinstance(pieces, list) and len(pieces) == 1 and _is_aligned(pieces[0]):
             view = memoryview(pieces[0]).cast("B")
@@ -48,8 +50,9 @@ def _is_aligned(piece: Buffer) -> bool:
 class _File:
     """A file that several threads write, a block each, into space that is reserved beforehand."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, expected: int | None) -> None:
         self._descriptor = descriptor
+        self._expected = expected
         self._writers = [Background("ckpt-write") for _ in range(_WRITERS)]
         self._buffers: list[memoryview] = []
         self._number = 0  # of the block in hand
@@ -94,6 +97,8 @@ class _File:
                 self._close()
 
     def _close(self) -> None:
+        _spare.extend(self._buffers)
+        del _spare[_WRITERS:]
         if self._direct is not None:
             os.close(self._direct)
         if self._reserved > self._size:
@@ -102,16 +107,17 @@ class _File:
     def _buffer(self) -> memoryview:
         """The block in hand. What it held before has been written."""
         if len(self._buffers) <= self._number % _WRITERS:
-            self._buffers.append(aligned(BLOCK))
+            self._buffers.append(_block())
         if not self._filled:
             self._writers[self._number % _WRITERS].wait()
         return self._buffers[self._number % _WRITERS]
 
     def _reserve(self, more: int) -> None:
         if self._size + more > self._reserved and more == BLOCK:
+            step = _RESERVED if self._expected is None else min(_RESERVED, self._expected - self._size)
             with suppress(OSError):  # no such thing here, or no room: writing will tell
-                os.posix_fallocate(self._descriptor, self._size, _RESERVED)
-                self._reserved = self._size + _RESERVED
+                os.posix_fallocate(self._descriptor, self._size, step)
+                self._reserved = self._size + step
 
     def _wait(self) -> None:
         """Until all writers are done. The first error is raised when they are."""
@@ -140,6 +146,12 @@ class _File:
         while view:
             written = os.pwrite(self._descriptor, view, start)
             view, start = view[written:], start + written
+
+
+def _block() -> memoryview:
+    with suppress(IndexError):
+        return _spare.pop()
+    return aligned(BLOCK)
 
 
 def _opened_directly(descriptor: int) -> int | None:
