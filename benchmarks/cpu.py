@@ -1,11 +1,11 @@
-"""Saves and loads one model with its AdamW state in every way that people use, in one process on the CPU, and compares.
+"""Saves and loads one model with its AdamW state in every way that people use, on the CPU, and compares.
 
     python benchmarks/cpu.py [--megabytes 1500] [--repeats 3] [--root .]
 
-The ways take turns, each timed section starts on a disk at rest, and the best of all turns counts. In each turn a run
-saves twice: first at once after it began, then again. What was saved is loaded into the objects of a new run, twice:
-with its files in the page cache, and without. It must equal what was saved in every bit, or there are no figures. The
-tables are printed, and kept with a plot in `benchmarks/results`.
+The ways take turns, and the best of all turns counts. Runs are processes of their own, as those of training are, and
+each timed section starts on a disk at rest. In each turn a run saves twice: first at once after it began, then again.
+What was saved is loaded by two new runs: with its files in the page cache, and without. It must equal what was saved in
+every bit, or there are no figures. The tables are printed, and kept with a plot in `benchmarks/results`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,24 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import measure
 import raw
 import ways
-from measure import Target, divided, folder_in, in_megabytes, in_seconds, peak, ratio, seconds
-from state import State, assert_equal
+from measure import (
+    Target,
+    divided,
+    folder_in,
+    in_a_new_process,
+    in_megabytes,
+    in_seconds,
+    peak,
+    ratio,
+    seconds,
+    settle,
+)
+from state import State, fingerprints
 from ways import Way
 
 WAYS: tuple[type[Way], ...] = (
@@ -53,30 +65,37 @@ class Figures:
         self.best[what] = min(took, self.best.get(what, took))
 
 
-def settle(state: State, root: Path) -> None:
-    """The same start for all: nothing left to be written, and as much free memory that was in use just now.
-
-    A virtual machine takes its time to hand out memory that has been idle: whoever came first after a pause would pay.
-    """
-    with folder_in(root) as folder:
-        raw.Raw(state, folder).save("raw")
-    os.sync()
-
-
-def take_turn(kind: type[Way], state: State, options: argparse.Namespace, figures: Figures) -> None:
+def take_turn(kind: type[Way], options: argparse.Namespace, figures: Figures) -> int:
+    """Save in one new process, load in others. Returns how many bytes that were."""
     with folder_in(options.root) as folder:
-        settle(state, options.root)
-        with closing(kind(state, folder)) as way:
-            way.prepare()
-            time_a_save(way, "first", figures)
-            settle(state, options.root)
-            time_a_save(way, "later", figures)
+        saved, size, prints, groups = in_a_new_process(save, kind, folder, options.megabytes)
+        for what, took in saved.items():
+            figures.add(what, took)
         os.sync()
-        for cache, bring in measure.CACHES.items():
-            target = State.to_load_into(options.megabytes * 1e6, moments=kind.needs_moments)
-            bring(folder / "later")
-            figures.add(f"load, {cache}", ways.time_a_load(kind, target, folder, "later"))
-            assert_equal(state.tensors(), state.groups, target, kind.name)
+        for cache in measure.CACHES:
+            took, found = in_a_new_process(load, kind, folder, options.megabytes, cache, size)
+            assert found == (prints, groups), f"{kind.name}: what was loaded is not what was saved"
+            figures.add(f"load, {cache}", took)
+    return size
+
+
+def save(kind: type[Way], folder: Path, megabytes: int) -> tuple[dict[str, float], int, Any, Any]:
+    state, figures = State.trained(megabytes * 1e6), Figures()
+    settle(state.size)
+    with closing(kind(state, folder)) as way:
+        way.prepare()
+        time_a_save(way, "first", figures)
+        settle(state.size)
+        time_a_save(way, "later", figures)
+    return figures.best, state.size, fingerprints(state.tensors()), state.groups
+
+
+def load(kind: type[Way], folder: Path, megabytes: int, cache: str, size: int) -> tuple[float, tuple[Any, Any]]:
+    target = State.to_load_into(megabytes * 1e6, moments=kind.needs_moments)
+    measure.CACHES[cache](folder / "later")
+    settle(size)
+    took = ways.time_a_load(kind, target, folder, "later")
+    return took, (fingerprints(target.tensors()), target.groups)
 
 
 def time_a_save(way: Way, name: str, figures: Figures) -> None:
@@ -109,16 +128,15 @@ def save_twice(kind: type[Way], state: State, folder: Path) -> None:
 
 
 def take_all(options: argparse.Namespace) -> tuple[dict[type[Way], Figures], int]:
-    state = State.trained(options.megabytes * 1e6)
     figures = {kind: Figures() for kind in WAYS if not kind.missing()}
-    kinds = list(figures)
+    kinds, size = list(figures), 0
     for turn in range(options.repeats):
         first = turn % len(kinds)
         for kind in (*kinds[first:], *kinds[:first]):
-            take_turn(kind, state, options, figures[kind])
+            size = take_turn(kind, options, figures[kind])
     for kind, one in figures.items():
-        one.save_memory, one.load_memory = measure.in_a_new_process(memory, kind, options.megabytes, options.root)
-    return figures, state.size
+        one.save_memory, one.load_memory = in_a_new_process(memory, kind, options.megabytes, options.root)
+    return figures, size
 
 
 def targets(figures: Mapping[type[Way], Figures], size: int) -> list[Target]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import multiprocessing
 import os
 import platform
@@ -12,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from html import escape
@@ -68,9 +69,27 @@ CACHES: Mapping[str, Callable[[Path], None]] = {"warm": warm, "cold": cold}
 
 
 def in_a_new_process(do: Callable[..., Any], *arguments: Any) -> Any:
-    """So that memory which somebody else gave back cannot be used again unnoticed."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    """So that memory which somebody else gave back cannot be used again unnoticed. What takes long is imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.checkpoint", "accelerate", "safetensors.torch", "ckpt.manager"])
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(do, *arguments).result()
+
+
+def settle(size: int) -> None:
+    """The same start for all: nothing left to be written, and free memory that was in use just now.
+
+    A virtual machine takes its time to hand out memory that has been idle: whoever came first after a pause would pay.
+    Several times as much as will be needed, as nobody knows which of it comes first.
+    """
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    size = max(mmap.PAGESIZE, min(4 * size, free * 3 // 4))
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        with suppress(OSError, AttributeError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        for start in range(0, size, mmap.PAGESIZE):
+            memory[start] = 1
+    os.sync()
 
 
 def peak(do: Callable[[], None]) -> int | None:

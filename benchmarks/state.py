@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from xxhash import xxh3_128_hexdigest
 
 
 class Transformer(nn.Module):
@@ -108,6 +109,14 @@ def assert_equal(saved: Mapping[str, torch.Tensor], groups: Any, loaded: State, 
     unequal = [name for name in saved if not same_bits(saved[name], found[name])]
     assert not unequal, f"{way}: {len(unequal)} came back with other values, {', '.join(unequal[:3])} among them"
     assert groups == loaded.groups, f"{way}: the parameter groups came back with other options"
+
+
+def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """What tells every tensor's dtype, shape and bits from others, to be compared in another process."""
+    return {
+        name: f"{one.dtype} {list(one.shape)} {xxh3_128_hexdigest(one.detach().reshape(-1).view(torch.uint8).numpy())}"
+        for name, one in tensors.items()
+    }
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

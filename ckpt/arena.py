@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ckpt.storage.aligned import pages
 from ckpt.storage.background import Background, Beside
 
 _log = logging.getLogger("ckpt")
@@ -76,9 +77,7 @@ class Arena:
     def _reserve(self, size: int, device: torch.device | None) -> None:
         self._unpin()
         self._bytes = torch.empty(0, dtype=torch.uint8)  # first: there may not be room for both
-        memory = mmap.mmap(-1, max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE)
-        with suppress(OSError, AttributeError, ValueError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+        memory = pages(max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._device = device
         self._left = iter(range(0, len(self._bytes), PIECE))

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from ckpt.formats.sharding import Layout
-from ckpt.unwrap import clean_name, unwrap
+from ckpt.unwrap import clean_name, modules_in, unwrap
 
 
 def is_fsdp1(model: nn.Module) -> bool:
     """Whether any module in it is wrapped so. Whoever wraps one has imported it."""
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    return fsdp is not None and any(isinstance(one, fsdp.FullyShardedDataParallel) for one in model.modules())
+    return fsdp is not None and any(isinstance(one, fsdp.FullyShardedDataParallel) for one in modules_in(model))
 
 
 def is_flat(model: nn.Module) -> bool:

@@ -76,7 +76,7 @@ class Opened:
         self._live: list[Any] = []
         self._opened: dict[str, Tensors] = {}
         self._tables: dict[str, Table] = {}
-        self._trees: dict[str, Any] = {}
+        self._trees: dict[str, tuple[Any, dict[str, SavedTensor]]] = {}
         self.parts: dict[str, Any] = {}
         self.own: dict[str, Any] = {}
         self.state: dict[str, Any] = {}
@@ -104,9 +104,19 @@ class Opened:
 
     def tree(self, key: str) -> Any:
         """A part's state, with `SavedTensor`s where tensors are."""
+        return self._tree(key)[0]
+
+    def _tree(self, key: str) -> tuple[Any, dict[str, SavedTensor]]:
+        """A part's state, and the tensors in it by their names."""
         if key not in self._trees:
             tensors = self._tensors(key)
-            self._trees[key] = self._decoded(key, lambda name: SavedTensor(name, *tensors.about(name)))
+            found: dict[str, SavedTensor] = {}
+
+            def find(name: str) -> SavedTensor:
+                found[name] = SavedTensor(name, *tensors.about(name))
+                return found[name]
+
+            self._trees[key] = self._decoded(key, find), found
         return self._trees[key]
 
     def ask(self, key: str, place: Place | None = None, *, live: bool = False) -> Callable[[], Any]:
@@ -114,14 +124,9 @@ class Opened:
         tensors = self._tensors(key)
         already = len(self._asked)
         given: dict[str, Any] = {}
-
-        def ask(name: str) -> Any:
-            saved = SavedTensor(name, *tensors.about(name))
+        for name, saved in self._tree(key)[1].items():
             target = place(saved) if place else None
             given[name] = saved if target is LEFT else self._filled(tensors, saved, target)
-            return saved  # nothing is made of it before it has been read
-
-        self._decoded(key, ask)
         if live:
             self._live += self._asked[already:]
             del self._asked[already:]
@@ -132,7 +137,8 @@ class Opened:
         if target is None:
             return tensors.tensor(saved.name)
         if not is_sharded(target):
-            tensors.fill(saved.name, target.detach(), Box((0,) * len(saved.shape), saved.shape))
+            plain = target.detach() if target.requires_grad else target
+            tensors.fill(saved.name, plain, Box((0,) * len(saved.shape), saved.shape))
             return target
         layout = layout_of(target)
         box = layout.box(saved.shape, self.rank) if layout.holds(self.rank) else None

@@ -71,11 +71,14 @@ class OptimizerPart:
         unfit: dict[str, str] = {}
         for index, (live, old) in enumerate(zip(live_groups, saved_groups, strict=True)):
             where = f"param_groups[{index}]"
-            unfit |= {f"{where}.{name}": "missing in the checkpoint" for name in live if name not in old}
+            missing, unexpected = set(live) - set(old), set(old) - set(live)
+            unfit |= {f"{where}.{name}": "missing in the checkpoint" for name in live if name in missing}
             unfit |= {
-                f"{where}.{name}": "unexpected: the optimizer has no such parameter" for name in old if name not in live
+                f"{where}.{name}": "unexpected: the optimizer has no such parameter"
+                for name in old
+                if name in unexpected
             }
-        return unfit | self._misshapen(saved["state"], names)
+        return unfit | (self._misshapen(saved["state"], names) if self.optimizer.state else {})
 
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
         notes.skipped.update({f"{self.key}.{name}": why for name, why in unfit.items()})
@@ -115,7 +118,7 @@ class OptimizerPart:
             parameter = followed.get(name.removeprefix("state."))
             if parameter is None:
                 return None
-            there = state.get(parameter, {}).get(key)
+            there = state.get(parameter, {}).get(key) if state else None
             if isinstance(there, torch.Tensor) and (there.dtype, tuple(there.size())) == (one.dtype, one.shape):
                 return there
             fits = one.shape and tuple(parameter.size()) == one.shape

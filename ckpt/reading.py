@@ -12,8 +12,8 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,13 +22,14 @@ from ckpt.errors import DamagedError
 from ckpt.formats.blocks import BlockHasher
 from ckpt.formats.memory import as_bytes, host_bytes
 from ckpt.formats.transfers import Transfer
-from ckpt.stored_file import WINDOW, VerifiedFile
+from ckpt.stored_file import VerifiedFile
 
 Advance = Callable[[float], None]
 
-# Bytes go to a device through pinned memory, of which every thread needs two windows, and which takes time to pin. Few
-# threads and large windows: measured on an H200, where others had the threads wait for the interpreter.
-_WINDOW_AWAY = 16 << 20
+# Large windows: with smaller ones the threads wait for the interpreter, and larger ones gain nothing. Bytes go to a
+# device through pinned memory, of which every thread needs two windows, and which takes time to pin: so there are few
+# threads then. Measured on two cores and on an H200.
+_WINDOW = 16 << 20
 _THREADS_AWAY = 10
 
 
@@ -90,8 +91,7 @@ class _Landing:
             self._memory = self._view = None
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A part of a transfer that lies in one block."""
 
     landing: _Landing
@@ -108,20 +108,19 @@ class _Block:
 
     file: VerifiedFile
     index: int
-    pieces: list[_Piece] = field(default_factory=list)
+    pieces: list[_Piece]
 
     def chunks(self) -> Iterator[tuple[int, int, list[_Piece]]]:
         """The block a little at a time: from where, to where, and what is wanted there."""
         stops = [piece.stop for piece in self.pieces]
         first, last = self.file.span(self.index)
-        window = _WINDOW_AWAY if any(piece.landing.away for piece in self.pieces) else WINDOW
-        for start in range(first, last, window):
-            stop = min(start + window, last)
+        for start in range(first, last, _WINDOW):
+            stop = min(start + _WINDOW, last)
             inside = []
             for piece in self.pieces[bisect_left(stops, start + 1) :]:
                 if piece.start >= stop:
                     break
-                inside.append(piece.within(start, stop))
+                inside.append(piece if start <= piece.start and piece.stop <= stop else piece.within(start, stop))
             yield start, stop, inside
 
 
@@ -133,32 +132,29 @@ def _blocks(transfers: Iterable[Transfer]) -> list[_Block]:
     found = []
     for landings in by_file.values():
         file: VerifiedFile = landings[0].transfer.reader
-        wanted: dict[int, _Block] = {}
+        size = file.record.block_size
+        wanted: dict[int, list[_Piece]] = defaultdict(list)
         for landing in sorted(landings, key=lambda one: one.transfer.start):
-            for piece in _pieces(landing, file.record.block_size):
-                index = piece.start // file.record.block_size
-                wanted.setdefault(index, _Block(file, index)).pieces.append(piece)
-        found += [block for part in wanted.values() for block in _without_overlaps(part)]
+            start, end = landing.transfer.start, landing.transfer.stop
+            while start < end:
+                index = start // size
+                stop = min(end, (index + 1) * size)
+                wanted[index].append(_Piece(landing, start, stop))
+                start = stop
+        found += [_Block(file, index, part) for index, pieces in wanted.items() for part in _without_overlaps(pieces)]
     return found
 
 
-def _pieces(landing: _Landing, size: int) -> Iterator[_Piece]:
-    start, end = landing.transfer.start, landing.transfer.stop
-    while start < end:
-        stop = min(end, (start // size + 1) * size)
-        yield _Piece(landing, start, stop)
-        start = stop
-
-
-def _without_overlaps(block: _Block) -> list[_Block]:
-    """Where the same bytes are wanted twice, as of tied tensors, the block is read once for each."""
-    rounds: list[_Block] = []
-    for piece in block.pieces:
-        free = next((one for one in rounds if one.pieces[-1].stop <= piece.start), None)
-        if free is None:
-            free = _Block(block.file, block.index)
-            rounds.append(free)
-        free.pieces.append(piece)
+def _without_overlaps(pieces: list[_Piece]) -> list[list[_Piece]]:
+    """Where the same bytes are wanted twice, as of tied tensors, their block is read once for each."""
+    rounds = [pieces[:1]]
+    for piece in pieces[1:]:
+        for one in rounds:
+            if one[-1].stop <= piece.start:
+                one.append(piece)
+                break
+        else:
+            rounds.append([piece])
     return rounds
 
 
@@ -166,8 +162,7 @@ class _Buffers:
     """What a thread needs: a buffer for bytes that nobody wants, and two through which bytes go to a device."""
 
     def __init__(self) -> None:
-        # as long as the longest chunk: none of it may be wanted
-        self.unwanted = host_bytes(torch.empty(max(WINDOW, _WINDOW_AWAY), dtype=torch.uint8))
+        self.unwanted = host_bytes(torch.empty(_WINDOW, dtype=torch.uint8))  # it may be that nothing is wanted
         self._slots: list[torch.Tensor] = []
         self._copied: list[list[Any]] = [[], []]  # for each slot, the events after the copies from it
         self._turn = 0
@@ -176,7 +171,7 @@ class _Buffers:
     def next_slot(self) -> torch.Tensor:
         """A buffer in pinned memory, from which everything has arrived."""
         if not self._slots:
-            self._slots = [torch.empty(_WINDOW_AWAY, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._slots = [torch.empty(_WINDOW, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._turn = 1 - self._turn
         for event in self._copied[self._turn]:
             event.synchronize()

@@ -6,6 +6,7 @@ own calls, and each rank keeps its rows. These calls are collective: every rank 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
@@ -19,7 +20,8 @@ from ckpt.formats.sharding import Box, Layout, gathered, is_sharded
 
 
 def is_zero3(model: nn.Module) -> bool:
-    return any(is_divided(one) for one in model.parameters())
+    """Whether it has parameters that are divided. Whoever divides them has imported it."""
+    return "deepspeed" in sys.modules and any(is_divided(one) for one in model.parameters())
 
 
 def is_divided(value: Any) -> bool:

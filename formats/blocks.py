@@ -35,6 +35,10 @@ class BlockHasher:
     def update(self, view: memoryview) -> None:
         view = view.cast("B")
         self.size += len(view)
+        if len(view) < self._room:  # most are
+            self._open.update(view)
+            self._room -= len(view)
+            return
         while view:
             part, view = view[: self._room], view[self._room :]
             self._open.update(part)

@@ -28,6 +28,8 @@ Overlap = list[tuple[int, int, int]]  # for each dimension: the start in one box
 
 Ranges = list[tuple[int, int]]  # for each dimension the start and the length
 
+_WHOLE = (torch.Tensor, torch.nn.Parameter)
+
 
 @dataclass(frozen=True)
 class Box:
@@ -184,6 +186,8 @@ def _placement(spelled: str) -> Any:
 
 def is_sharded(value: Any) -> bool:
     """Whether a value is a tensor of which every rank holds a piece: a DTensor, or what FSDP 1 gives out."""
+    if type(value) in _WHOLE:  # most are, and to ask a tensor for what it has not takes longest
+        return False
     return hasattr(value, "__create_chunk_list__") or hasattr(value, "local_shards")
 
 
