@@ -1,5 +1,5 @@
-"""What can be merged: checkpoints of ours, folders of torch.distributed.checkpoint, Accelerate's around them, and
-folders of safetensors."""
+"""What can be merged, compared, loaded and pushed: checkpoints of ours, folders of torch.distributed.checkpoint,
+Accelerate's around them, and folders of safetensors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def open_source(
 ) -> Iterator[Source]:
     """One part of whatever is at a path or URL."""
     if os.path.isfile(source):
-        raise ConfigError(f"{os.fspath(source)} is a file. What can be merged is {_KNOWN}.")
+        raise ConfigError(f"{os.fspath(source)} is a file. What can be read is {_KNOWN}.")
     found = Folder.at(source, options)
     if FILE_NAME in found.files:
         with _checkpoint(source, part, options) as opened:
@@ -78,11 +78,11 @@ def open_source(
 def _unknown(found: Folder) -> Exception:
     where = found.where
     if not found.files:
-        return MissingError(f"there is nothing at {where}. What can be merged is {_KNOWN}.")
+        return MissingError(f"there is nothing at {where}. What can be read is {_KNOWN}.")
     names = [] if found.prefix else [one.name for one in scan(found.storage) if one.committed]
     if names:
-        return ConfigError(f"{where} holds {len(names)} checkpoints. Name the one to merge: {where}/{names[0]}.")
-    return ConfigError(f"{where} is of no kind that can be merged. That would be {_KNOWN}.")
+        return ConfigError(f"{where} holds {len(names)} checkpoints. Name one of them: {where}/{names[0]}.")
+    return ConfigError(f"{where} is of no kind that can be read. That would be {_KNOWN}.")
 
 
 def _weights(found: Folder) -> list[str]:

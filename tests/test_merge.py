@@ -165,7 +165,7 @@ class TestOurs:
         ckpt.merge(root / "run/x", root / "model.safetensors")
 
     def test_a_root_is_asked_which_one(self, ours: Place, root: Place) -> None:
-        with pytest.raises(ckpt.ConfigError, match=r"holds 1 checkpoints\. Name the one to merge: .*/run/x"):
+        with pytest.raises(ckpt.ConfigError, match=r"holds 1 checkpoints\. Name one of them: .*/run/x"):
             ckpt.merge(ours.parent, root / "model.safetensors")
 
     def test_a_checkpoint_is_never_written_into(self, ours: Place, dcp: Place) -> None:
