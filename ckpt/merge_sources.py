@@ -59,7 +59,7 @@ def open_source(
 ) -> Iterator[Source]:
     """One part of whatever is at a path or URL."""
     if os.path.isfile(source):
-        raise ConfigError(f"{os.fspath(source)} is a file. What can be read is {_KNOWN}.")
+        raise _file(os.fspath(source))
     found = Folder.at(source, options)
     if FILE_NAME in found.files:
         with _checkpoint(source, part, options) as opened:
@@ -75,8 +75,14 @@ def open_source(
         raise _unknown(found)
 
 
+def _file(where: str) -> Exception:
+    return ConfigError(f"{where} is a file. What can be read is {_KNOWN}.")
+
+
 def _unknown(found: Folder) -> Exception:
     where = found.where
+    if not found.files and found.prefix and found.storage.version(found.prefix.rstrip("/")):
+        return _file(where)
     if not found.files:
         return MissingError(f"there is nothing at {where}. What can be read is {_KNOWN}.")
     names = [] if found.prefix else [one.name for one in scan(found.storage) if one.committed]

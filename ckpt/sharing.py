@@ -31,13 +31,24 @@ def host() -> str:
     return socket.gethostname()
 
 
+@dataclass
+class _Circle:
+    """The process group of a host's ranks, for as long as they share. Nobody else may hold it.
+
+    What shared may be garbage that lies about when a data loader forks. A child that clears it away would end a group
+    whose threads it does not have, and wait for them for ever.
+    """
+
+    group: Any
+
+
 @dataclass(frozen=True)
 class Sharing:
     """The files that the ranks of this host read together: for each, the rank that reads."""
 
     rank: int
     readers: Mapping[str, int] = field(default_factory=dict)
-    group: Any = None
+    circle: _Circle | None = None
 
     def is_mine(self, transfer: Transfer) -> bool:
         """Whether this rank reads it from the storage."""
@@ -57,7 +68,7 @@ class Sharing:
 
     def _passed_on(self, file: VerifiedFile) -> _PassedOn:
         return _PassedOn(
-            file.stored, file.record, group=self.group, reader=self.readers[file.stored.key], rank=self.rank
+            file.stored, file.record, circle=self.circle, reader=self.readers[file.stored.key], rank=self.rank
         )
 
 
@@ -65,7 +76,7 @@ class Sharing:
 class _PassedOn(VerifiedFile):
     """A file that one rank reads. All ranks of the group make the same calls in the same order."""
 
-    group: Any = None
+    circle: _Circle | None = None
     reader: int = 0
     rank: int = 0
 
@@ -79,7 +90,8 @@ class _PassedOn(VerifiedFile):
                 memory[size] = 1
             except StorageError as failure:  # for all, when they have been told
                 error = failure
-        dist.broadcast(memory, self.reader, group=self.group)
+        assert self.circle is not None
+        dist.broadcast(memory, self.reader, group=self.circle.group)
         if not memory[size]:
             raise error or StorageError(f"rank {self.reader} could not read {self.stored.key} for this one.")
         view = host_bytes(memory[:size])
@@ -94,12 +106,14 @@ def sharing(ranks: Ranks, call: str, transfers: list[Transfer]) -> Iterator[Shar
     plan = agree(ranks, call, Outcome({"host": host(), "files": wanted}), _plan)
     mine: dict[str, int] = next((one["files"] for one in plan if ranks.rank in one["ranks"]), {})
     groups = [dist.new_group(one["ranks"], timeout=_DEADLINE, backend="gloo") for one in plan]
-    group = next((group for group, one in zip(groups, plan, strict=True) if ranks.rank in one["ranks"]), None)
+    circle = next((_Circle(group) for group, one in zip(groups, plan, strict=True) if ranks.rank in one["ranks"]), None)
+    groups.clear()
     try:
-        yield Sharing(ranks.rank, mine, group)
+        yield Sharing(ranks.rank, mine, circle)
     finally:
-        if group is not None:
-            dist.destroy_process_group(group)
+        if circle is not None:
+            dist.destroy_process_group(circle.group)
+            circle.group = None
 
 
 def _described(transfers: list[Transfer]) -> dict[str, str]:

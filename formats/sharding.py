@@ -149,7 +149,7 @@ def _box(layout: Layout, shape: tuple[int, ...], coordinate: tuple[int, ...]) ->
 
 @lru_cache(maxsize=10_000)
 def _holders(layout: Layout, shape: tuple[int, ...], copy: int) -> dict[int, Box]:
-    held = {rank: layout.box(shape, rank) for rank in _holding(layout, copy)}
+    held = {rank: _box(layout, shape, coordinate) for rank, coordinate in _holding(layout, copy)}
     return {rank: box for rank, box in held.items() if not box.is_empty}
 
 
@@ -164,14 +164,15 @@ def _overlaps(layout: Layout, shape: tuple[int, ...], copy: int, box: Box) -> tu
     return tuple(met)
 
 
-def _holding(layout: Layout, copy: int) -> Iterator[int]:
-    for place, coordinate in enumerate(itertools.product(*map(range, layout.mesh))):
-        rank = layout.ranks[place]
-        if layout.copies == 1 or layout.copy_of(rank) == copy:
-            assert layout._coordinate(rank) == coordinate
-            yield rank
+def _holding(layout: Layout, copy: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The ranks that hold the given copy of a piece, and where they are in the mesh."""
+    only = layout.copies == 1
+    for rank, coordinate in zip(layout.ranks, itertools.product(*map(range, layout.mesh)), strict=True):
+        if only or layout.copy_of(rank) == copy:
+            yield rank, coordinate
 
 
+@lru_cache
 def _placement(spelled: str) -> Any:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard

@@ -168,6 +168,11 @@ class TestOurs:
         with pytest.raises(ckpt.ConfigError, match=r"holds 1 checkpoints\. Name one of them: .*/run/x"):
             ckpt.merge(ours.parent, root / "model.safetensors")
 
+    @pytest.mark.also_on_s3
+    def test_a_file_is_said_to_be_one(self, ours: Place, root: Place) -> None:
+        with pytest.raises(ckpt.ConfigError, match=r"run/x/model\.safetensors is a file\. What can be read is"):
+            ckpt.merge(ours / "model.safetensors", root / "model.safetensors")
+
     def test_a_checkpoint_is_never_written_into(self, ours: Place, dcp: Place) -> None:
         before = (ours / "model.safetensors").read_bytes()
         with pytest.raises(ckpt.ConfigError, match="is a checkpoint, and stays as it is"):

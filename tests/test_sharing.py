@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import ckpt
@@ -149,3 +153,27 @@ def round_trip_spread(rank: int, root: str) -> None:
 
 def test_what_is_spread_is_read_by_the_rank_that_needs_it(root: Place) -> None:
     assert run_ranks(2, round_trip_spread, str(root)) == [0, 0]
+
+
+def load_and_look(rank: int, root: str) -> None:
+    made: list[weakref.ref[Any]] = []
+    new_group = dist.new_group
+
+    def noted(*args: Any, **options: Any) -> Any:
+        group = new_group(*args, **options)
+        made.append(weakref.ref(group))
+        return group
+
+    dist.new_group = noted
+    model = large(2)
+    gc.disable()
+    manager = ckpt.StateManager(root, model=model, broadcast=True, timeout=30)
+    manager.load_state("x", strict=False)
+    assert [one() for one in made] == [None]
+    manager.close()
+
+
+def test_the_group_that_shared_is_gone_after_the_load_and_not_cleared_away_by_a_forked_worker(root: Place) -> None:
+    """In a child of a process, where a process group has no threads, it would not come to its end."""
+    save(root)
+    assert run_ranks(2, load_and_look, str(root)) == [0, 0]
