@@ -5,23 +5,26 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 from contextlib import suppress
 
 DIRECT: int = getattr(os, "O_DIRECT", 0)  # none where the system has no such thing
 ALIGNMENT = 4096
 _HUGE = 2 << 20
+_WIPE_ON_FORK = 18 if sys.platform == "linux" else None  # MADV_WIPEONFORK, which Python does not name
 
 
 def pages(size: int) -> mmap.mmap:
     """New memory of this process alone, in huge pages where there are such: those come twenty times faster.
 
-    They are only for memory that is not shared. A forked process does not get it: to write to what both have would copy
-    it, and the disk or a device might go on with the other's copy.
+    They are only for memory that is not shared. A forked process finds it empty: were it to have the contents, whoever
+    writes first would get a copy, and the disk or a device might go on with the other's.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        with suppress(OSError, AttributeError):
-            memory.madvise(getattr(mmap, advice))
+    for advice in (getattr(mmap, "MADV_HUGEPAGE", None), _WIPE_ON_FORK):
+        with suppress(OSError):
+            if advice is not None:
+                memory.madvise(advice)
     return memory
 
 
