@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from html import escape
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import ckpt
+from ckpt.storage.aligned import pages
 
 RESULTS = Path(__file__).parent / "results"
 PIECE = 8 << 20
@@ -84,9 +85,7 @@ def settle(size: int) -> None:
     """
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     size = max(mmap.PAGESIZE, min(4 * size, free * 3 // 4))
-    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        with suppress(OSError, AttributeError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    with pages(size) as memory:
         for start in range(0, size, mmap.PAGESIZE):
             memory[start] = 1
     os.sync()

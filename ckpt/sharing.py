@@ -107,7 +107,7 @@ def sharing(ranks: Ranks, call: str, transfers: list[Transfer]) -> Iterator[Shar
     mine: dict[str, int] = next((one["files"] for one in plan if ranks.rank in one["ranks"]), {})
     groups = [dist.new_group(one["ranks"], timeout=_DEADLINE, backend="gloo") for one in plan]
     circle = next((_Circle(group) for group, one in zip(groups, plan, strict=True) if ranks.rank in one["ranks"]), None)
-    groups.clear()
+    groups.clear()  # the circle alone holds one
     try:
         yield Sharing(ranks.rank, mine, circle)
     finally:
