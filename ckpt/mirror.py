@@ -89,16 +89,20 @@ class Mirror:
             self._background.start(self._work)
 
     def close(self) -> None:
-        """Copy all that waits, and let go of the place. What cannot be copied now the next run copies."""
+        """Copy all that waits, and let go of the place. What cannot be copied now the next run copies.
+
+        An attempt that has begun before may fail for what was then: what it leaves is tried once more.
+        """
         with self._guard:
-            again = bool(self._waiting) and not self._working
-            self._working = self._working or again
             to_do = [one.name for one in [self._current, *self._waiting] if one is not None]
         if to_do:
             say(f"copying to {self.copies.far.url} before the end: {', '.join(to_do)}")
+        self._background.wait()
+        with self._guard:
+            self._working = again = bool(self._waiting)
         if again:
             self._background.start(self._work)
-        self._background.wait()
+            self._background.wait()
         for one in self._waiting:
             _log.warning("%s is not in %s: the next run copies it", one.name, self.copies.far.url)
             one.held.close()

@@ -9,14 +9,17 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import botocore.config
+import botocore.exceptions
+import botocore.session
+
 KEY, SECRET = "test-key", "a-secret-that-must-not-be-shown"
 BUCKET = "ckpt"
+_ALIVE = {"Bucket": "alive", "Key": "probe"}  # an object of ours that must be read before anybody else asks
 _PORTS = ("s3", "master", "volume", "filer", "admin")
 _DEADLINE = 60.0
 _SOCKETS = Path("/tmp")  # where it puts them, whatever it is told
@@ -29,6 +32,7 @@ class Server:
         self.folder = folder
         self._ports = _free_ports(3 * len(_PORTS))
         self._process: subprocess.Popen[bytes] | None = None
+        self._has_probe = False
 
     @property
     def port(self) -> int:
@@ -51,7 +55,7 @@ class Server:
                      "TMPDIR": str(self.folder)},
                 cwd=self.folder, stdout=log, stderr=log,
             )  # fmt: skip
-        self._await_bucket()
+        self._await_answers()
 
     def kill(self) -> None:
         """SIGKILL. What it has answered for is on the disk."""
@@ -69,24 +73,30 @@ class Server:
             for left in _SOCKETS.glob(f"seaweedfs-*-{port}.sock"):
                 left.unlink()
 
-    def _await_bucket(self) -> None:
-        """Until the bucket answers, if only to say that it does not know us."""
+    def _await_answers(self) -> None:
+        """Until an object can be read: after a kill the server says 500 until it has found its volumes again."""
         end = time.monotonic() + _DEADLINE
+        client = botocore.session.get_session().create_client(
+            "s3",
+            endpoint_url=self.url,
+            region_name="us-east-1",
+            aws_access_key_id=KEY,
+            aws_secret_access_key=SECRET,
+            config=botocore.config.Config(retries={"total_max_attempts": 1}),
+        )
         while time.monotonic() < end:
             assert self._process is not None
             assert self._process.poll() is None, (self.folder / "server.log").read_text()[-4000:]
-            with suppress(OSError):
-                if self._status() == 403:
-                    return
+            with suppress(OSError, botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError):
+                if not self._has_probe:
+                    client.create_bucket(Bucket=_ALIVE["Bucket"])
+                    client.put_object(**_ALIVE, Body=bytes(4096))
+                    self._has_probe = True
+                client.get_object(**_ALIVE)["Body"].read()
+                client.head_bucket(Bucket=BUCKET)
+                return
             time.sleep(0.05)
         raise AssertionError("the server did not start")
-
-    def _status(self) -> int:
-        try:
-            with urllib.request.urlopen(f"{self.url}/{BUCKET}", timeout=5) as answer:
-                return int(answer.status)
-        except urllib.error.HTTPError as error:
-            return error.code
 
 
 @contextmanager

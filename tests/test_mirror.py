@@ -223,6 +223,30 @@ class TestTrouble:
             _until(lambda: manager.mirror_error is None and len(steps(tmp_path / "mirror")) == 2)
         assert intact(tmp_path / "mirror")
 
+    def test_what_fails_while_the_run_ends_is_tried_once_more(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        mirror = Counting(tmp_path / "mirror")
+        with managed(tmp_path / "root", mirror, weights(1)) as manager:
+            assert manager._mirror is not None
+            working = manager._mirror._background
+            mirror.down = True
+            mirror.open.clear()
+            manager.save_state("one", wait=True)
+            manager.save_state("two", wait=True)
+            joined = working.wait
+
+            def wait() -> None:  # the end has begun: now the attempt under way fails, and the mirror is back
+                mirror.open.set()
+                joined()
+                mirror.down = False
+
+            monkeypatch.setattr(working, "wait", wait)
+        assert "the mirror is down" in caplog.text
+        assert manager.mirror_error is None
+        assert [one.name for one in ckpt.list_checkpoints(mirror)] == ["two", "one"]
+        assert intact(tmp_path / "mirror")
+
     def test_a_server_that_is_killed_and_comes_back_gets_what_it_has_missed(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
