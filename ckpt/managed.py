@@ -104,10 +104,12 @@ class Managed:
     def _optimizer_state(self) -> Iterator[torch.Tensor]:
         for optimizer in self.optimizers:
             for state in optimizer.state.values():
-                values = state.values() if isinstance(state, dict) else ()
-                whole = [value for value in values if isinstance(value, torch.Tensor)]
-                tensors = (piece for one in whole for piece in (pieces(one).values() if is_packed(one) else (one,)))
-                yield from (local_tensor(one) if is_sharded(one) else one for one in tensors)
+                for value in state.values() if isinstance(state, dict) else ():
+                    if type(value) is torch.Tensor:  # most are, and training waits
+                        yield value
+                    elif isinstance(value, torch.Tensor):
+                        parts = pieces(value).values() if is_packed(value) else (value,)
+                        yield from (local_tensor(one) if is_sharded(one) else one for one in parts)
 
     def own(self, rank: int) -> dict[str, OwnPart]:
         """What a rank saves for itself alone."""

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ckpt.agreement import Outcome, agree
 from ckpt.capture import Captured
 from ckpt.commit import Attempt, Earlier, Stored
@@ -52,8 +50,7 @@ class Save:
         self.captured = Outcome.of(take)
         captured = self.captured.value
         if captured is not None and not captured.gathered and (snapshot or captured.on_device):
-            held = optimized()
-            found = self.captured.then(lambda one: self.saver.snapshots.take(one.all_images, _in(held)))
+            found = self.captured.then(lambda one: self.saver.snapshots.take(one.all_images, optimized))
             self.snapshot, self.captured = found.value, Outcome(captured, found.error)
         if self.snapshot is not None:
             self.blocked = time.monotonic() - self.started
@@ -170,10 +167,6 @@ class Save:
                 "not spread over ranks, so it must be the same on all of them. Make it so, or use a shared root."
             )
         return list(stored.values())
-
-
-def _in(held: frozenset[int]) -> Callable[[torch.Tensor], bool]:
-    return lambda tensor: tensor.untyped_storage().data_ptr() in held
 
 
 def _arrived(captured: Captured, snapshot: Snapshot) -> Captured:

@@ -108,8 +108,8 @@ class Snapshots:
         if size > _LITTLE and self._fits(size):
             self._arena.prepare(size, _device(found))
 
-    def take(self, images: list[Image], optimized: Callable[[torch.Tensor], bool]) -> Snapshot | None:
-        """Copy what these files will hold. `optimized` tells what nobody changes before the next optimizer step.
+    def take(self, images: list[Image], optimized: Callable[[], frozenset[int]]) -> Snapshot | None:
+        """Copy what these files will hold. `optimized` finds the memory that only steps of optimizers change.
 
         None if there is no room for it.
         """
@@ -122,7 +122,7 @@ class Snapshots:
         self._before_step()  # of a snapshot before this one
         layout = _Layout.of(images, starts, size)
         if not self._hooks:  # only what waits for us may be copied later
-            optimized = lambda _: False  # noqa: E731
+            optimized = frozenset
         if layout.device is not None and not self._arena.is_ready(size) and _has_room(layout.device, size):
             return self._take_on_device(layout, optimized)
         memory = self._memory(size, layout.device)
@@ -131,7 +131,7 @@ class Snapshots:
             self._copy_from_device(layout.away, lambda: self._places_in(memory), optimized, snapshot)
         return snapshot
 
-    def _take_on_device(self, layout: _Layout, optimized: Callable[[torch.Tensor], bool]) -> Snapshot:
+    def _take_on_device(self, layout: _Layout, optimized: Callable[[], frozenset[int]]) -> Snapshot:
         """Host memory takes seconds to be made ready, a copy on the device milliseconds: it is fetched later."""
         module = torch.get_device_module(layout.device)
         held = functools.cache(lambda: Places(torch.empty(layout.size, dtype=torch.uint8, device=layout.device)))
@@ -185,12 +185,13 @@ class Snapshots:
         self,
         copies: list[Copy],
         places: Callable[[], Places],
-        optimized: Callable[[torch.Tensor], bool],
+        optimized: Callable[[], frozenset[int]],
         snapshot: Snapshot,
     ) -> None:
         for device in {one.source.device for one in copies}:
             self._stream(device).wait_stream(torch.get_device_module(device).current_stream(device))
-        later = [one for one in copies if optimized(one.source)]
+        held = optimized()
+        later = [one for one in copies if one.source.untyped_storage().data_ptr() in held]
         kept = set(map(id, later))
         now = [one for one in copies if id(one) not in kept]
         done = self._send(now, places)

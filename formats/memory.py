@@ -24,7 +24,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor's bytes can be read and written in place through `host_bytes`."""
-    return tensor.device.type == "cpu" and is_dense(tensor)
+    return tensor.is_cpu and is_dense(tensor)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -59,16 +59,20 @@ def untie(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
 
 def _spans(tensors: Mapping[str, torch.Tensor]) -> Iterable[list[_Span]]:
     """The tensors that share a storage with another one, by storage, in the order of their first byte."""
-    by_storage: dict[tuple[torch.device, int], list[str]] = defaultdict(list)
+    by_address: dict[int, list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
-        if tensor.numel() and tensor.device.type != "meta":
-            by_storage[tensor.device, tensor.untyped_storage().data_ptr()].append(name)
-    for names in by_storage.values():
-        # one whose values are not its bytes (a lazy conjugate) cannot be a view of them
-        found = [
-            name for name in names if len(names) > 1 and not tensors[name].is_conj() and not tensors[name].is_neg()
-        ]
-        yield sorted((_span(name, tensors[name]) for name in found), key=lambda span: (span.first, -span.last))
+        if tensor.numel() and not tensor.is_meta:
+            by_address[tensor.untyped_storage().data_ptr()].append(name)
+    for names in by_address.values():
+        if len(names) > 1:  # few are, and training waits
+            by_device: dict[torch.device, list[_Span]] = defaultdict(list)
+            for name in names:
+                tensor = tensors[name]
+                # one whose values are not its bytes (a lazy conjugate) cannot be a view of them
+                if not tensor.is_conj() and not tensor.is_neg():
+                    by_device[tensor.device].append(_span(name, tensor))
+            for spans in by_device.values():
+                yield sorted(spans, key=lambda span: (span.first, -span.last))
 
 
 def _span(name: str, tensor: torch.Tensor) -> _Span:

@@ -14,6 +14,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class Encoder:
 
     def _items(self, items: _Items, path: str, depth: int) -> Any:
         below = [(key, self._encode(value, step(path, key), depth + 1)) for key, value in items]
-        if all(type(key) is str and not key.startswith("$") and not _SURROGATE.search(key) for key, _ in items):
+        if all(type(key) is str and _is_json_key(key) for key, _ in items):
             return dict(below)
         return {"$items": [[self._encode(key, f"{path}(key)", depth + 1), value] for key, value in below]}
 
@@ -139,9 +140,19 @@ class Encoder:
 
 def step(path: str, key: Any) -> str:
     """The path one key further down: `groups[0].lr`."""
-    if type(key) is str and _NAME.fullmatch(key):
+    if type(key) is str and _is_name(key):
         return f"{path}.{key}" if path else key
     return f"{path}[{_shown(key)}]"
+
+
+@lru_cache(maxsize=1 << 16)  # the same keys come with every save, and training waits
+def _is_name(key: str) -> bool:
+    return _NAME.fullmatch(key) is not None
+
+
+@lru_cache(maxsize=1 << 16)
+def _is_json_key(key: str) -> bool:
+    return not key.startswith("$") and not _SURROGATE.search(key)
 
 
 def _shown(value: Any) -> str:
@@ -226,10 +237,12 @@ class Decoder:
 
 
 def _is_json_already(values: list[Any]) -> bool:
-    """Whether these are numbers, all of one kind, that JSON holds as they are: long lists of them go at once."""
+    """Whether these are all of one kind, which JSON holds as they are: long lists of them go at once."""
     kinds = set(map(type, values))
     if kinds == {int}:
         return bool(min(values) >= -_SAFE_INT and max(values) < _SAFE_INT)
+    if kinds == {str}:
+        return not any(map(_SURROGATE.search, values))
     return kinds == {float} and all(map(math.isfinite, values))
 
 
