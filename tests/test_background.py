@@ -19,7 +19,7 @@ from torch import nn
 import ckpt
 from ckpt.storage import ANY, Buffer
 from tests.places import PassedOn, Place
-from tests.processes import run_ranks
+from tests.processes import interrupt, run_ranks
 from tests.training import exact
 
 
@@ -166,6 +166,24 @@ def test_a_second_save_waits_for_the_first(root: Place, gated: GatedStorage) -> 
         assert (root / "a" / "manifest.json").exists()
         second = run.state()
         run.step()
+    assert [loaded(root, name) for name in ("a", "b")] == [first, second]
+
+
+def test_a_save_goes_on_when_whoever_waits_for_it_is_interrupted(root: Place, gated: GatedStorage) -> None:
+    run = Run(1)
+    manager = run.manager(gated)
+    gated.gate.clear()
+    manager.save_state("a")
+    first = run.state()
+    run.step()
+    for call in (manager.wait, lambda: manager.save_state("b"), manager.close):
+        interrupt(call)
+        assert manager._saver.busy
+    threading.Timer(0.2, gated.gate.set).start()
+    manager.save_state("b")
+    second = run.state()
+    run.step()
+    manager.close()
     assert [loaded(root, name) for name in ("a", "b")] == [first, second]
 
 
