@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,10 @@ import torch
 from torch import nn
 
 import ckpt
+from ckpt.moving import Copy
+from ckpt.snapshot import Snapshot
 from ckpt.storage import ANY, Buffer
+from ckpt.storage.background import Beside
 from tests.places import PassedOn, Place
 from tests.processes import interrupt, run_ranks
 from tests.training import exact
@@ -268,6 +271,28 @@ def test_every_kept_checkpoint_is_the_state_at_its_step(root: Place) -> None:
     assert len(kept) == 20
     assert ckpt.verify(root) == {name: [] for name in kept}
     assert all(loaded(root, name) == states[name] for name in kept)
+
+
+class Arrival:
+    """Stands for the event after copies from a device: training goes on until they have arrived."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        self.synchronize = meanwhile
+
+
+@pytest.mark.not_on_s3("nothing is written")
+@pytest.mark.parametrize("by_a_step", [False, True])
+def test_what_is_changed_in_place_before_its_copy_has_arrived_is_refused(by_a_step: bool) -> None:
+    weight = torch.zeros(3)
+    arrival = Arrival(lambda: weight.add_(1))
+    sending = Beside(lambda: {weight.device: arrival}, "ckpt-copy")
+    snapshot = Snapshot({}, [(Copy("model.safetensors", "weight", weight, 0), weight._version)], sending)
+    if by_a_step:
+        snapshot.settle()  # its hook does this, and lets it wait for the copies on the device
+        snapshot.wait()
+    else:
+        with pytest.raises(ckpt.StateError, match=r"changed in place while .*weight"):
+            snapshot.wait()
 
 
 def _save_on_two_ranks(rank: int, root: str) -> None:
