@@ -204,6 +204,39 @@ def test_a_second_save_is_left_out_if_that_is_wanted(
     assert "b is not saved" in caplog.text
 
 
+def test_the_final_state_is_never_left_out(root: Place, gated: GatedStorage) -> None:
+    run = Run(1)
+    with run.manager(gated, when_busy="skip", save_every=1) as manager:
+        for _ in manager.epochs(1):
+            for number in manager.batches(range(3)):
+                run.step()
+                gated.gate.clear()
+                manager.step()
+                if number == 2:
+                    threading.Timer(0.2, gated.gate.set).start()
+    assert ckpt.verify(root) == {"step-00000003": [], "step-00000001": []}
+    assert loaded(root, "step-00000003") == run.state()
+
+
+def test_memory_is_not_made_ready_anew_while_a_save_uses_what_there_is(
+    gated: GatedStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt.snapshot._LITTLE", 0)
+    run = Run(1)
+    with run.manager(gated) as manager:
+        arena = manager._saver.snapshots._arena
+        gated.gate.clear()
+        manager.save_state("a")
+        before = arena.size
+        run.step()
+        manager.step()
+        assert arena.size == before
+        gated.gate.set()
+        manager.wait()
+        manager.step()
+        assert arena.size > before
+
+
 def test_without_memory_for_a_copy_training_waits_and_is_told_once(
     root: Place, gated: GatedStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
