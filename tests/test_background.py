@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.moving import Copy
+from ckpt.moving import Copy, copy_on_host
 from ckpt.snapshot import Snapshot
 from ckpt.storage import ANY, Buffer
 from ckpt.storage.background import Beside
@@ -326,6 +326,16 @@ def test_what_is_changed_in_place_before_its_copy_has_arrived_is_refused(by_a_st
     else:
         with pytest.raises(ckpt.StateError, match=r"changed in place while .*weight"):
             snapshot.wait()
+
+
+@pytest.mark.not_on_s3("nothing is written")
+def test_what_is_on_the_host_can_be_copied_while_the_program_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Executors refuse work then, and a save that began just before still has this to do."""
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
+    sources = [torch.randn(3 << 20) for _ in range(3)]
+    memory = torch.zeros(3 * sources[0].nbytes, dtype=torch.uint8)
+    copy_on_host([Copy("", "", one, index * one.nbytes) for index, one in enumerate(sources)], memory)
+    assert torch.equal(memory.view(torch.float32), torch.cat(sources))
 
 
 def _save_on_two_ranks(rank: int, root: str) -> None:
