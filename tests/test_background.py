@@ -122,7 +122,7 @@ def test_a_program_that_ends_in_whatever_way_finishes_its_save(root: Place, end:
         manager.save_state("a")
         {end}
     """
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, timeout=170)
     assert ended.returncode == {"": 0, "sys.exit(3)": 3}.get(end, 1)
     assert ckpt.verify(root) == {"a": []}
 
