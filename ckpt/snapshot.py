@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
-from ckpt.arena import Arena, available
+from ckpt.arena import Arena
 from ckpt.console import size as shown
 from ckpt.errors import StateError
 from ckpt.formats.memory import host_bytes
 from ckpt.formats.state import Image
+from ckpt.free_memory import available
 from ckpt.moving import Copy, Places, copy_on_host, send, send_all
 from ckpt.storage.background import Beside
 
