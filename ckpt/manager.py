@@ -20,7 +20,7 @@ from ckpt.catalog import check_name
 from ckpt.config import read_config
 from ckpt.console import say
 from ckpt.copying import Copies
-from ckpt.errors import CkptError, ConfigError, MissingError, Preempted
+from ckpt.errors import ConfigError, MissingError, Preempted
 from ckpt.exporting import SHARD_SIZE, Wanted, belongings, save_live
 from ckpt.hosts import find_hosts
 from ckpt.hub_target import Card, Target
@@ -189,7 +189,7 @@ class StateManager:
     ) -> None:
         try:
             self.close()
-        except CkptError as failure:
+        except Exception as failure:
             if error is None:
                 raise
             _log.error("%s", failure)  # what went wrong in the loop comes first

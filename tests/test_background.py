@@ -34,12 +34,15 @@ class GatedStorage(PassedOn):
         self.gate = threading.Event()
         self.gate.set()
         self.full = False
+        self.broken = False
 
     def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
         if key.endswith(".safetensors"):
             assert self.gate.wait(60)
             if self.full:
                 raise ckpt.FullError("no space left")
+            if self.broken:
+                raise RuntimeError("a mistake")
         super().write(key, pieces, over=over)
 
 
@@ -145,8 +148,9 @@ def test_what_failed_behind_is_raised_by_the_next_call(root: Place, gated: Gated
     assert ckpt.verify(root) == {"good": []} | ({"better": []} if call != "close" else {})
 
 
-def test_the_error_of_the_loop_comes_before_that_of_a_save(gated: GatedStorage) -> None:
-    gated.full = True
+@pytest.mark.parametrize("how", ["full", "broken"])
+def test_the_error_of_the_loop_comes_before_that_of_a_save(gated: GatedStorage, how: str) -> None:
+    setattr(gated, how, True)
 
     def train() -> None:
         with Run(1).manager(gated) as manager:
