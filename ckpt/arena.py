@@ -122,12 +122,3 @@ class Arena:
             for at in self._pinned:
                 runtime.cudaHostUnregister(at)
             self._pinned = []
-
-
-def available() -> int:
-    """Bytes of memory that could be had now."""
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 0

@@ -20,7 +20,7 @@ from ckpt.catalog import check_name
 from ckpt.config import read_config
 from ckpt.console import say
 from ckpt.copying import Copies
-from ckpt.errors import CkptError, ConfigError, MissingError, Preempted
+from ckpt.errors import ConfigError, MissingError, Preempted
 from ckpt.exporting import SHARD_SIZE, Wanted, belongings, save_live
 from ckpt.hosts import find_hosts
 from ckpt.hub_target import Card, Target
@@ -189,7 +189,7 @@ class StateManager:
     ) -> None:
         try:
             self.close()
-        except CkptError as failure:
+        except Exception as failure:
             if error is None:
                 raise
             _log.error("%s", failure)  # what went wrong in the loop comes first
@@ -244,7 +244,8 @@ class StateManager:
         self._preemption.close()
         if self._save_every and self._saved_at != self._where():
             saved_in_loop = self._saved_at is not None and self._saved_at[0] == self.progress.step
-            self.save_state(f"{self._default_name()}-end" if saved_in_loop and not self._source.name() else None)
+            name = f"{self._default_name()}-end" if saved_in_loop and not self._source.name() else None
+            self._save(name, when_busy="wait")
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches of this epoch that are left, in the same order as ever.
@@ -301,12 +302,21 @@ class StateManager:
         Inside `batches` the next run goes on with the batch after this one: save when it has been used. After the inner
         loop the next run begins with the next epoch: let the save be the last thing in the epoch.
         """
+        return self._save(name, metrics, wait, self._when_busy)
+
+    def _save(
+        self,
+        name: str | None,
+        metrics: Mapping[str, Any] | None = None,
+        wait: bool | None = None,
+        when_busy: str = "wait",
+    ) -> str | None:
         self._loading.refuse_half_loaded()
         wait = not self._background if wait is None else wait
         name = check_name(name) if name is not None else self._default_name()
         numbers = as_numbers(self._metrics if metrics is None else metrics)
         facts = {"progress": self._loop.saved_progress().to_json(), "metrics": numbers}
-        if not wait and self._is_skipped(name):
+        if when_busy == "skip" and not wait and self._is_skipped(name):
             return None
         self._source.before_save(self._folder(name))
         self._managed.look()
@@ -481,15 +491,16 @@ class StateManager:
         return restored
 
     def _make_memory_ready(self) -> None:
-        """Once, when the size of the state is known: so that the first save is as fast as the others."""
-        if not self._memory_ready:
+        """Once, when the size of the state is known: so that the first save is as fast as the others.
+
+        Not while a save uses the memory that there is.
+        """
+        if not self._memory_ready and not self._saver.busy:
             self._memory_ready = True
             self._saver.snapshots.prepare(self._managed.tensors(), for_devices_only=not self._background)
 
     def _is_skipped(self, name: str) -> bool:
         """Whether a save is left out because one is under way: the same on every rank."""
-        if self._when_busy != "skip":
-            return False
         skipped: bool = agree(self._ranks, f"save_state({name!r})", Outcome(self._saver.busy), any)
         if skipped and self._ranks.rank == MAIN:
             _log.info("%s is not saved: the save before it is still being written", name)

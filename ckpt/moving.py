@@ -50,7 +50,10 @@ def copy_on_host(copies: list[Copy], memory: torch.Tensor) -> None:
         _move(parts)
         return
     with ThreadPoolExecutor(max(1, torch.get_num_threads()), thread_name_prefix="ckpt-copy") as pool:
-        list(pool.map(_move, shares))
+        try:
+            list(pool.map(_move, shares))
+        except RuntimeError:  # the program ends: executors take no work any more
+            _move(parts)
 
 
 def _shared_out(parts: list[_Part]) -> list[list[_Part]]:

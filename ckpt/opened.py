@@ -170,8 +170,8 @@ class Opened:
     def _read(self, transfers: list[Transfer], how: Callable[..., None]) -> None:
         alone, together = self.sharing.divided(transfers)
         with self._bar("loading", transfers) as advance:
-            how(alone, self.manifest.name, advance)
             how(together, self.manifest.name, advance, threads=1)
+            how(alone, self.manifest.name, advance)  # last: whom it fails for, the others do not wait for
 
     def _bar(self, verb: str, transfers: list[Transfer]) -> AbstractContextManager[Callable[[float], None]]:
         size = sum(one.size for one in transfers)

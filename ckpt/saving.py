@@ -153,7 +153,12 @@ class Saver:
             self._committed = [one for one in self._committed if one.name != name]
 
     def close(self) -> None:
-        """Let go of the root and of memory, when all that waits has been copied. Nothing may be under way."""
+        """Let go of the root and of memory, when all that waits has been copied.
+
+        A save is still under way only if waiting for it was interrupted: it keeps what it needs.
+        """
+        if self.busy:
+            return
         self.snapshots.close()
         if self.mirror is not None:
             self.mirror.close()

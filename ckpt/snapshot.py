@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
-from ckpt.arena import Arena, available
+from ckpt.arena import Arena
 from ckpt.console import size as shown
 from ckpt.errors import StateError
 from ckpt.formats.memory import host_bytes
 from ckpt.formats.state import Image
+from ckpt.free_memory import available
 from ckpt.moving import Copy, Places, copy_on_host, send, send_all
 from ckpt.storage.background import Beside
 
@@ -45,7 +46,7 @@ class Snapshot:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def settle(self) -> None:
-        """See, once, whether what is still being copied has been changed before all copies were under way."""
+        """See, once, whether what is copied was changed meanwhile: when it has arrived, or before a step changes it."""
         with self._lock:
             if self._changed is None:
                 if self.sending is not None:
@@ -54,19 +55,20 @@ class Snapshot:
 
     def wait(self) -> None:
         """Until all has arrived. Raises if something was changed while it was copied."""
-        if self.rest is not None:
-            self.rest()
-        self.settle()
         if self.sending is not None:
             _synchronize(self.sending.result())
+        self.settle()
         names = self._changed or []
         self.overlapped = []  # or the tensors would live as long as the snapshot
         if names:
+            self.rest = None  # or what it holds on the device would live as long as the error
             raise StateError(
                 f"nothing was saved, because these were changed in place while they were being copied: "
                 f"{', '.join(names[:8])}{' and others' if len(names) > 8 else ''}. Between save_state() and the next "
                 "optimizer.step() change nothing, or use save_state(wait=True)."
             )
+        if self.rest is not None:
+            self.rest()
 
 
 class Snapshots:

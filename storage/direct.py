@@ -120,13 +120,16 @@ class _File:
                 self._reserved = self._size + step
 
     def _wait(self) -> None:
-        """Until all writers are done. The first error is raised when they are."""
+        """Until all writers are done. The first error is raised when they are, also that waiting was interrupted."""
         errors = []
         for writer in self._writers:
-            try:
-                writer.wait()
-            except BaseException as error:
-                errors.append(error)
+            while True:
+                try:
+                    writer.wait()
+                except BaseException as error:
+                    errors.append(error)
+                if not writer.busy:
+                    break
         if errors:
             raise errors[0]
 

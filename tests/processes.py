@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
@@ -14,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
@@ -70,6 +73,27 @@ def start_rank(
     job = _context.Process(target=_main, args=(storage, rank, world_size, port, folder, function, *args))
     job.start()
     return job
+
+
+def interrupt(call: Callable[[], object], and_then: Callable[[], object] = lambda: None) -> None:
+    """Make a call that waits for something, and interrupt it after a moment, as Ctrl-C does."""
+
+    def handler(*_: Any) -> None:
+        and_then()
+        raise KeyboardInterrupt
+
+    def begin() -> None:
+        timer.start()
+        call()
+
+    previous = signal.signal(signal.SIGUSR1, handler)
+    timer = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            begin()
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGUSR1, previous)
 
 
 def _exit_code(job: BaseProcess) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -492,13 +491,14 @@ def test_a_notebook_launches_it_in_its_own_process(tmp_path: Path) -> None:
 
 
 def test_a_notebook_launches_it_in_two_processes(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     cell = (
+        "import socket\n"
         "from accelerate import notebook_launcher\n"
         "from tests.test_accelerate import in_a_notebook\n"
-        f"notebook_launcher(in_a_notebook, ({str(tmp_path)!r},), num_processes=2, use_port='{port}')\n"
+        "with socket.socket() as free:\n"  # as late as can be: others take ports too
+        "    free.bind(('127.0.0.1', 0))\n"
+        "    port = str(free.getsockname()[1])\n"
+        f"notebook_launcher(in_a_notebook, ({str(tmp_path)!r},), num_processes=2, use_port=port)\n"
     )
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", cell], env=environment, capture_output=True, text=True, timeout=120)

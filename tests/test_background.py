@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -17,9 +17,12 @@ import torch
 from torch import nn
 
 import ckpt
+from ckpt.moving import Copy, copy_on_host
+from ckpt.snapshot import Snapshot
 from ckpt.storage import ANY, Buffer
+from ckpt.storage.background import Beside
 from tests.places import PassedOn, Place
-from tests.processes import run_ranks
+from tests.processes import interrupt, run_ranks
 from tests.training import exact
 
 
@@ -31,12 +34,15 @@ class GatedStorage(PassedOn):
         self.gate = threading.Event()
         self.gate.set()
         self.full = False
+        self.broken = False
 
     def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
         if key.endswith(".safetensors"):
             assert self.gate.wait(60)
             if self.full:
                 raise ckpt.FullError("no space left")
+            if self.broken:
+                raise RuntimeError("a mistake")
         super().write(key, pieces, over=over)
 
 
@@ -119,7 +125,7 @@ def test_a_program_that_ends_in_whatever_way_finishes_its_save(root: Place, end:
         manager.save_state("a")
         {end}
     """
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, timeout=170)
     assert ended.returncode == {"": 0, "sys.exit(3)": 3}.get(end, 1)
     assert ckpt.verify(root) == {"a": []}
 
@@ -142,8 +148,9 @@ def test_what_failed_behind_is_raised_by_the_next_call(root: Place, gated: Gated
     assert ckpt.verify(root) == {"good": []} | ({"better": []} if call != "close" else {})
 
 
-def test_the_error_of_the_loop_comes_before_that_of_a_save(gated: GatedStorage) -> None:
-    gated.full = True
+@pytest.mark.parametrize("how", ["full", "broken"])
+def test_the_error_of_the_loop_comes_before_that_of_a_save(gated: GatedStorage, how: str) -> None:
+    setattr(gated, how, True)
 
     def train() -> None:
         with Run(1).manager(gated) as manager:
@@ -169,6 +176,24 @@ def test_a_second_save_waits_for_the_first(root: Place, gated: GatedStorage) -> 
     assert [loaded(root, name) for name in ("a", "b")] == [first, second]
 
 
+def test_a_save_goes_on_when_whoever_waits_for_it_is_interrupted(root: Place, gated: GatedStorage) -> None:
+    run = Run(1)
+    manager = run.manager(gated)
+    gated.gate.clear()
+    manager.save_state("a")
+    first = run.state()
+    run.step()
+    for call in (manager.wait, lambda: manager.save_state("b"), manager.close):
+        interrupt(call)
+        assert manager._saver.busy
+    threading.Timer(0.2, gated.gate.set).start()
+    manager.save_state("b")
+    second = run.state()
+    run.step()
+    manager.close()
+    assert [loaded(root, name) for name in ("a", "b")] == [first, second]
+
+
 def test_a_second_save_is_left_out_if_that_is_wanted(
     root: Place, gated: GatedStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,6 +206,39 @@ def test_a_second_save_is_left_out_if_that_is_wanted(
         assert manager.save_state("c") == "c"
     assert ckpt.verify(root) == {"c": [], "a": []}
     assert "b is not saved" in caplog.text
+
+
+def test_the_final_state_is_never_left_out(root: Place, gated: GatedStorage) -> None:
+    run = Run(1)
+    with run.manager(gated, when_busy="skip", save_every=1) as manager:
+        for _ in manager.epochs(1):
+            for number in manager.batches(range(3)):
+                run.step()
+                gated.gate.clear()
+                manager.step()
+                if number == 2:
+                    threading.Timer(0.2, gated.gate.set).start()
+    assert ckpt.verify(root) == {"step-00000003": [], "step-00000001": []}
+    assert loaded(root, "step-00000003") == run.state()
+
+
+def test_memory_is_not_made_ready_anew_while_a_save_uses_what_there_is(
+    gated: GatedStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt.snapshot._LITTLE", 0)
+    run = Run(1)
+    with run.manager(gated) as manager:
+        arena = manager._saver.snapshots._arena
+        gated.gate.clear()
+        manager.save_state("a")
+        before = arena.size
+        run.step()
+        manager.step()
+        assert arena.size == before
+        gated.gate.set()
+        manager.wait()
+        manager.step()
+        assert arena.size > before
 
 
 def test_without_memory_for_a_copy_training_waits_and_is_told_once(
@@ -250,6 +308,38 @@ def test_every_kept_checkpoint_is_the_state_at_its_step(root: Place) -> None:
     assert len(kept) == 20
     assert ckpt.verify(root) == {name: [] for name in kept}
     assert all(loaded(root, name) == states[name] for name in kept)
+
+
+class Arrival:
+    """Stands for the event after copies from a device: training goes on until they have arrived."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        self.synchronize = meanwhile
+
+
+@pytest.mark.not_on_s3("nothing is written")
+@pytest.mark.parametrize("by_a_step", [False, True])
+def test_what_is_changed_in_place_before_its_copy_has_arrived_is_refused(by_a_step: bool) -> None:
+    weight = torch.zeros(3)
+    arrival = Arrival(lambda: weight.add_(1))
+    sending = Beside(lambda: {weight.device: arrival}, "ckpt-copy")
+    snapshot = Snapshot({}, [(Copy("model.safetensors", "weight", weight, 0), weight._version)], sending)
+    if by_a_step:
+        snapshot.settle()  # its hook does this, and lets it wait for the copies on the device
+        snapshot.wait()
+    else:
+        with pytest.raises(ckpt.StateError, match=r"changed in place while .*weight"):
+            snapshot.wait()
+
+
+@pytest.mark.not_on_s3("nothing is written")
+def test_what_is_on_the_host_can_be_copied_while_the_program_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Executors refuse work then, and a save that began just before still has this to do."""
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
+    sources = [torch.randn(3 << 20) for _ in range(3)]
+    memory = torch.zeros(3 * sources[0].nbytes, dtype=torch.uint8)
+    copy_on_host([Copy("", "", one, index * one.nbytes) for index, one in enumerate(sources)], memory)
+    assert torch.equal(memory.view(torch.float32), torch.cat(sources))
 
 
 def _save_on_two_ranks(rank: int, root: str) -> None:

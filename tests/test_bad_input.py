@@ -128,7 +128,7 @@ def _hold(rank: int, root: str, ready: str) -> None:
     with ckpt.StateManager(root, model=nn.Linear(2, 2)) as manager:
         manager.save_state("theirs", wait=True)
         Path(ready).write_text("")
-        time.sleep(60)
+        time.sleep(600)  # until it is killed
 
 
 @pytest.mark.also_on_s3

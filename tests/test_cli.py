@@ -78,7 +78,7 @@ def lines_of(text: str) -> dict[str, str]:
 
 def run_ckpt(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "ckpt.cli", *map(str, arguments)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "ckpt.cli", *map(str, arguments)], capture_output=True, text=True, timeout=170
     )
 
 
@@ -106,7 +106,7 @@ def on_a_terminal(*arguments: object) -> str:
 )
 def test_the_command_answers_without_importing_torch(root: Path, arguments: list[str]) -> None:
     where = [] if "--help" in arguments else [str(root)]
-    subprocess.run([sys.executable, "-c", _WITHOUT_TORCH, *arguments, *where], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", _WITHOUT_TORCH, *arguments, *where], check=True, timeout=170)
 
 
 def test_ls_shows_what_is_known_of_each_checkpoint_the_newest_first(root: Path, invoke: Invoke) -> None:

@@ -30,7 +30,7 @@ from tests.accelerate_folders import (
     save_theirs,
     train,
 )
-from tests.processes import run_alone, run_ranks, start_alone
+from tests.processes import DEADLINE, run_alone, run_ranks, start_alone
 from tests.training import exact
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -575,7 +575,7 @@ class TestKilled:
             source = tmp_path / "root" / "checkpoint_3"
         for at in (0, 1, 2, 4):
             process = start_alone(str(tmp_path), convert_and_die, str(source), str(destination), to, at)
-            process.join(60)
+            process.join(DEADLINE)
             assert process.exitcode == -signal.SIGKILL
             if to == "ckpt":
                 assert not any(one.committed for one in ckpt.list_checkpoints(destination))

@@ -277,7 +277,7 @@ class TestCommits:
         def gate(method: str, path: str) -> None:
             if "/commit/" in path and left[0]:
                 left[0] -= 1
-                meeting.wait(30)  # both have seen the same head
+                meeting.wait(120)  # both have seen the same head
 
         hub.gate = gate
         writers = [threading.Thread(target=_save_alone, args=(name,)) for name in ("a", "b")]

@@ -6,6 +6,7 @@ import gc
 import json
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 
 import ckpt
 from ckpt import sharing
-from tests.places import PassedOn, Place
+from tests.places import PassedOn, Place, at
 from tests.processes import run_ranks
 from tests.sharded import MODELS, state, step
 from tests.training import exact
@@ -135,6 +136,28 @@ def load_from_a_broken_disk(rank: int, root: str) -> None:
 def test_what_one_rank_cannot_read_no_rank_waits_for(root: Place) -> None:
     save(root)
     assert run_ranks(2, load_from_a_broken_disk, str(root)) == [0, 0]
+
+
+def load_past_damage(rank: int, root: str) -> None:
+    sharing._DEADLINE = timedelta(seconds=60)  # or the ranks would wait longer than the test
+    model, other = large(1), large(2)
+    optimizer, again = (torch.optim.AdamW(one.parameters()) for one in (model, other))
+    model(torch.ones(1, 600)).sum().backward()
+    optimizer.step()
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, gradients=True, timeout=30) as manager:
+        for name in ("older", "newer"):
+            manager.save_state(name, wait=True)
+    if rank == 0:
+        file = at(root) / "newer" / "gradients-00001.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    options: dict[str, Any] = {"gradients": True, "broadcast": True, "timeout": 30}
+    with ckpt.StateManager(root, model=other, optimizer=again, **options) as manager:
+        assert manager.load_state().name == "older"
+    assert exact(other.state_dict()) == exact(model.state_dict())
+
+
+def test_damage_in_what_one_rank_reads_alone_keeps_none_waiting_for_what_they_share(root: Place) -> None:
+    assert run_ranks(2, load_past_damage, str(root)) == [0, 0]
 
 
 def round_trip_spread(rank: int, root: str) -> None:

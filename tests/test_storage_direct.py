@@ -7,6 +7,8 @@ import fcntl
 import mmap
 import os
 import random
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +19,7 @@ import pytest
 from ckpt.storage import LocalStorage
 from ckpt.storage.aligned import pages
 from ckpt.storage.direct import BLOCK, write_durably
+from tests.processes import interrupt
 
 
 def write(path: Path, pieces: Any) -> None:
@@ -130,3 +133,23 @@ def test_an_error_of_whoever_gives_the_pieces_is_raised_and_nothing_is_left(tmp_
     with pytest.raises(KeyboardInterrupt):
         LocalStorage(tmp_path).write("file", pieces())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_on_its_way_to_a_file_that_is_closed_because_somebody_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted, real_write = threading.Event(), os.pwrite
+    begun: list[int] = []
+    done: list[int] = []
+
+    def slow(descriptor: int, data: memoryview, start: int) -> int:
+        begun.append(start)
+        assert interrupted.wait(60)
+        time.sleep(0.1)
+        written = real_write(descriptor, data, start)
+        done.append(start)
+        return written
+
+    monkeypatch.setattr(os, "pwrite", slow)
+    interrupt(lambda: write(tmp_path / "file", [b"x" * BLOCK]), interrupted.set)
+    assert sorted(done) == sorted(begun)
