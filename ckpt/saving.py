@@ -131,10 +131,13 @@ class Saver:
             raise
         self._retain()
 
-    def follow(self, manifest: Manifest, damaged: Iterable[str]) -> None:
-        """What is saved from here on goes on from this checkpoint."""
+    def follow(self, manifest: Manifest, damaged: Iterable[str], *, in_root: bool = True) -> None:
+        """What is saved from here on goes on from this checkpoint.
+
+        Files can be linked only from what was read: what the root has by that name was damaged, if it was not taken.
+        """
         self.run, self.parent, self.sequence = manifest.run, manifest.id, manifest.sequence
-        self.earlier = {file.name: Earlier(manifest.name, file) for file in manifest.files}
+        self.earlier = {file.name: Earlier(manifest.name, file) for file in manifest.files if in_root}
         self.goes_on = True
         self.damaged |= set(damaged)
         if self.hosts.apart and self.keeps:

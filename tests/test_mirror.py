@@ -155,6 +155,19 @@ class TestChoosing:
         assert (restored.url, value) == (f"{root}/step-00000001", 1.0)
         assert str(mirror) in restored.passed_over["step-00000002"]
 
+    def test_what_is_damaged_in_the_root_is_not_linked_into_the_next_checkpoint(self, tmp_path: Path) -> None:
+        root, mirror = tmp_path / "root", tmp_path / "mirror"
+        model = nn.Sequential(nn.Linear(600, 600).requires_grad_(False), nn.Linear(600, 1))
+        with managed(root, mirror, model) as manager:
+            manager.save_state("one", wait=True)
+        _flip(root / "one" / "model+frozen.safetensors")
+        with managed(root, mirror, model) as manager:
+            assert manager.restored is not None
+            assert manager.restored.url == f"{mirror}/one"
+            manager.save_state("two", wait=True)
+        assert ckpt.verify(root / "two") == {"two": []}
+        assert ckpt.verify(mirror / "two") == {"two": []}
+
     def test_by_name_from_either(self, tmp_path: Path) -> None:
         run(tmp_path / "root", tmp_path / "mirror", 1, 2, keep=ckpt.Keep(last=1), mirror_keep=ckpt.Keep(last=5))
         model = weights(-1)
