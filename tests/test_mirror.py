@@ -236,6 +236,18 @@ class TestTrouble:
             _until(lambda: manager.mirror_error is None and len(steps(tmp_path / "mirror")) == 2)
         assert intact(tmp_path / "mirror")
 
+    def test_what_is_saved_while_a_copy_fails_is_the_next_one_that_tries_again(self, tmp_path: Path) -> None:
+        mirror = _FailsOnce(tmp_path / "mirror")
+        with managed(tmp_path / "root", mirror, weights(1)) as manager:
+            mirror.open.clear()
+            manager.save_state("one", wait=True)
+            _until(lambda: manager._mirror is not None and manager._mirror._current is not None)
+            manager.save_state("two", wait=True)
+            mirror.open.set()
+            _until(lambda: len(steps(tmp_path / "mirror")) == 2)
+        assert not mirror.down
+        assert intact(tmp_path / "mirror")
+
     def test_what_fails_while_the_run_ends_is_tried_once_more(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -364,6 +376,20 @@ class TestTrouble:
         assert "one/model+frozen.safetensors" in mirror.written
         assert "two/model+frozen.safetensors" not in mirror.written
         assert intact(tmp_path / "mirror")
+
+
+class _FailsOnce(Counting):
+    """A mirror that is down for the first write."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.down = True
+
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+        try:
+            super().write(key, pieces, over=over)
+        finally:
+            self.down = False
 
 
 class _Unlisted(LocalStorage):
