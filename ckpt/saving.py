@@ -57,6 +57,7 @@ class Saver:
     goes_on: bool = False  # whether this run has seen what is there, or there was nothing
     host_memory: int | None = None
     _committed: list[Manifest] | None = None
+    _has_saved: bool = False
     _unreadable: dict[str, VersionError] = field(default_factory=dict)  # written by a newer ckpt
     _held: ExitStack = field(default_factory=ExitStack)
 
@@ -160,8 +161,10 @@ class Saver:
         self.snapshots.close()
         if self.mirror is not None:
             self.mirror.close()
+            if self._has_saved and self.mirror.error is None:  # what waited to be copied had to stay until now
+                self._retain()
         self._held.close()
-        self._committed = None
+        self._committed, self._has_saved = None, False
 
     def _hold(self) -> None:
         if self._committed is not None:
@@ -273,6 +276,7 @@ class Saver:
         attempt.commit(self.storage, manifest, receipts)
         self._committed = [manifest, *(one for one in self._committed or () if one.name != attempt.name)]
         self.damaged.discard(attempt.name)
+        self._has_saved = True
         if self.mirror is not None:
             self.mirror.offer(manifest)
 

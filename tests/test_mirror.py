@@ -293,7 +293,7 @@ class TestTrouble:
     def test_what_could_not_be_copied_the_next_run_copies(self, tmp_path: Path) -> None:
         mirror = Counting(tmp_path / "mirror")
         mirror.down = True
-        run(tmp_path / "root", mirror, 1, 2, 3)
+        run(tmp_path / "root", mirror, 1, 2, 3, keep=ckpt.Keep(last=1))
         assert steps(mirror) == []
         mirror.down = False
         run(tmp_path / "root", mirror)
@@ -345,6 +345,21 @@ class TestTrouble:
         assert (steps(tmp_path / "root"), steps(tmp_path / "mirror")) == ([5], [5, 4, 2])
         run(tmp_path / "other", tmp_path / "copy", 1, 2, 3, keep=ckpt.Keep(last=2), mirror_backlog=9)
         assert steps(tmp_path / "copy") == [3, 2]  # the same, where nothing else is said
+
+    def test_what_had_to_stay_until_it_was_copied_goes_at_the_end(self, tmp_path: Path) -> None:
+        mirror = Counting(tmp_path / "mirror")
+        with managed(tmp_path / "root", mirror, weights(1), keep=ckpt.Keep(last=1)) as manager:
+            mirror.open.clear()
+            for name in ("one", "two"):
+                manager.save_state(name, wait=True)
+            assert [one.name for one in ckpt.list_checkpoints(tmp_path / "root")] == ["two", "one"]
+            mirror.open.set()
+        assert [one.name for one in ckpt.list_checkpoints(tmp_path / "root")] == ["two"]
+
+    def test_a_run_that_saves_nothing_removes_nothing(self, tmp_path: Path) -> None:
+        run(tmp_path / "root", tmp_path / "mirror", 1, 2)
+        run(tmp_path / "root", tmp_path / "mirror", keep=ckpt.Keep(last=1))
+        assert steps(tmp_path / "root") == [2, 1]
 
     @pytest.mark.parametrize(
         "wrong", [{"mirror_backlog": 0}, {"mirror_bandwidth": -1}, {"mirror_keep": 3}, {"mirror": "ROOT"}]
