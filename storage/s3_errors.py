@@ -99,6 +99,8 @@ def _answered(answer: dict[str, Any], what: str, where: str, bucket: str) -> Sto
         return changed(where)
     if code in _ABSENT:
         return AbsentError(f"{where} does not exist.")
+    if code == "NoSuchUpload":
+        return AbsentError(f"{begin}: that upload was finished meanwhile, or somebody has given it up.")
     if code == "NoSuchBucket":
         return StorageError(f"{begin}. Make the bucket {bucket!r}, or check its name and the endpoint.")
     if code in _DENIED:

@@ -166,6 +166,17 @@ class TestLeftovers:
         storage.sweep(age=0)
         assert uploads(server, s3) == []
 
+    def test_uploads_that_end_while_they_are_looked_at_are_no_error(
+        self, server: Server, s3: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        objects = S3Objects(BUCKET, s3.removeprefix(f"s3://{BUCKET}/"), {})
+        begin_upload(server, s3, "a/model", 1)
+        [listed] = objects._uploads(f"{s3.removeprefix(f's3://{BUCKET}/')}/")
+        objects.abort("", 0.0)
+        monkeypatch.setattr(objects, "_uploads", lambda top: iter([listed]))  # as it was a moment ago
+        assert list(objects.unfinished("")) == []
+        objects.abort("", 0.0)
+
     def test_what_has_arrived_of_an_upload_is_counted(self, server: Server, s3: str) -> None:
         begin_upload(server, s3, "a/model", 2)
         assert [(one.key, one.size) for one in open_storage(s3).unfinished()] == [("a/model", 10 * MB)]
