@@ -302,6 +302,7 @@ class TestWrongRoots:
                 r"NoSuchBucket\. Make the bucket 'ckpt', or check its name and the endpoint",
             ),
             ("denied", ckpt.DeniedError, r"AccessDenied\. Check the credentials .*that they may list, read, write"),
+            ("not implemented", ckpt.StorageError, r"NotImplemented\. ckpt needs conditional writes"),
         ],
     )
     def test_what_will_not_pass_is_not_tried_again(
@@ -337,6 +338,14 @@ class TestWrongRoots:
     def test_an_endpoint_where_nobody_answers(self, s3: str) -> None:
         options = {"endpoint_url": "http://127.0.0.1:9", "deadline": 1.0}
         with pytest.raises(ckpt.TransientError, match=r"no server answers\. Check the endpoint"):
+            ckpt.StateManager(s3, model=nn.Linear(1, 1), storage_options=options)
+
+    def test_an_endpoint_that_cannot_be_trusted_is_told_so_soon(
+        self, server: Server, s3: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ckpt.storage.s3_connection.FIRST_CONTACT", 0.0)
+        options = {"endpoint_url": server.url.replace("http:", "https:")}
+        with pytest.raises(ckpt.TransientError, match=r"no secure connection\. Check .*AWS_CA_BUNDLE.* Tried 1 times"):
             ckpt.StateManager(s3, model=nn.Linear(1, 1), storage_options=options)
 
     def test_a_server_that_answers_is_not_taken_for_a_misspelt_one(
