@@ -100,6 +100,10 @@ class TestLargeObjects:
             storage.write("object", data, over=version)
         assert storage.read("object") == b"other"
 
+    def test_a_server_may_say_404_of_a_version_that_was_removed(self, server: Server, s3: str) -> None:
+        with FaultyProxy(server.port, lambda method, path: "no key") as proxy, pytest.raises(ckpt.ConflictError):
+            open_storage(s3, endpoint_url=proxy.url).write("object", [b"x"], over='"of an object that was there"')
+
     def test_a_link_to_a_large_object_is_copied_by_the_server_in_parts(
         self, s3: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
