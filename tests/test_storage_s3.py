@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 import io
 import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,9 @@ from torch import nn
 
 import ckpt
 from ckpt.storage import ObjectStorage, Storage, leases, open_storage
+from ckpt.storage.retries import Patience
 from ckpt.storage.s3 import S3Objects
+from ckpt.storage.s3_connection import Connection, Moved
 from tests.faulty_proxy import FaultyProxy
 from tests.seaweed import BUCKET, KEY, SECRET, Server, environment
 from tests.storage_contract import StorageContract, sizes
@@ -525,9 +529,41 @@ manager.save_state("a")
         assert torch.equal(merged["weight"], model.weight)
 
 
+class TestDeadlines:
+    def test_without_time_to_try_again_there_is_one_try(self, s3: str) -> None:
+        storage = open_storage(s3, deadline=0)
+        storage.write("object", [b"x"])
+        assert storage.read("object") == b"x"
+
+    def test_requests_that_wait_for_their_turn_lose_no_time(self, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        started: list[Patience] = []
+        pauses = Patience.pauses
+
+        def counted(self: Patience) -> Iterator[float]:
+            started.append(self)
+            return pauses(self)
+
+        monkeypatch.setattr(Patience, "pauses", counted)
+        connection = Connection(BUCKET, {"max_concurrency": 1})
+        came, go = threading.Event(), threading.Event()
+
+        async def attempt(moved: Moved) -> int:
+            came.set()
+            while not go.is_set():
+                await asyncio.sleep(0.01)
+            return len(started)
+
+        first = connection.start(connection.tried("read", "here", attempt), set())
+        came.wait()
+        second = connection.start(connection.tried("read", "here", attempt), set())
+        connection.run(asyncio.sleep(0.1))  # by then the second waits
+        assert len(started) == 1
+        go.set()
+        assert (first.result(), second.result()) == (1, 2)
+
+
 def test_a_body_reads_like_a_file_and_iterates_like_a_stream() -> None:
     from ckpt.storage.parts import Body
-    from ckpt.storage.s3_connection import Moved
 
     data = os.urandom(1000)
     body, file = (
