@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import boto3
 import pytest
 import torch
@@ -36,12 +37,43 @@ class TestS3(StorageContract):
         return open_storage(s3)
 
 
+class AnsweredError(Exception):
+    """As clients of some servers raise them: no error of the system, but a status."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__("with a text that nobody has looked at")
+        self.code = code
+
+
 class TestFilesystem(StorageContract):
     """Any filesystem of fsspec. Its own of local files is one that is there."""
 
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Storage:
         return open_storage(f"local://{tmp_path}/made/when/needed")
+
+    @pytest.mark.parametrize(
+        ("failure", "kind"),
+        [
+            (ConnectionResetError(), ckpt.TransientError),
+            (aiohttp.ServerDisconnectedError(), ckpt.TransientError),
+            (AnsweredError(503), ckpt.TransientError),
+            (AnsweredError(403), ckpt.DeniedError),
+            (AnsweredError(400), ckpt.StorageError),
+            (ZeroDivisionError(), ZeroDivisionError),
+        ],
+    )
+    def test_what_may_pass_is_told_from_what_will_not(
+        self, storage: Storage, failure: Exception, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*args: Any) -> None:
+            raise failure
+
+        storage.write("object", [b"x"])
+        monkeypatch.setattr(storage._objects._fs, "cat_file", fail)  # type: ignore[attr-defined]
+        with pytest.raises(kind) as raised:
+            storage.read("object")
+        assert raised.type is kind
 
 
 def client(server: Server) -> Any:
