@@ -187,6 +187,15 @@ print(listed, read, peak() - before - 100)
         assert iterated < 200
 
 
+def test_what_stands_for_a_folder_is_no_object(server: Server, s3: str, tmp_path: Path) -> None:
+    for name in ("", "sub/", "sub/file"):
+        where = f"{s3.removeprefix(f's3://{BUCKET}/')}/{name}"
+        client(server).put_object(Bucket=BUCKET, Key=where, Body=b"x" if name.endswith("file") else b"")
+    assert sizes(open_storage(s3)) == {"sub/file": 1}
+    ckpt.pull(s3, tmp_path / "copy")
+    assert (tmp_path / "copy" / "sub" / "file").read_bytes() == b"x"
+
+
 class TestLeftovers:
     def test_an_upload_that_was_cut_off_is_swept(self, server: Server, s3: str) -> None:
         for key in ("step-1/model", "step-10/model", "other/model"):
