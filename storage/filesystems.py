@@ -111,7 +111,13 @@ class FilesystemObjects:
 
     def _stream(self, path: str, pieces: Iterable[Buffer]) -> None:
         """Write parts as they come. The object appears when all are there, or never."""
-        file = self._with_folder(path, lambda there: self._fs.open(there, "wb", block_size=PART, autocommit=False))
+        try:
+            file = self._with_folder(path, lambda there: self._fs.open(there, "wb", block_size=PART, autocommit=False))
+        except NotImplementedError:
+            raise DeniedError(
+                f"{self.url} can only be read: fsspec has no way to let an object appear there as a whole. To write to "
+                "the Hub, use hub://."
+            ) from None
         try:
             for part in cut(pieces):
                 for view in part:
