@@ -35,10 +35,14 @@ _UNREACHED = (TransientError, DeniedError)
 
 @dataclass
 class Choice:
-    """The checkpoint that all ranks will load, and the newer ones that were passed over, with the reasons."""
+    """The checkpoint that all ranks will load, and the newer ones that were passed over, with the reasons.
+
+    `tier` is where it was found. The root may have another one by its name, which is damaged.
+    """
 
     manifest: Manifest
     url: str
+    tier: int
     ready: Any
     passed_over: dict[str, str] = field(default_factory=dict)
 
@@ -125,7 +129,7 @@ class _Search:
                     self._pass_over(name, f"in {storage.url}: {error}" if tier else str(error))
                     continue
                 self.held.push(mine.pop_all())
-                return Choice(manifest, folder_of(storage, manifest), ready, self.passed_over)
+                return Choice(manifest, folder_of(storage, manifest), tier, ready, self.passed_over)
         for name, why in unreached.items():
             raise type(why)(
                 f"{name} cannot be read now: {why} Nothing says that it is damaged, so no older one was taken in its "

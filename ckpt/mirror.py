@@ -42,6 +42,7 @@ class Mirror:
     _waiting: list[_Waiting] = field(default_factory=list)
     _current: _Waiting | None = None
     _working: bool = False
+    _came: bool = False  # whether another one was offered since the last attempt began
     _guard: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -84,7 +85,7 @@ class Mirror:
         self.copies.expect(manifest.name)
         with self._guard:
             self._enqueue(_Waiting(manifest, held))
-            idle, self._working = not self._working, True
+            idle, self._working, self._came = not self._working, True, True
         if idle:
             self._background.start(self._work)
 
@@ -124,7 +125,7 @@ class Mirror:
     def _next(self) -> _Waiting | None:
         with self._guard:
             self._current = self._waiting.pop(0) if self._waiting else None
-            self._working = self._current is not None
+            self._working, self._came = self._current is not None, False
             return self._current
 
     def _work(self) -> None:
@@ -137,15 +138,18 @@ class Mirror:
                 self._failed(f"{one.name} is not copied", error)
             except Exception as error:  # whatever it is: the checkpoint is safe where it is, and training goes on
                 self._failed(f"{one.name} was not copied and waits for the next one", error)
-                self._put_back(one)
-                return
+                if not self._put_back(one):
+                    return
+                continue
             one.held.close()
 
-    def _put_back(self, one: _Waiting) -> None:
+    def _put_back(self, one: _Waiting) -> bool:
+        """Returns whether to go on at once: with one that came meanwhile, and whom nobody else would wake."""
         with self._guard:
             self._let_wait([one, *self._waiting], dropped=[])
-            self._current, self._working = None, False
+            self._current, self._working = None, self._came
+            return self._working
 
     def _failed(self, what: str, error: Exception) -> None:
-        self.error = error
         _log.warning("%s: %s: %s", self.copies.far.url, what, error)
+        self.error = error

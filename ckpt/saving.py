@@ -57,6 +57,7 @@ class Saver:
     goes_on: bool = False  # whether this run has seen what is there, or there was nothing
     host_memory: int | None = None
     _committed: list[Manifest] | None = None
+    _has_saved: bool = False
     _unreadable: dict[str, VersionError] = field(default_factory=dict)  # written by a newer ckpt
     _held: ExitStack = field(default_factory=ExitStack)
 
@@ -131,10 +132,13 @@ class Saver:
             raise
         self._retain()
 
-    def follow(self, manifest: Manifest, damaged: Iterable[str]) -> None:
-        """What is saved from here on goes on from this checkpoint."""
+    def follow(self, manifest: Manifest, damaged: Iterable[str], *, in_root: bool = True) -> None:
+        """What is saved from here on goes on from this checkpoint.
+
+        Files can be linked only from what was read: what the root has by that name was damaged, if it was not taken.
+        """
         self.run, self.parent, self.sequence = manifest.run, manifest.id, manifest.sequence
-        self.earlier = {file.name: Earlier(manifest.name, file) for file in manifest.files}
+        self.earlier = {file.name: Earlier(manifest.name, file) for file in manifest.files if in_root}
         self.goes_on = True
         self.damaged |= set(damaged)
         if self.hosts.apart and self.keeps:
@@ -162,8 +166,10 @@ class Saver:
         self.snapshots.close()
         if self.mirror is not None:
             self.mirror.close()
+            if self._has_saved and self.mirror.error is None:  # what waited to be copied had to stay until now
+                self._retain()
         self._held.close()
-        self._committed = None
+        self._committed, self._has_saved = None, False
 
     def _hold(self) -> None:
         if self._committed is not None:
@@ -275,6 +281,7 @@ class Saver:
         attempt.commit(self.storage, manifest, receipts)
         self._committed = [manifest, *(one for one in self._committed or () if one.name != attempt.name)]
         self.damaged.discard(attempt.name)
+        self._has_saved = True
         if self.mirror is not None:
             self.mirror.offer(manifest)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ckpt.errors import AbsentError, ConfigError, DeniedError, StorageError
+from ckpt.errors import AbsentError, ConfigError, DeniedError, StorageError, TransientError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed
 from ckpt.storage.parts import PART, cut
 
@@ -109,7 +111,13 @@ class FilesystemObjects:
 
     def _stream(self, path: str, pieces: Iterable[Buffer]) -> None:
         """Write parts as they come. The object appears when all are there, or never."""
-        file = self._with_folder(path, lambda there: self._fs.open(there, "wb", block_size=PART, autocommit=False))
+        try:
+            file = self._with_folder(path, lambda there: self._fs.open(there, "wb", block_size=PART, autocommit=False))
+        except NotImplementedError:
+            raise DeniedError(
+                f"{self.url} can only be read: fsspec has no way to let an object appear there as a whole. To write to "
+                "the Hub, use hub://."
+            ) from None
         try:
             for part in cut(pieces):
                 for view in part:
@@ -132,20 +140,44 @@ class FilesystemObjects:
 
     @contextmanager
     def _explained(self, what: str, key: str) -> Iterator[None]:
-        where = f"{self.url}/{key}"
         try:
             yield
+            return
         except StorageError:
             raise
-        except _NOTHING_THERE:
-            problem: StorageError = AbsentError(f"{where} does not exist.")
-        except PermissionError:
-            problem = DeniedError(f"could not {what} {where}: the credentials are missing or do not allow it.")
-        except OSError as error:
-            problem = StorageError(f"could not {what} {where}: {error.strerror or type(error).__name__}.")
-        else:
-            return
+        except Exception as error:
+            problem = _problem(error, what, f"{self.url}/{key}")
+            if problem is None:  # not the filesystem's
+                raise
         raise problem
+
+
+def _problem(error: Exception, what: str, where: str) -> StorageError | None:
+    """An error of ours for one of a filesystem's; none for others'. Not every client raises the system's kinds."""
+    status = _status(error)
+    begin = f"could not {what} {where}"
+    if isinstance(error, _NOTHING_THERE):
+        return AbsentError(f"{where} does not exist.")
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return DeniedError(f"{begin}: the credentials are missing or do not allow it.")
+    if status >= 500 or status == 429:
+        return TransientError(f"{begin}: the server says {status}.")
+    if isinstance(error, _network()):
+        return TransientError(f"{begin}: the connection failed ({type(error).__name__}).")
+    if isinstance(error, OSError) or status:
+        return StorageError(f"{begin}: {getattr(error, 'strerror', '') or type(error).__name__}.")
+    return None
+
+
+def _status(error: Exception) -> int:
+    """What a server has answered, as clients call it; 0 if it has not."""
+    found = (getattr(error, name, None) for name in ("status_code", "status", "code"))
+    return next((one for one in found if isinstance(one, int) and 400 <= one < 600), 0)
+
+
+def _network() -> tuple[type[Exception], ...]:
+    aiohttp = sys.modules.get("aiohttp")  # there, if the filesystem uses it
+    return (ConnectionError, TimeoutError, asyncio.TimeoutError, *([aiohttp.ClientError] if aiohttp else ()))
 
 
 def _open(scheme: str, options: Mapping[str, Any]) -> Any:

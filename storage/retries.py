@@ -32,9 +32,12 @@ class Patience:
 
     def pauses(self) -> Iterator[float]:
         """Seconds to wait before each further try, longer and longer, and random: clients that failed together must not
-        come back together. They end when the deadline is near.
+        come back together. They end when the deadline is near, which is counted from this call.
         """
-        end, most = time.monotonic() + self.deadline, self.shortest
+        return self._pauses_until(time.monotonic() + self.deadline)
+
+    def _pauses_until(self, end: float) -> Iterator[float]:
+        most = self.shortest
         while (left := end - time.monotonic()) > 0:
             yield min(left, _dice.uniform(most / 2, most))
             most = min(self.longest, 2 * most)

@@ -77,7 +77,8 @@ class S3Objects:
         while True:
             page = self._s3.run(self._request("list_objects_v2", "", "list", Prefix=self._prefix + prefix, **more))
             for one in page.get("Contents", ()):
-                yield Entry(one["Key"].removeprefix(self._prefix), one["Size"])
+                if not one["Key"].endswith("/"):  # stands for a folder, as consoles make them: no key of ours
+                    yield Entry(one["Key"].removeprefix(self._prefix), one["Size"])
             if not page.get("IsTruncated"):
                 return
             more = {"ContinuationToken": page["NextContinuationToken"]}

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -65,16 +65,20 @@ class Connection:
 
     async def tried(self, what: str, where: str, attempt: Callable[[Moved], Awaitable[_T]]) -> _T:
         """The result of an attempt. What may pass is tried again until the deadline; all else is raised at once."""
-        problem: StorageError | ConfigError = TransientError(f"could not {what} {where}: no time to try.")
-        tries, began = 0, time.monotonic()
-        for pause in self.patience.pauses():
+        problem: StorageError | ConfigError
+        pauses: Iterator[float] = iter(())
+        tries, began = 0, 0.0
+        while True:
             async with self._slots:
+                if not tries:  # of a large read most requests wait for their turn: that time is not theirs
+                    began, pauses = time.monotonic(), self.patience.pauses()
+                tries += 1
                 try:
                     return await self._watched(attempt)
                 except Exception as error:
                     problem = explained(error, what, where, self.bucket)
-            tries += 1
-            if not isinstance(problem, TransientError):
+            pause = next(pauses, None)
+            if pause is None or not isinstance(problem, TransientError):
                 break
             self._reached = self._reached or not isinstance(problem, UnreachedError)
             if not self._reached and time.monotonic() - began + pause > FIRST_CONTACT:

@@ -66,6 +66,11 @@ def explained(error: BaseException, what: str, where: str, bucket: str) -> Stora
         return error
     if _is(error, exceptions.NoCredentialsError, exceptions.PartialCredentialsError):
         return DeniedError(f"could not {what} {where}: there are no credentials, or only a part. {_CHECK_CREDENTIALS}")
+    if _is(error, exceptions.SSLError):
+        return UnreachedError(
+            f"could not {what} {where}: no secure connection. Check the endpoint (https:// or http://?) and its "
+            "certificate (AWS_CA_BUNDLE, or storage_options={'client_kwargs': {'verify': ...}})."
+        )
     if _is(error, exceptions.EndpointConnectionError, exceptions.ConnectTimeoutError, ConnectionRefusedError):
         return UnreachedError(
             f"could not {what} {where}: no server answers. Check the endpoint (AWS_ENDPOINT_URL, or "
@@ -99,6 +104,8 @@ def _answered(answer: dict[str, Any], what: str, where: str, bucket: str) -> Sto
         return changed(where)
     if code in _ABSENT:
         return AbsentError(f"{where} does not exist.")
+    if code == "NoSuchUpload":
+        return AbsentError(f"{begin}: that upload was finished meanwhile, or somebody has given it up.")
     if code == "NoSuchBucket":
         return StorageError(f"{begin}. Make the bucket {bucket!r}, or check its name and the endpoint.")
     if code in _DENIED:
@@ -109,6 +116,8 @@ def _answered(answer: dict[str, Any], what: str, where: str, bucket: str) -> Sto
         return StorageError(f"{begin}. The bucket is in another region: set AWS_REGION, or check the endpoint.")
     if code == "RequestTimeTooSkewed":
         return StorageError(f"{begin}. Set this machine's clock.")
+    if status == 501:
+        return StorageError(f"{begin}. ckpt needs conditional writes, uploads in parts and ranged reads there.")
     if code in _TRANSIENT or status >= 500 or status == 429:
         return TransientError(f"{begin} ({status}).")
     return StorageError(f"{begin} ({status}).")

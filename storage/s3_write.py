@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import StorageError
-from ckpt.storage.base import ANY
+from ckpt.storage.base import ANY, changed
 from ckpt.storage.parts import Body
 from ckpt.storage.s3_connection import Connection, Moved, together
 from ckpt.storage.s3_errors import code_of
@@ -111,12 +111,14 @@ class Write:
         try:
             return str((await self._s3.call(method, Key=self._key, **arguments))["ETag"])
         except Exception as error:
-            if self._tries == 1 or code_of(error) not in ("PreconditionFailed", "412", "NoSuchUpload", "404"):
-                raise
+            failure, code = error, code_of(error)
+        if self._tries > 1 and code in ("PreconditionFailed", "412", "NoSuchUpload", "404"):
             there = await self._s3.call("head_object", Key=self._key)
-            if there.get("Metadata", {}).get(_TOKEN) != self._token:
-                raise
-            return str(there["ETag"])
+            if there.get("Metadata", {}).get(_TOKEN) == self._token:
+                return str(there["ETag"])
+        if code in ("NoSuchKey", "404") and "IfMatch" in self._condition:  # removed; others say 412 then
+            raise changed(self._where)
+        raise failure
 
     def _give_up(self, upload: str) -> None:
         with suppress(StorageError):  # what is left is swept later

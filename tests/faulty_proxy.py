@@ -19,6 +19,8 @@ _REFUSALS = {
     "slow down": (503, "SlowDown"),
     "denied": (403, "AccessDenied"),
     "no bucket": (404, "NoSuchBucket"),
+    "no key": (404, "NoSuchKey"),
+    "not implemented": (501, "NotImplemented"),
 }
 _XML = [("Content-Type", "application/xml")]
 _STALL = 20.0  # seconds: longer than anybody here waits

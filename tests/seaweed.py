@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import socket
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import botocore.config
@@ -22,6 +23,8 @@ BUCKET = "ckpt"
 _ALIVE = {"Bucket": "alive", "Key": "probe"}  # an object of ours that must be read before anybody else asks
 _PORTS = ("s3", "master", "volume", "filer", "admin")
 _DEADLINE = 60.0
+_LOWEST_GIVEN = 32_768  # by Linux, unless it is told otherwise
+_turns = itertools.count()
 _SOCKETS = Path("/tmp")  # where it puts them, whatever it is told
 
 
@@ -74,7 +77,7 @@ class Server:
                 left.unlink()
 
     def _await_answers(self) -> None:
-        """Until an object can be read: after a kill the server says 500 until it has found its volumes again."""
+        """Until objects can be read and written: after a kill it says 500 until it has found its volumes again."""
         end = time.monotonic() + _DEADLINE
         client = botocore.session.get_session().create_client(
             "s3",
@@ -88,10 +91,12 @@ class Server:
             assert self._process is not None
             assert self._process.poll() is None, (self.folder / "server.log").read_text()[-4000:]
             with suppress(OSError, botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError):
-                if not self._has_probe:
+                if self._has_probe:
+                    client.get_object(**_ALIVE)["Body"].read()
+                else:
                     client.create_bucket(Bucket=_ALIVE["Bucket"])
-                    client.put_object(**_ALIVE, Body=bytes(4096))
-                    self._has_probe = True
+                client.put_object(**_ALIVE, Body=bytes(4096))
+                self._has_probe = True
                 client.get_object(**_ALIVE)["Body"].read()
                 client.head_bucket(Bucket=BUCKET)
                 return
@@ -127,11 +132,15 @@ def _binary() -> Path:
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    """Below those that the system gives to anybody, who could take them before the server does, or while it is down.
+
+    Each test process looks in another place, so that two do not find the same.
+    """
+    for turn in range(1000):
+        first = 10_000 + (7 * os.getpid() + next(_turns) + turn) * count % (_LOWEST_GIVEN - 10_000 - count)
+        ports = list(range(first, first + count))
+        with suppress(OSError), ExitStack() as bound:
+            for port in ports:
+                bound.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            return ports
+    raise AssertionError("no ports are free")

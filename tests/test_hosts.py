@@ -8,13 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from click.testing import CliRunner
 from torch import nn
 
@@ -58,8 +58,15 @@ def _save(rank: int, folder: str, hosts: str, mirror: str) -> None:
             saved = state(model, optimizer)
             if rank == 0:
                 Path(folder, f"{kind}.txt").write_text(saved)
-    dist.barrier()
+    _meet(rank, folder)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _meet(rank: int, folder: str) -> None:
+    """Until all ranks are here. In a barrier, one that is slow to leave it would learn of the others' deaths."""
+    Path(folder, f"here-{rank}").touch()
+    while not all(Path(folder, f"here-{one}").exists() for one in range(4)):
+        time.sleep(0.01)
 
 
 def _resume(rank: int, folder: str, hosts: str, mirror: str) -> None:
@@ -215,7 +222,7 @@ def test_a_root_that_all_hosts_see_is_found_to_be_shared(tmp_path: Path) -> None
 
 
 SCRIPT = """
-import copy, os, signal, sys
+import copy, os, signal, sys, time
 import torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -246,9 +253,12 @@ with ckpt.StateManager("run", model=model, optimizer=optimizer, layout="sharded"
     train(model, optimizer)
     manager.progress.step = expected + 1
     manager.save_state(wait=True)
-dist.barrier()
-if die:
+if die:  # together, but not after a barrier: one that is slow to leave it would learn of the other's death
+    open(f"../here-{dist.get_rank()}", "w").close()
+    while not (os.path.exists("../here-0") and os.path.exists("../here-1")):
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
+dist.barrier()
 dist.destroy_process_group()
 """
 
@@ -297,12 +307,13 @@ def _launch(nodes: list[str], folders: list[Path], *arguments: str) -> list[tupl
             )
         )
     try:
-        return [(job.wait(120), job.stderr.read() if job.stderr else "") for job in jobs]
+        return [(job.wait(240), job.stderr.read() if job.stderr else "") for job in jobs]
     finally:
         for job in jobs:
             job.kill()
 
 
+@pytest.mark.timeout(800)  # six launchers, one after the other
 @pytest.mark.parametrize("mirrored", [True, False])
 def test_two_nodes_in_namespaces_of_their_own_are_killed_and_resume(
     nodes: list[str], tmp_path: Path, mirrored: bool

@@ -493,3 +493,16 @@ def test_a_model_that_does_not_fit_stays_as_it_was(tmp_path: Path) -> None:
     left_out = ckpt.load_model(tmp_path / "out", model, strict=False)
     assert set(left_out) == {"2.weight", "2.bias", "4.weight", "4.bias"}
     assert torch.equal(first.weight, next(plain(3).parameters()))
+
+
+def test_what_is_on_the_hub_is_read_through_fsspec_too_but_not_written(hub: HubServer) -> None:
+    model, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    with ckpt.StateManager(ROOT, model=model) as manager:
+        manager.save_state("a", wait=True)
+    root = ROOT.replace("hub://", "hf://")
+    assert [one.name for one in ckpt.list_checkpoints(root)] == ["a"]
+    assert ckpt.verify(root) == {"a": []}
+    ckpt.load_model(f"{root}/a", other)
+    assert torch.equal(model.weight, other.weight)
+    with pytest.raises(ckpt.DeniedError, match=r"can only be read.*use hub://"):
+        ckpt.StateManager(root, model=model)

@@ -155,6 +155,19 @@ class TestChoosing:
         assert (restored.url, value) == (f"{root}/step-00000001", 1.0)
         assert str(mirror) in restored.passed_over["step-00000002"]
 
+    def test_what_is_damaged_in_the_root_is_not_linked_into_the_next_checkpoint(self, tmp_path: Path) -> None:
+        root, mirror = tmp_path / "root", tmp_path / "mirror"
+        model = nn.Sequential(nn.Linear(600, 600).requires_grad_(False), nn.Linear(600, 1))
+        with managed(root, mirror, model) as manager:
+            manager.save_state("one", wait=True)
+        _flip(root / "one" / "model+frozen.safetensors")
+        with managed(root, mirror, model) as manager:
+            assert manager.restored is not None
+            assert manager.restored.url == f"{mirror}/one"
+            manager.save_state("two", wait=True)
+        assert ckpt.verify(root / "two") == {"two": []}
+        assert ckpt.verify(mirror / "two") == {"two": []}
+
     def test_by_name_from_either(self, tmp_path: Path) -> None:
         run(tmp_path / "root", tmp_path / "mirror", 1, 2, keep=ckpt.Keep(last=1), mirror_keep=ckpt.Keep(last=5))
         model = weights(-1)
@@ -223,6 +236,18 @@ class TestTrouble:
             _until(lambda: manager.mirror_error is None and len(steps(tmp_path / "mirror")) == 2)
         assert intact(tmp_path / "mirror")
 
+    def test_what_is_saved_while_a_copy_fails_is_the_next_one_that_tries_again(self, tmp_path: Path) -> None:
+        mirror = _FailsOnce(tmp_path / "mirror")
+        with managed(tmp_path / "root", mirror, weights(1)) as manager:
+            mirror.open.clear()
+            manager.save_state("one", wait=True)
+            _until(lambda: manager._mirror is not None and manager._mirror._current is not None)
+            manager.save_state("two", wait=True)
+            mirror.open.set()
+            _until(lambda: len(steps(tmp_path / "mirror")) == 2)
+        assert not mirror.down
+        assert intact(tmp_path / "mirror")
+
     def test_what_fails_while_the_run_ends_is_tried_once_more(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -268,7 +293,7 @@ class TestTrouble:
     def test_what_could_not_be_copied_the_next_run_copies(self, tmp_path: Path) -> None:
         mirror = Counting(tmp_path / "mirror")
         mirror.down = True
-        run(tmp_path / "root", mirror, 1, 2, 3)
+        run(tmp_path / "root", mirror, 1, 2, 3, keep=ckpt.Keep(last=1))
         assert steps(mirror) == []
         mirror.down = False
         run(tmp_path / "root", mirror)
@@ -321,6 +346,21 @@ class TestTrouble:
         run(tmp_path / "other", tmp_path / "copy", 1, 2, 3, keep=ckpt.Keep(last=2), mirror_backlog=9)
         assert steps(tmp_path / "copy") == [3, 2]  # the same, where nothing else is said
 
+    def test_what_had_to_stay_until_it_was_copied_goes_at_the_end(self, tmp_path: Path) -> None:
+        mirror = Counting(tmp_path / "mirror")
+        with managed(tmp_path / "root", mirror, weights(1), keep=ckpt.Keep(last=1)) as manager:
+            mirror.open.clear()
+            for name in ("one", "two"):
+                manager.save_state(name, wait=True)
+            assert [one.name for one in ckpt.list_checkpoints(tmp_path / "root")] == ["two", "one"]
+            mirror.open.set()
+        assert [one.name for one in ckpt.list_checkpoints(tmp_path / "root")] == ["two"]
+
+    def test_a_run_that_saves_nothing_removes_nothing(self, tmp_path: Path) -> None:
+        run(tmp_path / "root", tmp_path / "mirror", 1, 2)
+        run(tmp_path / "root", tmp_path / "mirror", keep=ckpt.Keep(last=1))
+        assert steps(tmp_path / "root") == [2, 1]
+
     @pytest.mark.parametrize(
         "wrong", [{"mirror_backlog": 0}, {"mirror_bandwidth": -1}, {"mirror_keep": 3}, {"mirror": "ROOT"}]
     )
@@ -351,6 +391,20 @@ class TestTrouble:
         assert "one/model+frozen.safetensors" in mirror.written
         assert "two/model+frozen.safetensors" not in mirror.written
         assert intact(tmp_path / "mirror")
+
+
+class _FailsOnce(Counting):
+    """A mirror that is down for the first write."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.down = True
+
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+        try:
+            super().write(key, pieces, over=over)
+        finally:
+            self.down = False
 
 
 class _Unlisted(LocalStorage):
@@ -427,21 +481,21 @@ def test_after_every_kill_both_places_hold_a_whole_checkpoint(
 
 
 def test_a_copy_that_was_cut_off_goes_on_and_sends_no_file_twice(tmp_path: Path) -> None:
-    """The copy of step 1 is cut off after its first file, as by SIGKILL: nothing is cleaned up."""
+    """The copy of step 1 is cut off in its second file, as by SIGKILL: nothing is cleaned up."""
     root, mirror = tmp_path / "root", tmp_path / "mirror"
-    job = start_alone(str(tmp_path), _save_once_to_a_slow_mirror, str(root), str(mirror))
-    _until(lambda: any((mirror / "step-00000001").glob("[!.]*.safetensors")))
+    job = start_alone(str(tmp_path), _save_once_to_a_mirror_that_gets_stuck, str(root), str(mirror))
+    _until(lambda: (mirror / "stuck").exists())
     os.kill(job.pid or 0, signal.SIGKILL)
     job.join(DEADLINE)
     assert steps(mirror) == []
-    there = {path.name for path in (mirror / "step-00000001").glob("[!.]*.safetensors")}
+    assert list(mirror.rglob(".*ckpt-tmp"))
+    [there] = (path.name for path in (mirror / "step-00000001").glob("[!.]*.safetensors"))
     again = Counting(mirror)
     with ckpt.StateManager(root, model=_parts(), mirror=again) as manager:
         manager.resume()
     assert steps(mirror) == [1]
-    assert there
-    assert not {f"step-00000001/{name}" for name in there} & set(again.written)
-    assert len(again.sent("step-00000001")) == 3 - len(there)
+    assert f"step-00000001/{there}" not in again.written
+    assert len(again.sent("step-00000001")) == 2
     assert intact(mirror)
     assert not list(mirror.rglob(".*ckpt-tmp"))
 
@@ -450,8 +504,21 @@ def _parts() -> dict[str, nn.Module]:
     return {name: nn.Linear(100, 100) for name in ("a", "b", "c")}
 
 
-def _save_once_to_a_slow_mirror(rank: int, root: str, mirror: str) -> None:
-    with ckpt.StateManager(root, model=_parts(), mirror=mirror, mirror_bandwidth=40_000) as manager:
+class _Stuck(Counting):
+    """A mirror that takes one file of tensors, and of the next one the beginning alone."""
+
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+        second = key.endswith(".safetensors") and bool(self.sent("step-00000001"))
+        super().write(key, self._begun(pieces) if second else pieces, over=over)
+
+    def _begun(self, pieces: Iterable[Buffer]) -> Iterator[Buffer]:
+        yield next(iter(pieces))
+        Path(self.url, "stuck").touch()
+        threading.Event().wait()
+
+
+def _save_once_to_a_mirror_that_gets_stuck(rank: int, root: str, mirror: str) -> None:
+    with ckpt.StateManager(root, model=_parts(), mirror=_Stuck(Path(mirror))) as manager:
         manager.resume()
         manager.progress.step = 1
         manager.save_state(wait=True)

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import asyncio
 import io
 import logging
 import os
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import boto3
 import pytest
 import torch
@@ -18,7 +21,9 @@ from torch import nn
 
 import ckpt
 from ckpt.storage import ObjectStorage, Storage, leases, open_storage
+from ckpt.storage.retries import Patience
 from ckpt.storage.s3 import S3Objects
+from ckpt.storage.s3_connection import Connection, Moved
 from tests.faulty_proxy import FaultyProxy
 from tests.seaweed import BUCKET, KEY, SECRET, Server, environment
 from tests.storage_contract import StorageContract, sizes
@@ -32,12 +37,43 @@ class TestS3(StorageContract):
         return open_storage(s3)
 
 
+class AnsweredError(Exception):
+    """As clients of some servers raise them: no error of the system, but a status."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__("with a text that nobody has looked at")
+        self.code = code
+
+
 class TestFilesystem(StorageContract):
     """Any filesystem of fsspec. Its own of local files is one that is there."""
 
     @pytest.fixture
     def storage(self, tmp_path: Path) -> Storage:
         return open_storage(f"local://{tmp_path}/made/when/needed")
+
+    @pytest.mark.parametrize(
+        ("failure", "kind"),
+        [
+            (ConnectionResetError(), ckpt.TransientError),
+            (aiohttp.ServerDisconnectedError(), ckpt.TransientError),
+            (AnsweredError(503), ckpt.TransientError),
+            (AnsweredError(403), ckpt.DeniedError),
+            (AnsweredError(400), ckpt.StorageError),
+            (ZeroDivisionError(), ZeroDivisionError),
+        ],
+    )
+    def test_what_may_pass_is_told_from_what_will_not(
+        self, storage: Storage, failure: Exception, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*args: Any) -> None:
+            raise failure
+
+        storage.write("object", [b"x"])
+        monkeypatch.setattr(storage._objects._fs, "cat_file", fail)  # type: ignore[attr-defined]
+        with pytest.raises(kind) as raised:
+            storage.read("object")
+        assert raised.type is kind
 
 
 def client(server: Server) -> Any:
@@ -100,6 +136,10 @@ class TestLargeObjects:
             storage.write("object", data, over=version)
         assert storage.read("object") == b"other"
 
+    def test_a_server_may_say_404_of_a_version_that_was_removed(self, server: Server, s3: str) -> None:
+        with FaultyProxy(server.port, lambda method, path: "no key") as proxy, pytest.raises(ckpt.ConflictError):
+            open_storage(s3, endpoint_url=proxy.url).write("object", [b"x"], over='"of an object that was there"')
+
     def test_a_link_to_a_large_object_is_copied_by_the_server_in_parts(
         self, s3: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -147,6 +187,15 @@ print(listed, read, peak() - before - 100)
         assert iterated < 200
 
 
+def test_what_stands_for_a_folder_is_no_object(server: Server, s3: str, tmp_path: Path) -> None:
+    for name in ("", "sub/", "sub/file"):
+        where = f"{s3.removeprefix(f's3://{BUCKET}/')}/{name}"
+        client(server).put_object(Bucket=BUCKET, Key=where, Body=b"x" if name.endswith("file") else b"")
+    assert sizes(open_storage(s3)) == {"sub/file": 1}
+    ckpt.pull(s3, tmp_path / "copy")
+    assert (tmp_path / "copy" / "sub" / "file").read_bytes() == b"x"
+
+
 class TestLeftovers:
     def test_an_upload_that_was_cut_off_is_swept(self, server: Server, s3: str) -> None:
         for key in ("step-1/model", "step-10/model", "other/model"):
@@ -165,6 +214,17 @@ class TestLeftovers:
         assert len(uploads(server, s3)) == 2
         storage.sweep(age=0)
         assert uploads(server, s3) == []
+
+    def test_uploads_that_end_while_they_are_looked_at_are_no_error(
+        self, server: Server, s3: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        objects = S3Objects(BUCKET, s3.removeprefix(f"s3://{BUCKET}/"), {})
+        begin_upload(server, s3, "a/model", 1)
+        [listed] = objects._uploads(f"{s3.removeprefix(f's3://{BUCKET}/')}/")
+        objects.abort("", 0.0)
+        monkeypatch.setattr(objects, "_uploads", lambda top: iter([listed]))  # as it was a moment ago
+        assert list(objects.unfinished("")) == []
+        objects.abort("", 0.0)
 
     def test_what_has_arrived_of_an_upload_is_counted(self, server: Server, s3: str) -> None:
         begin_upload(server, s3, "a/model", 2)
@@ -227,6 +287,7 @@ class TestLocks:
         self, s3: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(leases, "BEAT", 0.5)
+        monkeypatch.setattr(leases, "LIFE", 60.0)  # it is not waited for, and a slow machine must not seem dead
         first, second = open_storage(s3), open_storage(s3)
         with first.lock(".lock", note="alive"), pytest.raises(ckpt.LockedError, match="alive"), second.lock(".lock"):
             pass
@@ -291,6 +352,7 @@ class TestWrongRoots:
                 r"NoSuchBucket\. Make the bucket 'ckpt', or check its name and the endpoint",
             ),
             ("denied", ckpt.DeniedError, r"AccessDenied\. Check the credentials .*that they may list, read, write"),
+            ("not implemented", ckpt.StorageError, r"NotImplemented\. ckpt needs conditional writes"),
         ],
     )
     def test_what_will_not_pass_is_not_tried_again(
@@ -326,6 +388,14 @@ class TestWrongRoots:
     def test_an_endpoint_where_nobody_answers(self, s3: str) -> None:
         options = {"endpoint_url": "http://127.0.0.1:9", "deadline": 1.0}
         with pytest.raises(ckpt.TransientError, match=r"no server answers\. Check the endpoint"):
+            ckpt.StateManager(s3, model=nn.Linear(1, 1), storage_options=options)
+
+    def test_an_endpoint_that_cannot_be_trusted_is_told_so_soon(
+        self, server: Server, s3: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ckpt.storage.s3_connection.FIRST_CONTACT", 0.0)
+        options = {"endpoint_url": server.url.replace("http:", "https:")}
+        with pytest.raises(ckpt.TransientError, match=r"no secure connection\. Check .*AWS_CA_BUNDLE.* Tried 1 times"):
             ckpt.StateManager(s3, model=nn.Linear(1, 1), storage_options=options)
 
     def test_a_server_that_answers_is_not_taken_for_a_misspelt_one(
@@ -501,9 +571,41 @@ manager.save_state("a")
         assert torch.equal(merged["weight"], model.weight)
 
 
+class TestDeadlines:
+    def test_without_time_to_try_again_there_is_one_try(self, s3: str) -> None:
+        storage = open_storage(s3, deadline=0)
+        storage.write("object", [b"x"])
+        assert storage.read("object") == b"x"
+
+    def test_requests_that_wait_for_their_turn_lose_no_time(self, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        started: list[Patience] = []
+        pauses = Patience.pauses
+
+        def counted(self: Patience) -> Iterator[float]:
+            started.append(self)
+            return pauses(self)
+
+        monkeypatch.setattr(Patience, "pauses", counted)
+        connection = Connection(BUCKET, {"max_concurrency": 1})
+        came, go = threading.Event(), threading.Event()
+
+        async def attempt(moved: Moved) -> int:
+            came.set()
+            while not go.is_set():
+                await asyncio.sleep(0.01)
+            return len(started)
+
+        first = connection.start(connection.tried("read", "here", attempt), set())
+        came.wait()
+        second = connection.start(connection.tried("read", "here", attempt), set())
+        connection.run(asyncio.sleep(0.1))  # by then the second waits
+        assert len(started) == 1
+        go.set()
+        assert (first.result(), second.result()) == (1, 2)
+
+
 def test_a_body_reads_like_a_file_and_iterates_like_a_stream() -> None:
     from ckpt.storage.parts import Body
-    from ckpt.storage.s3_connection import Moved
 
     data = os.urandom(1000)
     body, file = (
