@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt.agreement import Outcome, agree
-from ckpt.errors import StorageError
+from ckpt.errors import AbsentError, CkptError, DeniedError, StorageError, TransientError
 from ckpt.formats.blocks import digest
 from ckpt.formats.memory import host_bytes
 from ckpt.formats.transfers import Transfer
@@ -25,6 +25,8 @@ from ckpt.ranks import Ranks
 from ckpt.stored_file import VerifiedFile
 
 _DEADLINE = timedelta(minutes=10)
+# what a rank that reads for others may meet: whoever waits for it raises the same, so that all decide alike
+_KINDS = (TransientError, DeniedError, AbsentError, StorageError, CkptError)
 
 
 def host() -> str:
@@ -82,18 +84,18 @@ class _PassedOn(VerifiedFile):
 
     def read_into(self, start: int, *buffers: memoryview) -> None:
         size = sum(map(len, buffers))
-        memory = torch.zeros(size + 1, dtype=torch.uint8)  # the last byte says whether the others are what was read
+        memory = torch.zeros(size + 1, dtype=torch.uint8)  # the last byte says whether it failed, and with what
         error: Exception | None = None
         if self.rank == self.reader:
             try:
                 super().read_into(start, host_bytes(memory[:size]))
-                memory[size] = 1
-            except StorageError as failure:  # for all, when they have been told
+            except Exception as failure:  # for all, when they have been told
                 error = failure
+                memory[size] = next((n for n, kind in enumerate(_KINDS, 1) if isinstance(failure, kind)), len(_KINDS))
         assert self.circle is not None
         dist.broadcast(memory, self.reader, group=self.circle.group)
-        if not memory[size]:
-            raise error or StorageError(f"rank {self.reader} could not read {self.stored.key} for this one.")
+        if failed := int(memory[size]):
+            raise error or _KINDS[failed - 1](f"rank {self.reader} could not read {self.stored.key} for this one.")
         view = host_bytes(memory[:size])
         for buffer in buffers:
             buffer[:], view = view[: len(buffer)], view[len(buffer) :]

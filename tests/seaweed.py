@@ -14,10 +14,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-import botocore.config
-import botocore.exceptions
-import botocore.session
-
 KEY, SECRET = "test-key", "a-secret-that-must-not-be-shown"
 BUCKET = "ckpt"
 _ALIVE = {"Bucket": "alive", "Key": "probe"}  # an object of ours that must be read before anybody else asks
@@ -78,6 +74,10 @@ class Server:
 
     def _await_answers(self) -> None:
         """Until objects can be read and written: after a kill it says 500 until it has found its volumes again."""
+        import botocore.config  # not every machine with a GPU has it
+        import botocore.exceptions
+        import botocore.session
+
         end = time.monotonic() + _DEADLINE
         client = botocore.session.get_session().create_client(
             "s3",

@@ -59,13 +59,14 @@ def large(seed: int) -> nn.Module:
     return nn.Linear(600, 600)
 
 
-def save(root: Place) -> str:
+def save(root: Place, *names: str) -> str:
     model = large(1)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 600)).sum().backward()
     optimizer.step()
     with ckpt.StateManager(root, model=model, optimizer=optimizer) as manager:
-        manager.save_state("x")
+        for name in names or ["x"]:
+            manager.save_state(name)
     return exact([model.state_dict(), optimizer.state_dict()["state"]])
 
 
@@ -136,6 +137,40 @@ def load_from_a_broken_disk(rank: int, root: str) -> None:
 def test_what_one_rank_cannot_read_no_rank_waits_for(root: Place) -> None:
     save(root)
     assert run_ranks(2, load_from_a_broken_disk, str(root)) == [0, 0]
+
+
+class UnreachedStorage(CountingStorage):
+    """Where the tensors of the newest checkpoint's optimizer, which rank 1 reads for both, cannot be had."""
+
+    failure: Exception = ckpt.TransientError("the server is away")
+
+    def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
+        if key == "newer/optimizer.safetensors":
+            raise self.failure
+        super().read_into(key, start, *buffers, again=again)
+
+
+def load_what_one_cannot_read(rank: int, root: str, failure: Exception, expected: type[Exception]) -> None:
+    sharing._DEADLINE = timedelta(seconds=60)  # or the ranks would wait longer than the test
+    model = large(2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    storage = UnreachedStorage(root)
+    storage.failure = failure
+    with ckpt.StateManager(storage, model=model, optimizer=optimizer, broadcast=True, timeout=30) as manager:
+        with pytest.raises(expected, match=str(failure)) as raised:
+            manager.load_state()
+        assert raised.type is (expected if rank == 0 else raised.type)
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [(ckpt.TransientError("the server is away"), ckpt.TransientError), (MemoryError("no room"), ckpt.CkptError)],
+)
+def test_what_another_rank_could_not_read_is_not_passed_over_for_an_older_one(
+    root: Place, failure: Exception, expected: type[Exception]
+) -> None:
+    save(root, "older", "newer")
+    assert run_ranks(2, load_what_one_cannot_read, str(root), failure, expected) == [0, 0]
 
 
 def load_past_damage(rank: int, root: str) -> None:
