@@ -42,7 +42,7 @@ class Mirror:
     _waiting: list[_Waiting] = field(default_factory=list)
     _current: _Waiting | None = None
     _working: bool = False
-    _came: bool = False  # whether another one was offered since the last attempt began
+    _came: bool = False  # whether another one, or the end, came since the last attempt began
     _guard: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -96,14 +96,13 @@ class Mirror:
         """
         with self._guard:
             to_do = [one.name for one in [self._current, *self._waiting] if one is not None]
+            idle = bool(to_do) and not self._working
+            self._working, self._came = self._working or idle, True
         if to_do:
             say(f"copying to {self.copies.far.url} before the end: {', '.join(to_do)}")
-        self._background.wait()
-        with self._guard:
-            self._working = again = bool(self._waiting)
-        if again:
+        if idle:
             self._background.start(self._work)
-            self._background.wait()
+        self._background.wait()
         for one in self._waiting:
             _log.warning("%s is not in %s: the next run copies it", one.name, self.copies.far.url)
             one.held.close()
