@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ckpt import following, rng
-from ckpt.agreement import Outcome, agree, together
+from ckpt.agreement import together
 from ckpt.capture import Capture, Captured
 from ckpt.catalog import check_name
 from ckpt.config import read_config
@@ -164,7 +164,6 @@ class StateManager:
         self._saved_at: tuple[int, int] | None = None
         self._handle_sigterm = handle_sigterm
         self._preemption = Preemption(self._ranks)
-        self._memory_ready = False
         devices = {one.device for one in self._managed.tensors() if not (one.is_cpu or one.is_meta)}
         self._saver.snapshots.meet(devices)
         if devices and all(one.state for one in self._managed.optimizers):
@@ -245,7 +244,7 @@ class StateManager:
         if self._save_every and self._saved_at != self._where():
             saved_in_loop = self._saved_at is not None and self._saved_at[0] == self.progress.step
             name = f"{self._default_name()}-end" if saved_in_loop and not self._source.name() else None
-            self._save(name, when_busy="wait")
+            self._save(name, skip=False)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The batches of this epoch that are left, in the same order as ever.
@@ -302,29 +301,7 @@ class StateManager:
         Inside `batches` the next run goes on with the batch after this one: save when it has been used. After the inner
         loop the next run begins with the next epoch: let the save be the last thing in the epoch.
         """
-        return self._save(name, metrics, wait, self._when_busy)
-
-    def _save(
-        self,
-        name: str | None,
-        metrics: Mapping[str, Any] | None = None,
-        wait: bool | None = None,
-        when_busy: str = "wait",
-    ) -> str | None:
-        self._loading.refuse_half_loaded()
-        wait = not self._background if wait is None else wait
-        name = check_name(name) if name is not None else self._default_name()
-        numbers = as_numbers(self._metrics if metrics is None else metrics)
-        facts = {"progress": self._loop.saved_progress().to_json(), "metrics": numbers}
-        if when_busy == "skip" and not wait and self._is_skipped(name):
-            return None
-        self._source.before_save(self._folder(name))
-        self._managed.look()
-        self._saver.save(name, lambda: self._capture(name, numbers), self._managed.optimized, facts, wait=wait)
-        self._source.after_save()
-        self._started = True
-        self._saved_at = self._where()
-        return name
+        return self._save(name, metrics, wait, skip=self._when_busy == "skip")
 
     def load_state(self, name: str | None = None, *, strict: bool = True) -> Restored:
         """Load a checkpoint: the one by that name, or the newest that is intact. Prints and returns what was restored.
@@ -467,6 +444,25 @@ class StateManager:
             say(f"told to terminate: saved step {self.progress.step} in {self._storage.url}, stopping")
         raise Preempted(EXIT_STATUS)
 
+    def _save(
+        self, name: str | None, metrics: Mapping[str, Any] | None = None, wait: bool | None = None, *, skip: bool
+    ) -> str | None:
+        """`skip`: whether it may be left out while another one is under way."""
+        self._loading.refuse_half_loaded()
+        wait = not self._background if wait is None else wait
+        name = check_name(name) if name is not None else self._default_name()
+        numbers = as_numbers(self._metrics if metrics is None else metrics)
+        facts = {"progress": self._loop.saved_progress().to_json(), "metrics": numbers}
+        if skip and not wait and self._saver.is_busy_anywhere(name):
+            return None
+        self._source.before_save(self._folder(name))
+        self._managed.look()
+        self._saver.save(name, lambda: self._capture(name, numbers), self._managed.optimized, facts, wait=wait)
+        self._source.after_save()
+        self._started = True
+        self._saved_at = self._where()
+        return name
+
     def _capture(self, name: str, metrics: Mapping[str, float]) -> Captured:
         if self._keep is not None:
             self._keep.check(metrics, name)
@@ -491,17 +487,4 @@ class StateManager:
         return restored
 
     def _make_memory_ready(self) -> None:
-        """Once, when the size of the state is known: so that the first save is as fast as the others.
-
-        Not while a save uses the memory that there is.
-        """
-        if not self._memory_ready and not self._saver.busy:
-            self._memory_ready = True
-            self._saver.snapshots.prepare(self._managed.tensors(), for_devices_only=not self._background)
-
-    def _is_skipped(self, name: str) -> bool:
-        """Whether a save is left out because one is under way: the same on every rank."""
-        skipped: bool = agree(self._ranks, f"save_state({name!r})", Outcome(self._saver.busy), any)
-        if skipped and self._ranks.rank == MAIN:
-            _log.info("%s is not saved: the save before it is still being written", name)
-        return skipped
+        self._saver.make_memory_ready(self._managed.tensors, for_devices_only=not self._background)

@@ -58,6 +58,7 @@ class Saver:
     host_memory: int | None = None
     _committed: list[Manifest] | None = None
     _has_saved: bool = False
+    _memory_ready: bool = False
     _unreadable: dict[str, VersionError] = field(default_factory=dict)  # written by a newer ckpt
     _held: ExitStack = field(default_factory=ExitStack)
 
@@ -80,6 +81,22 @@ class Saver:
     def busy(self) -> bool:
         """Whether a save is under way."""
         return self._background.busy
+
+    def is_busy_anywhere(self, name: str) -> bool:
+        """Whether a save is under way on any rank, so that the one by this name is left out: the same on every rank."""
+        found: bool = agree(self.ranks, f"save_state({name!r})", Outcome(self.busy), any)
+        if found and self.ranks.rank == MAIN:
+            _log.info("%s is not saved: the save before it is still being written", name)
+        return found
+
+    def make_memory_ready(self, tensors: Callable[[], Iterable[torch.Tensor]], *, for_devices_only: bool) -> None:
+        """Once, when the size of the state is known: so that the first save is as fast as the others.
+
+        Not while a save uses the memory that there is.
+        """
+        if not self._memory_ready and not self.busy:
+            self._memory_ready = True
+            self.snapshots.prepare(tensors(), for_devices_only=for_devices_only)
 
     def wait(self) -> None:
         """Until no save is under way, and all are durable. Raises what went wrong, once."""
