@@ -86,7 +86,7 @@ def clean(storage: Storage, name: str) -> None:
     A file that neither a mark nor a manifest of ours names is somebody else's, and stays. So does everything while
     somebody reads there, or where there is a manifest that this ckpt cannot read: a later save tries again.
     """
-    if isinstance(storage, Staging):  # a try leaves nothing there
+    if isinstance(storage, Staging) or _is_nothing_there(storage, name):
         return
     checkpoint = find(storage, name)
     listed = {file.path for file in checkpoint.manifest.files} if checkpoint.manifest else set()
@@ -100,6 +100,11 @@ def clean(storage: Storage, name: str) -> None:
             storage.delete([f"{name}/{MARKER}"])
     except LockedError:
         _log.info("%s/%s is being read: what is left of an older save there is removed later", storage.url, name)
+
+
+def _is_nothing_there(storage: Storage, name: str) -> bool:
+    """True if a save failed before it left its mark: nothing is to be removed, and nothing to be locked for it."""
+    return not any(True for _ in storage.list(name)) and not any(True for _ in storage.unfinished(name))
 
 
 def _has_manifest(storage: Storage, name: str) -> bool:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from ckpt.errors import ConfigError, ConflictError
+from ckpt.errors import ConfigError, ConflictError, LockedError
 
 Buffer = bytes | bytearray | memoryview
 ANY = "*"  # whatever is there
@@ -29,6 +29,10 @@ class Unfinished:
     key: str
     size: int
     age: float
+
+
+class LostError(LockedError):
+    """What this process held alone has been removed: nothing keeps others from writing there."""
 
 
 @runtime_checkable
