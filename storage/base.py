@@ -42,7 +42,9 @@ class Storage(Protocol):
     A key is a relative path of names joined by `/`. What holds for every storage:
 
     - `write` is atomic and durable: a reader sees the old object or the whole new one, never a part, and when
-      `write` has returned the object outlives a crash of the machine. A `write` that fails leaves the old object.
+      `write` has returned the object outlives a crash of the machine. A `write` that fails leaves the old object,
+      unless it raises a `NotDurableError`: then the new one is there, but may be lost in a crash. Of an object store
+      that did not answer, nothing is known: read what is there.
     - `list` is never cached: an object is listed from the moment its `write` returned until its `delete` did.
     - Nothing outside the root is read, written or removed.
     - Whatever fails raises a `StorageError`; nothing under a key is an `AbsentError`, no space left a `FullError`,

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 
-from ckpt.errors import AbsentError, ConfigError, FullError, StorageError
+from ckpt.errors import AbsentError, ConfigError, FullError, NotDurableError, StorageError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed, check_key
 from ckpt.storage.direct import write_durably
 from ckpt.storage.directories import make_directories, sync_directory
@@ -96,7 +96,15 @@ class LocalStorage:
                 # process leaves it to `sweep`
                 with suppress(OSError):
                     temporary.unlink()
-            sync_directory(path.parent)
+            self._sync_folder(path.parent, key)
+
+    def _sync_folder(self, folder: Path, key: str) -> None:
+        try:
+            sync_directory(folder)
+        except OSError as error:
+            raise NotDurableError(
+                f"{self._shown}/{key} was written, but its folder could not be synced: {error.strerror or error}."
+            ) from error
 
     def _replace(self, temporary: Path, key: str, over: str | None) -> None:
         """Give a file its name if that is still the one of `over`. One at a time, by an flock on the root."""

@@ -91,8 +91,8 @@ class LocalLocks:
         for held in self._alone:
             if held.descriptor in _held and not held.is_in_place():  # a forked child has closed its copy
                 raise LostError(
-                    f"{self._shown}/{held.key} was removed while this run held it, so nothing keeps others from "
-                    f"writing to {self._shown}. Nothing was written."
+                    f"{self._shown}/{held.key} was removed, alone or with all of {self._shown}, while this run held "
+                    "it: nothing kept others from writing there."
                 )
 
     def _locked(self, key: str, path: Path, *, shared: bool, note: str) -> Held | None:
