@@ -32,6 +32,7 @@ from ckpt.snapshot import Snapshots
 from ckpt.storage import Staging, Storage
 from ckpt.storage.background import Background
 from ckpt.storage.base import LostError
+from ckpt.storage.owner import Owner
 from ckpt.taking_over import is_foreign
 from ckpt.version import __version__
 
@@ -57,6 +58,7 @@ class Saver:
     earlier: dict[str, Earlier] = field(default_factory=dict)  # files of the last checkpoint, on every rank its own
     goes_on: bool = False  # whether this run has seen what is there, or there was nothing
     host_memory: int | None = None
+    owner: Owner = field(default_factory=Owner)
     _committed: list[Manifest] | None = None
     _has_saved: bool = False
     _memory_ready: bool = False
@@ -103,6 +105,7 @@ class Saver:
 
     def wait(self) -> None:
         """Until no save is under way, and all are durable. Raises what went wrong, once."""
+        self.owner.require("wait()")
         self._background.wait()
         if self.ranks.rank == MAIN:
             self._settle()
@@ -121,6 +124,7 @@ class Saver:
         wait: bool,
     ) -> None:
         """Capture, write and commit on all ranks, or raise on all. Without `wait`, only the capture is waited for."""
+        self.owner.require(f"save_state({name!r})")
         self._background.wait()
         save = Save(self, name, facts)
         with undisturbed():
@@ -184,9 +188,10 @@ class Saver:
     def close(self) -> None:
         """Let go of the root and of memory, when all that waits has been copied.
 
-        A save is still under way only if waiting for it was interrupted: it keeps what it needs.
+        A save is still under way only if waiting for it was interrupted: it keeps what it needs. A forked child lets
+        its parent keep everything.
         """
-        if self.busy:
+        if self.busy or not self.owner.is_here:
             return
         self.snapshots.close()
         if self.mirror is not None:
