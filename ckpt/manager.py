@@ -37,7 +37,7 @@ from ckpt.pushing import Pusher
 from ckpt.ranks import MAIN, find_ranks
 from ckpt.restored import Restored
 from ckpt.retention import Keep
-from ckpt.roots import open_tiers, try_out_tiers
+from ckpt.roots import open_tiers, refuse_checkpoint, try_out_tiers
 from ckpt.saving import Saver
 from ckpt.sources import KINDS, find_source
 from ckpt.storage import MemoryStorage, Storage
@@ -126,6 +126,7 @@ class StateManager:
         if self._ranks.world_size > 1 and any(isinstance(one, MemoryStorage) for one in self._tiers):
             raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
         try_out_tiers(*self._tiers)
+        refuse_checkpoint(self._storage)
         keep = self._source.keep if keep is None else keep
         hosts = find_hosts(self._ranks, self._storage, shared=shared)
         self._mirror: Mirror | None = None

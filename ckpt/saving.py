@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -33,7 +34,7 @@ from ckpt.storage import Staging, Storage
 from ckpt.storage.background import Background
 from ckpt.storage.base import LostError
 from ckpt.storage.owner import Owner
-from ckpt.taking_over import is_foreign
+from ckpt.taking_over import ROOT, is_foreign
 from ckpt.version import __version__
 
 _log = logging.getLogger("ckpt")
@@ -264,6 +265,12 @@ class Saver:
     def _check(self, name: str) -> None:
         self._look_again()
         self._refuse_to_overtake(name)
+        if not self._committed and is_foreign(self.storage, ROOT):
+            above, _, folder = os.path.abspath(self.storage.url).rpartition("/")
+            raise ConfigError(
+                f"{self.storage.url} was written by Accelerate, and stays as it is: load it, but save elsewhere. "
+                f"Give its parent as the root: manager = StateManager({above!r}, ...); manager.load_state({folder!r})."
+            )
         if is_foreign(self.storage, name):
             raise ConfigError(
                 f"{self.storage.url}/{name} was written by Accelerate, and stays as it is. Save under another name."

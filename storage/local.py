@@ -35,7 +35,7 @@ class LocalStorage:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(os.path.abspath(os.fspath(root)))
-        self._shown = os.fspath(root)
+        self._shown = os.path.normpath(os.fspath(root))
         # a snapshot in Hugging Face's cache is made of links to the blobs of its repository
         snapshot = _SNAPSHOT.fullmatch(str(self._root))
         self._bounds = snapshot.group(1) if snapshot else str(self._root)
@@ -47,6 +47,11 @@ class LocalStorage:
     @property
     def url(self) -> str:
         return self._shown
+
+    @property
+    def place(self) -> str:
+        """The same for every spelling of this root: relative, absolute, or through symbolic links."""
+        return os.path.realpath(self._root)
 
     def __repr__(self) -> str:
         return f"LocalStorage({self._shown!r})"
