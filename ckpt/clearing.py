@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 from collections.abc import Container, Iterable
 from contextlib import ExitStack, suppress
@@ -23,6 +24,7 @@ from ckpt.storage import Entry, Staging, Storage
 from ckpt.storage.base import check_key
 
 _log = logging.getLogger("ckpt")
+_TRACE = re.compile(r"\.(?:host-[0-9a-f]{32}-\d+|try-[0-9a-f]{32})")
 
 
 @dataclass(frozen=True)
@@ -128,11 +130,19 @@ def sweep(storage: Storage, spared: Container[str] = ()) -> list[Checkpoint]:
 
     What is `spared`, by the names of checkpoints, somebody will go on with.
     """
+    _sweep_traces(storage)
     for name in marked_names(storage.list()):
         if name not in spared:
             clean(storage, name)
     storage.sweep()
     return scan(storage)
+
+
+def _sweep_traces(storage: Storage) -> None:
+    """Remove what managers that were killed while they were built left in the root: see `hosts` and `roots`."""
+    left = [entry.key for entry in storage.list() if _TRACE.fullmatch(entry.key)]
+    if left:
+        storage.delete(left)
 
 
 def remove(storage: Storage, manifest: Manifest) -> bool:

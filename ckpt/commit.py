@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -58,7 +58,8 @@ class Attempt:
         """Leave a mark with the names of all files to come, so that a later save knows what a crash left behind."""
         if isinstance(storage, Staging):  # it leaves nothing behind
             return
-        leave_mark(storage, self.name, [self.path_for(path) for path in paths], self.replaces, self.id)
+        with _or_failed():
+            leave_mark(storage, self.name, [self.path_for(path) for path in paths], self.replaces, self.id)
 
     def write(
         self, storage: Storage, images: list[Image], earlier: Mapping[str, Earlier], *, show: bool = False
@@ -131,8 +132,8 @@ class Attempt:
         path = self.path_for(image.path)
         try:
             storage.link(f"{earlier.checkpoint}/{earlier.file.path}", f"{self.name}/{path}")
-        except NotDurableError:  # it is there: nothing can be written in its place
-            raise
+        except NotDurableError as error:  # it is there: nothing can be written in its place
+            raise StorageError(str(error)) from error
         except StorageError as error:  # removed by hand, say: then it is written
             _log.info("%s could not be linked: %s", path, error)
             return None
@@ -143,7 +144,8 @@ class Attempt:
         key = f"{self.name}/{path}"
         if isinstance(storage, Staging):
             return storage.stage(key, pieces)
-        storage.write(key, pieces, over=None)
+        with _or_failed():
+            storage.write(key, pieces, over=None)
         return None
 
     def _write_one(self, storage: Storage, image: Image, advance: Callable[[float], None]) -> Stored:
@@ -174,6 +176,15 @@ class Attempt:
             getattr(source, "close", lambda: None)()
         record = FileRecord(name=image.path, path=path, size=hasher.size, blocks=hasher.digests, head=heads[0])
         return Stored(record, receipt)
+
+
+@contextmanager
+def _or_failed() -> Iterator[None]:
+    """Of the files before the manifest, one that may not be durable has not been written: the save fails."""
+    try:
+        yield
+    except NotDurableError as error:
+        raise StorageError(str(error)) from error
 
 
 def _head(image: Image, first: memoryview) -> tuple[int, str] | None:

@@ -135,13 +135,14 @@ class TestALockOfAFailedResume:
                 another.resume()
 
 
-def fail_to_sync(folder: Path, times: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let fsync of a folder in which there is a manifest fail so many times, as a disk that breaks does."""
-    real, failed = os.fsync, list[str]()
+def fail_to_sync(folder: Path, times: int, monkeypatch: pytest.MonkeyPatch, beside: str = "manifest.json") -> list[str]:
+    """Let fsync of a folder with a new manifest, say, fail so many times, as a disk that breaks does."""
+    real, failed, new = os.fsync, list[str](), folder / beside
+    old = new.read_bytes() if new.exists() else b""
 
     def fsync(descriptor: int) -> None:
         path = os.readlink(f"/proc/self/fd/{descriptor}")
-        if path == str(folder) and (folder / "manifest.json").exists() and len(failed) < times:
+        if path == str(folder) and new.exists() and new.read_bytes() != old and len(failed) < times:
             failed.append(path)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         real(descriptor)
@@ -211,6 +212,22 @@ class TestAFolderThatCannotBeSynced:
             assert failed
             manager.save_state("a", wait=True)
         assert ckpt.verify(root) == {"a": []}
+
+    @pytest.mark.parametrize("file", ["model.safetensors", ".saving", "state.json"])
+    def test_a_file_before_the_manifest_that_may_not_be_durable_makes_the_save_fail(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+    ) -> None:
+        root = tmp_path / "root"
+        with ckpt.StateManager(root, model=nn.Linear(2, 2)) as manager:
+            manager.save_state("first", wait=True)
+            with monkeypatch.context() as patch:
+                fail_to_sync(root / "a", 99, patch, beside=file)
+                with pytest.raises(ckpt.StorageError, match=rf"{file} was written, but its folder could not") as caught:
+                    manager.save_state("a", wait=True)
+            assert type(caught.value) is ckpt.StorageError
+            assert not (root / "a").exists()
+            manager.save_state("a", wait=True)
+        assert ckpt.verify(root) == {"a": [], "first": []}
 
     def test_a_background_save_that_is_not_durable_is_raised_by_the_next_call(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from accelerate import Accelerator
 from torch import nn
 
 import ckpt
+from ckpt import hosts
 from ckpt.integrations.accelerate import attach
-from ckpt.storage import open_storage, place_of
-from tests.places import Place
+from ckpt.storage import ObjectStorage, open_storage, place_of
+from tests.places import Place, Prefix
+from tests.processes import run_alone, run_ranks
 
 SPELLINGS = [
     "runs/x",
@@ -149,3 +152,33 @@ class TestSpellings:
         assert place_of(open_storage("~/runs")) == str(here / "home" / "runs")
         (here / "~").mkdir()
         assert place_of(open_storage("~/runs")) == str(here / "~" / "runs")
+
+
+def _killed_while_it_looks_for_hosts(rank: int, root: str) -> None:
+    """Both ranks leave their marks, and are killed before they have read each other's."""
+    hosts._first = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    ckpt.StateManager(root, model=nn.Linear(2, 2), shared=False, timeout=60)
+
+
+@pytest.mark.not_on_s3("hosts are looked for on a filesystem")
+def test_what_a_job_left_that_was_killed_while_it_looked_for_hosts_is_swept_by_the_next(root: Place) -> None:
+    assert run_ranks(2, _killed_while_it_looks_for_hosts, str(root)) == [-signal.SIGKILL] * 2
+    assert sum(name.startswith(".host-") for name in root.files()) == 2
+    with ckpt.StateManager(root, model=nn.Linear(2, 2)) as manager:
+        manager.resume()
+    assert not [name for name in root.files() if name.startswith(".host-")]
+
+
+def _killed_while_it_tries_the_root(rank: int, root: str) -> None:
+    ObjectStorage.delete = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment]
+    ckpt.StateManager(root, model=nn.Linear(2, 2))
+
+
+def test_what_a_job_left_that_was_killed_while_it_tried_its_root_is_swept_by_the_next(s3: str) -> None:
+    root = Prefix(s3)
+    (root / ".try-notes").write_bytes(b"of a user")
+    assert run_alone(_killed_while_it_tries_the_root, s3) == -signal.SIGKILL
+    assert sum(name.startswith(".try-") for name in root.files()) == 2
+    with ckpt.StateManager(s3, model=nn.Linear(2, 2)) as manager:
+        manager.resume()
+        assert [name for name in root.files() if name.startswith(".try-")] == [".try-notes"]
