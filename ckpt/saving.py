@@ -199,8 +199,13 @@ class Saver:
             self.mirror.close()
             if self._has_saved and self.mirror.error is None:  # what waited to be copied had to stay until now
                 self._retain()
+        self._release()
+        self._has_saved = False
+
+    def _release(self) -> None:
+        """Release the root. What is there has to be looked at again."""
         self._held.close()
-        self._committed, self._has_saved = None, False
+        self._committed = None
 
     def _hold(self) -> None:
         if self._committed is not None:
@@ -227,8 +232,8 @@ class Saver:
     def _hold_again(self, lost: LostError) -> None:
         """Checkpoints that others have saved there meanwhile, this run must resume from before it saves."""
         known, resumed = {one.id: one.name for one in self._committed or ()}, self.goes_on
-        self._held.close()
-        self._committed, self.goes_on = None, False
+        self._release()
+        self.goes_on = False
         self._hold()
         left = {one.id for one in self._committed or ()}
         self.goes_on = resumed and left <= known.keys()

@@ -170,7 +170,7 @@ def test_what_a_job_left_that_was_killed_while_it_looked_for_hosts_is_swept_by_t
 
 
 def _killed_while_it_tries_the_root(rank: int, root: str) -> None:
-    ObjectStorage.delete = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment]
+    ObjectStorage.delete = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     ckpt.StateManager(root, model=nn.Linear(2, 2))
 
 
