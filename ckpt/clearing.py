@@ -130,17 +130,18 @@ def sweep(storage: Storage, spared: Container[str] = ()) -> list[Checkpoint]:
 
     What is `spared`, by the names of checkpoints, somebody will go on with.
     """
-    _sweep_traces(storage)
-    for name in marked_names(storage.list()):
+    entries = list(storage.list())
+    _sweep_traces(storage, entries)
+    for name in marked_names(entries):
         if name not in spared:
             clean(storage, name)
     storage.sweep()
     return scan(storage)
 
 
-def _sweep_traces(storage: Storage) -> None:
+def _sweep_traces(storage: Storage, entries: Iterable[Entry]) -> None:
     """Remove what managers that were killed while they were built left in the root: see `hosts` and `roots`."""
-    left = [entry.key for entry in storage.list() if _TRACE.fullmatch(entry.key)]
+    left = [entry.key for entry in entries if _TRACE.fullmatch(entry.key)]
     if left:
         storage.delete(left)
 

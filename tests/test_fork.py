@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -145,6 +146,25 @@ def _loaded(rank: int, root: str) -> None:
 def test_workers_of_a_loader_are_forked_during_a_save(root: Place) -> None:
     assert run_alone(_loaded, str(root)) == 0
     assert ckpt.verify(root) == {"second": [], "first": []}
+
+
+def _terminated(rank: int, root: str) -> None:
+    with ckpt.StateManager(root, model=nn.Linear(2, 2)) as manager:
+        manager.resume()
+        manager.step()  # from here on the manager answers SIGTERM
+        child = os.fork()
+        if not child:
+            signal.alarm(60)
+            while True:
+                time.sleep(0.01)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert not manager.told_to_stop()
+
+
+@pytest.mark.not_on_s3("a fork shares the sockets of its parent")
+def test_a_forked_child_that_is_told_to_terminate_does(root: Place) -> None:
+    assert run_alone(_terminated, str(root)) == 0
 
 
 @pytest.mark.not_on_s3("a fork shares the sockets of its parent")
