@@ -14,7 +14,7 @@ from ckpt.formats.sharding import Layout, divided, empty_like, is_sharded
 from ckpt.fsdp1 import is_fsdp1
 from ckpt.optimizer_names import nameless, renamed
 from ckpt.parts import Notes, Place, Read, SavedTensor
-from ckpt.unwrap import parameter_names, unwrap
+from ckpt.unwrap import parameter_names, unwrap, without_checkpointing
 
 
 @dataclass
@@ -115,7 +115,7 @@ class OptimizerPart:
 
         def find(one: SavedTensor) -> Any:
             name, _, key = one.name.rpartition(".")
-            parameter = followed.get(name.removeprefix("state."))
+            parameter = followed.get(without_checkpointing(name.removeprefix("state.")))
             if parameter is None:
                 return None
             there = state.get(parameter, {}).get(key) if state else None
@@ -136,7 +136,9 @@ class OptimizerPart:
 
     def _named(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """A saved state whose parameters that went by number have names: their order says which they are."""
-        return renamed(saved, {nameless(index): name for index, name in self._names().items()})
+        listed = [name for group in saved["param_groups"] for name in group["params"]]
+        clean = {name: without_checkpointing(name) for name in listed if isinstance(name, str)}
+        return renamed(saved, clean | {nameless(index): name for index, name in self._names().items()})
 
     def _fsdp1(self) -> nn.Module | None:
         return next((model for model in self.models.values() if is_fsdp1(model)), None)
