@@ -474,7 +474,8 @@ class StateManager:
             "source": self._source.state(),
         }
         parts, own = self._managed.parts.values(), self._managed.own(self._ranks.rank)
-        return Capture(self._ranks, self._layout, self._saver.hosts).take(parts, own, rank_state)
+        capture = Capture(self._ranks, self._layout, self._saver.hosts, self._saver.compared)
+        return capture.take(parts, own, rank_state)
 
     def _load(self, name: str | None, *, strict: bool) -> Restored | None:
         together(self._ranks, "load_state() (saves done)", self.wait)

@@ -7,7 +7,7 @@ tensors of all parts have been read, it takes the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from ckpt.engines import is_engine
 from ckpt.errors import UnsupportedError
 from ckpt.formats.sharding import Layout, empty_like, is_sharded, local_tensor
 from ckpt.fsdp1 import is_fsdp1
+from ckpt.guarantees import NONE, Guarantee
 from ckpt.unwrap import clean_name, gradients, unwrap
 
 
@@ -83,6 +84,13 @@ class Part(Protocol):
     def layouts(self) -> frozenset[Layout]:
         """The ways in which its tensors are divided; none if every rank has all of them."""
 
+    def guaranteed(self, state: Any) -> Guarantee:
+        """Which plain tensors of a state that was just captured are the same on every rank by construction."""
+
+    def tied_to_ranks(self, names: Collection[str]) -> dict[str, str]:
+        """Of tensors that differed between the ranks that saved them: the keys whose state fits no other ranks, each
+        with the tensor's name. The others may be taken from the main rank, as an approximation."""
+
     def check(self, saved: Any) -> dict[str, str]:
         """What of a saved state does not fit, by key. Changes nothing."""
 
@@ -110,6 +118,12 @@ class Whole:
         return frozenset()
 
     def about(self, state: Any) -> dict[str, Any]:
+        return {}
+
+    def guaranteed(self, state: Any) -> Guarantee:
+        return NONE
+
+    def tied_to_ranks(self, names: Collection[str]) -> dict[str, str]:
         return {}
 
 

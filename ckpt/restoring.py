@@ -71,7 +71,9 @@ class Restoration:
                 for part in own.values():
                     part.missed(why, notes, strict=strict)
             opened = open_any(storage, manifest, ranks.rank, managed.parts)
+            opened.as_then = manifest.world_size == ranks.world_size
             unfit = _check(opened, parts, strict=strict)
+            notes.approximated.update(_taken_from_main(opened, parts))
             return opened, _ask(opened, parts, unfit, notes)
 
         opened, takers = together(ranks, call, look)
@@ -133,11 +135,34 @@ def _check(opened: Opened, parts: Mapping[str, Part], *, strict: bool) -> Unfit:
             unfit[key] = {"": f"missing: the checkpoint has no such part{_numbers(opened, parts, key)}"}
         elif part.same_class and opened.kind(key) not in ("", part.kind):  # not every format tells the class
             unfit[key] = {"": f"a {opened.kind(key)} in the checkpoint, a {part.kind} here"}
-        elif problems := _explained(key, lambda: part.check(opened.tree(key))):  # noqa: B023
+        elif problems := _explained(key, lambda: {**part.check(opened.tree(key)), **_apart(opened, key, part)}):  # noqa: B023
             unfit[key] = problems
     if strict:
         _require_fit(opened, unfit)
     return unfit
+
+
+def _apart(opened: Opened, key: str, part: Part) -> dict[str, str]:
+    """What each rank had of its own, so that other ranks have none."""
+    differs = opened.differs(key).get("tensors", {})
+    then = opened.manifest.world_size
+    return {
+        where: f"each of the {then} ranks that saved it had its own {name}, and there are not as many here"
+        for where, name in part.tied_to_ranks(differs).items()
+    }
+
+
+def _taken_from_main(opened: Opened, parts: Mapping[str, Part]) -> dict[str, str]:
+    """What differed between ranks, and is the main rank's now on all of them."""
+    found = {}
+    for key, part in parts.items():
+        differs = opened.differs(key)
+        names = differs.get("tensors", {})
+        taken = len(names) - len(part.tied_to_ranks(names)) if names else 0
+        if taken or differs.get("values"):
+            then = opened.manifest.world_size
+            found[key] = f"each of the {then} ranks that saved it had its own; all have the main rank's now"
+    return found
 
 
 def _numbers(opened: Opened, parts: Mapping[str, Part], key: str) -> str:
@@ -172,7 +197,7 @@ def _ask(opened: Opened, parts: Mapping[str, Part], unfit: Unfit, notes: Notes) 
             notes.skipped[key] = misfits[""]
         else:
             takers[key] = _ask_for(opened, key, part, misfits, notes)
-    for key in sorted(opened.parts.keys() - parts.keys()):
+    for key in sorted(key for key in opened.parts.keys() - parts.keys() if not opened.lacks(key)):
         notes.skipped[key] = "in the checkpoint, but not managed here"
     return takers
 

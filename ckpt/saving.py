@@ -14,7 +14,7 @@ import torch
 
 from ckpt import clearing
 from ckpt.agreement import Outcome, agree, together
-from ckpt.capture import Captured
+from ckpt.capture import Captured, Compared
 from ckpt.catalog import find, scan
 from ckpt.collector import undisturbed
 from ckpt.commit import Attempt, Earlier, Stored
@@ -56,6 +56,7 @@ class Saver:
     earlier: dict[str, Earlier] = field(default_factory=dict)  # files of the last checkpoint, on every rank its own
     goes_on: bool = False  # whether this run has seen what is there, or there was nothing
     host_memory: int | None = None
+    compared: Compared = field(default_factory=Compared)  # what ranks know of each other's state
     _committed: list[Manifest] | None = None
     _has_saved: bool = False
     _memory_ready: bool = False
