@@ -37,7 +37,10 @@ class Description:
         """A few digests: those of `state` must be the same on all ranks, those of `pieces` under the same key."""
         parts = {key: {**one, "pieces": None} for key, one in self.parts.items()}
         held = {key: one["pieces"] for key, one in self.parts.items() if one["pieces"]}
-        return {"state": _digest([parts, self.captured.tables_digest]), "pieces": {_digest(self._boxes()): _digest(held)}}
+        return {
+            "state": _digest([parts, self.captured.tables_digest]),
+            "pieces": {_digest(self._boxes()): _digest(held)},
+        }
 
     @property
     def details(self) -> dict[str, Any]:

@@ -117,7 +117,9 @@ class Save:
             self.saver.compared.doubted.setdefault(key, set()).add(name)
         refuse_to_mix(verdict["problems"])
         own = Outcome.of(lambda: with_own_state(captured, verdict["own"][captured.rank], self._copies))
-        self.captured = own.then(lambda one: replace(captured, document=one[0], kept=one[1], differs=verdict["differs"]))
+        self.captured = own.then(
+            lambda one: replace(captured, document=one[0], kept=one[1], differs=verdict["differs"])
+        )
         self._tell_apart(verdict["differs"])
         compared = self.captured.then(lambda one: self._hello(one, compare=False))
         plan: dict[str, Any] = self._agree(compared, self._plan, " (kept apart)")

@@ -17,7 +17,9 @@ from ckpt.formats.state import Image
 from ckpt.spares import own_key
 
 
-def with_own_state(captured: Captured, own: Mapping[str, Any], copies: Mapping[str, Image]) -> tuple[bytes, list[Image]]:
+def with_own_state(
+    captured: Captured, own: Mapping[str, Any], copies: Mapping[str, Image]
+) -> tuple[bytes, list[Image]]:
     """The document of a rank with its own state of these parts, and the files for their tensors."""
     document, images = documents.from_json(captured.document, "the rank's document"), []
     for key, told in own.items():

@@ -136,13 +136,14 @@ class GradientsPart(Whole):
     same_class: bool = False
     can_be_spread: bool = False
     kind: str = "gradients"
+    of: frozenset[int] | None = None  # the identities of parameters whose gradients are saved; all, if none
 
     def capture(self) -> dict[str, Any]:
         if any(is_fsdp1(model) for model in self.models.values()):
             raise UnsupportedError(f"{self.key}: FSDP 1 does not give gradients out by parameter. Use fully_shard.")
         if any(is_engine(model) for model in self.models.values()):
             raise UnsupportedError(f"{self.key}: DeepSpeed keeps gradients to itself. Leave gradients=True out.")
-        return {key: _pieces(gradients(unwrap(model))) for key, model in self.models.items()}
+        return {key: _pieces(gradients(unwrap(model), self.of)) for key, model in self.models.items()}
 
     def check(self, saved: Any) -> dict[str, str]:
         return {}  # where a parameter fits, its gradient does

@@ -17,7 +17,7 @@ from ckpt.formats.manifest import Manifest
 from ckpt.formats.sharding import Layout
 from ckpt.managed import Managed
 from ckpt.opened import Opened
-from ckpt.parts import Notes, Part, Place
+from ckpt.parts import GradientsPart, Notes, Part, Place
 from ckpt.ranks import Ranks
 from ckpt.sharing import sharing
 from ckpt.storage import Storage
@@ -41,6 +41,7 @@ class Restoration:
     notes: Notes
     precious: bool
     touch: Callable[[], None]
+    leave_windows: Callable[[], None]
     takers: dict[str, Callable[[], None]] = field(default_factory=dict)
 
     @classmethod
@@ -62,15 +63,18 @@ class Restoration:
         notes = Notes()
         if manifest.origin:
             notes.approximated["progress"] = UNKNOWN_PROGRESS
-        own = managed.own(ranks.rank)
         why = _missed(manifest, ranks)
-        parts = {**managed.parts, **(own if why is None else {})}
+        parts = dict(managed.parts)
 
         def look() -> tuple[Opened, dict[str, Callable[[], None]]]:
+            opened = open_any(storage, manifest, ranks.rank, managed.parts)
+            notes.approximated.update(opened.state.get("lacking", {}))
+            own = managed.own_then(ranks.rank, opened.own)
             if why is not None:
                 for part in own.values():
                     part.missed(why, notes, strict=strict)
-            opened = open_any(storage, manifest, ranks.rank, managed.parts)
+            else:
+                parts.update(own)
             opened.as_then = manifest.world_size == ranks.world_size
             unfit = _check(opened, parts, strict=strict)
             notes.approximated.update(_taken_from_main(opened, parts))
@@ -85,7 +89,7 @@ class Restoration:
         else:
             touch()
             together(ranks, call, lambda: opened.read_live(verified=False))
-        return cls(opened, ranks, parts, notes, precious, touch, takers)
+        return cls(opened, ranks, parts, notes, precious, touch, managed.leave_windows, takers)
 
     def finish(self) -> list[str]:
         """Let all parts take their state, and return their keys."""
@@ -94,6 +98,8 @@ class Restoration:
             self.touch()
             together(self.ranks, call, lambda: self.opened.read_live(verified=True))
         together(self.ranks, call, lambda: _take(self.takers))
+        if not any(isinstance(self.parts[key], GradientsPart) for key in self.takers):
+            self.leave_windows()
         self.notes.resharded.update(_resharded(self.opened, {key: self.parts[key] for key in self.takers}))
         return list(self.takers)
 
@@ -135,11 +141,16 @@ def _check(opened: Opened, parts: Mapping[str, Part], *, strict: bool) -> Unfit:
             unfit[key] = {"": f"missing: the checkpoint has no such part{_numbers(opened, parts, key)}"}
         elif part.same_class and opened.kind(key) not in ("", part.kind):  # not every format tells the class
             unfit[key] = {"": f"a {opened.kind(key)} in the checkpoint, a {part.kind} here"}
-        elif problems := _explained(key, lambda: {**part.check(opened.tree(key)), **_apart(opened, key, part)}):  # noqa: B023
+        elif problems := _explained(key, lambda: _misfits(opened, key, part)):  # noqa: B023
             unfit[key] = problems
     if strict:
         _require_fit(opened, unfit)
     return unfit
+
+
+def _misfits(opened: Opened, key: str, part: Part) -> dict[str, str]:
+    apart = _apart(opened, key, part)
+    return apart if "" in apart else {**part.check(opened.tree(key)), **apart}
 
 
 def _apart(opened: Opened, key: str, part: Part) -> dict[str, str]:

@@ -98,7 +98,8 @@ def without_checkpointing(name: str) -> str:
     return name.replace(f"{_CHECKPOINTED}.", "")
 
 
-def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The gradients that are there, by parameter name."""
-    found = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
+def gradients(module: nn.Module, of: frozenset[int] | None = None) -> dict[str, torch.Tensor]:
+    """The gradients that are there, by parameter name; those of some parameters alone if it is said of which."""
+    named = ((name, one) for name, one in module.named_parameters() if of is None or id(one) in of)
+    found = {name: one.grad for name, one in named if one.grad is not None}
     return {clean: found[name] for name, clean in clean_names(module, found).items()}

@@ -238,7 +238,9 @@ def _load_alone(rank: int, root: str, builder: str) -> None:
             assert "each of the 2 ranks" in restored.approximated["model"]
             assert "model" in str(restored)
             return
-        with pytest.raises(ckpt.MismatchError, match=r"model: 1\.weight: each of the 2 ranks that saved it had its own"):
+        with pytest.raises(
+            ckpt.MismatchError, match=r"model: 1\.weight: each of the 2 ranks that saved it had its own"
+        ):
             manager.load_state("step-1")
         assert exact(model.state_dict()) == before
         restored = manager.load_state("step-1", strict=False)
