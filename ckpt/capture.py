@@ -148,6 +148,13 @@ class Compared:
             found[key] = {name: checksum(named[name]) for name in new if not is_sharded(named[name])}
         return found
 
+    def doubt(self, names: Iterable[Sequence[str]]) -> bool:
+        """Compare these at every save from now on; whether any of them was not doubted before."""
+        new = [(key, name) for key, name in names if name not in self.doubted.get(key, ())]
+        for key, name in new:
+            self.doubted.setdefault(key, set()).add(name)
+        return bool(new)
+
     def agreed(self, taken: Captured) -> None:
         """All ranks have the same of what they compared: it is not looked at again."""
         for key, names in taken.sums.items():

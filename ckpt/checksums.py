@@ -10,7 +10,7 @@ from ckpt.formats.blocks import digest
 from ckpt.formats.memory import as_bytes, host_bytes, is_dense, on_host
 from ckpt.formats.state import Image
 
-_STEP = 1 << 24  # elements at a time: what a device needs for it besides is a few hundred megabytes
+_STEP = 1 << 23  # elements at a time: for which a device needs some hundred megabytes besides
 _MIX = (0x2545F4914F6CDD1D, 0x9E3779B97F4A7C1 | 1)
 
 
@@ -21,7 +21,13 @@ def checksum(tensor: torch.Tensor) -> Callable[[], str]:
         found = digest(host_bytes(on_host(tensor)))
         return lambda: found
     later = weighted_sum(tensor)
-    return lambda: f"{later.item() & (1 << 64) - 1:016x}"
+    done = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
+
+    def read() -> str:
+        done.synchronize()  # whoever reads it is on another thread, and has another stream
+        return f"{int(later.item()) & (1 << 64) - 1:016x}"
+
+    return read
 
 
 def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:

@@ -66,8 +66,9 @@ class StateManager:
     `save_every`: steps between saves. `keep`: which checkpoints stay (all, if none). `layout`: "auto" saves what is
     sharded in pieces, each rank its own, and the rest whole; "full" gathers everything into whole files; "sharded"
     shares out also what every rank has. `gradients`: also save gradients, so that a save in the middle of an
-    accumulation window resumes exactly; if none, where such a window is open, or an accelerator accumulates. `broadcast`: when loading, read what
-    all ranks of a host need once, and pass it on among them; if none, where the root is far away. `background`: whether
+    accumulation window resumes exactly; if none, where such a window is open, or an accelerator accumulates.
+    `broadcast`: when loading, read what all ranks of a host need once, and pass it on among them; if none, where the
+    root is far away. `background`: whether
     training goes on while a checkpoint is written, unless a save says otherwise. `when_busy`: whether a save that comes
     while another is being written waits for it ("wait") or is left out ("skip"). `host_memory`: bytes that copies of
     the state may take; where that is not enough, training waits until a checkpoint is written. `timeout`: seconds to
@@ -222,7 +223,8 @@ class StateManager:
     def register(self, **objects: Any) -> None:
         """Manage more objects, each under its name: anything with `state_dict` and `load_state_dict`, or a generator.
 
-        Generators (of torch, NumPy or Python) are kept for every rank; of other objects the main rank's state is.
+        Generators (of torch, NumPy or Python) are kept for every rank. So are other objects whose state differs between
+        ranks; as many ranks have it back, and any other number of them the main rank's.
         """
         self._managed.register(objects)
 

@@ -41,7 +41,9 @@ class Save:
     seconds: dict[str, float] = field(default_factory=dict)
     documents: list[Image] = field(default_factory=list)  # all that are JSON, on the main rank
     written: list[FileRecord] = field(default_factory=list)
+    attended: bool = False  # training waits for it, so that live tensors are still those that were captured
     _description: Description | None = None
+    _take: Callable[[], Captured] | None = None
 
     @property
     def detached(self) -> bool:
@@ -50,6 +52,7 @@ class Save:
 
     def prepare(self, take: Callable[[], Captured], optimized: Callable[[], frozenset[int]], *, snapshot: bool) -> None:
         """Take the state as it is now."""
+        self._take = take
         self.captured = Outcome.of(take)
         captured = self.captured.value
         if captured is not None and not captured.gathered and (snapshot or captured.on_device):
@@ -111,10 +114,12 @@ class Save:
     def _keep_apart(self) -> dict[str, Any]:
         """The ranks hold different state: each keeps what is its own, or all refuse, before anything is written."""
         captured: Captured = self.captured.value
-        mine = Outcome.of(lambda: self._described(captured).details)
+        mine = Outcome.of(lambda: {**self._described(captured).details, "attended": self.attended})
         verdict = self._agree(mine, self._judge, " (state compared)")
-        for key, name in verdict["doubted"]:
-            self.saver.compared.doubted.setdefault(key, set()).add(name)
+        if self.saver.compared.doubt(verdict["doubted"]) and verdict["attended"] and self._take is not None:
+            self.captured, self.snapshot, self._description = Outcome.of(self._take), None, None
+            plan = self._agree(self.captured.then(self._hello), self._plan, " (taken anew)")
+            return plan or self._keep_apart()
         refuse_to_mix(verdict["problems"])
         own = Outcome.of(lambda: with_own_state(captured, verdict["own"][captured.rank], self._copies))
         self.captured = own.then(
@@ -132,7 +137,7 @@ class Save:
         mixed = sorted({key for told in ways for key, way in told.items() if ways[MAIN].get(key, way) != way})
         if mixed:
             refuse_to_mix([line for key in mixed for line in _disagreements(key, [one["tables"] for one in details])])
-        return Verdict.on(details).to_json()
+        return {**Verdict.on(details).to_json(), "attended": all(one["attended"] for one in details)}
 
     def _tell_apart(self, differs: Mapping[str, Any]) -> None:
         """Once for each part, on the main rank."""
@@ -221,8 +226,9 @@ def refuse_to_mix(problems: list[str]) -> None:
     if problems:
         raise RanksError(
             f"the ranks disagree, so nothing was saved:\n  {listed(problems)}\nBuild the same model on every rank, "
-            "spread in the same way, and give every rank the same layout=. What DistributedDataParallel keeps the same, "
-            "and what hosts with roots of their own have a copy each of, must not be another on any rank."
+            "spread in the same way, and give every rank the same layout=. What DistributedDataParallel keeps the "
+            "same must not differ on any rank (if it is meant to, save with wait=True: each rank then keeps its own), "
+            "nor must that which hosts with roots of their own have a copy each of."
         )
 
 

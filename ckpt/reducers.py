@@ -19,8 +19,8 @@ def lacking_state(models: Mapping[str, nn.Module]) -> dict[str, str]:
             hooks = getattr(module, "_comm_hooks", ()) if isinstance(module, DistributedDataParallel) else ()
             if any(_is_power_sgd(state) for _, state in hooks):
                 found[f"{key}.powerSGD"] = (
-                    "PowerSGD's error feedback and warm starts are tied to gradient buckets, which a new process lays out "
-                    "anew: they are not saved and begin anew, so that compressed gradients differ at first"
+                    "PowerSGD's error feedback and warm starts belong to gradient buckets, which a new process lays "
+                    "out anew: they are not saved, and begin anew, so that compressed gradients differ at first"
                 )
     return found
 

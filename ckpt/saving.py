@@ -123,7 +123,8 @@ class Saver:
         save = Save(self, name, facts)
         with undisturbed():
             save.prepare(take, optimized, snapshot=not wait)
-        if wait or not save.detached:
+        save.attended = wait or not save.detached
+        if save.attended:
             self._carry_out(save)
         else:
             self._background.start(lambda: self._carry_out(save))

@@ -1,4 +1,4 @@
-"""Ranks that hold different plain state: each has its own bytes back, and no other number of ranks is given rank 0's."""
+"""Ranks that hold different plain state: each has its own bytes back, and other ranks are not given rank 0's."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
+from ckpt.checksums import weighted_sum
 from ckpt.formats.sharding import is_sharded, local_tensor
 from tests.places import Place
 from tests.processes import run_alone, run_ranks
@@ -276,25 +278,38 @@ def test_ranks_that_hold_the_same_write_it_once(root: Place) -> None:
     assert "differs" not in (root / "a" / "state.json").read_text()
 
 
-def _ddp_that_drifted(rank: int, root: str) -> None:
+def _ddp_that_drifted(rank: int, root: str, wait: bool) -> None:
     torch.manual_seed(1)
     bare = nn.Linear(4, 2)
     model = DistributedDataParallel(bare)
     with torch.no_grad():
         bare.weight += rank  # after the wrapper has made them equal
     with ckpt.StateManager(root, model=model, timeout=60) as manager:
-        with pytest.raises(ckpt.RanksError, match=r"model\.weight: rank 1 has another one than rank 0"):
-            manager.save_state("a", wait=True)
-        assert not ckpt.list_checkpoints(root)
+        if not wait:
+            manager.save_state("a")
+            with pytest.raises(ckpt.RanksError, match=r"model\.weight: rank 1 has another one than rank 0"):
+                manager.wait()
+            assert not ckpt.list_checkpoints(root)
         mine = exact(bare.state_dict())
-        manager.save_state("b", wait=True)  # what is known to differ is kept from now on
+        manager.save_state("b", wait=wait)  # what is known to differ is kept from now on
+        manager.wait()
         nn.init.zeros_(bare.weight)
         manager.load_state("b")
         assert exact(bare.state_dict()) == mine
 
 
-def test_weights_that_differ_under_ddp_are_refused_by_name_before_anything_is_written(root: Place) -> None:
-    assert run_ranks(2, _ddp_that_drifted, str(root)) == [0, 0]
+@pytest.mark.parametrize("wait", [True, False])
+def test_weights_that_differ_under_ddp_are_kept_or_refused_by_name_before_anything_is_written(
+    root: Place, wait: bool
+) -> None:
+    assert run_ranks(2, _ddp_that_drifted, str(root), wait) == [0, 0]
+
+
+def test_checksums_of_devices_tell_constants_and_orders_apart() -> None:
+    rows = [torch.ones(4), torch.full((4,), 2.0), torch.tensor([1.0, 2, 3, 4]), torch.tensor([2.0, 1, 3, 4])]
+    rows += [torch.zeros(4), torch.ones(4, dtype=torch.uint8), torch.ones(3, dtype=torch.uint8)]
+    assert len({int(weighted_sum(one)) for one in rows}) == len(rows)
+    assert int(weighted_sum(torch.ones(4))) == int(weighted_sum(torch.ones(4)))
 
 
 class _Counter:
@@ -327,3 +342,26 @@ def test_objects_whose_state_differs_come_back_to_each_rank_and_are_named_for_ot
     assert run_ranks(2, _with_counter, str(root), False) == [0, 0]
     assert run_ranks(2, _with_counter, str(root), True) == [0, 0]
     assert run_alone(_with_counter, str(root), True) == 0
+
+
+def test_merging_a_pipeline_has_the_layers_of_all_stages(root: Place, tmp_path: Path) -> None:
+    assert run_ranks(2, _save, str(root), "pipeline", True, "auto") == [0, 0]
+    ckpt.merge(f"{root}/step-1", tmp_path / "all.safetensors")
+    found = load_file(tmp_path / "all.safetensors")
+    assert {name: list(one.shape) for name, one in found.items()} == {
+        "layer0.weight": [4, 3],
+        "layer0.bias": [4],
+        "layer1.weight": [5, 4],
+        "layer1.bias": [5],
+    }
+
+
+def test_merging_experts_says_that_they_are_the_first_ranks(
+    root: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run_ranks(2, _save, str(root), "experts", True, "auto") == [0, 0]
+    with caplog.at_level("WARNING", "ckpt"):
+        ckpt.merge(f"{root}/step-1", tmp_path / "all.safetensors")
+    assert "1.weight" in caplog.text
+    assert "0.weight" not in caplog.text
+    assert "rank 0" in caplog.text
