@@ -49,7 +49,8 @@ class Description:
 
     @cached_property
     def parts(self) -> dict[str, Any]:
-        whole = {key: self._part(key, "whole", one, self._whole(key)) for key, one in self.captured.parts.items()}
+        compared = {key: one for key, one in self.captured.parts.items() if not self.captured.guarantees[key].of_main}
+        whole = {key: self._part(key, "whole", one, self._whole(key)) for key, one in compared.items()}
         return whole | {key: self._part(key, "spread", one, {}) for key, one in self._spread.items()}
 
     @property
@@ -174,7 +175,8 @@ class Verdict:
         return [{key: Table.from_json(one) for key, one in told["tables"].items()} for told in self.details]
 
     def _look_at(self, rank: int) -> None:
-        parts, main, own = self.details[rank]["parts"], self.details[MAIN]["parts"], {}
+        parts, main = self.details[rank]["parts"], self.details[MAIN]["parts"]
+        own: dict[str, Any] = {}
         for key, mine in parts.items():
             theirs = main.get(key)
             names = self._whole(rank, key) if mine["how"] == "whole" else self._spread(rank, key)

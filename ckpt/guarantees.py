@@ -24,13 +24,14 @@ class Guarantee:
     equal: frozenset[str] = frozenset()  # the same on every rank: compared once, when they are first saved
     ruled: frozenset[str] = frozenset()  # rank 0's replace the others' before they are used: never compared
     all_equal: bool = False
+    of_main: bool = False  # all of it is the main rank's by its own rule: what others have is not looked at
     doubted: frozenset[str] = frozenset()  # were found to differ, whatever is said of them
 
     def is_equal(self, name: str) -> bool:
         return (self.all_equal or name in self.equal) and name not in self.doubted
 
     def is_uncertain(self, name: str) -> bool:
-        return not self.is_equal(name) and name not in self.ruled
+        return not (self.of_main or self.is_equal(name) or name in self.ruled)
 
 
 NONE = Guarantee()

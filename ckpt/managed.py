@@ -19,7 +19,7 @@ from ckpt.optimizers import OptimizerPart
 from ckpt.parts import GradientsPart, ObjectPart, OwnPart, Part, has_state
 from ckpt.reducers import lacking_state
 from ckpt.sources import KINDS, Found
-from ckpt.windows import Windows, holds_unsharded, keeps_to_itself
+from ckpt.windows import Windows, holds_unsharded, obstacle
 from ckpt.zero_redundancy import ZeroRedundancyPart, is_zero_redundancy
 
 _TAKEN = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", KEY, "state", "manifest")
@@ -144,6 +144,8 @@ class Managed:
         self, rank: int, own: dict[str, OwnPart], lacking: dict[str, str]
     ) -> tuple[dict[str, OwnPart], dict[str, str]]:
         """Gradients of a window that is open are saved, or it is said why they are not."""
+        if any(one.in_window for one in self._engines.values()):
+            lacking["gradients"] = f"{_IN_WINDOW}, whose gradients DeepSpeed keeps to itself; {_WITHOUT}"
         if holds_unsharded(self.models):
             lacking["gradients"] = f"{_IN_WINDOW}, whose gradients FSDP 2 has not divided yet; {_WITHOUT}"
         if self._gradients:
@@ -151,12 +153,11 @@ class Managed:
         waiting = self._windows.open(self.optimizers)
         if not waiting:
             return own, lacking
-        holder = keeps_to_itself(self.models)
-        if self._gradients is None and holder is None:
+        why = obstacle(self.models, waiting)
+        if self._gradients is None and why is None:
             of = frozenset(id(one) for each in waiting for group in each.param_groups for one in group["params"])
             return {**own, **self._gradients_part(rank, of)}, lacking
-        why = f"which {holder} keeps to itself" if holder else "with gradients=False"
-        lacking["gradients"] = f"{_IN_WINDOW}, without its gradients, {why}; {_WITHOUT}"
+        lacking["gradients"] = f"{_IN_WINDOW}, without its gradients, {why or 'with gradients=False'}; {_WITHOUT}"
         return own, lacking
 
     def release(self) -> None:
@@ -165,7 +166,7 @@ class Managed:
 
     def leave_windows(self) -> None:
         """Clear gradients that wait: a state that was loaded without any would be trained on with them."""
-        if self._gradients is None and keeps_to_itself(self.models) is None:
+        if self._gradients is None and obstacle(self.models) is None:
             for optimizer in self._windows.open(self.optimizers):
                 optimizer.zero_grad()
 

@@ -118,8 +118,8 @@ class Save:
         verdict = self._agree(mine, self._judge, " (state compared)")
         if self.saver.compared.doubt(verdict["doubted"]) and verdict["attended"] and self._take is not None:
             self.captured, self.snapshot, self._description = Outcome.of(self._take), None, None
-            plan = self._agree(self.captured.then(self._hello), self._plan, " (taken anew)")
-            return plan or self._keep_apart()
+            again: dict[str, Any] | None = self._agree(self.captured.then(self._hello), self._plan, " (taken anew)")
+            return again or self._keep_apart()
         refuse_to_mix(verdict["problems"])
         own = Outcome.of(lambda: with_own_state(captured, verdict["own"][captured.rank], self._copies))
         self.captured = own.then(

@@ -192,6 +192,9 @@ class ObjectPart(Whole):
     def capture(self) -> Any:
         return self.value.state_dict()
 
+    def guaranteed(self, state: Any) -> Guarantee:
+        return Guarantee(of_main=getattr(self.value, "of_main_rank", False) is True)
+
     def check(self, saved: Any) -> dict[str, str]:
         return {}  # only the object itself can tell
 

@@ -7,7 +7,7 @@ pass. What a backward pass has added since is lost by a resume, unless it is sav
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -81,17 +81,27 @@ def _version(gradient: Any) -> int:
     return version
 
 
+def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The gradients that are there; of those that are spread, the pieces."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            gradient = parameter.grad
+            if gradient is not None:
+                yield local_tensor(gradient) if is_sharded(gradient) else gradient
+
+
 def _is_non_zero(optimizer: torch.optim.Optimizer) -> bool:
-    gradients = (one.grad for group in optimizer.param_groups for one in group["params"] if one.grad is not None)
-    pieces = (local_tensor(one) if is_sharded(one) else one for one in gradients)
-    return any(bool((one.values() if one.is_sparse else one).any()) for one in pieces)
+    return any(bool((one._values() if one.is_sparse else one).any()) for one in _gradients(optimizer))
 
 
-def keeps_to_itself(models: Mapping[str, nn.Module]) -> str | None:
-    """Who holds gradients that cannot be asked for; none if all can be."""
+def obstacle(models: Mapping[str, nn.Module], waiting: Iterable[torch.optim.Optimizer] = ()) -> str | None:
+    """Why gradients that wait cannot be saved; none if they can be."""
     if any(is_engine(model) for model in models.values()):
-        return "DeepSpeed"
-    return "FSDP 1" if any(is_fsdp1(model) for model in models.values()) else None
+        return "which DeepSpeed keeps to itself"
+    if any(is_fsdp1(model) for model in models.values()):
+        return "which FSDP 1 keeps to itself"
+    pieces = (one for optimizer in waiting for one in _gradients(optimizer))
+    return None if all(type(one) is torch.Tensor and one.layout is torch.strided for one in pieces) else "some sparse"
 
 
 def holds_unsharded(models: Mapping[str, nn.Module]) -> bool:
@@ -105,8 +115,8 @@ def holds_unsharded(models: Mapping[str, nn.Module]) -> bool:
 
 
 def _fsdp2_parameters(module: nn.Module) -> Iterable[Any]:
-    find = getattr(module, "_get_fsdp_state", None)
-    group = getattr(find(), "_fsdp_param_group", None) if find is not None else None
+    find = getattr(type(module), "_get_fsdp_state", None)
+    group = getattr(find(module), "_fsdp_param_group", None) if find is not None else None
     return getattr(group, "fsdp_params", ())
 
 

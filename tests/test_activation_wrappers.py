@@ -58,7 +58,7 @@ def test_names_of_the_wrapper_that_an_earlier_version_wrote_are_understood(
         patch.setattr(optimizers, "parameter_names", lambda _: leaking)
         with ckpt.StateManager(str(root), model=model, optimizer=optimizer) as manager:
             manager.save_state("a", wait=True)
-    saved = json.loads((root / "a" / "state.json").read_text())
+    saved = json.loads((root / "a" / "state.json").read_bytes())
     assert "_checkpoint_wrapped_module" in json.dumps(saved["parts"]["optimizer"])
     again, its = _trained(1, wrapped=False)
     with ckpt.StateManager(str(root), model=again, optimizer=its) as manager:

@@ -275,7 +275,7 @@ def test_ranks_that_hold_the_same_write_it_once(root: Place) -> None:
     assert run_ranks(2, _equal_by_hand, str(root)) == [0, 0]
     names = {name for name in (root / "a").files() if name.endswith("safetensors")}
     assert names == {"model.safetensors", "optimizer.safetensors"}
-    assert "differs" not in (root / "a" / "state.json").read_text()
+    assert "differs" not in (root / "a" / "state.json").read_bytes().decode()
 
 
 def _ddp_that_drifted(rank: int, root: str, wait: bool) -> None:

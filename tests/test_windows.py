@@ -123,6 +123,15 @@ def test_told_not_to_keep_gradients_it_says_so_at_the_save_and_at_the_load(
     assert "approximated  gradients" in str(restored)
 
 
+def test_sparse_gradients_are_named_and_do_not_stop_the_save(root: Place) -> None:
+    model = nn.Embedding(5, 2, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ckpt.StateManager(str(root), model=model, optimizer=optimizer) as manager:
+        model(torch.tensor([1, 3])).sum().backward()
+        manager.save_state("a")
+        assert "some sparse" in manager.load_state("a").approximated["gradients"]
+
+
 def test_a_load_leaves_no_gradients_of_the_window_that_was_left(root: Place) -> None:
     model, optimizer = _built(1)
     with ckpt.StateManager(str(root), model=model, optimizer=optimizer) as manager:
