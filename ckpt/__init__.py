@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.version import __version__
 
 if TYPE_CHECKING:
-    from ckpt.catalog import Checkpoint, list_checkpoints, verify
+    from ckpt.catalog import Checkpoint, list_checkpoints
     from ckpt.comparing import Diff, Difference, diff
     from ckpt.converting import Converted, convert
     from ckpt.errors import (
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         StateError,
         StorageError,
         TransientError,
+        TruncatedError,
         UnsupportedError,
         VersionError,
     )
@@ -45,9 +46,10 @@ if TYPE_CHECKING:
     from ckpt.pushing import push_to_hub
     from ckpt.restored import Restored
     from ckpt.retention import Keep
+    from ckpt.verifying import verify
 
 _HOMES = {
-    "ckpt.catalog": ("Checkpoint", "list_checkpoints", "verify"),
+    "ckpt.catalog": ("Checkpoint", "list_checkpoints"),
     "ckpt.comparing": ("Diff", "Difference", "diff"),
     "ckpt.converting": ("Converted", "convert"),
     "ckpt.errors": (
@@ -69,6 +71,7 @@ _HOMES = {
         "StateError",
         "StorageError",
         "TransientError",
+        "TruncatedError",
         "UnsupportedError",
         "VersionError",
     ),
@@ -81,6 +84,7 @@ _HOMES = {
     "ckpt.pushing": ("push_to_hub",),
     "ckpt.restored": ("Restored",),
     "ckpt.retention": ("Keep",),
+    "ckpt.verifying": ("verify",),
 }
 
 __all__ = [
@@ -111,6 +115,7 @@ __all__ = [
     "StateManager",
     "StorageError",
     "TransientError",
+    "TruncatedError",
     "UnsupportedError",
     "VersionError",
     "__version__",
