@@ -41,14 +41,13 @@ def bring(source: Place, destination: Place, *, step: int | None = None, options
     with closing(Copies(near, far)) as copies:
         for _ in range(_RESCANS):
             chosen = _chosen(near, names, step)
-            if not chosen:
-                raise MissingError(f"{near.url} has no checkpoint that was ever committed.")
-            copied = _bring_all(copies, chosen)
+            copied = _bring_all(copies, chosen) if chosen else []
             if copied or pointed_at:
                 break
-            names = [one.name for one in catalog.scan(near)]  # a run has let all of them go, and has newer ones
+            names = [one.name for one in catalog.scan(near)]  # a run may have let all go, and have newer ones
     if not copied:
-        raise MissingError(f"{chosen[0].name} was removed from {near.url} while it was to be copied. Pull another one.")
+        gone = f"{chosen[0].name} was removed from there while it was to be copied" if chosen else "none was committed"
+        raise MissingError(f"there is no checkpoint to copy in {near.url}: {gone}.")
     say(f"copied {', '.join(copied)} to {far.url}")
     return f"{far.url.rstrip('/')}/{copied[0]}" if len(names) == 1 or step is not None else far.url
 
@@ -62,7 +61,7 @@ def _chosen(storage: Storage, names: list[str], step: int | None) -> list[Manife
             known = ", ".join(one.name for one in found if one.committed) or "none"
             raise MissingError(f"{storage.url} has no checkpoint of step {step}. There are: {known}.")
         found = of_step[:1]
-    if len(found) == 1 and found[0].problem is not None:
+    if len(found) == 1 and found[0].problem is not None and not isinstance(found[0].problem, MissingError):
         raise found[0].problem
     return [one.manifest for one in reversed(found) if one.manifest is not None]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -190,7 +191,7 @@ def running(function: Callable[..., None], root: Place) -> Iterator[Callable[[],
 
 def _until_committed(root: Place, count: int, alive: Callable[[], bool]) -> None:
     while alive() and len(committed(root)) < count:
-        pass
+        time.sleep(0.02)
 
 
 @pytest.mark.also_on_s3
