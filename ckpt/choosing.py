@@ -233,10 +233,10 @@ def _look(tiers: Sequence[Storage], name: str | None) -> list[dict[str, Any]]:
             found += [_described(tier, one, name) for one in here]
     if 0 in unread and len(tiers) > 1:
         raise type(unread[0])(_root_unread(tiers, found, unread)) from unread[0]
-    for tier, error in unread.items():
+    for tier, why in unread.items():
         if all(one["problem"] is not None for one in found):
-            raise error
-        _log.warning("%s cannot be looked at, and may have newer checkpoints: %s", tiers[tier].url, error)
+            raise why
+        _log.warning("%s cannot be looked at, and may have newer checkpoints: %s", tiers[tier].url, why)
     return found
 
 

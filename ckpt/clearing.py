@@ -63,7 +63,7 @@ class Mark:
             return False
         if self.writer[:2] != mine[:2]:
             return self.age < DAY
-        return started(int(self.writer[2])) == self.writer[3]
+        return bool(started(int(self.writer[2])) == self.writer[3])
 
 
 def _identity() -> tuple[Any, ...]:

@@ -481,13 +481,14 @@ def test_a_root_that_a_run_writes_to_is_not_pulled_into(hub: HubServer, tmp_path
 
 
 def test_pull_of_a_step_goes_by_the_manifest_on_the_hub_as_elsewhere(hub: HubServer, tmp_path: Path) -> None:
-    for root in (ROOT, tmp_path / "local"):
+    places = (ROOT, str(tmp_path / "local"))
+    for root in places:
         with manager_for(root, model_of(1.0)) as manager:
             for step, name in ((5, "best"), (6, "step-00000005"), (7, "step-00000007"), (7, "final")):
                 manager.progress.step = step
                 manager.save_state(name, wait=True)
     for step, name in ((5, "best"), (6, "step-00000005"), (7, "final")):
-        for number, source in enumerate((ROOT, tmp_path / "local")):
+        for number, source in enumerate(places):
             target = tmp_path / f"pulled-{step}-{number}"
             assert ckpt.pull(source, target, step=step) == str(target / name)
             assert ckpt.verify(target) == {name: []}

@@ -16,9 +16,10 @@ from click.testing import CliRunner
 from torch import nn
 
 import ckpt
+from ckpt import clearing
 from ckpt.catalog import MARKER
 from ckpt.cli import main
-from ckpt.storage import ANY, Buffer
+from ckpt.storage import ANY, Buffer, Storage
 from tests.places import PassedOn, Place, at, committed
 from tests.processes import DEADLINE, start_alone
 
@@ -109,13 +110,26 @@ def test_prune_leaves_the_old_checkpoint_while_a_save_replaces_it(root: Place) -
 
 
 @pytest.mark.also_on_s3
-def test_a_save_begun_in_the_middle_of_a_removal_waits_for_it_and_is_committed(root: Place) -> None:
+def test_a_save_begun_in_the_middle_of_a_removal_waits_for_it_and_is_committed(
+    root: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     removing = Stopping(root, delete="latest")
+    waits, wait = threading.Event(), clearing._wait_for_removal
+
+    def noticed(storage: Storage, name: str) -> None:
+        waits.set()
+        wait(storage, name)
+
+    monkeypatch.setattr(clearing, "_wait_for_removal", noticed)
     with ckpt.StateManager(root, model=nn.Linear(4, 4)) as manager:
         for name in ("latest", "other"):
             manager.save_state(name, wait=True)
         with beside(removing.gate, lambda: ckpt.prune(removing, keep=ckpt.Keep(last=1), verify=False)) as failed:
             manager.save_state("latest", wait=False)
+            assert waits.wait(DEADLINE)
+            mark = clearing.read_mark(removing, "latest")
+            assert mark is not None
+            assert mark.removing
             assert "latest" not in committed(root)
         manager.wait()
         assert failed == []

@@ -17,7 +17,6 @@ from click.testing import CliRunner
 from torch import nn
 
 import ckpt
-from ckpt import choosing
 from ckpt.cli import main
 from ckpt.storage import open_storage
 
@@ -222,7 +221,7 @@ def test_one_that_is_being_cleaned_by_another_process_is_waited_for_not_passed_o
         release.set()
         other.join()
 
-    monkeypatch.setattr(choosing.time, "sleep", pause)
+    monkeypatch.setattr("ckpt.choosing.time.sleep", pause)
     try:
         with ckpt.StateManager(tmp_path, model=_model(0)) as manager:
             assert manager.load_state().name == NEWEST
