@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Container, Iterable
@@ -31,6 +32,7 @@ _PAUSE = 0.05
 _PRUNE = "ckpt prune, "  # in the note of the lock on a root
 _TRIES = 20  # to write a mark beside others who write one
 DAY = 24 * 3600.0
+_TRACE = re.compile(r"\.(?:host-[0-9a-f]{32}-\d+|try-[0-9a-f]{32})")
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def clean(storage: Storage, name: str) -> None:
     A file that neither a mark nor a manifest of ours names is somebody else's, and stays. So does everything while
     somebody reads there, or where there is a manifest that this ckpt cannot read: a later save tries again.
     """
-    if isinstance(storage, Staging):  # a try leaves nothing there
+    if isinstance(storage, Staging) or _is_nothing_there(storage, name):
         return
     checkpoint = find(storage, name)
     listed = {file.path for file in checkpoint.manifest.files} if checkpoint.manifest else set()
@@ -183,6 +185,11 @@ def clean(storage: Storage, name: str) -> None:
             storage.delete([f"{name}/{MARKER}"])
     except LockedError:
         _log.info("%s/%s is being read: what is left of an older save there is removed later", storage.url, name)
+
+
+def _is_nothing_there(storage: Storage, name: str) -> bool:
+    """True if a save failed before it left its mark: nothing is to be removed, and nothing to be locked for it."""
+    return not any(True for _ in storage.list(name)) and not any(True for _ in storage.unfinished(name))
 
 
 def _has_manifest(storage: Storage, name: str) -> bool:
@@ -218,7 +225,10 @@ def sweep(storage: Storage, spared: Container[str] = (), *, age: float | None = 
     What is `spared`, by the names of checkpoints, somebody will go on with. With `age`, so does everything that is
     younger in seconds: where other hosts write to the same place, they may be at it.
     """
-    for name in marked_names(storage.list()):
+    entries = list(storage.list())
+    if age is None:
+        _sweep_traces(storage, entries)
+    for name in marked_names(entries):
         if name not in spared and (age is None or _is_older(storage, name, age)):
             clean(storage, name)
     storage.sweep(age=age)
@@ -228,6 +238,13 @@ def sweep(storage: Storage, spared: Container[str] = (), *, age: float | None = 
 def _is_older(storage: Storage, name: str, age: float) -> bool:
     mark = read_mark(storage, name)
     return mark is None or mark.age >= age
+
+
+def _sweep_traces(storage: Storage, entries: Iterable[Entry]) -> None:
+    """Remove what managers that were killed while they were built left in the root: see `hosts` and `roots`."""
+    left = [entry.key for entry in entries if _TRACE.fullmatch(entry.key)]
+    if left:
+        storage.delete(left)
 
 
 def remove(storage: Storage, manifest: Manifest) -> bool:
