@@ -81,7 +81,7 @@ def _campaign(options: argparse.Namespace, scratch: Path) -> int:
         prepared = prepare({kind.name for kind in chosen}, options.seed, scratch, preparing)
     finally:
         preparing.end()
-    numbers = counts(options.trials, chosen) if options.index is None else {}
+    numbers = counts(options.trials, chosen, prepared) if options.index is None else {}
 
     done = 0
 

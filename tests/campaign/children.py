@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 from tests.campaign.verdicts import HANG, Ended, Failure, Found
 
 DEADLINE = 60.0  # seconds that any process of a trial may take
+_FRAMES = 9  # of each thread of a process that hangs
 _STACKS = signal.SIGUSR2  # makes a child write the stacks of its threads to its log
 
 
@@ -144,7 +146,8 @@ class Child:
         os.kill(self.pid, _STACKS)
         time.sleep(0.5)
         self.kill()
-        return self.log.read_text(errors="replace")[-4000:]
+        threads = re.split(r"(?=^(?:Current t|T)hread 0x)", self.log.read_text(errors="replace")[-20000:], flags=re.M)
+        return "".join("\n".join(one.splitlines()[:_FRAMES]) + "\n" for one in threads[1:])
 
 
 def _live(log: Path, voice: Voice, function: Callable[..., Any], args: tuple[Any, ...]) -> NoReturn:

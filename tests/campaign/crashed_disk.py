@@ -13,7 +13,6 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Union
 
 from tests.campaign.calls import NAMES
 
@@ -133,7 +132,7 @@ class _Folder:
         return kept[::-1]
 
 
-Node = Union[_File, _Folder]
+Node = _File | _Folder
 
 
 class Disk:

@@ -99,11 +99,12 @@ def damage(trial: Trial) -> None:
     if newest == 0:
         _check_refused(trial)
         return
-    step = trial.check(newest, numbered=False)
-    if step != newest:
+    step = trial.check(newest, untouched=False)
+    if step > newest and spread == "one":  # of two ranks' files one process does not need all
         raise Found(WRONG, f"step {newest} is the newest intact one, and step {step} was loaded")
     left = [one for one in _contents(trial.root).values() if _step_of(one, originals) == newest]
-    if not left:
+    moved = any(what.startswith("move") for what in done)  # then the next save may have replaced it by its name
+    if not left and not moved and step == newest:
         raise Found(LOST, f"Keep(last=2) has removed the intact checkpoint of step {newest}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from tests.campaign.calls import Call
 from tests.campaign.children import Child
 from tests.campaign.failing_calls import RESUMES, SAVES, Scenario, Strike
 from tests.campaign.trials import Trial
+
+LONG = 2000  # trials
 
 
 @dataclass
@@ -45,7 +48,7 @@ def _strike(trial: Trial, prepared: Prepared) -> None:
 
 
 def _kill_at_call(trial: Trial, prepared: Prepared) -> None:
-    scenario, call = prepared.killed[trial.index * 7919 % len(prepared.killed)]
+    scenario, call = prepared.killed[trial.index % len(prepared.killed)]
     kills.at_call(trial, scenario.naming, call, failing_calls.template(scenario))
 
 
@@ -77,11 +80,13 @@ KINDS = {
 }  # fmt: skip
 
 
-def counts(trials: int, kinds: Iterable[Kind]) -> dict[str, int]:
-    """How many trials each kind has, at least one each."""
+def counts(trials: int, kinds: Iterable[Kind], prepared: Prepared) -> dict[str, int]:
+    """How many trials each kind has, at least one each; in the long form every call is struck at least once."""
     chosen = list(kinds)
     total = sum(kind.share for kind in chosen)
-    return {kind.name: max(1, round(trials * kind.share / total)) for kind in chosen}
+    least = {name: len({(one.scenario, one.call) for one in found}) for name, found in prepared.strikes.items()}
+    shares = {kind.name: max(1, round(trials * kind.share / total)) for kind in chosen}
+    return {name: max(number, least.get(name, 0) if trials >= LONG else 0) for name, number in shares.items()}
 
 
 def prepare(names: set[str], seed: int, folder: Path, trial: Trial) -> Prepared:
@@ -101,6 +106,7 @@ def prepare(names: set[str], seed: int, folder: Path, trial: Trial) -> Prepared:
             prepared.strikes[kind] = failing_calls.strikes(of_kind, seed)
             if kind == "kill-call":
                 prepared.killed = [(one, call) for one, calls in of_kind.items() for call in calls]
+                random.Random(f"{seed}/killed").shuffle(prepared.killed)
     if "damage" in names:
         damage.prepare(folder, run, trial)
     return prepared

@@ -68,9 +68,10 @@ class Report:
 
 
 _LEGEND = [
-    "- lost: what was reported durable did not come back. Silently wrong: a load or a verification succeeded on what was",
-    "  not saved so. Hang: a process did not end within its deadline. Unclear error: not an error of ckpt's own, without",
-    "  words, longer than ten lines, or a false alarm. Cannot go on: once the fault was over, the run could not save.",
+    "- lost: what was reported durable did not come back. Silently wrong: a load or a verification succeeded on",
+    "  content other than what was saved. Hang: a process did not end within its deadline. Unclear error: none of",
+    "  ckpt's own, or without words, or longer than ten lines, or a false alarm. Cannot go on: after the fault the run",
+    "  could not save.",
 ]
 
 

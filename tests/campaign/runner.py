@@ -75,7 +75,9 @@ class Runner:
         log = child.log.read_text(errors="replace")[-2000:]
         shutil.rmtree(child.log.parent, ignore_errors=True)
         if late:
-            return Verdict(kind, index, fault=HANG, evidence=f"the trial took more than {_LONGEST:g} s", seconds=seconds)
+            return Verdict(
+                kind, index, fault=HANG, evidence=f"the trial took more than {_LONGEST:g} s", seconds=seconds
+            )
         if ended.value is None:
             evidence = f"the trial's process ended with {ended.status}: {ended.failure}\n{log}"
             return Verdict(kind, index, fault=BROKEN, evidence=evidence, seconds=seconds)
@@ -102,6 +104,8 @@ def _one(voice: Voice, trial: Trial, prepared: Prepared) -> dict[str, Any]:
 
 def _short(text: str, trial: Trial) -> str:
     """Without paths of this machine, and twenty lines at most."""
-    text = text.replace(str(trial.root), "ROOT").replace(str(trial.folder), "TRIAL").replace(str(trial.shared), "SCRATCH")
+    text = (
+        text.replace(str(trial.root), "ROOT").replace(str(trial.folder), "TRIAL").replace(str(trial.shared), "SCRATCH")
+    )
     lines = _CODE.sub("", text).splitlines()
     return "\n".join(lines if len(lines) <= _LINES else [*lines[:5], "...", *lines[6 - _LINES :]])

@@ -56,15 +56,16 @@ class Trial:
         *,
         root: Path | None = None,
         naming: str = "keep",
-        numbered: bool = True,
+        untouched: bool = True,
         large: bool = False,
     ) -> int:
         """A fresh process resumes: what was durable is there and agrees with itself, and it can save again.
 
-        With `numbered`, no two checkpoints may have one sequence number. Returns the step that was resumed.
+        Where nobody else has touched the files (`untouched`), all that is committed must be intact, and no two
+        checkpoints may have one sequence number. Returns the step that was resumed.
         """
         where = str(root or self.root)
-        ended = self.run("a resume after the fault", _resume, where, naming, numbered, large)
+        ended = self.run("a resume after the fault", _resume, where, naming, untouched, large)
         if ended.failure is not None and "saving" in ended.told:
             ended.failure.check("a save after the fault")
             raise Found(STUCK, f"after the fault a run resumed, and could not save: {ended.failure}")
@@ -108,29 +109,37 @@ def save_steps(voice: Voice, root: str, naming: str, steps: int, *, large: bool 
         voice.tell(f"durable {step}")
 
 
-def _resume(voice: Voice, root: str, naming: str, numbered: bool, large: bool) -> dict[str, Any]:
+def _resume(voice: Voice, root: str, naming: str, untouched: bool, large: bool) -> dict[str, Any]:
     training = Training(large=large)
+    damaged = _damaged(root) if untouched else []
     with training.manager(root, **options(naming, wait=True)) as manager:
         restored = manager.resume()
         found: dict[str, Any] = {"step": 0, "wrong": [], "passed_over": {}}
         if restored is not None:
             wrong = training.disagreements(restored, generators=not restored.approximated)
-            found = {"step": restored.step, "wrong": wrong, "passed_over": dict(restored.passed_over)}
+            found = {"step": restored.step, "wrong": wrong + damaged, "passed_over": dict(restored.passed_over)}
         if not found["wrong"]:
             voice.tell("saving")
             training.advance()
             manager.step()
             manager.save_state(name_for(naming))
-            found["wrong"] += _afterwards(root, manager.progress.step, numbered=numbered, large=large)
+            found["wrong"] += _afterwards(root, manager.progress.step, untouched=untouched, large=large)
     return found
 
 
-def _afterwards(root: str, step: int, *, numbered: bool, large: bool) -> list[str]:
+def _damaged(root: str) -> list[str]:
+    """Checkpoints that are committed, and yet not intact."""
+    committed = [one.name for one in ckpt.list_checkpoints(root) if one.committed]
+    wrong = ckpt.verify(root) if committed else {}
+    return [f"{name} is committed, and {'; '.join(wrong[name])}" for name in committed if wrong[name]]
+
+
+def _afterwards(root: str, step: int, *, untouched: bool, large: bool) -> list[str]:
     """What is wrong with the checkpoints of a root after a save of this step."""
     there = [one.manifest for one in ckpt.list_checkpoints(root) if one.manifest is not None]
     wrong = [] if there and there[0].step == step else [f"the save of step {step} after it is not the newest"]
     numbers = [one.sequence for one in there]
-    if numbered and len(set(numbers)) < len(numbers):
+    if untouched and len(set(numbers)) < len(numbers):
         wrong.append(f"two checkpoints have one sequence number: {numbers}")
     again = Training(large=large)
     with again.manager(root, handle_sigterm=False) as manager:

@@ -19,7 +19,7 @@ FAULTS = (LOST, WRONG, HANG, UNCLEAR, STUCK)
 LONGEST = 10  # lines of a clear error
 
 
-class Found(Exception):
+class Found(Exception):  # noqa: N818  (it says what was found, not that something went wrong)
     """Ends a trial: one of `FAULTS`, with the evidence."""
 
     def __init__(self, fault: str, evidence: str) -> None:
