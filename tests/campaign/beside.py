@@ -6,7 +6,7 @@ import select
 import shutil
 from pathlib import Path
 
-import ckpt
+from ckpt import Keep, prune, pull, verify
 from ckpt.errors import CkptError, LockedError, MissingError
 from tests.campaign import kills
 from tests.campaign.children import Voice
@@ -56,12 +56,12 @@ def _repeat(voice: Voice, tool: str, root: str, target: str) -> None:
 def _use(tool: str, root: str, target: str) -> str:
     """One use of the tool; what it reports is an alarm, for nothing is wrong."""
     if tool == "prune":
-        ckpt.prune(root, keep=ckpt.Keep(last=1), grace=0.0)
+        prune(root, keep=Keep(last=1), grace=0.0)
     elif tool == "verify":
-        return "; ".join(f"{name}: {', '.join(wrong)}" for name, wrong in ckpt.verify(root).items() if wrong)
+        return "; ".join(f"{name}: {', '.join(wrong)}" for name, wrong in verify(root).items() if wrong)
     else:
         shutil.rmtree(target, ignore_errors=True)
-        ckpt.pull(root, target)
+        pull(root, target)
     return ""
 
 
@@ -78,6 +78,6 @@ def _check_pulled(trial: Trial) -> None:
 
 def _verify(voice: Voice, root: str) -> dict[str, list[str]]:
     try:
-        return ckpt.verify(root)
+        return verify(root)
     except MissingError:
         return {}

@@ -146,7 +146,8 @@ class Child:
         os.kill(self.pid, _STACKS)
         time.sleep(0.5)
         self.kill()
-        threads = re.split(r"(?=^(?:Current t|T)hread 0x)", self.log.read_text(errors="replace")[-20000:], flags=re.M)
+        written = self.log.read_text(errors="replace")[-20000:]
+        threads = re.split(r"(?=^(?:Current t|T)hread 0x)", written, flags=re.MULTILINE)
         return "".join("\n".join(one.splitlines()[:_FRAMES]) + "\n" for one in threads[1:])
 
 

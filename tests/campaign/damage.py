@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ckpt
+from ckpt import verify
 from tests.campaign import kills
 from tests.campaign.children import Child, Voice
 from tests.campaign.jobs import Job
+from tests.campaign.training import Training
 from tests.campaign.trials import Trial, save_steps
 from tests.campaign.verdicts import BROKEN, LOST, WRONG, Found
 
@@ -159,12 +160,10 @@ def _check_refused(trial: Trial) -> None:
 
 
 def _verify(voice: Voice, root: str) -> dict[str, list[str]]:
-    return ckpt.verify(root)
+    return verify(root)
 
 
 def _only_resume(voice: Voice, root: str) -> int:
-    from tests.campaign.training import Training
-
     with Training().manager(root) as manager:
         restored = manager.resume()
         return restored.step if restored else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ckpt.errors import CkptError
-from tests.campaign.children import Child, Voice
-from tests.campaign.jobs import WORLD, Job
+from tests.campaign.children import Voice
+from tests.campaign.jobs import Job
 from tests.campaign.training import SPREADS, Training
 from tests.campaign.trials import NAMINGS, Trial, name_for, options
 from tests.campaign.verdicts import HANG, LOST, STUCK, UNCLEAR, WRONG, Ended, Failure, Found

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-import ckpt
-from ckpt.restored import Restored
+from ckpt import Restored, StateManager
 from ckpt.storage import direct
 
 SPREADS = ("one", "ddp", "fsdp")
@@ -72,11 +71,11 @@ class Training:
             from torch.distributed.fsdp import fully_shard
 
             fully_shard(self.net.first)
-            return fully_shard(self.net)
+            fully_shard(self.net)
         return self.net
 
-    def manager(self, root: str, **options: Any) -> ckpt.StateManager:
-        manager = ckpt.StateManager(
+    def manager(self, root: str, **options: Any) -> StateManager:
+        manager = StateManager(
             root,
             model={"net": self.model, "base": self.base},
             optimizer=self.optimizer,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ckpt
+from ckpt import Keep, list_checkpoints, verify
 from tests.campaign.children import DEADLINE, Child, Voice
 from tests.campaign.training import Training
 from tests.campaign.verdicts import LOST, STUCK, WRONG, Ended, Found
@@ -87,7 +87,7 @@ class Trial:
 
 
 def options(naming: str, *, wait: bool, last: int = 2) -> dict[str, Any]:
-    return {"keep": ckpt.Keep(last=last) if naming == "keep" else None, "background": not wait, "timeout": 30.0}
+    return {"keep": Keep(last=last) if naming == "keep" else None, "background": not wait, "timeout": 30.0}
 
 
 def name_for(naming: str) -> str | None:
@@ -129,14 +129,14 @@ def _resume(voice: Voice, root: str, naming: str, untouched: bool, large: bool) 
 
 def _damaged(root: str) -> list[str]:
     """Checkpoints that are committed, and yet not intact."""
-    committed = [one.name for one in ckpt.list_checkpoints(root) if one.committed]
-    wrong = ckpt.verify(root) if committed else {}
+    committed = [one.name for one in list_checkpoints(root) if one.committed]
+    wrong = verify(root) if committed else {}
     return [f"{name} is committed, and {'; '.join(wrong[name])}" for name in committed if wrong[name]]
 
 
 def _afterwards(root: str, step: int, *, untouched: bool, large: bool) -> list[str]:
     """What is wrong with the checkpoints of a root after a save of this step."""
-    there = [one.manifest for one in ckpt.list_checkpoints(root) if one.manifest is not None]
+    there = [one.manifest for one in list_checkpoints(root) if one.manifest is not None]
     wrong = [] if there and there[0].step == step else [f"the save of step {step} after it is not the newest"]
     numbers = [one.sequence for one in there]
     if untouched and len(set(numbers)) < len(numbers):
