@@ -20,6 +20,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--report", type=Path, help="a Markdown file; a JSON file is written beside it")
     parser.add_argument("--only", nargs="+", metavar="KIND", help="these kinds of faults alone")
     parser.add_argument("--index", type=int, help="this trial of the kind alone")
+    parser.add_argument("--plant", nargs="+", default=[], metavar="FAULT", help="see planted.py; for tests")
     parser.add_argument("--scratch", type=Path, help="where roots are made (a temporary folder)")
     return parser.parse_args()
 

@@ -17,6 +17,7 @@ import torch.distributed.tensor
 
 from tests.campaign.calls import Shim
 from tests.campaign.kinds import KINDS, Kind, Prepared, counts, prepare
+from tests.campaign.planted import PLANTED
 from tests.campaign.report import Report, again, coverage
 from tests.campaign.runner import Runner
 from tests.campaign.trials import Trial
@@ -36,6 +37,8 @@ class Campaign:
     def run(self) -> int:
         """Prints the table and writes the report. Returns the exit status: 1 if anything was found."""
         torch.set_num_threads(1)
+        for name in self.options.plant:
+            PLANTED[name]()
         unknown = set(self.options.only or ()) - KINDS.keys()
         if unknown:
             print(f"no such kind: {', '.join(sorted(unknown))}. There are: {', '.join(KINDS)}", file=sys.stderr)
