@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckpt import list_checkpoints
 from ckpt.errors import CkptError
 from tests.campaign.children import Voice
 from tests.campaign.jobs import Job
@@ -99,7 +100,7 @@ def _saving(voice: Voice, root: str, naming: str, wait: bool, catches: bool, mos
                 voice.tell(f"durable {step if wait else step - 1}")
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            if not catches or not training.counter.count:
+            if not catches or not list_checkpoints(root):
                 raise
             # the step in hand may be half done: go back to what is saved, as one would in a notebook
             manager.load_state()
