@@ -31,9 +31,9 @@ def main() -> int:
     if scratch is None:
         _start_under_shim(options)
     os.environ.pop("LD_PRELOAD", None)
-    from tests.campaign.campaign import Campaign
-
     try:
+        from tests.campaign.campaign import Campaign
+
         return Campaign(options, Path(scratch or "")).run()
     finally:
         shutil.rmtree(scratch or "", ignore_errors=True)
