@@ -13,7 +13,7 @@ from tests.campaign.training import Training
 from tests.campaign.trials import NAMINGS, Trial, name_for, options
 from tests.campaign.verdicts import STUCK, UNCLEAR, WRONG, Ended, Failure, Found
 
-TIMEOUT = 3.0  # what the manager is told
+TIMEOUT = 5.0  # what the manager is told
 _PATIENCE = 40.0  # how long the other rank may take to end, on a machine that has other work
 _FAULTS = ("EIO", "ENOSPC", "EROFS", "EDQUOT", "EINTR", "EMFILE")
 

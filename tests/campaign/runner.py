@@ -7,6 +7,7 @@ import re
 import select
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -104,8 +105,8 @@ def _one(voice: Voice, trial: Trial, prepared: Prepared) -> dict[str, Any]:
 
 def _short(text: str, trial: Trial) -> str:
     """Without paths of this machine, and twenty lines at most."""
-    text = (
-        text.replace(str(trial.root), "ROOT").replace(str(trial.folder), "TRIAL").replace(str(trial.shared), "SCRATCH")
-    )
+    known = {str(trial.root): "ROOT", str(trial.folder): "TRIAL", str(trial.shared): "SCRATCH"}
+    for word, shown in {**known, socket.gethostname(): "HOST"}.items():
+        text = re.sub(rf"(?<!\w){re.escape(word)}\b", shown, text)
     lines = _CODE.sub("", text).splitlines()
     return "\n".join(lines if len(lines) <= _LINES else [*lines[:5], "...", *lines[6 - _LINES :]])
