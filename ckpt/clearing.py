@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 from collections.abc import Container, Iterable
 from contextlib import ExitStack, suppress
@@ -23,6 +24,7 @@ from ckpt.storage import Entry, Staging, Storage
 from ckpt.storage.base import check_key
 
 _log = logging.getLogger("ckpt")
+_TRACE = re.compile(r"\.(?:host-[0-9a-f]{32}-\d+|try-[0-9a-f]{32})")
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def clean(storage: Storage, name: str) -> None:
     A file that neither a mark nor a manifest of ours names is somebody else's, and stays. So does everything while
     somebody reads there, or where there is a manifest that this ckpt cannot read: a later save tries again.
     """
-    if isinstance(storage, Staging):  # a try leaves nothing there
+    if isinstance(storage, Staging) or _is_nothing_there(storage, name):
         return
     checkpoint = find(storage, name)
     listed = {file.path for file in checkpoint.manifest.files} if checkpoint.manifest else set()
@@ -100,6 +102,11 @@ def clean(storage: Storage, name: str) -> None:
             storage.delete([f"{name}/{MARKER}"])
     except LockedError:
         _log.info("%s/%s is being read: what is left of an older save there is removed later", storage.url, name)
+
+
+def _is_nothing_there(storage: Storage, name: str) -> bool:
+    """True if a save failed before it left its mark: nothing is to be removed, and nothing to be locked for it."""
+    return not any(True for _ in storage.list(name)) and not any(True for _ in storage.unfinished(name))
 
 
 def _has_manifest(storage: Storage, name: str) -> bool:
@@ -123,11 +130,20 @@ def sweep(storage: Storage, spared: Container[str] = ()) -> list[Checkpoint]:
 
     What is `spared`, by the names of checkpoints, somebody will go on with.
     """
-    for name in marked_names(storage.list()):
+    entries = list(storage.list())
+    _sweep_traces(storage, entries)
+    for name in marked_names(entries):
         if name not in spared:
             clean(storage, name)
     storage.sweep()
     return scan(storage)
+
+
+def _sweep_traces(storage: Storage, entries: Iterable[Entry]) -> None:
+    """Remove what managers that were killed while they were built left in the root: see `hosts` and `roots`."""
+    left = [entry.key for entry in entries if _TRACE.fullmatch(entry.key)]
+    if left:
+        storage.delete(left)
 
 
 def remove(storage: Storage, manifest: Manifest) -> bool:

@@ -17,6 +17,7 @@ from ckpt.files import rank_of
 from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.retention import Keep
 from ckpt.storage import Storage
+from ckpt.storage.base import LostError
 from ckpt.stored_file import StoredFile, VerifiedFile
 
 _log = logging.getLogger("ckpt")
@@ -71,7 +72,11 @@ class Copies:
         older = (self._there or {}).get(manifest.name)
         if older is None or older.id != manifest.id:
             began = time.monotonic()
-            self._carry_over(manifest, older)
+            try:
+                self._carry_over(manifest, older)
+            except LostError:  # the next attempt takes the place again
+                self.close()
+                raise
             _log.info(
                 "copied %s to %s: %s in %.2f s",
                 manifest.name, self.far.url, size(manifest.size), time.monotonic() - began,

@@ -16,6 +16,7 @@ CkptError
 │   ├── DeniedError        the storage knows who asks, and refuses; or does not know
 │   ├── FullError          no space left, or a quota or size limit reached
 │   ├── LockedError        somebody else holds it
+│   ├── NotDurableError    it was written, but may not outlive a crash
 │   ├── ConflictError      somebody else has written it meanwhile
 │   └── TransientError     may well work if tried again
 └── RanksError             ranks did not answer in time, or disagree
@@ -96,6 +97,10 @@ class FullError(StorageError):
 
 class LockedError(StorageError):
     """Another process, or another manager in this one, holds it."""
+
+
+class NotDurableError(StorageError):
+    """It was written and can be read, but the storage could not make sure that it outlives a crash."""
 
 
 class ConflictError(StorageError):

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from ckpt.errors import ConfigError, ConflictError
+from ckpt.errors import ConfigError, ConflictError, LockedError
 
 Buffer = bytes | bytearray | memoryview
 ANY = "*"  # whatever is there
@@ -31,6 +31,10 @@ class Unfinished:
     age: float
 
 
+class LostError(LockedError):
+    """What this process held alone has been removed: nothing keeps others from writing there."""
+
+
 @runtime_checkable
 class Storage(Protocol):
     """Objects under keys, below one root.
@@ -38,7 +42,9 @@ class Storage(Protocol):
     A key is a relative path of names joined by `/`. What holds for every storage:
 
     - `write` is atomic and durable: a reader sees the old object or the whole new one, never a part, and when
-      `write` has returned the object outlives a crash of the machine. A `write` that fails leaves the old object.
+      `write` has returned the object outlives a crash of the machine. A `write` that fails leaves the old object,
+      unless it raises a `NotDurableError`: then the new one is there, but may be lost in a crash. Of an object store
+      that did not answer, nothing is known: read what is there.
     - `list` is never cached: an object is listed from the moment its `write` returned until its `delete` did.
     - Nothing outside the root is read, written or removed.
     - Whatever fails raises a `StorageError`; nothing under a key is an `AbsentError`, no space left a `FullError`,
