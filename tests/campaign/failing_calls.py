@@ -133,7 +133,7 @@ def _strike_save(trial: Trial, planned: Strike) -> None:
             child.say("go on")
     ended = child.wait("the process of the failed save")
     if ended.failure is not None:
-        _raised(ended.failure, "saving again" in ended.told)
+        _raised(ended.failure, "the save", "saving again" in ended.told)
     trial.check(_durable(child), naming=scenario.naming, large=scenario.large)
 
 
@@ -141,8 +141,8 @@ def _durable(child: Child) -> int:
     return max((int(line.split()[1]) for line in child.told if line.startswith("durable ")), default=0)
 
 
-def _raised(failure: Failure, again: bool) -> None:
-    failure.check("a save after the fault was over" if again else "the save")
+def _raised(failure: Failure, what: str, again: bool) -> None:
+    failure.check("a save after the fault was over" if again else what)
     raise Found(STUCK, f"the fault is over, and {'a save of the same name' if again else 'the run'} fails: {failure}")
 
 
@@ -208,7 +208,7 @@ def _strike_resume(trial: Trial, planned: Strike) -> None:
         if int(step) < durable:
             raise Found(LOST, f"step {durable} was durable, resumed was step {step}")
     if ended.failure is not None:
-        _raised(ended.failure, "saving again" in ended.told)
+        _raised(ended.failure, "the resume", "saving again" in ended.told)
     trial.check(ended.durable() or durable, naming=scenario.naming, large=scenario.large)
 
 
