@@ -56,8 +56,9 @@ class Report:
 
     def write(self, path: Path) -> None:
         path.write_text(self.markdown())
-        data = {**asdict(self), "machine": machine()}
-        path.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+        verdicts = [{key: value for key, value in asdict(one).items() if value != ""} for one in self.verdicts]
+        data = {**asdict(self), "machine": machine(), "verdicts": verdicts}
+        path.with_suffix(".json").write_text(json.dumps(data) + "\n")
 
     def _appendix(self) -> Iterable[str]:
         for one in self.findings[:_SHOWN]:
