@@ -20,7 +20,7 @@ from ckpt.catalog import check_name
 from ckpt.config import read_config
 from ckpt.console import say
 from ckpt.copying import Copies
-from ckpt.errors import ConfigError, MissingError, Preempted
+from ckpt.errors import ConfigError, MissingError, Preempted, StorageError
 from ckpt.exporting import SHARD_SIZE, Wanted, belongings, save_live
 from ckpt.hosts import find_hosts
 from ckpt.hub_target import Card, Target
@@ -488,7 +488,11 @@ class StateManager:
         self._saver.owner.require("load_state()")
         together(self._ranks, "load_state() (saves done)", self.wait)
         precious = self._saved_at is not None or self.progress.step > 0
-        restored = self._loading.load(name, strict=strict, precious=precious)
+        try:
+            restored = self._loading.load(name, strict=strict, precious=precious)
+        except StorageError as error:
+            self._saver.failed_load = str(error)  # what could not be looked at must not be overtaken by a save
+            raise
         if restored is not None:
             self._started = True
             self._saved_at = self._where()

@@ -58,6 +58,7 @@ class Saver:
     damaged: set[str] = field(default_factory=set)
     earlier: dict[str, Earlier] = field(default_factory=dict)  # files of the last checkpoint, on every rank its own
     goes_on: bool = False  # whether this run has seen what is there, or there was nothing
+    failed_load: str = ""  # why a load before that could not see what is there
     host_memory: int | None = None
     owner: Owner = field(default_factory=Owner)
     _committed: list[Manifest] | None = None
@@ -283,13 +284,10 @@ class Saver:
 
     def _begin(self, attempt: Attempt, paths: list[str]) -> Attempt:
         older = next((one for one in self._committed or () if one.name == attempt.name), None)
-        here = replace(
-            attempt,
-            replaces=tuple(file.path for file in older.files) if older else (),
-            over=self._version(attempt.name, older),
-        )
+        here = replace(attempt, replaces=tuple(file.path for file in older.files) if older else ())
         here.begin(self.storage, paths)
-        return here
+        # only now: once the mark is there, no other process removes what is replaced, so that its version holds
+        return replace(here, over=self._version(attempt.name, older))
 
     def _is_free_there(self, name: str) -> bool:
         """Whether the mirror has nothing by that name: a path means the same bytes here and there, for good."""
@@ -314,6 +312,12 @@ class Saver:
     def _refuse_to_overtake(self, name: str) -> None:
         """What a run saves becomes the newest, so it must have gone on from what was the newest."""
         newest = self._newest
+        if self.failed_load and not self.goes_on:
+            raise ConfigError(
+                f"nothing is saved, because the load before it failed: {self.failed_load} There may be newer "
+                f"checkpoints, and what is saved to {self.storage.url} now would be put before them. Call resume() or "
+                "load_state() again until it succeeds, or give this run another root and mirror."
+            )
         if newest is not None and not self.goes_on:
             raise ConfigError(
                 f"{self.storage.url} has checkpoints ({newest.name} is the newest) that this run has not "
