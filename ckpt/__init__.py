@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.version import __version__
 
 if TYPE_CHECKING:
-    from ckpt.catalog import Checkpoint, list_checkpoints, verify
+    from ckpt.catalog import Checkpoint, list_checkpoints
     from ckpt.comparing import Diff, Difference, diff
     from ckpt.converting import Converted, convert
     from ckpt.errors import (
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         StateError,
         StorageError,
         TransientError,
+        TruncatedError,
         UnsupportedError,
         VersionError,
     )
@@ -46,9 +47,10 @@ if TYPE_CHECKING:
     from ckpt.pushing import push_to_hub
     from ckpt.restored import Restored
     from ckpt.retention import Keep
+    from ckpt.verifying import verify
 
 _HOMES = {
-    "ckpt.catalog": ("Checkpoint", "list_checkpoints", "verify"),
+    "ckpt.catalog": ("Checkpoint", "list_checkpoints"),
     "ckpt.comparing": ("Diff", "Difference", "diff"),
     "ckpt.converting": ("Converted", "convert"),
     "ckpt.errors": (
@@ -71,6 +73,7 @@ _HOMES = {
         "StateError",
         "StorageError",
         "TransientError",
+        "TruncatedError",
         "UnsupportedError",
         "VersionError",
     ),
@@ -83,6 +86,7 @@ _HOMES = {
     "ckpt.pushing": ("push_to_hub",),
     "ckpt.restored": ("Restored",),
     "ckpt.retention": ("Keep",),
+    "ckpt.verifying": ("verify",),
 }
 
 __all__ = [
@@ -114,6 +118,7 @@ __all__ = [
     "StateManager",
     "StorageError",
     "TransientError",
+    "TruncatedError",
     "UnsupportedError",
     "VersionError",
     "__version__",

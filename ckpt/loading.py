@@ -142,7 +142,7 @@ class Loading:
     def _tell(self, choice: Choice, parts: list[str], notes: Notes) -> Restored:
         manifest = choice.manifest
         generators = [key for key in self.managed.generators if key not in notes.skipped]
-        self.saver.follow(manifest, choice.passed_over, in_root=choice.tier == 0)
+        self.saver.follow(manifest, choice.damaged, in_root=choice.tier == 0)
         restored = Restored(
             name=manifest.name,
             url=choice.url,

@@ -15,7 +15,7 @@ import torch
 
 from ckpt import clearing
 from ckpt.agreement import Outcome, agree, together
-from ckpt.capture import Captured
+from ckpt.capture import Captured, Compared
 from ckpt.catalog import find, scan
 from ckpt.collector import undisturbed
 from ckpt.commit import Attempt, Earlier, Stored
@@ -58,7 +58,9 @@ class Saver:
     damaged: set[str] = field(default_factory=set)
     earlier: dict[str, Earlier] = field(default_factory=dict)  # files of the last checkpoint, on every rank its own
     goes_on: bool = False  # whether this run has seen what is there, or there was nothing
+    failed_load: str = ""  # why a load before that could not see what is there
     host_memory: int | None = None
+    compared: Compared = field(default_factory=Compared)  # what ranks know of each other's state
     owner: Owner = field(default_factory=Owner)
     _committed: list[Manifest] | None = None
     _has_saved: bool = False
@@ -130,7 +132,8 @@ class Saver:
         save = Save(self, name, facts)
         with undisturbed():
             save.prepare(take, optimized, snapshot=not wait)
-        if wait or not save.detached:
+        save.attended = wait or not save.detached
+        if save.attended:
             self._carry_out(save)
         else:
             self._background.start(lambda: self._carry_out(save))
@@ -283,13 +286,10 @@ class Saver:
 
     def _begin(self, attempt: Attempt, paths: list[str]) -> Attempt:
         older = next((one for one in self._committed or () if one.name == attempt.name), None)
-        here = replace(
-            attempt,
-            replaces=tuple(file.path for file in older.files) if older else (),
-            over=self._version(attempt.name, older),
-        )
+        here = replace(attempt, replaces=tuple(file.path for file in older.files) if older else ())
         here.begin(self.storage, paths)
-        return here
+        # only now: once the mark is there, no other process removes what is replaced, so that its version holds
+        return replace(here, over=self._version(attempt.name, older))
 
     def _is_free_there(self, name: str) -> bool:
         """Whether the mirror has nothing by that name: a path means the same bytes here and there, for good."""
@@ -314,6 +314,12 @@ class Saver:
     def _refuse_to_overtake(self, name: str) -> None:
         """What a run saves becomes the newest, so it must have gone on from what was the newest."""
         newest = self._newest
+        if self.failed_load and not self.goes_on:
+            raise ConfigError(
+                f"nothing is saved, because the load before it failed: {self.failed_load} There may be newer "
+                f"checkpoints, and what is saved to {self.storage.url} now would be put before them. Call resume() or "
+                "load_state() again until it succeeds, or give this run another root and mirror."
+            )
         if newest is not None and not self.goes_on:
             raise ConfigError(
                 f"{self.storage.url} has checkpoints ({newest.name} is the newest) that this run has not "

@@ -47,8 +47,9 @@ class Storage(Protocol):
       that did not answer, nothing is known: read what is there.
     - `list` is never cached: an object is listed from the moment its `write` returned until its `delete` did.
     - Nothing outside the root is read, written or removed.
-    - Whatever fails raises a `StorageError`; nothing under a key is an `AbsentError`, no space left a `FullError`,
-      something else under it than was expected a `ConflictError`.
+    - Whatever fails raises a `StorageError`; nothing under a key is an `AbsentError`, fewer bytes than were asked for a
+      `TruncatedError`, no space left a `FullError`, something else under it than was expected a `ConflictError`. Only
+      the first two say that bytes are gone: what could merely not be read must be any other one.
     """
 
     near: bool  # whether what one process has read costs others on its host next to nothing
@@ -80,7 +81,7 @@ class Storage(Protocol):
         """The bytes of `key` from `start` up to `stop` (its end if none); fewer where the object ends earlier."""
 
     def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
-        """Fill the buffers, one after the other, with the bytes of `key` from `start`; too few of them is an error.
+        """Fill the buffers, one after the other, with the bytes of `key` from `start`; fewer are a `TruncatedError`.
 
         `again` says that the same bytes will be asked for again soon.
         """

@@ -13,7 +13,16 @@ from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 
-from ckpt.errors import AbsentError, ConfigError, FullError, NotDurableError, StorageError
+from ckpt.errors import (
+    AbsentError,
+    ConfigError,
+    DeniedError,
+    FullError,
+    NotDurableError,
+    StorageError,
+    TransientError,
+    TruncatedError,
+)
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed, check_key
 from ckpt.storage.direct import write_durably
 from ckpt.storage.directories import make_directories, sync_directory
@@ -22,6 +31,13 @@ from ckpt.storage.scattered import read_scattered
 
 TEMPORARY = ".ckpt-tmp"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+# what says nothing about the bytes themselves: a failing disk, a server that is away, a limit of this process
+_PASSING = {
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR,
+    errno.EBUSY, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED,
+    errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EREMOTEIO, errno.ENOLINK,
+}  # fmt: skip
 _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
 _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _COPIED_AT_ONCE = 8 << 20
@@ -134,7 +150,7 @@ class LocalStorage:
             views = [memoryview(buffer).cast("B") for buffer in buffers]
             missing = read_scattered(str(path), start, views, cached=again)
             if missing:
-                raise StorageError(f"{self._shown}/{key} ends {missing} bytes too early.")
+                raise TruncatedError(f"{self._shown}/{key} ends {missing} bytes too early.")
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         with self._explained("list", prefix):
@@ -234,13 +250,14 @@ class LocalStorage:
                 raise AbsentError(f"{where} does not exist.") from error
             if error.errno in _FULL:
                 raise FullError(f"could not {verb} {where}: {error.strerror}. {self._room()}") from error
-            if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+            if error.errno in _DENIED:
                 access = "readable" if verb in ("read", "list") else "writable"
-                raise StorageError(
+                raise DeniedError(
                     f"could not {verb} {where}: {error.strerror}. "
                     f"Make {self._shown} {access} for this user, or choose another root."
                 ) from error
-            raise StorageError(f"could not {verb} {where}: {error.strerror or error}.") from error
+            kind = TransientError if error.errno in _PASSING else StorageError
+            raise kind(f"could not {verb} {where}: {error.strerror or error}.") from error
 
     def _room(self) -> str:
         try:

@@ -320,7 +320,7 @@ class TestPermissions:
     def refused(self, root: Path, action: str) -> str:
         script = f"{ATTEMPT}{AS_NOBODY}storage = LocalStorage(sys.argv[1])\nattempt(lambda: {action})"
         kind, message = outcome(script, root)
-        assert kind == "StorageError"
+        assert kind == "DeniedError"
         return message
 
     @pytest.mark.parametrize("key", ["object", "folder/object", "new/object"])
@@ -345,7 +345,7 @@ class TestPermissions:
     def test_a_root_that_may_not_be_reached_is_an_error_of_ours(self, root: Path) -> None:
         root.chmod(0o000)
         script = f'{ATTEMPT}{AS_NOBODY}attempt(lambda: list(LocalStorage(sys.argv[1] + "/folder/below").list()))'
-        assert outcome(script, root)[0] == "StorageError"
+        assert outcome(script, root)[0] == "DeniedError"
 
 
 def test_a_write_is_durable_when_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
