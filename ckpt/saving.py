@@ -15,7 +15,7 @@ import torch
 
 from ckpt import clearing
 from ckpt.agreement import Outcome, agree, together
-from ckpt.capture import Captured
+from ckpt.capture import Captured, Compared
 from ckpt.catalog import find, scan
 from ckpt.collector import undisturbed
 from ckpt.commit import Attempt, Earlier, Stored
@@ -60,6 +60,7 @@ class Saver:
     goes_on: bool = False  # whether this run has seen what is there, or there was nothing
     failed_load: str = ""  # why a load before that could not see what is there
     host_memory: int | None = None
+    compared: Compared = field(default_factory=Compared)  # what ranks know of each other's state
     owner: Owner = field(default_factory=Owner)
     _committed: list[Manifest] | None = None
     _has_saved: bool = False
@@ -131,7 +132,8 @@ class Saver:
         save = Save(self, name, facts)
         with undisturbed():
             save.prepare(take, optimized, snapshot=not wait)
-        if wait or not save.detached:
+        save.attended = wait or not save.detached
+        if save.attended:
             self._carry_out(save)
         else:
             self._background.start(lambda: self._carry_out(save))

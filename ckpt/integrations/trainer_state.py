@@ -21,7 +21,12 @@ PART = "trainer_state"
 
 
 class TrainerPart:
-    """The Trainer's state, and what it does not keep itself: the loss since it was last logged, of every rank."""
+    """The Trainer's state, and what it does not keep itself: the loss since it was last logged, of every rank.
+
+    The main rank's is that of all, as in a Trainer's own checkpoints: ranks log different times.
+    """
+
+    of_main_rank = True
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
