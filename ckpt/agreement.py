@@ -57,7 +57,8 @@ def agree(ranks: Ranks, call: str, mine: Outcome, decide: Callable[[list[Any]], 
     """
     told = ranks.gather(call, mine.to_json(call))
     if ranks.rank == MAIN:
-        decision = Outcome.of(lambda: decide(_joined(call, [mine.to_json(call), *told[1:]])))
+        with ranks.working():  # it may clear up, or wait for a lock
+            decision = Outcome.of(lambda: decide(_joined(call, [mine.to_json(call), *told[1:]])))
         ranks.share(call, decision.to_json(call))
     else:
         decision = Outcome.from_json(ranks.share(call, ""))
@@ -70,7 +71,8 @@ def agree(ranks: Ranks, call: str, mine: Outcome, decide: Callable[[list[Any]], 
 
 def together(ranks: Ranks, call: str, do: Callable[[], Any]) -> Any:
     """Do something on every rank, each for itself. Returns this rank's value, or raises on all ranks alike."""
-    mine = Outcome.of(do)
+    with ranks.working():
+        mine = Outcome.of(do)
     agree(ranks, call, Outcome(error=mine.error), lambda _: None)
     return mine.value
 

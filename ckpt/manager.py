@@ -355,6 +355,7 @@ class StateManager:
             self._loop.release()
             self._preemption.close()
             self._saver.close()
+            self._ranks.linger()
 
     def save_model(
         self,
