@@ -46,9 +46,9 @@ class Built:
             told |= {other: _read(store, other) for other in others}
         if all(one.keys() == self._labels.keys() for one in told.values()):
             return ""
-        listed = "; ".join(f"rank {one} built {_listed(labels)}" for one, labels in sorted(told.items()))
+        listed = "; ".join(f"rank {one} opened {_listed(labels)}" for one, labels in sorted(told.items()))
         return (
-            f" The ranks have not built the same managers: {listed}. Build the same ones on every rank, with the same "
+            f" The ranks have not opened the same roots: {listed}. Build the same managers on every rank, for the same "
             "root; where every host has a root of its own, say shared=False."
         )
 
@@ -60,7 +60,7 @@ def _read(store: TimedStore, rank: int) -> dict[str, str]:
 
 
 def _listed(labels: dict[str, str]) -> str:
-    shown = list(labels.values())
+    shown = [repr(label) for label in labels.values()]
     more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
     return ", ".join(shown[:_SHOWN]) + more if shown else "none"
 
