@@ -148,9 +148,9 @@ class Opened:
         return target
 
     @property
-    def wanted(self) -> list[Transfer]:
-        """All that was asked for."""
-        return [*self._asked, *self._live]
+    def wanted(self) -> tuple[list[Transfer], list[Transfer]]:
+        """All that was asked for: into new memory, and into memory that is in use, which is read later."""
+        return self._asked, self._live
 
     def read_new(self) -> None:
         """Read what was asked for into new memory, verifying it on the way."""
@@ -171,7 +171,8 @@ class Opened:
     def _read(self, transfers: list[Transfer], how: Callable[..., None]) -> None:
         alone, together = self.sharing.divided(transfers)
         with self._bar("loading", transfers) as advance:
-            how(together, self.manifest.name, advance, threads=1)
+            with self.sharing.phase():
+                how(together, self.manifest.name, advance, threads=1)
             how(alone, self.manifest.name, advance)  # last: whom it fails for, the others do not wait for
 
     def _bar(self, verb: str, transfers: list[Transfer]) -> AbstractContextManager[Callable[[float], None]]:

@@ -6,6 +6,7 @@ then named after the deadline, where a collective would hang, or be mistaken for
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -33,6 +34,10 @@ class Ranks(Protocol):
 
     @property
     def world_size(self) -> int: ...
+
+    @property
+    def timeout(self) -> float:
+        """Seconds to wait for a rank that shows nothing."""
 
     def apart(self, name: str) -> Ranks:
         """The same ranks, for talks that do not get in the way of others: another thread may hold them."""
@@ -64,6 +69,9 @@ class Ranks(Protocol):
     def settle(self, key: str, value: str) -> str:
         """The value of whoever comes first; the same for all. Waits for nobody."""
 
+    def silent(self, ranks: list[int], watched: Watched) -> list[int]:
+        """Those of the ranks that have not shown for the timeout that they are at work. Waits for nobody."""
+
     def linger(self) -> None:
         """Return when the others have read what this rank told them last, or after a while. Raises nothing.
 
@@ -76,6 +84,7 @@ class Alone:
 
     rank = MAIN
     world_size = 1
+    timeout = math.inf
 
     def __init__(self) -> None:
         self._told: dict[str, str] = {}
@@ -91,6 +100,9 @@ class Alone:
 
     def working(self, *, alone: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def silent(self, ranks: list[int], watched: Watched) -> list[int]:
+        return []
 
     def linger(self) -> None:
         """Nobody waits for anything."""
@@ -123,7 +135,7 @@ class Together:
         self.rank = rank
         self.world_size = world_size
         self._store = store
-        self._timeout = timeout
+        self.timeout = timeout
         self._job = job
         self._built = built
         self._turn = 0
@@ -137,7 +149,7 @@ class Together:
 
     def apart(self, name: str) -> Ranks:
         store = self._store.below(name)
-        child = Together(store, self.rank, self.world_size, self._timeout, self._job, self._built)
+        child = Together(store, self.rank, self.world_size, self.timeout, self._job, self._built)
         self._family.append(child)
         return child
 
@@ -202,8 +214,12 @@ class Together:
     def settle(self, key: str, value: str) -> str:
         return self._store.compare_set(key, "", value)
 
+    def silent(self, ranks: list[int], watched: Watched) -> list[int]:
+        places = (self._store, self._job)
+        return watched.silent({rank: sum(place.add(f"alive/{rank}", 0) for place in places) for rank in ranks})
+
     def linger(self) -> None:
-        linger([one._unread for one in self._family], self._timeout)
+        linger([one._unread for one in self._family], self.timeout)
 
     def _from(self, rank: int) -> str:
         return f"{self._turn}.{self._attempt}/from/{rank}"
@@ -233,7 +249,7 @@ class Together:
         By asking again and again: a store that is told to wait keeps the thread that shows we are alive from it.
         """
         pause = _SHORTEST
-        watched = Watched(self._timeout) if self.rank == MAIN else Watched(self._timeout, longest=1.0)
+        watched = Watched(self.timeout) if self.rank == MAIN else Watched(self.timeout, longest=1.0)
         while not self._store.check(list(keys.values())):
             if watched.look_now():
                 self._look(keys, call, watched)
@@ -249,19 +265,13 @@ class Together:
             text = self._store.get(failure)
             self._unread.confirm(f"{failure}/read")
             raise RanksError(text)
-        silent = watched.silent(self._beats(keys))
+        silent = self.silent([rank for rank, key in keys.items() if not self._store.check([key])], watched)
         if silent:
             raise RanksError(
-                f"{call}: {spelled(silent)} did not answer within {self._timeout:g} s."
+                f"{call}: {spelled(silent)} did not answer within {self.timeout:g} s."
                 f"{self._built.compared(self._job, self.rank, silent) or f' {_ADVICE}'} "
                 f"{'Nothing was committed; earlier' if self.rank == MAIN else 'Earlier'} checkpoints stand."
             )
-
-    def _beats(self, keys: dict[int, str]) -> dict[int, int]:
-        """How often each rank that is missing has shown that it is at work."""
-        missing = [rank for rank, key in keys.items() if not self._store.check([key])]
-        places = (self._store, self._job)
-        return {rank: sum(place.add(f"alive/{rank}", 0) for place in places) for rank in missing}
 
 
 _SHORTEST, _LONGEST = 0.0002, 0.1  # seconds between two questions
