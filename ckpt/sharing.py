@@ -106,12 +106,14 @@ def sharing(ranks: Ranks, call: str, *phases: list[Transfer]) -> Iterator[Sharin
     """
     wanted = _described(phases)
     plan = agree(ranks, call, Outcome({"host": host(), "files": wanted}), _plan)
-    mine = next((one for one in plan if ranks.rank in one["ranks"]), None)
+    mine: dict[str, int] = next((one["files"] for one in plan if ranks.rank in one["ranks"]), {})
     groups = [dist.new_group(one["ranks"], timeout=_DEADLINE, backend="gloo") for one in plan]
-    circle = next((Circle(group, ranks, one) for group, one in zip(groups, plan, strict=True) if one is mine), None)
+    circles = (Circle(group, ranks, one) for group, one in zip(groups, plan, strict=True) if ranks.rank in one["ranks"])
+    circle = next(circles, None)
+    del circles
     groups.clear()  # the circle alone holds one
     try:
-        yield Sharing(ranks.rank, mine["files"] if mine else {}, circle)
+        yield Sharing(ranks.rank, mine, circle)
     finally:
         if circle is not None:
             circle.dissolve()

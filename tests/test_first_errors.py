@@ -16,7 +16,7 @@ import torch
 import ckpt
 from ckpt import sharing
 from ckpt.formats.spread import SpreadState
-from ckpt.storage import ANY, Buffer
+from ckpt.storage import ANY, Buffer, LocalStorage
 from tests.hosted import ended, hosted_ranks
 from tests.places import PassedOn, Place
 from tests.processes import run_ranks
@@ -134,12 +134,11 @@ def _export_beside_a_dead_rank(rank: int, folder: str) -> None:
     model = MODELS["fsdp2"](1)
     manager = ckpt.StateManager(Path(folder, "run"), model=model, timeout=4)
     SpreadState.gather = dies  # type: ignore[method-assign]
-    from ckpt import exporting
 
     def full(self: Any, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
         raise ckpt.FullError("no space left on this disk")
 
-    exporting.LocalStorage.write = full  # type: ignore[method-assign]
+    LocalStorage.write = full  # type: ignore[method-assign]
     with pytest.raises(ckpt.FullError, match="no space left on this disk"):
         manager.save_model(Path(folder, "model"))
     os._exit(0)

@@ -18,7 +18,7 @@ from ckpt.storage.filesystems import FilesystemObjects
 from ckpt.storage.objects import ObjectStorage
 
 
-class Unreliable(LocalFileSystem):
+class Unreliable(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
     """A filesystem of fsspec where uploads wait to be let go, and answers get lost after what was asked for is done."""
 
     protocol = "unreliable"
