@@ -199,7 +199,8 @@ class Saver:
             return
         self.snapshots.close()
         if self.mirror is not None:
-            self.mirror.close()
+            with self.ranks.working(alone=True):
+                self.mirror.close()
             if self._has_saved and self.mirror.error is None:  # what waited to be copied had to stay until now
                 self._retain()
         self._release()
@@ -403,7 +404,8 @@ class Saver:
         if self.keep is None or self._committed is None:
             return
         try:
-            self._committed = clearing.retain(self.keep, self.storage, self._committed, self.damaged)
+            with self.ranks.working(alone=True):  # to remove much takes long, and others may be at the next save
+                self._committed = clearing.retain(self.keep, self.storage, self._committed, self.damaged)
         except StorageError as error:  # the save stands; what could not be removed is tried again after the next one
             _log.warning("old checkpoints were not removed: %s", error)
 
