@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from ckpt import order, rng
 from ckpt.console import bar
+from ckpt.contents import Contents, extract, unrepeated
 from ckpt.errors import ConfigError
 from ckpt.following import unfollowed
 from ckpt.layout import batcher_of, layout_of
@@ -44,6 +46,7 @@ class Feed:
         self._warn: Callable[[str], None] = lambda text: None
         self._course: Course | None = None
         self._lookahead: Lookahead | None = None
+        self._contents: Contents | None = None  # of a stream that can only be gone through again
         self._iterator: Any = None
 
     @property
@@ -124,6 +127,8 @@ class Feed:
             self._arrive(self._position)
         if self._lookahead is not None:
             self._lookahead.taken(self._reads)
+        elif self._contents is not None:
+            self._contents.add(extract(batch))
         read = self._course.taken(self._reads) if self._course else 0
         return read if self._course and self._reads == 1 else batch_size(batch)
 
@@ -142,6 +147,7 @@ class Feed:
         self._begin(position)
         keeper = keeper_of(self._reader)
         if keeper is None or not self.waits or position.state is None:
+            self._contents = Contents() if keeper is None and self._reads else None
             return self._by_replay(position)
         return self._by_state(keeper, position)
 
@@ -151,6 +157,8 @@ class Feed:
         position.generators_now = [rng.capture_one(one) for one in order.generators(self.loader)]
         if self._course is not None:
             position.digest, position.indices = "", self._course.digest.hexdigest()
+        if self._contents is not None:
+            position.contents = self._contents.digests()
         if self._lookahead is not None:
             position.ahead, position.rng_ahead, position.state = self._lookahead.first
         if not self._reads and keeper_of(self._reader) is not None:
@@ -168,7 +176,7 @@ class Feed:
             self._course.forget()
         if self._lookahead is not None:
             self._lookahead.forget()
-        self._course = self._lookahead = None
+        self._course = self._lookahead = self._contents = None
 
     def _at_end(self, position: Position) -> Iterator[Any]:
         if self._reads_ahead and not position.done:
@@ -229,16 +237,27 @@ class Feed:
             self._look_ahead(position, again=position.batches * self._reads)
         iterator = unfollowed(self.loader)
         if position.batches:
-            name = type(self.loader).__name__
-            with bar(f"going through {position.batches} batches of {name} again", position.batches) as advance:
-                for _ in range(position.batches):
-                    next(iterator, None)
-                    if self._lookahead is not None:
-                        self._lookahead.taken(self._reads)
-                    advance(1)
+            self._replay(iterator, position)
         if not self._reads_ahead:
             self._arrive(position)
         return iterator
+
+    def _replay(self, iterator: Iterator[Any], position: Position) -> None:
+        """Go through what was handed out once more, and compare it with what it was."""
+        name, before, found = type(self.loader).__name__, rng.capture(), 0
+        with bar(f"going through {position.batches} batches of {name} again", position.batches) as advance:
+            for batch in itertools.islice(iterator, position.batches):
+                found += 1
+                if self._lookahead is not None:
+                    self._lookahead.taken(self._reads)
+                elif self._contents is not None:
+                    self._contents.add(extract(batch))
+                advance(1)
+        if self.waits and self._contents is not None and position.layout:
+            drawn = self._reads_ahead or rng.differ(before, rng.capture())
+            why = unrepeated(self._contents, position.contents, found=found, batches=position.batches, drawn=drawn)
+            if why:
+                self._warn(f"{name} {why}")
 
     def _look_ahead(self, position: Position, again: int = 0) -> None:
         """Follow the reads. The first `again` of them have been handed out, and `position.ahead` more had been made."""
@@ -249,7 +268,7 @@ class Feed:
             elif self.waits and position.ahead and reads == again + position.ahead:
                 self._arrive(position)
 
-        self._lookahead = Lookahead(self._reader, keeper_of(self._reader), before)
+        self._lookahead = Lookahead(self._reader, keeper_of(self._reader), before, self._contents)
 
     def _begin(self, position: Position) -> None:
         """The first index or batch is about to be drawn: note everything it depends on, or put it back as it was."""
