@@ -55,6 +55,11 @@ class Feed:
         return self._iterator is not None
 
     @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self._rank == 0
+
+    @property
     def trained(self) -> bool:
         return self._position.trained
 

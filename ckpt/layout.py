@@ -87,7 +87,7 @@ def batcher_of(reader: Any) -> Any:
     if reader.batch_sampler is None:
         return reader
     found = order.unsteered(reader.batch_sampler)
-    while not hasattr(found, "sampler") and hasattr(found, "batch_sampler"):
+    while hasattr(found, "batch_sampler"):  # Accelerate puts its own around it
         found = found.batch_sampler
     # others may have their own idea of which samples belong together, or have copied the order already
     known = isinstance(found, BatchSampler) and type(found).__module__.partition(".")[0] in ("torch", "torchdata")

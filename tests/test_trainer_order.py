@@ -94,9 +94,10 @@ def _one_thread() -> Any:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Trainings that were not interrupted, by the Trainer alone."""
-    trained = {name: trainer(tmp_path_factory.mktemp("straight"), sampler=make()) for name, make in SAMPLERS.items()}
-    for one in trained.values():
-        one.train()
+    trained = {}
+    for name, make in SAMPLERS.items():  # one after the other: to build one seeds all generators
+        trained[name] = trainer(tmp_path_factory.mktemp("straight"), sampler=make())
+        trained[name].train()
     return trained
 
 
