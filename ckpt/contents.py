@@ -1,7 +1,7 @@
-"""What a stream has handed out, in digests: they tell whether it gives the same again when it is gone through again.
+"""Digests of the batches a stream has yielded: they show whether a replay after a resume yields the same data.
 
-A stream without a position of its own is replayed up to where it was. One that is shuffled by something that nobody
-restores, as by the entropy of the operating system, then gives other samples, and nothing else would show it.
+A stream without `state_dict` is replayed up to its position. If its order depends on something that is not restored,
+such as OS entropy, the replay yields other samples and the epoch silently loses some: only the data itself shows it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Extract = list[tuple[str, bytes]]
 
 
 def extract(batch: Any) -> Extract:
-    """A few bytes of every sample in a batch, leaf by leaf: some microseconds. What lies on a device is left there."""
+    """A few bytes of every sample in each leaf of a batch; costs some ten microseconds. Device tensors are left out:
+    reading them would wait for the device."""
     found: Extract = []
     for path, value in _leaves(batch, ""):
         data = _bytes(value)
@@ -33,7 +34,7 @@ def extract(batch: Any) -> Extract:
 
 
 class Contents:
-    """A digest of each leaf over all batches of an epoch, which does not depend on how samples were cut into batches."""
+    """One running digest per leaf over all batches of an epoch; the same for any batch size."""
 
     def __init__(self) -> None:
         self._digests: dict[str, Any] = {}
@@ -49,41 +50,14 @@ class Contents:
                 self._varied.add(path)
 
     def digests(self) -> dict[str, str]:
-        """Of the leaves that tell batches apart; a mask of ones or a counter of positions is the same for any samples."""
+        """Only of leaves that vary between batches: a mask of ones would agree for any samples."""
         told = self._varied if self._batches > 1 else self._digests
         return {path: self._digests[path].hexdigest() for path in sorted(told)}
 
     def differing(self, saved: Mapping[str, str]) -> list[str]:
-        """The leaves that are not as they were."""
+        """The leaves whose digest is not the saved one."""
         now = self.digests()
         return [path for path, digest in saved.items() if now.get(path) != digest]
-
-
-def unrepeated(now: Contents, saved: Mapping[str, str], *, found: int, batches: int, drawn: bool) -> str:
-    """Why a stream has not repeated the batches that it had handed out; empty if it has.
-
-    `drawn`: whether it draws from the global generators. Training does so too, so that what it draws for one sample, as
-    for an augmentation, is another number now: then something in its samples must still be the same.
-    """
-    if found < batches:
-        return (
-            f"ended after {found} of the {batches} batches that it had given before the resume: it is not the same data. "
-            "Samples of this epoch were repeated or missed."
-        )
-    if not saved:
-        return (
-            "gives batches in which nothing can be compared (tensors on a device, or always the same), so that nobody "
-            "has checked whether it gives the same samples again. Samples of this epoch may repeat or be missed."
-        )
-    different = now.differing(saved)
-    if not different or (drawn and len(different) < len(saved)):
-        return ""
-    where = ", ".join(path or "the batch" for path in different[:3])
-    return (
-        f"gave other data than before the resume ({where}), so samples of this epoch repeat or are missed: its order "
-        "depends on something that is not restored, as the entropy of the operating system or a global generator. Seed "
-        "it, or give it state_dict and load_state_dict."
-    )
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ckpt import order, rng
-from ckpt.console import bar
-from ckpt.contents import Contents, extract, unrepeated
+from ckpt.contents import Contents, extract
 from ckpt.errors import ConfigError
 from ckpt.following import unfollowed
 from ckpt.layout import batcher_of, layout_of
@@ -20,6 +18,7 @@ from ckpt.lookahead import Lookahead, reads_per_batch
 from ckpt.order import Course
 from ckpt.position import Position
 from ckpt.regrouping import Regrouping
+from ckpt.replay import Replay, unrepeated
 
 Ready = Callable[[bool, dict[str, Any]], None]  # given whether the loader was done, and the generators before
 
@@ -130,10 +129,7 @@ class Feed:
         """The loop gets a batch: how many samples it has."""
         if self.waits:  # nothing was read here: the main rank reads, and hands out
             self._arrive(self._position)
-        if self._lookahead is not None:
-            self._lookahead.taken(self._reads)
-        elif self._contents is not None:
-            self._contents.add(extract(batch))
+        self._note_contents(batch)
         read = self._course.taken(self._reads) if self._course else 0
         return read if self._course and self._reads == 1 else batch_size(batch)
 
@@ -216,7 +212,7 @@ class Feed:
             begin,
             lambda: self._land(position),
             skip=position.batches * self._reads,
-            samples=position.samples if self.waits and self._goes_by_samples(position) else None,
+            samples=position.samples if position.samples and self._regrouping.skips_samples else None,
             rest=rest,
             batched=loader.batch_sampler is not None,
             expected=position.indices,
@@ -242,27 +238,23 @@ class Feed:
             self._look_ahead(position, again=position.batches * self._reads)
         iterator = unfollowed(self.loader)
         if position.batches:
-            self._replay(iterator, position)
+            name = type(self.loader).__name__
+            again = Replay(iterator, position.batches, self._note_contents)
+            again.run(name)
+            if self.waits and self._contents is not None and position.layout:
+                drawn = self._reads_ahead or again.drawn
+                why = unrepeated(self._contents, position, found=again.found, drawn=drawn)
+                if why:
+                    self._warn(f"{name} {why}")
         if not self._reads_ahead:
             self._arrive(position)
         return iterator
 
-    def _replay(self, iterator: Iterator[Any], position: Position) -> None:
-        """Go through what was handed out once more, and compare it with what it was."""
-        name, before, found = type(self.loader).__name__, rng.capture(), 0
-        with bar(f"going through {position.batches} batches of {name} again", position.batches) as advance:
-            for batch in itertools.islice(iterator, position.batches):
-                found += 1
-                if self._lookahead is not None:
-                    self._lookahead.taken(self._reads)
-                elif self._contents is not None:
-                    self._contents.add(extract(batch))
-                advance(1)
-        if self.waits and self._contents is not None and position.layout:
-            drawn = self._reads_ahead or rng.differ(before, rng.capture())
-            why = unrepeated(self._contents, position.contents, found=found, batches=position.batches, drawn=drawn)
-            if why:
-                self._warn(f"{name} {why}")
+    def _note_contents(self, batch: Any) -> None:
+        if self._lookahead is not None:
+            self._lookahead.taken(self._reads)
+        elif self._contents is not None:
+            self._contents.add(extract(batch))
 
     def _look_ahead(self, position: Position, again: int = 0) -> None:
         """Follow the reads. The first `again` of them have been handed out, and `position.ahead` more had been made."""
@@ -287,7 +279,7 @@ class Feed:
         position.generators = [rng.capture_one(one) for one in order.generators(self.loader)]
         position.samplers = [sampler.state_dict() for sampler in stateful_samplers(self.loader)]
         position.dataset_size = size_of(getattr(self._reader, "dataset", None))
-        position.layout = asdict(layout_of(self.loader, self._reads, self._rank))
+        position.layout = asdict(layout_of(self.loader))
         batcher = batcher_of(self._reader) if goes_by_index(self._reader) else None
         position.sampler_size = size_of(getattr(batcher, "sampler", None))
 
@@ -312,26 +304,15 @@ class Feed:
         if self._course and not position.ahead:
             self._restore_keeper(position)
         if self._course is not None:
-            self._tell_another_order(self._course)
-
-    def _tell_another_order(self, course: Course) -> None:
-        if course.rest is not None and course.rest.trouble:
-            self._warn(course.rest.trouble)
-        elif not course.same_order:
-            self._warn(
-                f"the sampler of {type(self.loader).__name__} gave another order than before the resume, so samples of "
-                "this epoch may repeat or be missed. Give the sampler a generator of its own, or a state_dict."
-            )
+            position.samples = max(position.samples, self._course.left_out if self._reads == 1 else 0)
+            why = self._course.trouble(type(self.loader).__name__)
+            if why:
+                self._warn(why)
 
     def _restore_keeper(self, position: Position) -> None:
         keeper = keeper_of(self._reader)
         if keeper is not None and position.state is not None:
             keeper.load_state_dict(position.state)
-
-    def _goes_by_samples(self, position: Position) -> bool:
-        """Whether batches that somebody else makes, and that may be of another length now, are left out by samples."""
-        made_elsewhere = self._reader.batch_sampler is not None and batcher_of(self._reader) is None
-        return made_elsewhere and not self._reads_ahead and position.samples > 0
 
     def _set_generators(self, states: list[Any]) -> None:
         for generator, state in zip(order.generators(self.loader), states, strict=False):

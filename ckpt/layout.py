@@ -1,4 +1,4 @@
-"""How a loader deals out an epoch: how many samples a batch has, and how many replicas share the epoch's order."""
+"""How a loader divides an epoch: the batch size, and how many data-parallel replicas share the order."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ckpt.position import Position
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The epoch's order is cut into pieces, which the replicas get in turn; a loader makes batches of its pieces.
+    """Round-robin division of the epoch's global order: pieces of `piece` samples go to the replicas in turn.
 
-    A DistributedSampler deals single samples, Accelerate whole batches or an equal part of each. Whatever it is, a step
-    of all replicas takes the next `window` samples of the order. So the global batches are the same wherever the window
-    is: four replicas of 8 samples and two of 16 take the same 32.
+    A DistributedSampler has pieces of one sample; Accelerate deals whole batches, or an equal part of each. In every
+    case one step of all replicas takes the next `window` samples of the order, so layouts with the same window have the
+    same global batches: 4 replicas x 8 and 2 x 16 both take the next 32.
     """
 
     replicas: int = 1
@@ -28,7 +28,7 @@ class Layout:
 
     @classmethod
     def of_saved(cls, position: Position, *, dealt: bool) -> Layout:
-        """Of a saved position; those of earlier versions do not say it, but how many samples and batches there were."""
+        """The layout of a saved position; inferred from its counts if an earlier version saved it."""
         if position.layout:
             return cls(**position.layout)
         full = position.batches and position.samples % position.batches == 0
@@ -40,12 +40,12 @@ class Layout:
         return f"{self.replicas} x {self.batch}" if self.replicas > 1 else str(self.batch)
 
 
-def layout_of(loader: Any, reads: int, rank: int) -> Layout:
-    """How this rank gets its share. `reads`: how many batches Accelerate's loader reads here for each it hands out."""
+def layout_of(loader: Any) -> Layout:
+    """The current layout of a loader on this rank."""
     reader = order.reader(loader)
     batch = _batch_size(reader)
     if reader is not loader:
-        return _of_accelerate(loader, reader, batch, reads)
+        return _of_accelerate(loader, reader, batch)
     sampler = dealing_sampler(loader)
     if sampler is None:
         return Layout(batch=batch, window=batch)
@@ -53,7 +53,7 @@ def layout_of(loader: Any, reads: int, rank: int) -> Layout:
     return Layout(replicas=replicas, replica=sampler.rank, batch=batch, window=batch and batch * replicas)
 
 
-def _of_accelerate(loader: Any, reader: Any, batch: int | None, reads: int) -> Layout:
+def _of_accelerate(loader: Any, reader: Any, batch: int | None) -> Layout:
     dealer = next((one for one in (reader.batch_sampler, reader.dataset) if hasattr(one, "process_index")), None)
     dealer = order.unsteered(dealer)
     if dealer is None:  # one rank reads: alone, or for all
@@ -76,19 +76,19 @@ def _batch_size(reader: Any) -> int | None:
 
 
 def dealing_sampler(loader: Any) -> DistributedSampler[Any] | None:
-    """The DistributedSampler that batches are made of. One inside another sampler says nothing about its order."""
+    """The DistributedSampler that the loader batches directly. One inside another sampler does not fix the order."""
     outer = order.unsteered(getattr(loader, "batch_sampler", None))
     found = order.unsteered(getattr(loader if outer is None else outer, "sampler", None))
     return found if isinstance(found, DistributedSampler) else None
 
 
 def batcher_of(reader: Any) -> Any:
-    """Who makes batches of what its `sampler` gives, and of nothing else: there the order can be begun at any sample."""
+    """The object that batches what its `sampler` yields and nothing else, so that batching can start at any sample;
+    None for a custom batch sampler, which may group samples or have copied the order already."""
     if reader.batch_sampler is None:
         return reader
     found = order.unsteered(reader.batch_sampler)
     while hasattr(found, "batch_sampler"):  # Accelerate puts its own around it
         found = found.batch_sampler
-    # others may have their own idea of which samples belong together, or have copied the order already
     known = isinstance(found, BatchSampler) and type(found).__module__.partition(".")[0] in ("torch", "torchdata")
     return found if known else None

@@ -31,8 +31,8 @@ def keeper_of(loader: Any) -> Any:
 
 
 def loses_samples(dataset: Any) -> bool:
-    """Whether the `state_dict` of a stream of Hugging Face `datasets` leaves samples out: those in shuffle buffers, and
-    a batch of a batched `map` whose results are tables. Its documentation says so; going through it again loses none."""
+    """Whether the `state_dict` of a Hugging Face stream drops samples: those in a shuffle buffer, or a batch of a
+    batched `map` with table output (its documentation names both). Such a stream is replayed instead."""
     stream = getattr(dataset, "_ex_iterable", None)
     if stream is None or not type(dataset).__module__.startswith("datasets."):
         return False
@@ -45,7 +45,7 @@ def loses_samples(dataset: Any) -> bool:
 
 
 def _steps(stream: Any) -> Iterator[Any]:
-    """A stream, and those that it takes its samples from."""
+    """A stream and, recursively, its sources."""
     yield stream
     for one in (getattr(stream, "ex_iterable", None), *(getattr(stream, "ex_iterables", None) or ())):
         if one is not None:

@@ -41,6 +41,7 @@ class Course:
     expected_batches: str = ""
     digest: Any = field(default_factory=xxhash.xxh3_64)  # of the indices that have reached the training loop
     same_order: bool = True
+    left_out: int = 0  # samples
     ahead: deque[tuple[int, bytes]] = field(default_factory=deque)
 
     def follow(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -66,6 +67,15 @@ class Course:
         """Let go of whoever set this course: an iterator that nobody finishes holds on to it."""
         self.begin, self.arrive = lambda: None, lambda: None
 
+    def trouble(self, name: str) -> str:
+        """Why samples of this epoch repeat or are missed; empty if they do not."""
+        if self.same_order or (self.rest is not None and self.rest.trouble):
+            return "" if self.rest is None else self.rest.trouble
+        return (
+            f"the sampler of {name} gave another order than before the resume, so samples of this epoch may repeat or "
+            "be missed. Give the sampler a generator of its own, or a state_dict."
+        )
+
     def _leave_out(self, left: Iterator[Any]) -> tuple[int, Iterator[Any]]:
         """Go past what was handed out. Returns how many batches that was, and the others; the first may be cut."""
         if self.rest is not None and self.rest.unsure:
@@ -77,12 +87,14 @@ class Course:
                 break
             indices = self._indices(batch)
             if self.samples is not None and len(indices) > missing:
+                self.left_out += missing
                 self.digest.update(text_of(indices[:missing]))
                 left = itertools.chain([batch[missing:]], left)
                 break
             self.digest.update(text_of(indices))
             by_batch.update(repr(batch).encode())
             missing -= len(indices)
+            self.left_out += len(indices)
             passed += 1
         digests = (self.expected, self.digest.hexdigest()), (self.expected_batches, by_batch.hexdigest())
         self.same_order = all(expected in ("", found) for expected, found in digests)

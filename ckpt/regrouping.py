@@ -1,4 +1,4 @@
-"""A run goes on in mid-epoch with another number of ranks, or with batches of another size: by samples."""
+"""A resume in mid-epoch with another number of ranks or another batch size: the position is converted by samples."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from ckpt.parts import has_state
 from ckpt.position import Position
 from ckpt.rest import Past, Rest
 
-_DRAWN = "What is drawn at random for them, as for augmentations and dropout, is not what it would have been"
+_DRAWN = "Augmentations and dropout are drawn per rank and batch, so they differ from an unchanged run"
 
 
 @dataclass
 class Regrouping:
-    """Brings a saved position of a loader over to how the loader deals out its samples now."""
+    """Converts a saved position of a loader to the loader's current layout."""
 
     loader: Any
     reads: int  # batches that Accelerate's loader reads here for each that it hands out
     rank: int
     world_size: int
-    past: Past | None = None  # what this rank had been given, to be compared with the order
+    past: Past | None = None  # what this rank consumed under the saved layout, to verify the order against
 
     def __post_init__(self) -> None:
         self.reader = order.reader(self.loader)
-        self.now = layout_of(self.loader, self.reads, self.rank)
+        self.now = layout_of(self.loader)
         self._ahead = self.reader is not self.loader
         self._sampler = None if self._ahead else dealing_sampler(self.loader)
 
     def carry_over(self, position: Position) -> dict[str, str]:
-        """Change the position. Returns what will not be as it was, and why."""
+        """Convert the position in place. Returns what will differ from an unchanged run, and why."""
         ranks, position.world_size = position.world_size, self.world_size
         then = Layout.of_saved(position, dealt=self._ahead or self._sampler is not None)
         position.layout = asdict(self.now)
@@ -50,19 +50,24 @@ class Regrouping:
             return self._carry_stream(position, then, ranks)
         return self._carry_order(position, then, ranks)
 
+    @property
+    def skips_samples(self) -> bool:
+        """Whether a custom batch sampler makes the batches, whose length may have changed: samples are skipped then."""
+        return self.reader.batch_sampler is not None and batcher_of(self.reader) is None and not self._ahead
+
     def rest(self, position: Position) -> Rest | None:
-        """What is left of the order after the samples that earlier layouts took; none if there was no other."""
+        """The order after the samples that earlier layouts consumed in this epoch; None if the layout never changed."""
         if not position.start:
             return None
         batcher = batcher_of(self.reader)
         owner = self._owner() if batcher is None else batcher
         if owner is None:
-            return None  # the loader was another one when samples were counted
+            return None  # another kind of loader than the one that was saved
         sampler = order.unsteered(owner.sampler)
         return Rest(owner, sampler, position.start, self._sampler is sampler, self.past, unsure=batcher is None)
 
     def _owner(self) -> Any:
-        """A batch sampler of another kind around a DistributedSampler."""
+        """A custom batch sampler around a DistributedSampler."""
         found = order.unsteered(self.reader.batch_sampler)
         return found if self._sampler is not None and getattr(found, "sampler", None) is self._sampler else None
 
@@ -90,15 +95,16 @@ class Regrouping:
         return changes
 
     def _carry_batches(self, position: Position, ranks: int) -> dict[str, str]:
-        """Batches that somebody else puts together: they are counted, not their samples."""
+        """Custom batch samplers: only whole batches can be counted over to another number of ranks."""
         if ranks == self.world_size:
-            return {}  # found by the number of samples when the batches are gone through
+            return {}  # the course skips by samples, whatever the batches are
         position.digest, position.indices, position.ahead = "", "", 0
         if not self._ahead:
+            name = type(order.unsteered(self.reader.batch_sampler)).__name__
             return {
-                "data": f"{type(order.unsteered(self.reader.batch_sampler)).__name__} makes batches in a way of its own, which nobody can "
-                f"follow from {ranks} ranks to {self.world_size}: samples of this epoch may repeat or be missed. Change "
-                "the number of ranks between epochs"
+                "data": f"{name} is a custom batch sampler: which samples {ranks} ranks consumed is unknown to "
+                f"{self.world_size}, so samples of this epoch repeat or are missed. Change the number of ranks between "
+                "epochs"
             }
         gone = position.batches * (1 if position.split else ranks)
         position.batches, again = divmod(gone, 1 if self.now.replicas == 1 else self.world_size)
@@ -113,20 +119,20 @@ class Regrouping:
         }
 
     def _own_order(self, position: Position, ranks: int) -> str:
-        """A sampler that is no DistributedSampler: has every rank all samples, or has it some way to share them out?"""
+        """A sampler that is no DistributedSampler: by its length, each rank has all samples or a custom share."""
         sampler = order.unsteered(batcher_of(self.reader).sampler)
         size, total = position.sampler_size, position.dataset_size
         if ranks == 1:
             ranks, size = self.world_size, size_of(sampler)
         if size is not None and total is not None and ranks > 1 and abs(size * ranks - total) < ranks:
             return (
-                f"{type(sampler).__name__} shares samples out to the ranks in a way of its own, "
-                f"which nobody can follow to {self.world_size} ranks: samples of this epoch may repeat or be missed. "
-                "Take a DistributedSampler, or change the number of ranks between epochs"
+                f"{type(sampler).__name__} divides the samples among ranks by a rule of its own, so which ones were "
+                f"consumed is unknown to {self.world_size} ranks: samples of this epoch repeat or are missed. Use a "
+                "DistributedSampler, or change the number of ranks between epochs"
             )
         return (
-            "the sampler is not distributed: every rank goes on in an order of its own, as before, and a rank that is "
-            "new in that of rank 0"
+            "the sampler is not distributed: every rank goes on in an order of its own, as before, and new ranks in "
+            "that of rank 0"
         )
 
     def _carry_stream(self, position: Position, then: Layout, ranks: int) -> dict[str, str]:
@@ -153,9 +159,9 @@ class Regrouping:
         return {"data": _told(then, self.now, gone) + repeated}
 
     def _keeps_samples(self, position: Position) -> bool:
-        """Whether the saved state goes by samples, and holds for batches of any size."""
+        """Whether the saved state counts samples, so that it holds for any batch size."""
         keeper = keeper_of(self.reader)
-        if keeper is None or position.state is None or getattr(self.reader, "num_workers", 0):
+        if keeper is None or position.state is None or self.reader.num_workers:
             return False
         dataset = self.reader.dataset
         return keeper is dataset or has_state(dataset) or not isinstance(dataset, IterableDataset)
@@ -165,4 +171,4 @@ def _told(then: Layout, now: Layout, gone: int) -> str:
     sizes = f"{then} samples in a batch before, {now} now"
     if then.window == now.window:
         return f"{sizes}: the same {now.window} samples in each step, from sample {gone} of the epoch on. {_DRAWN}"
-    return f"{sizes}: goes on after the {gone} samples of this epoch that were seen. {_DRAWN}"
+    return f"{sizes}: continues after the {gone} samples of this epoch that were seen. {_DRAWN}"

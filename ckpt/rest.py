@@ -1,4 +1,4 @@
-"""What is left of an epoch's order when its samples are dealt out in another way from the middle on."""
+"""The remaining order of an epoch whose layout changed in its middle."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpt.order import text_of
 
 @dataclass(frozen=True)
 class Past:
-    """What a replica had been given under an earlier layout: so many samples after `start`, with this digest."""
+    """What one replica consumed under the earlier layout: `samples` indices after `start`, and their digest."""
 
     layout: Layout
     start: int
@@ -25,7 +25,7 @@ class Past:
     digest: str
 
     def agrees(self, order: Sequence[Any]) -> bool:
-        """Whether an order begins with what was given out. At its end, where samples are repeated, nobody can say."""
+        """Whether the order contains what was consumed. Not decidable at its end, where samplers pad."""
         if not self.digest or len(order) < self.start + self.samples * self.layout.replicas:
             return True
         deal = self.layout
@@ -39,10 +39,10 @@ class Past:
 
 @dataclass
 class Rest:
-    """The order after `start` samples of all replicas together; stands in for the sampler of `owner`, who makes batches.
+    """The order after `start` global samples. Stands in for the sampler of `owner`, the batch sampler.
 
-    `advance` draws the order, between the begin of the epoch and the position: a sampler may draw from generators that
-    training goes on with. A DistributedSampler that `deals` has its share for the replicas there are now.
+    `advance` must run while the generators are in their state of the epoch's start, because samplers draw from them.
+    With `deals` the sampler is a DistributedSampler, and this replica gets its share of what is left.
     """
 
     owner: Any
@@ -66,15 +66,15 @@ class Rest:
         else:
             self._left = itertools.islice(self.sampler, self.start // self.sampler.num_replicas, None)
             self.trouble = (
-                f"{type(self.sampler).__name__} does not deal samples to the ranks in turn, so that nobody can tell which "
-                "ones another number of ranks had: samples of this epoch may repeat or be missed. Take a "
+                f"{type(self.sampler).__name__} does not give rank r of R the samples r, r+R, ..., so the samples that "
+                "another number of ranks consumed are unknown: samples of this epoch repeat or are missed. Use a plain "
                 "DistributedSampler, or change the number of ranks between epochs."
             )
             return
         if self.past is not None and not self.past.agrees(gone):
             self.trouble = (
-                f"{type(self.sampler).__name__} gave another order than before the resume, so samples of this epoch may "
-                "repeat or be missed. Give the sampler a generator of its own, or a state_dict."
+                f"{type(self.sampler).__name__} gave another order than before the resume, so samples of this epoch "
+                "repeat or are missed. Give the sampler a generator of its own, or a state_dict."
             )
 
     def __iter__(self) -> Iterator[Any]:
@@ -89,17 +89,17 @@ class Rest:
         return int(left // ranks if self.sampler.drop_last else -(-left // ranks))
 
     def checked(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches of an owner that may have copied the order long ago: then they begin with the epoch's first."""
+        """Batches of a custom batch sampler: named as trouble if it never asks its sampler, but copied the order."""
         first = list(itertools.islice(batches, 1))
         if first and not self._used:
             self.trouble = (
-                f"{type(self.owner).__name__} does not ask its sampler for the order when it is gone through, so that it "
-                "begins the epoch anew: samples repeat. Change the number of ranks between epochs."
+                f"{type(self.owner).__name__} does not iterate over its sampler at the start of an epoch, so it starts "
+                "the epoch anew: samples repeat. Change the number of ranks between epochs."
             )
         return itertools.chain(first, batches)
 
     def _share(self, left: list[int]) -> list[int]:
-        ranks = self.sampler.num_replicas
+        ranks: int = self.sampler.num_replicas
         total = len(self) * ranks
         padded = left + (left * (total // max(1, len(left)) + 1))[: max(0, total - len(left))]
         return padded[self.sampler.rank : total : ranks]
@@ -118,7 +118,7 @@ def whole_order(sampler: DistributedSampler[Any]) -> list[int]:
 
 
 def deals_in_turn(sampler: DistributedSampler[Any]) -> bool:
-    """Whether rank r of R gets the samples r, r + R, ... of the order: torch's own does, a subclass may not."""
+    """Whether rank r of R gets samples r, r + R, ... of the order: torch's class does, a subclass may not."""
     if type(sampler).__iter__ is DistributedSampler.__iter__:
         return True
     before = rng.capture()

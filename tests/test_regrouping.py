@@ -1,7 +1,8 @@
-"""A run goes on in mid-epoch with batches of another size, and with other ranks: by samples, with none lost or repeated."""
+"""A run resumes in mid-epoch with another batch size or other ranks: no sample of the epoch is lost or repeated."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections import Counter
@@ -27,9 +28,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
 from tests.processes import run_ranks
-from tests.test_data import LazySampler, OwnSampler, StatefulStream, Stream
+from tests.test_data import LazySampler, StatefulStream
 
 SIZE = 80
+
+
+def flat(batches: Iterable[list[Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(batches))
 
 
 class Numbers(Dataset[Any]):
@@ -100,7 +105,7 @@ LOADERS: dict[str, Callable[[int], Iterable[Any]]] = {
 
 
 def _go(root: str, loader: Iterable[Any], stop: int | None = None) -> tuple[list[list[int]], dict[str, str]]:
-    """Train for an epoch, or until a save after so many batches; which samples each batch had, what was approximated."""
+    """Train for an epoch, or until a save after so many batches; the samples of each batch, and `approximated`."""
     seen = []
     with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
         for _ in manager.epochs(1):
@@ -121,7 +126,7 @@ def test_after_batches_of_another_size_no_sample_is_skipped_or_seen_again(anywhe
     torch.manual_seed(1)
     random.seed(1)
     straight, _ = _go(f"{anywhere}/straight", LOADERS[name](8))
-    order = sum(straight, [])
+    order = flat(straight)
     torch.manual_seed(1)
     random.seed(1)
     root = f"{anywhere}/run"
@@ -130,13 +135,13 @@ def test_after_batches_of_another_size_no_sample_is_skipped_or_seen_again(anywhe
     random.seed(2)
     second, told = _go(root, LOADERS[name](4), stop=3)
     third, _ = _go(root, LOADERS[name](16))
-    assert sum(seen + second + third, []) == order
+    assert flat(seen + second + third) == order
     assert [len(batch) for batch in second] == [4, 4, 4]
     if name == "own batch sampler":
         assert [len(batch) for batch in third] == [12, 16, 16]  # cut where the earlier ones had come to
     else:
         assert [len(batch) for batch in third] == [16, 16, 12]
-        assert "8 samples in a batch before, 4 now: goes on after the 24 samples" in told["loader.0.data"]
+        assert "8 samples in a batch before, 4 now: continues after the 24 samples" in told["loader.0.data"]
     assert "data order" not in told
 
 
@@ -148,7 +153,7 @@ def test_a_resume_without_a_change_goes_on_in_the_middle_of_what_was_changed(any
     third, told = _go(root, LOADERS["shuffle"](4), stop=1)
     assert told == {}
     seen += third + _go(root, LOADERS["shuffle"](4))[0]
-    assert Counter(sum(seen, [])) == Counter(range(SIZE))
+    assert Counter(flat(seen)) == Counter(range(SIZE))
 
 
 def test_the_last_samples_are_dropped_after_a_change_if_they_fill_no_batch(anywhere: str) -> None:
@@ -157,7 +162,7 @@ def test_the_last_samples_are_dropped_after_a_change_if_they_fill_no_batch(anywh
 
     seen = _go(f"{anywhere}/run", make(8), stop=3)[0] + _go(f"{anywhere}/run", make(15))[0]
     assert [len(batch) for batch in seen] == [8, 8, 8, 15, 15, 15]
-    assert max(Counter(sum(seen, [])).values()) == 1
+    assert max(Counter(flat(seen)).values()) == 1
 
 
 def test_an_order_that_is_not_repeated_is_named_also_when_the_batches_are_others(anywhere: str) -> None:
@@ -205,13 +210,13 @@ def test_a_stream_goes_on_by_samples_when_the_batches_are_of_another_size(anywhe
     seen = _go(root, STREAMS[name](8), stop=3)[0]
     second, told = _go(root, STREAMS[name](4), stop=2)
     assert "8 samples in a batch before, 4 now" in told["loader.0.data"]
-    assert sum(seen + second + _go(root, STREAMS[name](16))[0], []) == list(range(SIZE))
+    assert flat(seen + second + _go(root, STREAMS[name](16))[0]) == list(range(SIZE))
 
 
 def test_samples_of_a_stream_that_are_seen_again_are_named(anywhere: str) -> None:
     _go(f"{anywhere}/run", STREAMS["a stream"](8), stop=3)
     seen, told = _go(f"{anywhere}/run", STREAMS["a stream"](10))
-    assert sum(seen, []) == list(range(20, SIZE))
+    assert flat(seen) == list(range(20, SIZE))
     assert "The last 4 of them are seen again" in told["loader.0.data"]
 
 
@@ -263,7 +268,8 @@ def _loader(job: Job, rank: int, ranks: int) -> DataLoader[Any]:
     if job.kind == "dealt":
         return DataLoader(data, job.batch, sampler=Dealt(job.size))
     kind = Backwards if job.kind == "backwards" else DistributedSampler
-    sampler = kind(data, **place, shuffle=job.kind != "in order", seed=3, drop_last=job.drop_last)
+    shuffle = job.kind != "in order"
+    sampler: DistributedSampler[Any] = kind(data, **place, shuffle=shuffle, seed=3, drop_last=job.drop_last)
     if job.kind == "copied":
         return DataLoader(data, batch_sampler=Once(sampler, job.batch))
     return DataLoader(data, job.batch, sampler=sampler, drop_last=job.drop_last, **workers)
@@ -303,7 +309,7 @@ def _told(job: Job) -> dict[str, str]:
 
 def _together(steps: list[list[Any]]) -> list[list[int]]:
     """The global batch of each step."""
-    return [sorted(sum((step[0] for step in one), [])) for one in zip(*steps, strict=True)]
+    return [sorted(flat(step[0] for step in one)) for one in zip(*steps, strict=True)]
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("distributed", 0), ("distributed", 2), ("in order", 0)])
@@ -330,7 +336,7 @@ def test_two_ranks_then_three_then_one_see_every_sample_of_the_epoch_once(tmp_pa
     for name, ranks, batch, stop in (("two", 2, 4, 3), ("three", 3, 5, 2), ("one", 1, 7, None)):
         seen += _together(_steps(Job(str(tmp_path), name, batch, stop, size=90), ranks))
     assert [len(batch) for batch in seen] == [8] * 3 + [15] * 2 + [7] * 5 + [1]
-    assert Counter(sum(seen, [])) == Counter(range(90))
+    assert Counter(flat(seen)) == Counter(range(90))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -339,21 +345,21 @@ def test_after_a_change_of_ranks_what_fills_no_batch_is_dropped_if_it_shall_be(t
     second = Job(str(tmp_path), "three", 3, size=50, drop_last=True, workers=workers)
     seen = _together(_steps(first, 2)) + _together(_steps(second, 3))
     assert [len(batch) for batch in seen] == [8] * 3 + [9] * 2  # of 26 that were left, 8 fill no step
-    assert max(Counter(sum(seen, [])).values()) == 1
+    assert max(Counter(flat(seen)).values()) == 1
 
 
 def test_a_change_of_ranks_without_drop_last_fills_up_with_samples_that_are_left(tmp_path: Path) -> None:
     seen = _together(_steps(Job(str(tmp_path), "two", 4, 3, size=50), 2))
     seen += _together(_steps(Job(str(tmp_path), "three", 3, size=50), 3))
-    assert set(sum(seen, [])) == set(range(50))
-    assert len(sum(seen, [])) == 51
+    assert set(flat(seen)) == set(range(50))
+    assert len(flat(seen)) == 51
 
 
 def test_ranks_that_read_the_same_data_count_once(tmp_path: Path) -> None:
     """Tensor parallelism: of four ranks two and two read the same, and two replicas share the epoch."""
     seen = _together(_steps(Job(str(tmp_path), "four", 4, 3, size=64, apart=2), 4))
     seen += _together(_steps(Job(str(tmp_path), "two", 8, size=64, apart=2), 2))
-    assert Counter(sum(seen, [])) == Counter({index: 2 for index in range(64)})
+    assert Counter(flat(seen)) == Counter(dict.fromkeys(range(64), 2))
 
 
 def _draws(steps: list[list[Any]]) -> list[float]:
@@ -365,7 +371,7 @@ def test_workers_draw_other_numbers_for_every_batch_and_on_every_rank(tmp_path: 
     """Also where all ranks are seeded alike, also after a change, and not what the epoch's first batches had drawn."""
     two = _steps(Job(str(tmp_path), "two", 4, 3, workers=2, size=96, alike=True), 2)
     four = _steps(Job(str(tmp_path), "four", 2, workers=2, size=96, alike=True), 4)
-    draws = sum((_draws(rank) for rank in (*two, *four)), [])
+    draws = flat(_draws(rank) for rank in (*two, *four))
     assert len(draws) == 2 * 3 + 4 * 9
     assert len(set(draws)) == len(draws)
 
@@ -380,9 +386,9 @@ def test_every_new_rank_has_generators_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("backwards", "does not deal samples to the ranks in turn"),
-        ("dealt", "shares samples out to the ranks in a way of its own"),
-        ("copied", "does not ask its sampler for the order"),
+        ("backwards", "does not give rank r of R the samples r, r+R, ..."),
+        ("dealt", "divides the samples among ranks by a rule of its own"),
+        ("copied", "does not iterate over its sampler"),
     ],
 )
 def test_what_cannot_be_followed_to_another_number_of_ranks_is_named(tmp_path: Path, kind: str, why: str) -> None:
@@ -409,4 +415,4 @@ def test_a_position_of_an_earlier_version_is_gone_on_from(anywhere: str, monkeyp
         seen = _go(root, LOADERS["shuffle"](8), stop=3)[0]
     second, told = _go(root, LOADERS["shuffle"](16), stop=1)
     assert "8 samples in a batch before, 16 now" in told["loader.0.data"]
-    assert Counter(sum(seen + second + _go(root, LOADERS["shuffle"](16))[0], [])) == Counter(range(SIZE))
+    assert Counter(flat(seen + second + _go(root, LOADERS["shuffle"](16))[0])) == Counter(range(SIZE))

@@ -1,4 +1,4 @@
-"""Loaders that Accelerate has prepared go on with other ranks and batches of another size: with the same global batches."""
+"""Loaders that Accelerate has prepared resume with other ranks and batch sizes: with the same global batches."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from ckpt.integrations.accelerate import attach
 from tests.accelerated import build, new_accelerator, reseed, train_on
 from tests.processes import run_ranks
+from tests.test_regrouping import flat
 
 SAMPLES = 64
 SEEDABLE = {"use_seedable_sampler": True}
@@ -78,7 +79,7 @@ def _run(rank: int, folder: str, name: str, run: int, world_size: int, window: i
 
 def _together(folder: Path, name: str, kind: str, ranks: int) -> tuple[list[list[int]], dict[str, str]]:
     found = [json.loads((folder / f"{name}-{kind}-{rank}").read_text()) for rank in range(ranks)]
-    steps = [sorted(sum(one, [])) for one in zip(*(steps for steps, _ in found), strict=True)]
+    steps = [sorted(flat(one)) for one in zip(*(steps for steps, _ in found), strict=True)]
     return steps, found[0][1]
 
 
@@ -105,12 +106,12 @@ def test_prepared_loaders_go_on_with_batches_of_another_size(tmp_path: Path) -> 
     seen = _epoch(tmp_path / "run", ("first", 2, 8, 2), ("second", 2, 16, 1), ("third", 1, 4, None))
     for kind, batches in seen.items():
         assert [len(batch) for batch in batches] == [8, 8, 16, *[4] * 8], kind
-        assert Counter(sum(batches, [])) == Counter(range(SAMPLES)), kind
+        assert Counter(flat(batches)) == Counter(range(SAMPLES)), kind
 
 
 @pytest.mark.parametrize("kind", ["a stream"])
 def test_what_a_stream_sees_again_is_named(tmp_path: Path, kind: str) -> None:
     seen = _epoch(tmp_path / "run", ("first", 1, 8, 3), ("second", 1, 16, None))
-    assert sum(seen[kind], []) == [*range(24), *range(16, SAMPLES)]
+    assert flat(seen[kind]) == [*range(24), *range(16, SAMPLES)]
     told = _together(tmp_path / "run", "second", kind, 1)[1]
     assert "The last 8 of them are seen again" in told["dataloader.0.data"]

@@ -1,4 +1,4 @@
-"""What a Trainer's order of samples depends on: the generators as an epoch began, kept for a resume in its middle."""
+"""The generators as a Trainer's epoch began: its samplers draw the order of the epoch from them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NAMES = {"python": "epoch_start_python", "torch": "epoch_start_torch", "numpy":
 
 
 class EpochStart:
-    """Lets a sampler that draws its order when an epoch begins draw the same one again after a resume.
+    """Keeps the generators of an epoch's start, so that a resume in mid-epoch draws the same order again.
 
-    `group_by_length` for instance draws from the global generators. Those are kept for each rank, in `generators`,
-    which the manager saves; the sampler's own, which are the same on all ranks, in `state_dict`.
+    `group_by_length` draws from the global generators: `generators` holds copies of them, which the manager saves per
+    rank. Generators of the samplers are the same on all ranks and go into `state_dict`.
     """
 
     def __init__(self) -> None:
@@ -31,13 +31,13 @@ class EpochStart:
         self._saved_globals = False
 
     def begin(self, loader: Any) -> None:
-        """An epoch begins: note what its order will be drawn from."""
+        """Record the generators before the samplers draw from them."""
         self._loader = loader
         self._began = rng.capture()
         self._own_began = [rng.capture_one(one) for one in order.generators(loader)]
 
     def begin_again(self, loader: Any, *, in_its_middle: bool) -> None:
-        """The epoch that a checkpoint was saved in begins anew, to have its first batches left out; or the next one."""
+        """Restore the generators for the first epoch of a resumed run: the one that was interrupted, or the next."""
         if in_its_middle and self._saved_globals:
             rng.restore({kind: rng.capture_one(self.generators[name]) for kind, name in self._kinds()})
         saved = self._saved.get("began" if in_its_middle else "now", [])
@@ -46,7 +46,7 @@ class EpochStart:
         self.begin(loader)
 
     def prepare_save(self) -> None:
-        """Bring `generators` up to date. Between saves they are left alone: a load may put them back at any time."""
+        """Update `generators`. Only here: `rewind_rng` may put them back to the loaded state at any other time."""
         for kind, name in self._kinds():
             if kind in self._began:
                 rng.restore_one(self.generators[name], self._began[kind])
@@ -59,7 +59,7 @@ class EpochStart:
         self._saved = saved
 
     def loaded(self, skipped: Any) -> None:
-        """A checkpoint was loaded, but for what it did not have."""
+        """Called after a load: checkpoints of earlier versions lack the global generators of the epoch's start."""
         self._saved_globals = not any(name in skipped for name in self.generators)
 
     def _kinds(self) -> list[tuple[str, str]]:

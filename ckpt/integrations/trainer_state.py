@@ -55,7 +55,7 @@ class TrainerPart:
         self._batch = saved.get("batch")
 
     def say_what_changed(self, restored: Restored) -> None:
-        """The Trainer finds its place by the number of steps: with other numbers of samples in a step, it is another place."""
+        """Trainer finds its place by the number of steps, which is another place if a step has other samples."""
         now = _samples_in_a_step(self._trainer)
         if self._batch in (None, now):
             return
