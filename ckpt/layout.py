@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.utils.data import BatchSampler, DistributedSampler
@@ -26,18 +26,24 @@ class Layout:
     batch: int | None = None  # samples that a replica gets at a time; unknown for batches of varying length
     window: int | None = None
 
-    @classmethod
-    def of_saved(cls, position: Position, *, dealt: bool) -> Layout:
-        """The layout of a saved position; inferred from its counts if an earlier version saved it."""
-        if position.layout:
-            return cls(**position.layout)
-        full = position.batches and position.samples % position.batches == 0
-        batch = position.samples // position.batches if full else None
-        replicas = position.world_size if dealt else 1
-        return cls(replicas=replicas, batch=batch, window=batch and batch * replicas)
-
     def __str__(self) -> str:
         return f"{self.replicas} x {self.batch}" if self.replicas > 1 else str(self.batch)
+
+
+def saved_layout(position: Position, now: Layout, ranks: int, *, shared: bool) -> Layout:
+    """The layout that a position was saved with. Earlier versions saved none: then it follows from the counts.
+
+    `now` is that of the same loader for `ranks` ranks; `shared` says whether the ranks share the epoch's samples.
+    """
+    if position.layout:
+        return Layout(**position.layout)
+    full = position.batches and position.samples % position.batches == 0
+    batch = position.samples // position.batches if full else None
+    if position.world_size == ranks:
+        return replace(now, batch=batch, window=batch and batch * now.replicas) if now.piece == 1 else now
+    replicas = position.world_size if shared else 1
+    window = now.window if position.split else batch and batch * replicas
+    return Layout(replicas=replicas, batch=batch, window=window)
 
 
 def layout_of(loader: Any) -> Layout:

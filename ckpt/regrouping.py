@@ -8,8 +8,8 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from ckpt import order
-from ckpt.layout import Layout, batcher_of, dealing_sampler, layout_of
-from ckpt.loaders import goes_by_index, keeper_of, size_of
+from ckpt.layout import Layout, batcher_of, dealing_sampler, layout_of, saved_layout
+from ckpt.loaders import goes_by_index, keeper_of, size_of, splits
 from ckpt.parts import has_state
 from ckpt.position import Position
 from ckpt.rest import Past, Rest
@@ -35,9 +35,9 @@ class Regrouping:
 
     def carry_over(self, position: Position) -> dict[str, str]:
         """Convert the position in place. Returns what will differ from an unchanged run, and why."""
-        ranks, position.world_size = position.world_size, self.world_size
-        then = Layout.of_saved(position, dealt=self._ahead or self._sampler is not None)
-        position.layout = asdict(self.now)
+        shared = self._ahead or self._sampler is not None
+        then = saved_layout(position, self.now, self.world_size, shared=shared)
+        ranks, position.world_size, position.layout = position.world_size, self.world_size, asdict(self.now)
         by_index = goes_by_index(self.reader)
         if ranks != self.world_size and not by_index:
             position.state = None
@@ -106,8 +106,9 @@ class Regrouping:
                 f"{self.world_size}, so samples of this epoch repeat or are missed. Change the number of ranks between "
                 "epochs"
             }
-        gone = position.batches * (1 if position.split else ranks)
-        position.batches, again = divmod(gone, 1 if self.now.replicas == 1 else self.world_size)
+        split = splits(self.loader) or position.split  # one rank alone gets all batches either way
+        gone = position.batches * (1 if split else ranks)
+        position.batches, again = divmod(gone, 1 if split else self.world_size)
         return {"data": f"the last {again} batches before the resume are seen again"} if again else {}
 
     def _order_changes(self, position: Position) -> dict[str, str]:
