@@ -29,7 +29,7 @@ from ckpt.preemption import EXIT_STATUS
 from ckpt.ranks import Ranks, find_ranks
 from ckpt.roots import open_tiers
 from ckpt.sources import KINDS
-from ckpt.storage import Storage
+from ckpt.storage import Storage, place_of
 
 _log = logging.getLogger("ckpt")
 _FILE = "trainer_state.json"
@@ -153,7 +153,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         if Path(resume, _FILE).is_file():
             return None
         root, _, name = resume.rstrip("/").rpartition("/")
-        if root and open_url(root, self._options.get("storage_options")).url != self._storage.url:
+        options = self._options.get("storage_options")
+        if root and place_of(open_url(root, options)) != place_of(self._storage):
             raise ConfigError(f"{resume} is no checkpoint in {self._storage.url}, and none that a Trainer wrote.")
         return name
 
