@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -29,6 +28,7 @@ from ckpt.model_card import Training, curves
 from ckpt.one_save import Save
 from ckpt.ranks import MAIN, Ranks
 from ckpt.retention import Keep
+from ckpt.roots import parent_instead
 from ckpt.snapshot import Snapshots
 from ckpt.storage import Staging, Storage
 from ckpt.storage.background import Background
@@ -275,10 +275,9 @@ class Saver:
         self._look_again()
         self._refuse_to_overtake(name)
         if not self._committed and is_foreign(self.storage, ROOT):
-            above, _, folder = os.path.abspath(self.storage.url).rpartition("/")
             raise ConfigError(
-                f"{self.storage.url} was written by Accelerate, and stays as it is: load it, but save elsewhere. "
-                f"Give its parent as the root: manager = StateManager({above!r}, ...); manager.load_state({folder!r})."
+                f"{self.storage.url} was written by Accelerate, and stays as it is: nothing is saved into it. "
+                f"{parent_instead(self.storage.url)}"
             )
         if is_foreign(self.storage, name):
             raise ConfigError(
