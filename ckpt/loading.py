@@ -126,7 +126,7 @@ class Loading:
         if opened.manifest.origin:
             _note_loaders(opened, self.source.loaders(), notes)
         waiting = Waiting(opened.state["loaders"], rewind, notes.approximated)
-        self.loop.go_back(Progress(**opened.manifest.progress), waiting)
+        self.loop.go_back(Progress(**opened.manifest.progress), waiting, opened.state.get("loop", {}))
 
     def _tell(self, choice: Choice, parts: list[str], notes: Notes) -> Restored:
         manifest = choice.manifest
@@ -143,6 +143,8 @@ class Loading:
             approximated=notes.approximated,
             skipped=notes.skipped,
             passed_over=choice.passed_over,
+            begins_at=self.loop.begins_at(),
+            on_read=self.loop.habits.note_asked,
         )
         if self.ranks.rank == MAIN:
             say(str(restored))

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from ckpt import order, rng
+from ckpt.batches import Batches, is_enumerated
 from ckpt.console import say
 from ckpt.errors import ConfigError
 from ckpt.feed import Feed
+from ckpt.following import Own
+from ckpt.habits import NESTED, NO_TRAINING, OTHER_LOADER, READ_AHEAD, TAKEN_BACK, Habits
+from ckpt.likeness import epoch_variable, likeness, skips_by_itself
 from ckpt.progress import Progress
-from ckpt.ranks import Ranks
+from ckpt.ranks import MAIN, Ranks
+from ckpt.remarks import Remarks
+from ckpt.signs import Handed, Signs
+
+T = TypeVar("T")
+Handout = TypeVar("Handout")
+
+PLAIN = "plain"  # the name of loaders that a script goes through without a word to the manager
 
 
 @dataclass
@@ -27,11 +42,23 @@ class Waiting:
     approximated: dict[str, str] = field(default_factory=dict)
     _arrived: bool = False
 
-    def place(self, key: str, feed: Feed) -> None:
-        """Bring a loader to its position, if one waits for it."""
-        if key in self.positions:
-            changes = feed.go_back(self.positions.pop(key), self._arrive, self._warn)
+    def place(self, key: str, feed: Feed) -> dict[str, Any] | None:
+        """Bring a loader to its position, if one waits for it: that position."""
+        saved: dict[str, Any] | None = self.positions.pop(key, None)
+        if saved is not None:
+            changes = feed.go_back(saved, self._arrive, self._warn)
             self.approximated.update({f"{key}.{what}": why for what, why in changes.items()})
+        return saved
+
+    def put_back(self, key: str, saved: dict[str, Any]) -> None:
+        """Let the next pass through a loader begin at that position once more, with the generators as they were."""
+        self.positions[key] = saved
+        self._arrived = False
+
+    def like(self, loader: Any) -> str | None:
+        """The key of a position that was saved for such a loader, which the script had gone through by itself."""
+        plain = ((key, saved) for key, saved in self.positions.items() if key.startswith(PLAIN))
+        return next((key for key, saved in plain if saved.get("likeness") == likeness(loader)), None)
 
     def _arrive(self, done: bool, before: dict[str, Any]) -> None:
         """A loader is where it was. Of loaders side by side, the first sees generators as they were saved; the others
@@ -47,34 +74,79 @@ class Waiting:
         say(f"ckpt: {text}")
 
 
+@dataclass
+class Pass:
+    """One time through a loader, from the loop's side."""
+
+    key: str
+    feed: Feed
+    saved: dict[str, Any] | None  # the position that it began at
+    handed: Handed
+    announced: bool
+    iterator: Callable[[], Any]  # what the script holds
+    batch: int  # the loop's count when it began
+    samples: int = 0
+    fresh: bool = False  # it has handed out a batch since the last step
+    trained: bool = False  # since it began, or went on
+    counted: int | None = None  # by the script: its epoch
+
+    @property
+    def was_trained(self) -> bool:
+        """Whether training had gone on in it before its position was saved."""
+        return self.saved is not None and bool(self.saved.get("trained"))
+
+
 class Loop:
     """Counts, and goes through loaders so that it can say where they are.
 
     A loader goes by its name, or by when the epoch comes to it: the first, the second. So a loader may be made anew for
-    every epoch, and be gone through twice in one.
+    every epoch, and be gone through twice in one. Loaders that a script goes through by itself go by what they are.
 
     A save inside `batches` belongs to the middle of its epoch. One made when the loaders of the epoch have been gone
-    through belongs to its end: the next run begins with the next epoch.
+    through belongs to its end: the next run begins with the next epoch. So does one made in an epoch without a loader,
+    when it has made as many steps as the one before.
     """
 
-    def __init__(self, ranks: Ranks, named: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self, ranks: Ranks, named: Callable[[], Mapping[str, Any]], *, follow: bool = True, others: bool = False
+    ) -> None:
+        """`follow`: whether a plain `for` over the named loaders is followed; with `others`, over any DataLoader."""
         self.progress = Progress()
         self.before_pass: Callable[[], None] = lambda: None  # before a plain `for` goes through a loader
         self.counts_updates = False  # a step is one of the first optimizer, and not a call of `manager.step`
+        self.models: Callable[[], Iterable[nn.Module]] = lambda: ()
+        self.has_data: Callable[[], bool] = lambda: False  # generators of the script's own, from which it may make data
+        self.habits = Habits(Remarks(aloud=ranks.rank == MAIN), quiet=not follow)
         self._ranks = ranks
         self._named = named  # the loaders that go by a name, as they are now
+        self._follow = follow
+        self._others = follow and others
+        self._live: tuple[int, int] | None = None  # the process and thread of the training, once it is resumed
         self._in_epochs = False
+        self._announces = False  # the loop goes through `batches`, which count its epochs
         self._feeds: dict[str, Feed] = {}  # of this epoch
+        self._passes: list[Pass] = []  # that are open
+        self._taken: dict[str, dict[str, Any]] = {}  # positions of loaders that have not been gone through since
+        self._ended: Pass | None = None  # the last one that was trained on
+        self._pulling = False
         self._waiting = Waiting()
         self._jumps = 0
         self._steered: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
         self._hooks: list[Any] = []
         self._first: weakref.ref[torch.optim.Optimizer] | None = None
+        self._signalled = False  # steps are seen: a pass without one was no training
+
+    def start(self) -> None:
+        """The state has been resumed, in this thread: from now on, what is stepped is training."""
+        self._live = (os.getpid(), threading.get_ident())
 
     def epochs(self, total: int) -> Iterator[int]:
         if not isinstance(total, int):
             raise ConfigError(f"epochs() takes the number of epochs in all, not {total!r}.")
         self._in_epochs = True
+        if not any(key.startswith(PLAIN) for key in self._waiting.positions):
+            self.progress.epoch -= self.habits.plain_epochs  # of a loop before this one
+            self.habits.plain_epochs = 0
         try:
             while self.progress.epoch < total:
                 yield self.progress.epoch
@@ -82,37 +154,70 @@ class Loop:
         finally:
             self._in_epochs = False
 
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The rest of the epoch. If `go_back` is called meanwhile, it goes on from there."""
+    def batches(
+        self, loader: Iterable[T], begin: Callable[[], None], each: Callable[[int, T], Handout]
+    ) -> Batches[Handout]:
+        """The rest of the epoch, as `each` makes it of a batch and its number. If `go_back` is called meanwhile, it goes
+        on from there. `begin` is called before the first.
+        """
         if not isinstance(loader, Iterable):
             raise ConfigError(f"batches() goes through a loader, and a {type(loader).__name__} cannot be gone through.")
-        yield from self._through(loader, announced=True)
-        if not self._in_epochs and not self._is_inside:
-            self._next_epoch()
+
+        def through(found: Callable[[], Any]) -> Iterator[Handout]:
+            begin()
+            self._announces = True
+            for number, batch in self._through(loader, found):
+                yield each(number, batch)
+            if not self._in_epochs and not self._is_inside:
+                self._next_epoch()
+
+        def length() -> int:
+            begin()
+            return self._left(loader, announced=True)
+
+        return Batches.made(through, length)
 
     def owns(self, loader: Any) -> bool:
-        """Whether a plain `for` over a loader is to be followed."""
-        return any(one is loader for one in self._named().values())
+        """Whether a plain `for` over a loader is to be followed, because it goes by a name."""
+        return self._follow and self._is_at_home() and self._is_named(loader)
 
-    def follow(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """A plain `for` over a loader: what is left of the epoch, if a position waits for it, or all of it.
+    def takes(self, loader: Any) -> bool:
+        """Whether a plain `for` over a loader without a name may be training, and can be followed.
 
-        Outside of `epochs` it is an epoch: until its end or, where it is left, until the loop comes to the loader
+        """
+        safe = self._others and self._live is not None and self._is_at_home()
+        return safe and getattr(loader, "in_order", True) and not skips_by_itself(loader)
+
+    def _is_at_home(self) -> bool:
+        """Whether this may be the training loop: where gradients are disabled it is evaluation, and what another
+        thread or a worker reads is ahead of the loop, no one knows how far."""
+        here = (os.getpid(), threading.get_ident())
+        return not self._pulling and self._live in (None, here) and torch.is_grad_enabled()
+
+    def follow(self, loader: Any, own: Own) -> Iterator[Any]:
+        """A plain `for` over a loader: what is left of the epoch, if a position waits for it, or all of it."""
+        length = lambda: self._left(loader, announced=False)  # noqa: E731
+        return Batches.made(lambda found: self._follow_through(loader, own, found), length)
+
+    def _follow_through(self, loader: Any, own: Own, found: Callable[[], Any]) -> Iterator[Any]:
+        """Outside of `epochs` it is an epoch: until its end or, where it is left, until the loop comes to the loader
         again. But if no optimizer was stepped meanwhile it was no training, and leaves no trace.
         """
         self.before_pass()
-        if self._over(loader) and not self._in_epochs and not self._is_inside:
-            self._next_epoch()
-        jumps, batch, samples = self._jumps, self.progress.batch, self.progress.samples
+        counts = not self._in_epochs and not self._announces
+        if self._over(loader) and counts and not self._is_inside:
+            self._next_epoch(plain=True)
+        jumps, batch = self._jumps, self.progress.batch
         try:
-            yield from self._through(loader, announced=False)
+            for _, one in self._through(loader, found, own=own):
+                yield one
         finally:
             over = self._over(loader)
             if not any(feed.trained for feed in over.values()) and jumps == self._jumps:
                 self._feeds = {key: feed for key, feed in self._feeds.items() if key not in over}
-                self.progress.batch, self.progress.samples = batch, samples
-            elif all(feed.done for feed in over.values()) and not self._in_epochs and not self._is_inside:
-                self._next_epoch()
+                self.progress.batch = batch
+            elif all(feed.done for feed in over.values()) and counts and not self._is_inside:
+                self._next_epoch(plain=not self._is_named(loader))
 
     def waits_for(self, loader: Any) -> int | None:
         """How many batches a loader will leave out when it is gone through next; none if it waits at no position."""
@@ -120,7 +225,9 @@ class Loop:
 
     def skip(self, loader: Any, batches: int) -> None:
         """Let the next time through a loader begin after so many batches."""
-        self._feed(loader).skip(batches)
+        key = self._key(loader, announced=False)
+        feed = self._feeds[key] if key in self._feeds else self._add(key, loader)
+        feed.skip(batches)
         self.progress.batch = batches
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -133,18 +240,62 @@ class Loop:
                 found(optimizer)
 
         for optimizer in optimizers:
+            self._signalled = True
             self._first = self._first or weakref.ref(optimizer)
             self._hooks.append(optimizer.register_step_post_hook(after_step))
 
+    def stepped(self) -> None:
+        """`manager.step` was called."""
+        self._signalled = True
+        self._mark_training()
+        self.progress.step += 0 if self.counts_updates else 1
+        self.habits.stepped(fed=self._is_fed, in_epochs=self._in_epochs, has_data=self.has_data())
+
     def _updated(self, optimizer: torch.optim.Optimizer) -> None:
-        for feed in self._feeds.values():
-            feed.trained = feed.trained or feed.is_open
-        if self.counts_updates and self._first is not None and self._first() is optimizer:
-            self.progress.step += 1
+        self._mark_training()
+        if self._first is not None and self._first() is optimizer:
+            self.progress.step += 1 if self.counts_updates else 0
+            if self._live is not None:
+                self.habits.updated(fed=self._is_fed, in_epochs=self._in_epochs, has_data=self.has_data())
 
     @property
     def _is_inside(self) -> bool:
         return any(feed.is_open for feed in self._feeds.values())
+
+    @property
+    def _is_fed(self) -> bool:
+        return any(not feed.waits for feed in self._feeds.values())
+
+    def _mark_training(self) -> None:
+        """Training goes on: on what every open pass has handed out since the last time."""
+        fed = [one for one in self._passes if one.fresh]
+        for one in fed:
+            one.fresh = False
+            one.feed.trained = True
+            if not one.trained:
+                one.trained = True
+                self._begin_training(one)
+        if self._live is not None and not self._passes:
+            self._drop_unclaimed()
+            if self._ended is not None and self._ended.handed.unused and self._ended.feed.done:
+                self.habits.remarks.note("prefetching", READ_AHEAD)  # training goes on after the last batch was taken
+            self._ended = None
+
+    def _begin_training(self, one: Pass) -> None:
+        one.handed.note_training()
+        enumerated = bool(one.handed.left_out) and is_enumerated(one.iterator())
+        self.habits.settled(one.handed, (one.saved or {}).get("unused", 0), enumerated=enumerated)
+        if not one.announced:
+            self.habits.begins_pass(self.progress, one.counted, in_epochs=self._in_epochs)
+            self._drop_unclaimed()
+
+    def _drop_unclaimed(self) -> None:
+        """Training has gone on without the loader that a plain position waits for."""
+        waiting = self._waiting.positions
+        lost = [key for key in waiting if self.habits.quiet or key.startswith(PLAIN)]
+        for what in [waiting.pop(key).get("likeness") for key in lost]:
+            if not self.habits.quiet:
+                self.habits.remarks.differs("data", f"{OTHER_LOADER} {what}.")
 
     def _over(self, loader: Any) -> dict[str, Feed]:
         """The times through a loader that have ended, or were left."""
@@ -154,42 +305,119 @@ class Loop:
             if feed.loader is loader and not feed.is_open and not feed.waits
         }
 
-    def _through(self, loader: Iterable[Any], *, announced: bool) -> Iterator[Any]:
-        jumps = -1
+    def _through(
+        self, loader: Iterable[Any], found: Callable[[], Any], own: Own | None = None
+    ) -> Iterator[tuple[int, Any]]:
+        """Each batch with its number in the epoch. `own` makes the iterator of a loader in a plain `for`."""
+        jumps, skipped = -1, False
         while jumps != self._jumps:
             jumps = self._jumps
-            feed = self._feed(loader)
-            around = {id(one): one.batches for one in self._feeds.values() if one.is_open}
+            around = {id(feed): feed.batches for feed in self._feeds.values() if feed.is_open}
+            one = self._open_pass(loader, found, announced=own is None, skipped=skipped)
             try:
-                for batch, samples in feed.take(self.progress.epoch, announced=announced):
-                    self._count(samples, nested=bool(around))
-                    yield batch
+                for batch, samples in self._pulled(one.feed.take(self.progress.epoch, announced=one.announced, own=own)):
+                    self._count(one, samples, nested=bool(around))
+                    one.handed.hand_out(batch)
+                    yield one.feed.index - 1, batch
                     if jumps != self._jumps:
                         break
+                    if not one.announced and one.was_trained and one.handed.was_dropped():
+                        jumps, skipped = -1, True
+                        break
             finally:
-                self._forget_if_nested(feed, around)
+                self._close_pass(one, around, skipped=jumps == -1, jumped=jumps not in (-1, self._jumps))
+
+    def _pulled(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same. Whatever a loader reads from meanwhile is its own affair, and is not followed."""
+        while True:
+            self._pulling, before = True, self._pulling
+            try:
+                taken = next(batches, None)
+            finally:
+                self._pulling = before
+            if taken is None:
+                return
+            self.habits.hands_out()
+            yield taken
+            del taken  # or it would live as long as the next batch takes
+
+    def _open_pass(self, loader: Any, found: Callable[[], Any], *, announced: bool, skipped: bool) -> Pass:
+        """`skipped`: the script has skipped by hand what the loader will leave out."""
+        key = self._key(loader, announced=announced)
+        feed = self._feeds[key] if key in self._feeds else self._add(key, loader)
+        saved = self._taken.pop(key, None)
+        handed = Handed(feed.batches if saved and not skipped else 0, Signs(self.models()))
+        one = Pass(key, feed, saved, handed, announced, found, self.progress.batch)
+        if not (announced or self._in_epochs or self._passes):
+            one.counted = epoch_variable()
+        self._passes.append(one)
+        return one
+
+    def _close_pass(self, one: Pass, around: Mapping[int, int], *, skipped: bool, jumped: bool) -> None:
+        self._passes = [other for other in self._passes if other is not one]
+        one.handed.forget()
+        self._ended = one if one.trained else self._ended
+        self._forget_if_nested(one, around)
+        if jumped or one.trained or not self._signalled:
+            return
+        self.progress.samples -= one.samples  # of no training
+        if one.saved is not None and one.samples and not one.announced:
+            self._put_back(one)
+            told = TAKEN_BACK.format(one.handed.left_out) if skipped else NO_TRAINING.format(one.handed.left_out)
+            self.habits.remarks.tell("put back", told)
+
+    def _put_back(self, one: Pass) -> None:
+        """What took a position was no training: let the next pass through such a loader have it."""
+        assert one.saved is not None
+        self._feeds.pop(one.key, None)
+        self._waiting.put_back(one.key, one.saved)
+        self.progress.batch = one.batch
+        if self._is_named(one.feed.loader):
+            self._add(one.key, one.feed.loader)
 
     def saved_progress(self) -> Progress:
         """Where the next run will begin."""
-        if self._feeds and not self._waiting.positions and all(feed.done for feed in self._feeds.values()):
+        if not self._waiting.positions and self._is_over():
             return Progress(self.progress.epoch + 1, 0, self.progress.step, self.progress.samples)
         return self.progress
+
+    def _is_over(self) -> bool:
+        """Whether the loop is at the end of its epoch."""
+        if self._feeds:
+            return all(feed.done for feed in self._feeds.values())
+        return self._in_epochs and self.habits.is_over()
 
     def state(self) -> dict[str, Any]:
         """The position of each loader that this epoch has come to, or that waits for it to come."""
         if self.saved_progress() is not self.progress:
             return {}
-        return {**self._waiting.positions, **{key: feed.state() for key, feed in self._feeds.items()}}
+        return {**self._waiting.positions, **{key: self._position(key, feed) for key, feed in self._feeds.items()}}
 
-    def go_back(self, progress: Progress, waiting: Waiting) -> None:
+    def _position(self, key: str, feed: Feed) -> dict[str, Any]:
+        unused = sum(one.handed.unused for one in self._passes if one.feed is feed)
+        return {**feed.state(), "likeness": likeness(feed.loader), "unused": unused}
+
+    def seen(self) -> dict[str, Any]:
+        """What is known of the loop beside, to be saved."""
+        without_loader = self._in_epochs and not self._feeds
+        return self.habits.state(without_loader=without_loader, over=self._is_over())
+
+    def go_back(self, progress: Progress, waiting: Waiting, seen: Mapping[str, Any]) -> None:
         """Go on from saved positions. A loader takes its own when it comes to `batches`."""
         self.progress = progress
         self._waiting = waiting
         self._jumps += 1
-        self._feeds = {}
-        for key, loader in self._named().items():
+        self._feeds, self._taken = {}, {}
+        self.habits.go_back(seen, waiting.approximated)
+        for key, loader in self._named().items() if self._follow else ():
             if key in waiting.positions:
                 self._add(key, loader)
+
+    def begins_at(self) -> str:
+        """Where the next pass through each loader begins, for the console."""
+        found = {key: saved.get("batches", 0) for key, saved in self._waiting.positions.items()}
+        found |= {key: feed.batches for key, feed in self._feeds.items() if feed.waits}
+        return ", ".join(f"batch {batches} of {key}" for key, batches in found.items())
 
     def rewind_rng(self) -> None:
         self._waiting.ready()
@@ -202,41 +430,61 @@ class Loop:
         for loader in self._steered:
             order.release(loader)
 
-    def _count(self, samples: int, *, nested: bool) -> None:
+    def _count(self, one: Pass, samples: int, *, nested: bool) -> None:
         if not nested:
             self.progress.batch += 1
+        one.fresh = True
+        one.samples += samples * self._ranks.world_size
         self.progress.samples += samples * self._ranks.world_size
 
-    def _forget_if_nested(self, feed: Feed, around: Mapping[int, int]) -> None:
+    def _forget_if_nested(self, one: Pass, around: Mapping[int, int]) -> None:
         """A loop inside one step of another, as for validation, is over with that step: nothing of it is kept.
 
         Loaders that are gone through side by side are another thing: each moves on while the other is open.
         """
-        stood_still = [one for one in self._feeds.values() if around.get(id(one)) == one.batches and one.is_open]
+        stood_still = [feed for feed in self._feeds.values() if around.get(id(feed)) == feed.batches and feed.is_open]
         if stood_still:
-            self._feeds = {key: one for key, one in self._feeds.items() if one is not feed}
+            self._feeds = {key: feed for key, feed in self._feeds.items() if feed is not one.feed}
+        if one.trained and any(other.feed in stood_still and not other.announced for other in self._passes):
+            self.habits.remarks.note("data", NESTED)
 
-    def _feed(self, loader: Iterable[Any]) -> Feed:
-        """A feed for the next time through a loader."""
-        name = next((key for key, one in self._named().items() if one is loader), "loader")
+    def _is_named(self, loader: Any) -> bool:
+        return any(one is loader for one in self._named().values())
+
+    def _left(self, loader: Any, *, announced: bool) -> int:
+        """How many batches the next pass through a loader hands out."""
+        waits = self.waits_for(loader)
+        saved = self._waiting.positions.get(self._key(loader, announced=announced), {})
+        return len(loader) - (saved.get("batches", 0) if waits is None else waits)
+
+    def _key(self, loader: Any, *, announced: bool) -> str:
+        """What the next pass through a loader goes by."""
+        name = next((key for key, one in self._named().items() if one is loader), "loader" if announced else PLAIN)
+        if name == PLAIN:
+            taken = (*self._feeds, *self._waiting.positions)
+            free = (key for number in itertools.count() if (key := f"{PLAIN}.{number}") not in taken)
+            return self._waiting.like(loader) or next(free)
         again = 0 if name == "loader" else 1
         key = name if again else f"{name}.0"
         while key in self._feeds and not self._feeds[key].waits:
             again += 1
             key = f"{name}.{again}"
-        return self._feeds[key] if key in self._feeds else self._add(key, loader)
+        return key
 
-    def _add(self, key: str, loader: Iterable[Any]) -> Feed:
+    def _add(self, key: str, loader: Any) -> Feed:
         feed = self._feeds[key] = Feed(loader, self._ranks.rank, self._ranks.world_size)
-        self._waiting.place(key, feed)
+        saved = self._waiting.place(key, feed)
+        if saved is not None:
+            self._taken[key] = saved
         if not feed.waits and not any(one.is_open for one in self._feeds.values()):
             self.progress.batch = 0
         if isinstance(loader, DataLoader):
             self._steered.add(loader)
         return feed
 
-    def _next_epoch(self) -> None:
+    def _next_epoch(self, *, plain: bool = False) -> None:
         self.progress.epoch += 1
         self.progress.batch = 0
-        self._feeds = {}
+        self.habits.ends_epoch(plain=plain)
+        self._feeds, self._taken = {}, {}
         self._waiting.positions.clear()
