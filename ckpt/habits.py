@@ -150,9 +150,16 @@ class Habits:
             self.remarks.note("epoch", IN_TURN)
         self._resumed = False
 
+    def is_ahead(self, progress: Progress, counted: int | None) -> bool:
+        """Whether the resumed loop begins with the epoch after the checkpoint's, by its own count."""
+        known = self._resumed and self._offset is not None and counted is not None
+        return known and counted == progress.epoch + self._offset + 1  # type: ignore[operator]
+
     def settled(self, handed: Handed, before: int, *, enumerated: bool) -> None:
         """The first batch of a pass is trained on. `before`: how many were left unused when its checkpoint was saved."""
-        if handed.left_out and handed.unused and not self.quiet:
+        if handed.skipped:
+            self.remarks.tell("skipped", TAKEN_BACK.format(handed.skipped))
+        elif handed.left_out and handed.unused and not self.quiet:
             reads_ahead = handed.unused == before
             self.remarks.differs("data", READ_AHEAD if reads_ahead else SKIPPED.format(handed.unused))
         elif handed.left_out and enumerated:

@@ -20,8 +20,9 @@ from ckpt.console import say
 from ckpt.errors import ConfigError
 from ckpt.feed import Feed
 from ckpt.following import Own
-from ckpt.habits import NESTED, NO_TRAINING, OTHER_LOADER, READ_AHEAD, TAKEN_BACK, Habits
+from ckpt.habits import NESTED, NO_TRAINING, OTHER_LOADER, READ_AHEAD, Habits
 from ckpt.likeness import epoch_variable, likeness, skips_by_itself
+from ckpt.loaders import size_of
 from ckpt.progress import Progress
 from ckpt.ranks import MAIN, Ranks
 from ckpt.remarks import Remarks
@@ -91,9 +92,9 @@ class Pass:
     counted: int | None = None  # by the script: its epoch
 
     @property
-    def was_trained(self) -> bool:
-        """Whether training had gone on in it before its position was saved."""
-        return self.saved is not None and bool(self.saved.get("trained"))
+    def may_go_back(self) -> bool:
+        """Whether the script may skip by hand what the loader has left out: training, which it did not announce."""
+        return not self.announced and self.saved is not None and bool(self.saved.get("trained"))
 
 
 class Loop:
@@ -205,8 +206,13 @@ class Loop:
         """
         self.before_pass()
         counts = not self._in_epochs and not self._announces
+        plain = not self._is_named(loader)
         if self._over(loader) and counts and not self._is_inside:
-            self._next_epoch(plain=True)
+            self._next_epoch(plain=plain)
+        if counts and self._is_used_up(loader) and self.habits.is_ahead(self.progress, epoch_variable()):
+            for _ in self._through(loader, found, own=own):  # nothing: it takes the generators to where they were
+                pass
+            self._next_epoch(plain=plain)
         jumps, batch = self._jumps, self.progress.batch
         try:
             for _, one in self._through(loader, found, own=own):
@@ -217,7 +223,7 @@ class Loop:
                 self._feeds = {key: feed for key, feed in self._feeds.items() if key not in over}
                 self.progress.batch = batch
             elif all(feed.done for feed in over.values()) and counts and not self._is_inside:
-                self._next_epoch(plain=not self._is_named(loader))
+                self._next_epoch(plain=plain)
 
     def waits_for(self, loader: Any) -> int | None:
         """How many batches a loader will leave out when it is gone through next; none if it waits at no position."""
@@ -309,23 +315,26 @@ class Loop:
         self, loader: Iterable[Any], found: Callable[[], Any], own: Own | None = None
     ) -> Iterator[tuple[int, Any]]:
         """Each batch with its number in the epoch. `own` makes the iterator of a loader in a plain `for`."""
-        jumps, skipped = -1, False
+        jumps, handed = -1, None
         while jumps != self._jumps:
             jumps = self._jumps
             around = {id(feed): feed.batches for feed in self._feeds.values() if feed.is_open}
-            one = self._open_pass(loader, found, announced=own is None, skipped=skipped)
+            one = self._open_pass(loader, found, handed, announced=own is None)
+            again = False
             try:
                 for batch, samples in self._pulled(one.feed.take(self.progress.epoch, announced=one.announced, own=own)):
                     self._count(one, samples, nested=bool(around))
                     one.handed.hand_out(batch)
                     yield one.feed.index - 1, batch
-                    if jumps != self._jumps:
+                    again = one.may_go_back and one.handed.goes_back()
+                    if jumps != self._jumps or again:
                         break
-                    if not one.announced and one.was_trained and one.handed.was_dropped():
-                        jumps, skipped = -1, True
-                        break
+                else:
+                    again = one.may_go_back and one.handed.goes_back(exhausted=True)
             finally:
-                self._close_pass(one, around, skipped=jumps == -1, jumped=jumps not in (-1, self._jumps))
+                self._close_pass(one, around, again=again, jumped=jumps != self._jumps)
+            if again:
+                jumps, handed = -1, one.handed
 
     def _pulled(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same. Whatever a loader reads from meanwhile is its own affair, and is not followed."""
@@ -341,30 +350,32 @@ class Loop:
             yield taken
             del taken  # or it would live as long as the next batch takes
 
-    def _open_pass(self, loader: Any, found: Callable[[], Any], *, announced: bool, skipped: bool) -> Pass:
-        """`skipped`: the script has skipped by hand what the loader will leave out."""
+    def _open_pass(self, loader: Any, found: Callable[[], Any], handed: Handed | None, *, announced: bool) -> Pass:
+        """`handed`: what the script was given before its loader was taken back."""
         key = self._key(loader, announced=announced)
         feed = self._feeds[key] if key in self._feeds else self._add(key, loader)
         saved = self._taken.pop(key, None)
-        handed = Handed(feed.batches if saved and not skipped else 0, Signs(self.models()))
+        trusted = (saved or {}).get("unused") == 0
+        handed = handed or Handed(feed.batches if saved else 0, Signs(self.models()), trusted=trusted)
         one = Pass(key, feed, saved, handed, announced, found, self.progress.batch)
         if not (announced or self._in_epochs or self._passes):
             one.counted = epoch_variable()
         self._passes.append(one)
         return one
 
-    def _close_pass(self, one: Pass, around: Mapping[int, int], *, skipped: bool, jumped: bool) -> None:
+    def _close_pass(self, one: Pass, around: Mapping[int, int], *, again: bool, jumped: bool) -> None:
         self._passes = [other for other in self._passes if other is not one]
-        one.handed.forget()
         self._ended = one if one.trained else self._ended
         self._forget_if_nested(one, around)
+        if not again:
+            one.handed.forget()
         if jumped or one.trained or not self._signalled:
             return
         self.progress.samples -= one.samples  # of no training
         if one.saved is not None and one.samples and not one.announced:
             self._put_back(one)
-            told = TAKEN_BACK.format(one.handed.left_out) if skipped else NO_TRAINING.format(one.handed.left_out)
-            self.habits.remarks.tell("put back", told)
+            if not again:
+                self.habits.remarks.tell("put back", NO_TRAINING.format(one.batch))
 
     def _put_back(self, one: Pass) -> None:
         """What took a position was no training: let the next pass through such a loader have it."""
@@ -456,6 +467,14 @@ class Loop:
         waits = self.waits_for(loader)
         saved = self._waiting.positions.get(self._key(loader, announced=announced), {})
         return len(loader) - (saved.get("batches", 0) if waits is None else waits)
+
+    def _is_used_up(self, loader: Any) -> bool:
+        """Whether the position that waits for a loader in a plain `for` is the end of its epoch."""
+        key = self._key(loader, announced=False)
+        saved = self._taken.get(key) or self._waiting.positions.get(key) or {}
+        size = size_of(loader)
+        ended = saved.get("done") or saved.get("exhausted")
+        return bool(ended or (size is not None and saved.get("batches", 0) >= size > 0))
 
     def _key(self, loader: Any, *, announced: bool) -> str:
         """What the next pass through a loader goes by."""

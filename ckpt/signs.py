@@ -71,41 +71,42 @@ class Handed:
     """The batches of a resumed pass, up to the first one that the script trains on.
 
     A script that finds its place itself (`if step < resume_step: continue`) drops as many batches as the loader has
-    left out already.
+    left out already. `trusted`: the script is known not to read ahead, so that what it does not train on is dropped.
     """
 
-    def __init__(self, left_out: int, signs: Signs) -> None:
+    def __init__(self, left_out: int, signs: Signs, *, trusted: bool = False) -> None:
         self.left_out = left_out  # by the loader, before the first of these
         self.unused = 0
+        self.skipped = 0  # by hand: the loader is to be taken back
         self._signs = signs
-        self._alive: list[weakref.ref[torch.Tensor]] = []
+        self._trusted = trusted
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
         self._count = 0
-
-    @property
-    def settled(self) -> bool:
-        """Whether training has begun, so that `unused` stays as it is."""
-        return self._signs.seen
 
     def hand_out(self, batch: Any) -> None:
         """A batch is about to be given to the script."""
         if not self._signs.seen:
             self.unused = self._count
             self._count += 1
-            self._alive += [weakref.ref(one) for one in tensors_in(batch)]
+            self._tensors += [weakref.ref(one) for one in tensors_in(batch)]
 
     def note_training(self) -> None:
-        if not self._signs.seen:
-            self._signs.note()
+        self._signs.note()
 
-    def was_dropped(self) -> bool:
-        """Whether the script has let go of exactly what it would skip by hand, and asks for the next batch.
-
-        The last batch may still be held by the variable of its loop. What reads ahead holds on to more.
-        """
-        if self._count != self.left_out or self._count < CERTAIN or self._signs.seen:
+    def goes_back(self, *, exhausted: bool = False) -> bool:
+        """Whether the script has dropped all that it was given, so that the loader is to be taken back: when these are
+        as many as it would skip by hand, or when the loader has no more to give and they are fewer."""
+        due = 0 < self._count < self.left_out if exhausted else 0 < self._count == self.left_out
+        if not due or self._signs.seen or not (self._trusted or self._are_dropped()):
             return False
-        held = sum(one() is not None for one in self._alive)
-        return held * self._count <= len(self._alive)
+        if not exhausted:
+            self.skipped, self.left_out, self.unused = self.left_out, 0, 0
+        return True
+
+    def _are_dropped(self) -> bool:
+        """The last batch may still be held by the variable of its loop. What reads ahead holds on to more."""
+        held = sum(one() is not None for one in self._tensors)
+        return self._count >= CERTAIN and held * self._count <= len(self._tensors)
 
     def forget(self) -> None:
         self._signs.forget()
