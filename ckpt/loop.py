@@ -116,6 +116,7 @@ class Loop:
         self.before_pass: Callable[[], None] = lambda: None  # before a plain `for` goes through a loader
         self.counts_updates = False  # a step is one of the first optimizer, and not a call of `manager.step`
         self.models: Callable[[], Iterable[nn.Module]] = lambda: ()
+        self.on_training: Callable[[int], None] = lambda epoch: None  # after every step, given the epoch
         self.has_data: Callable[[], bool] = lambda: False  # generators of the script's own, from which it may make data
         self.habits = Habits(Remarks(aloud=ranks.rank == MAIN), quiet=not follow)
         self._ranks = ranks
@@ -281,6 +282,8 @@ class Loop:
             if not one.trained:
                 one.trained = True
                 self._begin_training(one)
+        if self._live is not None:
+            self.on_training(self.progress.epoch)
         if self._live is not None and not self._passes:
             self._drop_unclaimed()
             if self._ended is not None and self._ended.handed.unused and self._ended.feed.done:

@@ -31,6 +31,7 @@ from ckpt.managed import Managed
 from ckpt.metrics import as_numbers, checked_metrics
 from ckpt.mirror import Mirror
 from ckpt.model_card import Training
+from ckpt.oversights import Oversights
 from ckpt.options import check_mirror, check_options, required_root
 from ckpt.preemption import EXIT_STATUS, Preemption
 from ckpt.progress import Progress
@@ -163,6 +164,8 @@ class StateManager:
         )
         self._managed.look()
         self._follow_loaders(follow=follow)
+        self._oversights = Oversights(self._managed, self._loop.habits.remarks, save_every)
+        self._loop.on_training = self._oversights.trained
         self._metrics: dict[str, Any] = {}
         self._restored: Restored | None = None
         self._started = False
@@ -280,6 +283,7 @@ class StateManager:
         self._managed.look()
         self._make_memory_ready()
         self._loop.stepped()
+        self._oversights.stepped()
         self._metrics = checked_metrics(metrics)
         stop = self.told_to_stop()  # from the first step on: only then is there somebody to answer it
         if stop or self._is_due():
@@ -363,6 +367,7 @@ class StateManager:
         finally:
             following.end(self._loop)
             self._loop.release()
+            self._oversights.close()
             self._preemption.close()
             self._saver.close()
 
@@ -477,6 +482,7 @@ class StateManager:
             return None
         self._source.before_save(self._folder(name))
         self._managed.look()
+        self._oversights.saving()
         self._loop.habits.remarks.tell_lasting()
         self._saver.save(name, lambda: self._capture(name, numbers), self._managed.optimized, facts, wait=wait)
         self._source.after_save()
