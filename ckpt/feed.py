@@ -100,9 +100,7 @@ class Feed:
         together = (getattr(self._reader, "batch_size", None) or 1) * self._position.world_size
         return self._position.batches + self._position.start // together
 
-    def take(
-        self, epoch: int, *, announced: bool = True, own: Own | None = None
-    ) -> Iterator[tuple[Any, int]]:
+    def take(self, epoch: int, *, announced: bool = True, own: Own | None = None) -> Iterator[tuple[Any, int]]:
         """The rest of the epoch: each batch with its number of samples. The loader is told the epoch if `announced`.
 
         `own` makes the loader's iterator, where that is not what its class says.

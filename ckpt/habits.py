@@ -29,23 +29,23 @@ NESTED = (
     "through those that are to be followed with manager.batches(loader)."
 )
 ENUMERATED = (
-    "enumerate() counts from 0 again, though this epoch goes on at batch {0}: what depends on the number differs. Write "
-    "`for i, batch in manager.enumerate(loader)`."
+    "enumerate() counts from 0 again, though this epoch goes on at batch {0}: what depends on the number differs. "
+    "Write `for i, batch in manager.enumerate(loader)`."
 )
 SKIPPED = (
-    "{0} batches were handed out after the resume before any was trained on, so they are lost. The loader begins where "
-    "the checkpoint was: a script that skips batches by hand, or reads ahead, must not. Remove that, or say follow=False."
+    "{0} batches were handed out after the resume before any was trained on, and are lost. The loader begins where the "
+    "checkpoint was: do not skip batches by hand, and do not read ahead around it; or say follow=False."
 )
 OTHER_LOADER = (
     "training goes on with other data than that which the checkpoint was in the middle of, and which begins anew: a"
 )
 NO_TRAINING = (
-    "a loop without training went through what is left of the epoch after batch {0}, where training will go on, and not "
+    "a loop without training went through what is left of the epoch after batch {0}, where training will go on, not "
     "through all of it. Evaluate under torch.no_grad(), and it begins at the beginning."
 )
 TAKEN_BACK = (
-    "this script skips the first {0} batches by hand, which its loader had left out already: the loader was taken back, "
-    "and no batch is lost. To spare the time, remove the skipping, or say follow=False."
+    "this script skips the first {0} batches by hand, which its loader had left out already: the loader was taken "
+    "back, and no batch is lost. To spare the time, remove the skipping, or say follow=False."
 )
 
 
@@ -152,11 +152,12 @@ class Habits:
 
     def is_ahead(self, progress: Progress, counted: int | None) -> bool:
         """Whether the resumed loop begins with the epoch after the checkpoint's, by its own count."""
-        known = self._resumed and self._offset is not None and counted is not None
-        return known and counted == progress.epoch + self._offset + 1  # type: ignore[operator]
+        if not self._resumed or self._offset is None or counted is None:
+            return False
+        return counted == progress.epoch + self._offset + 1
 
     def settled(self, handed: Handed, before: int, *, enumerated: bool) -> None:
-        """The first batch of a pass is trained on. `before`: how many were left unused when its checkpoint was saved."""
+        """The first batch of a pass is trained on. `before`: how many were unused when its checkpoint was saved."""
         if handed.skipped:
             self.remarks.tell("skipped", TAKEN_BACK.format(handed.skipped))
         elif handed.left_out and handed.unused and not self.quiet:

@@ -15,10 +15,11 @@ from ckpt.choosing import Choice, choose
 from ckpt.collector import undisturbed
 from ckpt.console import say
 from ckpt.errors import ConfigError, StateError
+from ckpt.feeds import Waiting
 from ckpt.folder import open_url
 from ckpt.formats.manifest import Manifest
 from ckpt.hosts import EVERYWHERE
-from ckpt.loop import Loop, Waiting
+from ckpt.loop import Loop
 from ckpt.managed import Managed
 from ckpt.opened import Opened
 from ckpt.parts import Notes

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from ckpt import order, rng
 from ckpt.batches import Batches, is_enumerated
-from ckpt.console import say
 from ckpt.errors import ConfigError
 from ckpt.feed import Feed
+from ckpt.feeds import PLAIN, Feeds, Waiting
 from ckpt.following import Own
 from ckpt.habits import NESTED, NO_TRAINING, OTHER_LOADER, READ_AHEAD, Habits
-from ckpt.likeness import epoch_variable, likeness, skips_by_itself
-from ckpt.loaders import size_of
+from ckpt.likeness import epoch_variable, skips_by_itself
 from ckpt.progress import Progress
 from ckpt.ranks import MAIN, Ranks
 from ckpt.remarks import Remarks
@@ -30,49 +26,6 @@ from ckpt.signs import Handed, Signs
 
 T = TypeVar("T")
 Handout = TypeVar("Handout")
-
-PLAIN = "plain"  # the name of loaders that a script goes through without a word to the manager
-
-
-@dataclass
-class Waiting:
-    """Saved positions that wait for their loaders. What will not be as it was is added to `approximated`."""
-
-    positions: dict[str, Any] = field(default_factory=dict)
-    ready: Callable[[], None] = lambda: None
-    approximated: dict[str, str] = field(default_factory=dict)
-    _arrived: bool = False
-
-    def place(self, key: str, feed: Feed) -> dict[str, Any] | None:
-        """Bring a loader to its position, if one waits for it: that position."""
-        saved: dict[str, Any] | None = self.positions.pop(key, None)
-        if saved is not None:
-            changes = feed.go_back(saved, self._arrive, self._warn)
-            self.approximated.update({f"{key}.{what}": why for what, why in changes.items()})
-        return saved
-
-    def put_back(self, key: str, saved: dict[str, Any]) -> None:
-        """Let the next pass through a loader begin at that position once more, with the generators as they were."""
-        self.positions[key] = saved
-        self._arrived = False
-
-    def like(self, loader: Any) -> str | None:
-        """The key of a position that was saved for such a loader, which the script had gone through by itself."""
-        plain = ((key, saved) for key, saved in self.positions.items() if key.startswith(PLAIN))
-        return next((key for key, saved in plain if saved.get("likeness") == likeness(loader)), None)
-
-    def _arrive(self, done: bool, before: dict[str, Any]) -> None:
-        """A loader is where it was. Of loaders side by side, the first sees generators as they were saved; the others
-        see what it has drawn since."""
-        if done or not self._arrived:
-            self.ready()
-            self._arrived = not done
-        else:
-            rng.restore(before)
-
-    def _warn(self, text: str) -> None:
-        self.approximated["data order"] = text
-        say(f"ckpt: {text}")
 
 
 @dataclass
@@ -100,9 +53,6 @@ class Pass:
 class Loop:
     """Counts, and goes through loaders so that it can say where they are.
 
-    A loader goes by its name, or by when the epoch comes to it: the first, the second. So a loader may be made anew for
-    every epoch, and be gone through twice in one. Loaders that a script goes through by itself go by what they are.
-
     A save inside `batches` belongs to the middle of its epoch. One made when the loaders of the epoch have been gone
     through belongs to its end: the next run begins with the next epoch. So does one made in an epoch without a loader,
     when it has made as many steps as the one before.
@@ -120,20 +70,16 @@ class Loop:
         self.has_data: Callable[[], bool] = lambda: False  # generators of the script's own, from which it may make data
         self.habits = Habits(Remarks(aloud=ranks.rank == MAIN), quiet=not follow)
         self._ranks = ranks
-        self._named = named  # the loaders that go by a name, as they are now
         self._follow = follow
         self._others = follow and others
         self._live: tuple[int, int] | None = None  # the process and thread of the training, once it is resumed
         self._in_epochs = False
         self._announces = False  # the loop goes through `batches`, which count its epochs
-        self._feeds: dict[str, Feed] = {}  # of this epoch
+        self._feeds = Feeds(ranks, named)
         self._passes: list[Pass] = []  # that are open
-        self._taken: dict[str, dict[str, Any]] = {}  # positions of loaders that have not been gone through since
         self._ended: Pass | None = None  # the last one that was trained on
         self._pulling = False
-        self._waiting = Waiting()
         self._jumps = 0
-        self._steered: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
         self._hooks: list[Any] = []
         self._first: weakref.ref[torch.optim.Optimizer] | None = None
         self._signalled = False  # steps are seen: a pass without one was no training
@@ -146,7 +92,7 @@ class Loop:
         if not isinstance(total, int):
             raise ConfigError(f"epochs() takes the number of epochs in all, not {total!r}.")
         self._in_epochs = True
-        if not any(key.startswith(PLAIN) for key in self._waiting.positions):
+        if not any(key.startswith(PLAIN) for key in self._feeds.waiting.positions):
             self.progress.epoch -= self.habits.plain_epochs  # of a loop before this one
             self.habits.plain_epochs = 0
         try:
@@ -159,8 +105,8 @@ class Loop:
     def batches(
         self, loader: Iterable[T], begin: Callable[[], None], each: Callable[[int, T], Handout]
     ) -> Batches[Handout]:
-        """The rest of the epoch, as `each` makes it of a batch and its number. If `go_back` is called meanwhile, it goes
-        on from there. `begin` is called before the first.
+        """The rest of the epoch, as `each` makes it of a number and a batch. `begin` is called before the first. If
+        `go_back` is called meanwhile, it goes on from there.
         """
         if not isinstance(loader, Iterable):
             raise ConfigError(f"batches() goes through a loader, and a {type(loader).__name__} cannot be gone through.")
@@ -170,23 +116,21 @@ class Loop:
             self._announces = True
             for number, batch in self._through(loader, found):
                 yield each(number, batch)
-            if not self._in_epochs and not self._is_inside:
+            if not self._in_epochs and not self._feeds.open:
                 self._next_epoch()
 
         def length() -> int:
             begin()
-            return self._left(loader, announced=True)
+            return self._feeds.left(loader, announced=True)
 
         return Batches.made(through, length)
 
     def owns(self, loader: Any) -> bool:
         """Whether a plain `for` over a loader is to be followed, because it goes by a name."""
-        return self._follow and self._is_at_home() and self._is_named(loader)
+        return self._follow and self._is_at_home() and self._feeds.is_named(loader)
 
     def takes(self, loader: Any) -> bool:
-        """Whether a plain `for` over a loader without a name may be training, and can be followed.
-
-        """
+        """Whether a plain `for` over a loader without a name may be training, and can be followed."""
         safe = self._others and self._live is not None and self._is_at_home()
         return safe and getattr(loader, "in_order", True) and not skips_by_itself(loader)
 
@@ -198,7 +142,7 @@ class Loop:
 
     def follow(self, loader: Any, own: Own) -> Iterator[Any]:
         """A plain `for` over a loader: what is left of the epoch, if a position waits for it, or all of it."""
-        length = lambda: self._left(loader, announced=False)  # noqa: E731
+        length = lambda: self._feeds.left(loader, announced=False)  # noqa: E731
         return Batches.made(lambda found: self._follow_through(loader, own, found), length)
 
     def _follow_through(self, loader: Any, own: Own, found: Callable[[], Any]) -> Iterator[Any]:
@@ -207,10 +151,10 @@ class Loop:
         """
         self.before_pass()
         counts = not self._in_epochs and not self._announces
-        plain = not self._is_named(loader)
-        if self._over(loader) and counts and not self._is_inside:
+        plain = not self._feeds.is_named(loader)
+        if self._feeds.over(loader) and counts and not self._feeds.open:
             self._next_epoch(plain=plain)
-        if counts and self._is_used_up(loader) and self.habits.is_ahead(self.progress, epoch_variable()):
+        if counts and self._feeds.is_used_up(loader) and self.habits.is_ahead(self.progress, epoch_variable()):
             for _ in self._through(loader, found, own=own):  # nothing: it takes the generators to where they were
                 pass
             self._next_epoch(plain=plain)
@@ -219,22 +163,20 @@ class Loop:
             for _, one in self._through(loader, found, own=own):
                 yield one
         finally:
-            over = self._over(loader)
-            if not any(feed.trained for feed in over.values()) and jumps == self._jumps:
-                self._feeds = {key: feed for key, feed in self._feeds.items() if key not in over}
+            over = self._feeds.over(loader).values()
+            if not any(feed.trained for feed in over) and jumps == self._jumps:
+                self._feeds.drop(*over)
                 self.progress.batch = batch
-            elif all(feed.done for feed in over.values()) and counts and not self._is_inside:
+            elif all(feed.done for feed in over) and counts and not self._feeds.open:
                 self._next_epoch(plain=plain)
 
     def waits_for(self, loader: Any) -> int | None:
         """How many batches a loader will leave out when it is gone through next; none if it waits at no position."""
-        return next((feed.batches for feed in self._feeds.values() if feed.waits and feed.loader is loader), None)
+        return self._feeds.waits_for(loader)
 
     def skip(self, loader: Any, batches: int) -> None:
         """Let the next time through a loader begin after so many batches."""
-        key = self._key(loader, announced=False)
-        feed = self._feeds[key] if key in self._feeds else self._add(key, loader)
-        feed.skip(batches)
+        self._next_feed(loader, announced=False)[1].skip(batches)
         self.progress.batch = batches
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -256,22 +198,14 @@ class Loop:
         self._signalled = True
         self._mark_training()
         self.progress.step += 0 if self.counts_updates else 1
-        self.habits.stepped(fed=self._is_fed, in_epochs=self._in_epochs, has_data=self.has_data())
+        self.habits.stepped(fed=self._feeds.begun, in_epochs=self._in_epochs, has_data=self.has_data())
 
     def _updated(self, optimizer: torch.optim.Optimizer) -> None:
         self._mark_training()
         if self._first is not None and self._first() is optimizer:
             self.progress.step += 1 if self.counts_updates else 0
             if self._live is not None:
-                self.habits.updated(fed=self._is_fed, in_epochs=self._in_epochs, has_data=self.has_data())
-
-    @property
-    def _is_inside(self) -> bool:
-        return any(feed.is_open for feed in self._feeds.values())
-
-    @property
-    def _is_fed(self) -> bool:
-        return any(not feed.waits for feed in self._feeds.values())
+                self.habits.updated(fed=self._feeds.begun, in_epochs=self._in_epochs, has_data=self.has_data())
 
     def _mark_training(self) -> None:
         """Training goes on: on what every open pass has handed out since the last time."""
@@ -300,19 +234,11 @@ class Loop:
 
     def _drop_unclaimed(self) -> None:
         """Training has gone on without the loader that a plain position waits for."""
-        waiting = self._waiting.positions
+        waiting = self._feeds.waiting.positions
         lost = [key for key in waiting if self.habits.quiet or key.startswith(PLAIN)]
         for what in [waiting.pop(key).get("likeness") for key in lost]:
             if not self.habits.quiet:
                 self.habits.remarks.differs("data", f"{OTHER_LOADER} {what}.")
-
-    def _over(self, loader: Any) -> dict[str, Feed]:
-        """The times through a loader that have ended, or were left."""
-        return {
-            key: feed
-            for key, feed in self._feeds.items()
-            if feed.loader is loader and not feed.is_open and not feed.waits
-        }
 
     def _through(
         self, loader: Iterable[Any], found: Callable[[], Any], own: Own | None = None
@@ -321,11 +247,13 @@ class Loop:
         jumps, handed = -1, None
         while jumps != self._jumps:
             jumps = self._jumps
-            around = {id(feed): feed.batches for feed in self._feeds.values() if feed.is_open}
+            around = {id(feed): feed.batches for feed in self._feeds.open}
             one = self._open_pass(loader, found, handed, announced=own is None)
             again = False
             try:
-                for batch, samples in self._pulled(one.feed.take(self.progress.epoch, announced=one.announced, own=own)):
+                for batch, samples in self._pulled(
+                    one.feed.take(self.progress.epoch, announced=one.announced, own=own)
+                ):
                     self._count(one, samples, nested=bool(around))
                     one.handed.hand_out(batch)
                     yield one.feed.index - 1, batch
@@ -355,9 +283,7 @@ class Loop:
 
     def _open_pass(self, loader: Any, found: Callable[[], Any], handed: Handed | None, *, announced: bool) -> Pass:
         """`handed`: what the script was given before its loader was taken back."""
-        key = self._key(loader, announced=announced)
-        feed = self._feeds[key] if key in self._feeds else self._add(key, loader)
-        saved = self._taken.pop(key, None)
+        key, feed, saved = self._next_feed(loader, announced=announced)
         trusted = (saved or {}).get("unused") == 0
         handed = handed or Handed(feed.batches if saved else 0, Signs(self.models()), trusted=trusted)
         one = Pass(key, feed, saved, handed, announced, found, self.progress.batch)
@@ -376,73 +302,62 @@ class Loop:
             return
         self.progress.samples -= one.samples  # of no training
         if one.saved is not None and one.samples and not one.announced:
-            self._put_back(one)
+            self._feeds.put_back(one.key, one.feed, one.saved)
+            self.progress.batch = one.batch
             if not again:
                 self.habits.remarks.tell("put back", NO_TRAINING.format(one.batch))
 
-    def _put_back(self, one: Pass) -> None:
-        """What took a position was no training: let the next pass through such a loader have it."""
-        assert one.saved is not None
-        self._feeds.pop(one.key, None)
-        self._waiting.put_back(one.key, one.saved)
-        self.progress.batch = one.batch
-        if self._is_named(one.feed.loader):
-            self._add(one.key, one.feed.loader)
+    def _next_feed(self, loader: Any, *, announced: bool) -> tuple[str, Feed, dict[str, Any] | None]:
+        found = self._feeds.next(loader, announced=announced)
+        if not found[1].waits and not self._feeds.open:
+            self.progress.batch = 0
+        return found
 
     def saved_progress(self) -> Progress:
         """Where the next run will begin."""
-        if not self._waiting.positions and self._is_over():
+        if not self._feeds.waiting.positions and self._is_over():
             return Progress(self.progress.epoch + 1, 0, self.progress.step, self.progress.samples)
         return self.progress
 
     def _is_over(self) -> bool:
         """Whether the loop is at the end of its epoch."""
-        if self._feeds:
-            return all(feed.done for feed in self._feeds.values())
+        if self._feeds.by_key:
+            return self._feeds.done
         return self._in_epochs and self.habits.is_over()
 
     def state(self) -> dict[str, Any]:
         """The position of each loader that this epoch has come to, or that waits for it to come."""
-        if self.saved_progress() is not self.progress:
-            return {}
-        return {**self._waiting.positions, **{key: self._position(key, feed) for key, feed in self._feeds.items()}}
 
-    def _position(self, key: str, feed: Feed) -> dict[str, Any]:
-        unused = sum(one.handed.unused for one in self._passes if one.feed is feed)
-        return {**feed.state(), "likeness": likeness(feed.loader), "unused": unused}
+        def unused(feed: Feed) -> int:
+            return sum(one.handed.unused for one in self._passes if one.feed is feed)
+
+        return {} if self.saved_progress() is not self.progress else self._feeds.state(unused)
 
     def seen(self) -> dict[str, Any]:
         """What is known of the loop beside, to be saved."""
-        without_loader = self._in_epochs and not self._feeds
+        without_loader = self._in_epochs and not self._feeds.by_key
         return self.habits.state(without_loader=without_loader, over=self._is_over())
 
     def go_back(self, progress: Progress, waiting: Waiting, seen: Mapping[str, Any]) -> None:
         """Go on from saved positions. A loader takes its own when it comes to `batches`."""
         self.progress = progress
-        self._waiting = waiting
         self._jumps += 1
-        self._feeds, self._taken = {}, {}
         self.habits.go_back(seen, waiting.approximated)
-        for key, loader in self._named().items() if self._follow else ():
-            if key in waiting.positions:
-                self._add(key, loader)
+        self._feeds.go_back(waiting, named=self._follow)
 
     def begins_at(self) -> str:
         """Where the next pass through each loader begins, for the console."""
-        found = {key: saved.get("batches", 0) for key, saved in self._waiting.positions.items()}
-        found |= {key: feed.batches for key, feed in self._feeds.items() if feed.waits}
-        return ", ".join(f"batch {batches} of {key}" for key, batches in found.items())
+        return self._feeds.begins_at()
 
     def rewind_rng(self) -> None:
-        self._waiting.ready()
+        self._feeds.waiting.ready()
 
     def release(self) -> None:
         """Leave the loaders and optimizers as they were."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        for loader in self._steered:
-            order.release(loader)
+        self._feeds.release()
 
     def _count(self, one: Pass, samples: int, *, nested: bool) -> None:
         if not nested:
@@ -456,57 +371,14 @@ class Loop:
 
         Loaders that are gone through side by side are another thing: each moves on while the other is open.
         """
-        stood_still = [feed for feed in self._feeds.values() if around.get(id(feed)) == feed.batches and feed.is_open]
+        stood_still = [feed for feed in self._feeds.open if around.get(id(feed)) == feed.batches]
         if stood_still:
-            self._feeds = {key: feed for key, feed in self._feeds.items() if feed is not one.feed}
+            self._feeds.drop(one.feed)
         if one.trained and any(other.feed in stood_still and not other.announced for other in self._passes):
             self.habits.remarks.note("data", NESTED)
-
-    def _is_named(self, loader: Any) -> bool:
-        return any(one is loader for one in self._named().values())
-
-    def _left(self, loader: Any, *, announced: bool) -> int:
-        """How many batches the next pass through a loader hands out."""
-        waits = self.waits_for(loader)
-        saved = self._waiting.positions.get(self._key(loader, announced=announced), {})
-        return len(loader) - (saved.get("batches", 0) if waits is None else waits)
-
-    def _is_used_up(self, loader: Any) -> bool:
-        """Whether the position that waits for a loader in a plain `for` is the end of its epoch."""
-        key = self._key(loader, announced=False)
-        saved = self._taken.get(key) or self._waiting.positions.get(key) or {}
-        size = size_of(loader)
-        ended = saved.get("done") or saved.get("exhausted")
-        return bool(ended or (size is not None and saved.get("batches", 0) >= size > 0))
-
-    def _key(self, loader: Any, *, announced: bool) -> str:
-        """What the next pass through a loader goes by."""
-        name = next((key for key, one in self._named().items() if one is loader), "loader" if announced else PLAIN)
-        if name == PLAIN:
-            taken = (*self._feeds, *self._waiting.positions)
-            free = (key for number in itertools.count() if (key := f"{PLAIN}.{number}") not in taken)
-            return self._waiting.like(loader) or next(free)
-        again = 0 if name == "loader" else 1
-        key = name if again else f"{name}.0"
-        while key in self._feeds and not self._feeds[key].waits:
-            again += 1
-            key = f"{name}.{again}"
-        return key
-
-    def _add(self, key: str, loader: Any) -> Feed:
-        feed = self._feeds[key] = Feed(loader, self._ranks.rank, self._ranks.world_size)
-        saved = self._waiting.place(key, feed)
-        if saved is not None:
-            self._taken[key] = saved
-        if not feed.waits and not any(one.is_open for one in self._feeds.values()):
-            self.progress.batch = 0
-        if isinstance(loader, DataLoader):
-            self._steered.add(loader)
-        return feed
 
     def _next_epoch(self, *, plain: bool = False) -> None:
         self.progress.epoch += 1
         self.progress.batch = 0
         self.habits.ends_epoch(plain=plain)
-        self._feeds, self._taken = {}, {}
-        self._waiting.positions.clear()
+        self._feeds.clear()

@@ -31,8 +31,8 @@ from ckpt.managed import Managed
 from ckpt.metrics import as_numbers, checked_metrics
 from ckpt.mirror import Mirror
 from ckpt.model_card import Training
-from ckpt.oversights import Oversights
 from ckpt.options import check_mirror, check_options, required_root
+from ckpt.oversights import Oversights, weakly
 from ckpt.preemption import EXIT_STATUS, Preemption
 from ckpt.progress import Progress
 from ckpt.pushing import Pusher
@@ -165,7 +165,7 @@ class StateManager:
         self._managed.look()
         self._follow_loaders(follow=follow)
         self._oversights = Oversights(self._managed, self._loop.habits.remarks, save_every)
-        self._loop.on_training = self._oversights.trained
+        self._loop.on_training = weakly(self._oversights.trained)
         self._metrics: dict[str, Any] = {}
         self._restored: Restored | None = None
         self._started = False

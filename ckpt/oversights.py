@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class Oversights:
         self._first_epoch: int | None = None
         self._ours: dict[int, bool] = {}  # optimizers by identity: whether they train what is managed here
         self._versions: dict[int, int] = {}  # of parameters that no optimizer has
-        self._hook = register_optimizer_step_post_hook(_weakly(self._updated))
+        self._hook = register_optimizer_step_post_hook(weakly(self._updated))
 
     def stepped(self) -> None:
         """`manager.step` was called."""
@@ -107,7 +108,7 @@ class Oversights:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             self._tell_unmanaged(f"{', '.join(changed[:3])}{more} changed, and no managed optimizer has them")
 
-    def _updated(self, optimizer: torch.optim.Optimizer) -> None:
+    def _updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Some optimizer of this process has made a step."""
         ours = self._ours.get(id(optimizer))
         if ours is None:
@@ -159,13 +160,13 @@ def _named(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__name__} of {sum(len(group['params']) for group in optimizer.param_groups)} tensors"
 
 
-def _weakly(method: Any) -> Any:
-    """A hook that does not keep the method's object."""
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """The same method, which does not keep its object: loaders and optimizers, which call it, may outlive that."""
     found = weakref.WeakMethod(method)
 
-    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        call = found()
-        if call is not None:
-            call(optimizer)
+    def call(*given: Any) -> None:
+        method = found()
+        if method is not None:
+            method(*given)
 
-    return after_step
+    return call

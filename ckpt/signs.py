@@ -48,7 +48,7 @@ class Signs:
     def _hook(self) -> Any:
         method = weakref.WeakMethod(self.note)
 
-        @torch.compiler.disable
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def before_forward(*_: Any) -> None:
             note = method()
             if note is not None and torch.is_grad_enabled():
@@ -64,7 +64,8 @@ class Signs:
 
     def _counted(self) -> list[int]:
         """The batches that DeepSpeed's engines have gone back through."""
-        return [one.micro_steps for one in self._models if isinstance(getattr(one, "micro_steps", None), int)]
+        counts = (getattr(one, "micro_steps", None) for one in self._models)
+        return [one for one in counts if isinstance(one, int)]
 
 
 class Handed:

@@ -150,13 +150,13 @@ class TestNumbersOfBatches:
     def test_the_builtin_that_counts_from_0_again_is_told(
         self, anywhere: str, caplog: pytest.LogCaptureFixture, through: str
     ) -> None:
-        from tqdm import tqdm
+        tqdm = pytest.importorskip("tqdm").tqdm
 
         def numbers(run: Fixture) -> Iterable[Any]:
             batches = run.manager.batches(run.loader)
             return enumerate(tqdm(batches, disable=None) if through == "tqdm" else batches)
 
-        _, first = _numbered(anywhere, 4, numbers)
+        _numbered(anywhere, 4, numbers)
         assert not caplog.records
         rest, run = _numbered(anywhere, None, numbers)
         assert rest[0] == (0, 8)
@@ -259,9 +259,7 @@ class TestPrefetchers:
         _, run = self._run(anywhere, None, around)
         assert "manager.batches(Prefetcher(loader))" in run.approximated["data"]
 
-    def test_a_whole_epoch_is_enough_to_tell_at_the_save(
-        self, anywhere: str, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_a_whole_epoch_is_enough_to_tell_at_the_save(self, anywhere: str, caplog: pytest.LogCaptureFixture) -> None:
         run = Fixture(anywhere)
         with run.manager as manager:
             for _ in manager.epochs(1):

@@ -150,7 +150,8 @@ class TestSomethingIsNotManaged:
                 optimizer.step()
                 with torch.no_grad():  # an optimizer of one's own
                     for one in list(model.parameters())[2:]:
-                        one -= 0.1 * one.grad  # type: ignore[operator]
+                        assert one.grad is not None
+                        one.sub_(one.grad, alpha=0.1)
                 manager.step()
         assert len(caplog.records) == 1
         assert "model: 1.weight, model: 1.bias changed" in caplog.text

@@ -55,7 +55,12 @@ class Training:
     """A model and its optimizer in a run, and what was seen: samples, noise and weights."""
 
     def __init__(
-        self, root: str, run: int = 0, make: Callable[[], Any] = LOADERS["shuffled"], given: bool = False, **options: Any
+        self,
+        root: str,
+        run: int = 0,
+        make: Callable[[], Any] = LOADERS["shuffled"],
+        given: bool = False,
+        **options: Any,
     ) -> None:
         torch.manual_seed(run)
         random.seed(run)
@@ -196,12 +201,10 @@ def test_evaluation_of_the_training_loader_with_gradients_is_told_and_does_not_t
     assert "torch.no_grad()" in caplog.text
 
 
-def test_a_loop_that_counts_its_epochs_from_0_again_is_told_so(
-    anywhere: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loop_that_counts_its_epochs_from_0_again_is_told_so(anywhere: str, caplog: pytest.LogCaptureFixture) -> None:
     def run(training: Training, stop: int | None) -> None:
         training.manager.resume()
-        for epoch in range(2):
+        for epoch in range(2):  # noqa: B007
             for batch in training.loader:
                 training.on(batch)
                 if len(training.seen) == stop:
@@ -224,7 +227,7 @@ def test_a_script_that_computes_its_first_epoch_itself_is_left_alone(anywhere: s
     def run(training: Training, stop: int | None) -> None:
         training.manager.resume()
         first = training.manager._loop.progress.step // len(training.loader)  # from the step, as many scripts do
-        for epoch in range(first + 1, 3):  # and counts from 1
+        for epoch in range(first + 1, 3):  # noqa: B007  # and counts from 1
             for batch in training.loader:
                 training.on(batch)
                 if len(training.seen) == stop:
@@ -275,9 +278,7 @@ def test_without_following_a_script_finds_its_place_itself_and_is_not_told(
 
 
 @pytest.mark.parametrize("stop", [1, 3, 5, 7, 9, 10])
-def test_a_script_that_skips_by_hand_loses_no_batch(
-    anywhere: str, caplog: pytest.LogCaptureFixture, stop: int
-) -> None:
+def test_a_script_that_skips_by_hand_loses_no_batch(anywhere: str, caplog: pytest.LogCaptureFixture, stop: int) -> None:
     def run(training: Training, stop: int | None) -> None:
         restored = training.manager.resume()
         for place, batch in enumerate(training.loader):

@@ -18,7 +18,7 @@ from tests.training import exact
 EPOCHS, WINDOW = 3, 2
 
 
-class Killed(Exception):
+class StopError(Exception):
     pass
 
 
@@ -58,9 +58,9 @@ def _train(root: Path, stop: int | None = None, run: int = 0, *, rank: int = 0, 
                     global_step += 1
                     if global_step == stop:
                         accelerator.save_state(str(root / f"checkpoint-{global_step}"))
-                        raise Killed
+                        raise StopError
         seen.append(exact([one.state_dict() for one in (model, optimizer, scheduler)]))
-    except Killed:
+    except StopError:
         pass
     finally:
         manager.close()  # end_training would take the process group down as well
