@@ -144,6 +144,11 @@ class Feeds:
         if self.is_named(feed.loader):
             self.add(key, feed.loader)
 
+    def give_up(self, skipping: Any) -> None:
+        """A loader that skips by itself is gone through: the one with the same data need not, in an epoch to come."""
+        data = getattr(order.reader(skipping), "dataset", None)
+        self.drop(*(one for one in self.by_key.values() if one.waits and order.reader(one.loader).dataset is data))
+
     def state(self, unused: Callable[[Feed], int]) -> dict[str, Any]:
         """The position of each loader that this epoch has come to, or that waits for it to come."""
         now = {

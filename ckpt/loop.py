@@ -127,6 +127,8 @@ class Loop:
 
     def owns(self, loader: Any) -> bool:
         """Whether a plain `for` over a loader is to be followed, because it goes by a name."""
+        if self._is_at_home() and skips_by_itself(loader):
+            self._feeds.give_up(loader)
         return self._follow and self._is_at_home() and self._feeds.is_named(loader)
 
     def takes(self, loader: Any) -> bool:

@@ -525,6 +525,7 @@ class StateManager:
             self._set_started()
             self._saved_at = self._where()
             self._restored = restored
+            self._oversights.resumed_from = restored.name
         return restored
 
     def _make_memory_ready(self) -> None:

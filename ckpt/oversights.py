@@ -27,6 +27,7 @@ class Oversights:
 
     def __init__(self, managed: Managed, remarks: Remarks, save_every: int | None) -> None:
         self.quiet = False
+        self.resumed_from: str | None = None  # the checkpoint's name
         self._managed = managed
         self._remarks = remarks
         self._save_every = save_every
@@ -68,7 +69,8 @@ class Oversights:
         else:
             why = f"save_every={self._save_every}, and there were {self._steps} steps" if steps else ""
         if why and not self.quiet:
-            self._remarks.tell(f"unsaved/{what}", f"{what}: {why}. A resume would start afresh.")
+            after = f"begin at {self.resumed_from} again" if self.resumed_from else "start afresh"
+            self._remarks.tell(f"unsaved/{what}", f"{what}: {why}. The next run would {after}.")
 
     def _look(self) -> None:
         """At what is managed, a few times: looking takes as long as there are parameters."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import skip_first_batches
 from torch.utils.data import DataLoader
 
 from ckpt.integrations.accelerate import attach
@@ -87,7 +88,8 @@ def test_without_following_the_same_script_finds_its_place_itself(
     seen, _ = _train(tmp_path, 10, follow=False)
     rest, manager = _train(tmp_path, run=1, follow=False)
     assert len(seen) + len(rest) == EPOCHS * math.ceil(SAMPLES / 2) + 1
-    assert not caplog.records
+    assert [one.getMessage().partition(":")[0] for one in caplog.records] == ["training is over and nothing was saved"]
+    assert "begin at checkpoint-10 again" in caplog.text  # the second run has saved nothing, which is another matter
     assert manager.restored.begins_at == ""
 
 
@@ -97,6 +99,29 @@ def test_the_function_of_the_accelerator_skips_where_following_is_off(tmp_path: 
     accelerator.prepare(*build())
     with attach(accelerator, tmp_path, follow=False):
         assert len(list(accelerator.skip_first_batches(loader, 4))) == 7
+
+
+def test_the_function_of_accelerate_skips_once_and_not_in_the_epoch_after(tmp_path: Path) -> None:
+    accelerator = new_accelerator()
+    loader, model, optimizer, _ = accelerator.prepare(DataLoader(Numbers(), 2), *build())
+    sizes = []
+    for turn in range(2):
+        with attach(accelerator, tmp_path) as manager:
+            restored = manager.resume()
+            for _ in range(2):
+                seen = 0
+                for batch in skip_first_batches(loader, 4) if restored else loader:
+                    model(batch[1].float().reshape(-1, 1)).mean().backward()
+                    optimizer.step()
+                    seen += 1
+                    if not turn and seen == 4:
+                        accelerator.save_state("four")
+                        break
+                restored = None
+                sizes.append(seen)
+                if not turn:
+                    break
+    assert sizes == [4, 7, 11]
 
 
 def _train_on_ranks(rank: int, root: str) -> None:
