@@ -64,7 +64,7 @@ class Habits:
     _updates: int = 0  # of this epoch: steps of the first optimizer
     _per_epoch: int | None = None  # in the epochs before
     _offset: int | None = None  # from the checkpoint's epoch to the loop's own variable
-    _resumed: bool = False  # and no plain pass has been trained on since
+    resumed: bool = False  # and no plain pass has been trained on since
     _followed: bool = False  # a pass through a loader was trained on
     _thread: int | None = None  # that took the last batch
 
@@ -84,7 +84,7 @@ class Habits:
         approximated.update(state.get("remarks", {}))
         self._per_epoch, self._offset = state.get("steps_per_epoch"), state.get("epoch_offset")
         self.plain_epochs = state.get("plain_epochs", 0)
-        self.asked, self._resumed = False, True
+        self.asked, self.resumed = False, True
         self._steps = self._updates = 0
 
     def note_asked(self) -> None:
@@ -139,20 +139,20 @@ class Habits:
         if in_epochs or self.quiet:
             return
         if counted is None:
-            if self._resumed and progress.epoch and not self.asked:
+            if self.resumed and progress.epoch and not self.asked:
                 self.remarks.differs("epoch", _counts_anew(progress.epoch, "from its beginning"))
         elif self._offset is None:
             self._offset = counted - progress.epoch
-        elif counted - progress.epoch != self._offset and self._resumed:
+        elif counted - progress.epoch != self._offset and self.resumed:
             self.remarks.differs("epoch", _counts_anew(progress.epoch + self._offset, f"from {counted}"))
             self._offset = counted - progress.epoch
         elif counted - progress.epoch != self._offset:
             self.remarks.note("epoch", IN_TURN)
-        self._resumed = False
+        self.resumed = False
 
     def is_ahead(self, progress: Progress, counted: int | None) -> bool:
         """Whether the resumed loop begins with the epoch after the checkpoint's, by its own count."""
-        if not self._resumed or self._offset is None or counted is None:
+        if not self.resumed or self._offset is None or counted is None:
             return False
         return counted == progress.epoch + self._offset + 1
 

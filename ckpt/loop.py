@@ -160,6 +160,8 @@ class Loop:
             for _ in self._through(loader, found, own=own):  # nothing: it takes the generators to where they were
                 pass
             self._next_epoch(plain=plain)
+        if plain and counts and self.habits.resumed and hasattr(loader, "iteration"):
+            loader.iteration = self.progress.epoch  # Accelerate's loaders count their epochs, from 0 in a new process
         jumps, batch = self._jumps, self.progress.batch
         try:
             for _, one in self._through(loader, found, own=own):

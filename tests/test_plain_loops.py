@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
+from tests.accelerated import build, new_accelerator, reseed, train_on
 from tests.training import exact
 
 SIZE = 22
@@ -373,3 +374,36 @@ def test_of_two_managers_the_last_one_follows_and_the_other_says_that_it_does_no
         first.manager.save_state()
         assert "manager.batches(loader)" in caplog.text
     assert (first.manager.progress.epoch, second.manager.progress.epoch) == (0, 1)
+
+
+@pytest.mark.parametrize("stop", [4, 8])
+@pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}, {"use_seedable_sampler": True}])
+def test_a_plain_manager_follows_what_accelerate_has_prepared(
+    anywhere: str, options: dict[str, Any], stop: int
+) -> None:
+    def train(root: str, run: int, stop: int | None) -> tuple[list[Any], dict[str, str]]:
+        reseed(0, 0)  # seedable samplers take their seed when they are prepared
+        accelerator = new_accelerator(loaders=options)
+        model, optimizer, scheduler, loader = accelerator.prepare(*build(), DataLoader(Numbers(), 4, shuffle=True))
+        reseed(0, run)
+        seen: list[Any] = []
+        with ckpt.StateManager(root, model=model, optimizer=optimizer, scheduler=scheduler) as manager:
+            restored = manager.resume()
+            for epoch in range(restored.epoch if restored else 0, 2):
+                for batch in loader:
+                    loss = train_on(batch, accelerator, model, optimizer, scheduler)
+                    seen.append([epoch, *(one.tolist() for one in batch), loss.hex()])
+                    manager.step()
+                    if len(seen) == stop:
+                        manager.save_state()
+                        break
+                else:
+                    continue
+                break
+        return seen, restored.approximated if restored else {}
+
+    straight, _ = train(f"{anywhere}/straight", 0, None)
+    seen, _ = train(f"{anywhere}/stopped", 0, stop)
+    rest, approximated = train(f"{anywhere}/stopped", 1, None)
+    assert seen + rest == straight
+    assert approximated == {}
