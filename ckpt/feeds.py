@@ -27,6 +27,7 @@ class Waiting:
     positions: dict[str, Any] = field(default_factory=dict)
     ready: Callable[[], None] = lambda: None
     approximated: dict[str, str] = field(default_factory=dict)
+    told: bool = False  # what was restored has been told: what a loader that comes later adds is told at once
     _arrived: bool = False
 
     def place(self, key: str, feed: Feed) -> dict[str, Any] | None:
@@ -35,6 +36,8 @@ class Waiting:
         if saved is not None:
             changes = feed.go_back(saved, self._arrive, self._warn)
             self.approximated.update({f"{key}.{what}": why for what, why in changes.items()})
+            for what, why in changes.items() if self.told and feed.is_first_rank else ():
+                say(f"ckpt: approximated: {key}.{what}: {why}")
         return saved
 
     def put_back(self, key: str, saved: dict[str, Any]) -> None:

@@ -260,7 +260,7 @@ class Loop:
                 ):
                     self._count(one, samples, nested=bool(around))
                     one.handed.hand_out(batch)
-                    yield one.feed.index - 1, batch
+                    yield one.feed.batches - 1, batch
                     again = one.may_go_back and one.handed.goes_back()
                     if jumps != self._jumps or again:
                         break
