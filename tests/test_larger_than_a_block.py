@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
-import random
-import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,13 +11,12 @@ import torch
 from torch import nn
 
 import ckpt
+from ckpt.arena import PIECE
 from ckpt.formats.blocks import BLOCK_SIZE
 from ckpt.formats.native import TensorFile, image
 from ckpt.formats.sharding import Box
 from ckpt.formats.state import Shard
-from ckpt.storage import LocalStorage
-from ckpt.storage.direct import BLOCK, write_durably
-from tests.places import Place
+from tests.places import Place, at, copy
 
 MIB = 1 << 20
 
@@ -74,85 +69,6 @@ def test_a_large_tensor_is_read_into_every_second_row_of_a_larger_one(rows: torc
     assert not larger[1::2].any()
 
 
-def write(path: Path, pieces: object) -> None:
-    with open(path, "xb", buffering=0) as file:
-        write_durably(file.fileno(), pieces)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("size", [BLOCK, 3 * BLOCK + 4097])
-def test_a_large_file_is_synced_after_its_last_byte(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
-    done: list[tuple[str, int]] = []
-    sync, pwrite = os.fsync, os.pwrite
-
-    def synced(descriptor: int) -> None:
-        sync(descriptor)
-        done.append(("synced", os.fstat(descriptor).st_ino))
-
-    def written(descriptor: int, data: memoryview, start: int) -> int:
-        count = pwrite(descriptor, data, start)
-        done.append(("written", os.fstat(descriptor).st_ino))
-        return count
-
-    monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "pwrite", written)
-    LocalStorage(tmp_path).write("object", [b"x" * size])
-    inode = (tmp_path / "object").stat().st_ino
-    of_the_file = [what for what, which in done if which == inode]
-    assert of_the_file.count("written") >= size // BLOCK
-    assert of_the_file[-1] == "synced"
-
-
-def is_direct(descriptor: int) -> bool:
-    return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_disk_that_takes_less_than_it_is_given_gets_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
-) -> None:
-    pwrite, short = os.pwrite, 0
-
-    def half(descriptor: int, data: memoryview, start: int) -> int:
-        nonlocal short
-        if is_direct(descriptor) and not direct:
-            raise OSError(errno.EINVAL, "not aligned for this disk")
-        if len(data) < 2 * 4096:
-            return pwrite(descriptor, data, start)
-        short += 1
-        return pwrite(descriptor, data[: len(data) // 2 // 4096 * 4096], start)
-
-    monkeypatch.setattr(os, "pwrite", half)
-    data = random.Random(1).randbytes(2 * BLOCK + 12_345)
-    write(tmp_path / "file", [data])
-    assert short >= 3
-    assert (tmp_path / "file").read_bytes() == data
-
-
-def test_a_block_of_memory_is_refilled_only_when_the_slow_disk_has_written_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """More blocks than there are buffers, and a disk that takes its time with the first."""
-    pwrite, blocks = os.pwrite, 20
-
-    def slowly(descriptor: int, data: memoryview, start: int) -> int:
-        if start == 0:
-            time.sleep(1.0)
-        return pwrite(descriptor, data, start)
-
-    def pieces() -> Iterator[bytes]:
-        for number in range(blocks):
-            yield bytes([number]) * BLOCK
-
-    monkeypatch.setattr(os, "pwrite", slowly)
-    write(tmp_path / "file", pieces())
-    with open(tmp_path / "file", "rb") as file:
-        for number in range(blocks):
-            assert file.read(BLOCK) == bytes([number]) * BLOCK, f"block {number} has another's bytes"
-        assert not file.read()
-
-
 def large(seed: int) -> nn.Linear:
     """A weight of more than two blocks of hashes."""
     torch.manual_seed(seed)
@@ -188,21 +104,48 @@ def test_a_flipped_bit_in_any_block_is_noticed_by_verify_and_by_a_load(saved: Pa
     assert ckpt.verify(saved) == {"a": []}
 
 
-class flipped:  # noqa: N801
+@contextmanager
+def flipped(path: Path, where: int) -> Iterator[None]:
     """While this lasts, one bit of a file is another."""
+    _flip(path, where)
+    try:
+        yield
+    finally:
+        _flip(path, where)
 
-    def __init__(self, path: Path, where: int) -> None:
-        self.path, self.where = path, where
 
-    def __enter__(self) -> None:
-        with open(self.path, "r+b") as file:
-            file.seek(self.where)
-            byte = file.read(1)[0]
-            file.seek(self.where)
-            file.write(bytes([byte ^ 1]))
+def _flip(path: Path, where: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(where)
+        byte = file.read(1)[0]
+        file.seek(where)
+        file.write(bytes([byte ^ 1]))
 
-    def __exit__(self, *_: object) -> None:
-        self.__enter__()
+
+def test_two_blocks_that_changed_places_are_noticed(saved: Path, root: Place) -> None:
+    copy(at(str(saved)), root)
+    file = root / "a" / "model.safetensors"
+    data = file.read_bytes()
+    first, second = data[:BLOCK_SIZE], data[BLOCK_SIZE : 2 * BLOCK_SIZE]
+    file.write_bytes(second + first + data[2 * BLOCK_SIZE :])
+    assert len(ckpt.verify(root)["a"]) == 2
+    file.write_bytes(first + first + data[2 * BLOCK_SIZE :])
+    with ckpt.StateManager(root, model=large(2)) as manager, pytest.raises(ckpt.DamagedError, match="was altered"):
+        manager.load_state("a")
+
+
+def test_a_transposed_weight_over_two_pieces_of_memory_is_saved_as_it_is(root: Place) -> None:
+    """One that is not contiguous, and so large that it lies in two of the pieces that are pinned one by one."""
+    rows = PIECE // 4096 + 500
+    weight = torch.arange(rows * 1024, dtype=torch.float32).reshape(1024, rows).t()
+    model = nn.ParameterDict({"weight": nn.Parameter(weight)})
+    assert not model["weight"].is_contiguous()
+    with ckpt.StateManager(root, model=model) as manager:
+        manager.save_state("a")
+    again = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(rows, 1024))})
+    with ckpt.StateManager(root, model=again) as manager:
+        manager.load_state("a")
+    assert torch.equal(again["weight"], weight)
 
 
 @pytest.mark.parametrize("wait", [True, False])
@@ -216,5 +159,3 @@ def test_a_large_state_is_saved_as_it_was_though_training_goes_on(root: Place, w
         manager.wait()
         manager.load_state("a")
     assert torch.equal(model.weight, before)
-
-

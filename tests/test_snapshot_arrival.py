@@ -19,9 +19,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every snapshot is empty memory until it has been waited for. The paths of files that have arrived."""
     take, arrived = Snapshots.take, list[str]()
 
-    def take_late(
-        self: Snapshots, images: list[Image], optimized: Callable[[], frozenset[int]]
-    ) -> Snapshot | None:
+    def take_late(self: Snapshots, images: list[Image], optimized: Callable[[], frozenset[int]]) -> Snapshot | None:
         snapshot = take(self, images, optimized)
         assert snapshot is not None
         held = [(path, view, bytes(view)) for path, one in snapshot.images.items() for view in one.pieces()]

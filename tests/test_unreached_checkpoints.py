@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import ckpt
-from ckpt.storage import Entry
+from ckpt.storage import Entry, open_storage
 from tests.faulty_proxy import FaultyProxy
 from tests.places import PassedOn, Place
 from tests.processes import run_ranks
@@ -65,3 +65,19 @@ def test_a_checkpoint_that_any_rank_cannot_reach_is_not_passed_over_whatever_the
     root: Place, unreached_by: int
 ) -> None:
     assert run_ranks(2, _load_what_ranks_see_differently, str(root), unreached_by) == [0, 0]
+
+
+def test_a_denied_read_is_told_at_once(server: Server, s3: str) -> None:
+    with FaultyProxy(server.port) as proxy:
+        storage = open_storage(s3, endpoint_url=proxy.url, deadline=5.0, stall=30.0)
+        storage.write("object", [b"x"])
+        tries: list[str] = []
+
+        def deny(method: str, path: str) -> str:
+            tries.append(method)
+            return "denied"
+
+        proxy.plan = deny
+        with pytest.raises(ckpt.DeniedError, match="AccessDenied"):
+            storage.read("object")
+    assert len(tries) == 1

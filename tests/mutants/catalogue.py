@@ -50,9 +50,7 @@ class StaleError(Exception):
 
 def load(folder: Path = HERE) -> list[Mutant]:
     """All mutants, subject by subject."""
-    return [
-        Mutant.from_yaml(one) for path in sorted(folder.glob("*.yaml")) for one in yaml.safe_load(path.read_text())
-    ]
+    return [Mutant.from_yaml(one) for path in sorted(folder.glob("*.yaml")) for one in yaml.safe_load(path.read_text())]
 
 
 def problem(mutant: Mutant, root: Path = ROOT) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import compileall
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from typing import Any
 from tests.mutants.catalogue import ROOT, Mutant
 
 _UNWANTED = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", ".*_cache")
-_NOT_COMPILED = re.compile(r"/test_[^/]*\.py$")  # pytest compiles them in its own way
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ def copy_tree(target: Path, root: Path = ROOT) -> None:
         else:
             shutil.copy2(one, target / one.name)
     mode = PycInvalidationMode.CHECKED_HASH
-    compileall.compile_dir(target, quiet=2, rx=_NOT_COMPILED, invalidation_mode=mode)
+    compileall.compile_dir(target, quiet=2, invalidation_mode=mode)
 
 
 def environment(folder: Path) -> dict[str, str]:

@@ -52,7 +52,7 @@ def markdown(verdicts: Sequence[Verdict], command: str, machine: str) -> str:
     lines = [
         "# Mutants",
         "",
-        "Small bugs, each planted alone where data would be lost or wrong, and the test that notices it. The bugs are in",
+        "Small bugs, each planted alone where data would be lost or wrong, and the test that notices it. They are in",
         "`tests/mutants/`; the tests of the suite are run against each of them.",
         "",
         f"{summary(verdicts)}, by `{command}` on {machine}.",

@@ -23,7 +23,7 @@ from typing import Any
 _PRELOADED = (
     "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint",
     "torch.distributed.tensor.parallel", "torch.distributed._shard.sharded_tensor", "torch.utils.data", "numpy",
-    "pytest", "_pytest.assertion.rewrite", "pytest_timeout", "safetensors.torch", "huggingface_hub", "fsspec", "s3fs",
+    "pytest", "pytest_timeout", "safetensors.torch", "huggingface_hub", "fsspec", "s3fs",
     "aiobotocore.session", "boto3", "yaml", "xxhash", "rich.progress", "rich.table", "click",
     "torchdata.stateful_dataloader", "http.server", "multiprocessing.forkserver",
 )  # fmt: skip
@@ -107,7 +107,8 @@ def _in_child(folder: str, tests: list[str]) -> None:
     import pytest
 
     seen = _Seen()
-    status = pytest.main(["-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests], plugins=[seen])
+    quick = ["-x", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:xdist"]  # a diff of megabytes takes minutes
+    status = pytest.main([*quick, *tests], plugins=[seen])
     library = getattr(sys.modules.get("ckpt"), "__file__", None)
     with open(os.path.join(folder, "result.json"), "w") as file:
         json.dump({"failed": seen.failed, "passed": seen.passed, "library": library}, file)
