@@ -8,7 +8,7 @@ JOBS ?= 2
 MATRIX := resume_matrix world_size manager data background ranks damage kills bad_input retention \
 	sharded sharded_models linking sharing merge
 
-.PHONY: demo test test-s3 lint format kills faults bench clean
+.PHONY: demo test test-s3 lint format kills faults mutants bench clean
 
 demo: $(READY)
 	$(BIN)/ckpt demo
@@ -37,6 +37,11 @@ kills: $(READY)
 faults: $(READY)
 	CKPT_FAULTS=100 CKPT_KILLS=100 $(BIN)/python -m pytest --timeout 3600 -n $(JOBS) --dist worksteal \
 		tests/test_storage_faults.py tests/test_mirror.py
+
+# one small bug after the other, in a copy of the tree, and whether the tests notice; REPORT=file.md keeps the table,
+# MUTANTS='s3-*' plants some of them
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants --jobs $(JOBS) $(if $(REPORT),--report $(REPORT)) $(MUTANTS)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/cpu.py

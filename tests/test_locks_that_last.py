@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from torch import nn
 
 import ckpt
-from ckpt.storage import open_storage
+from ckpt.storage import ANY, Buffer, open_storage
 from tests.places import PassedOn, Place, committed
 
 
@@ -113,3 +114,27 @@ def test_a_run_holds_its_root_from_its_first_save_to_its_close(root: Place) -> N
             pass
     with open_storage(root).lock(".lock"):
         pass
+
+
+class _Slow(PassedOn):
+    """A mirror to which nothing comes until the gate is open."""
+
+    def __init__(self, root: Place) -> None:
+        super().__init__(root)
+        self.gate = threading.Event()
+
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+        self.gate.wait(60)
+        super().write(key, pieces, over=over)
+
+
+def test_a_checkpoint_that_waits_to_be_copied_is_not_removed_before_it_has_been(root: Place) -> None:
+    mirror = _Slow(root / "mirror")
+    with ckpt.StateManager(root / "run", model=nn.Linear(2, 2), mirror=mirror, keep=ckpt.Keep(last=1)) as manager:
+        for name in ("one", "two"):
+            manager.save_state(name, wait=True)
+        left = committed(root / "run")
+        mirror.gate.set()
+    assert left == {"one", "two"}
+    assert committed(root / "run") == {"two"}
+    assert "two" in committed(root / "mirror")

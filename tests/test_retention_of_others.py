@@ -32,6 +32,22 @@ def test_a_nan_that_an_earlier_run_has_saved_is_not_the_best(root: Place, losses
     assert run(root, keep, [worse]) == [len(losses) + 1, losses.index(1.0) + 1]
 
 
+def test_a_save_that_fails_lets_nothing_go_of_what_was_there_before(root: Place) -> None:
+    class Unholdable:
+        def state_dict(self) -> dict[str, object]:
+            return {"f": print}
+
+        def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+    run(root, None, [1.0, 2.0, 3.0])
+    with ckpt.StateManager(root, model=nn.Linear(1, 1), keep=ckpt.Keep(last=1)) as manager:
+        manager.resume()
+        manager.register(own=Unholdable())
+        with pytest.raises(ckpt.UnsupportedError):
+            manager.save_state("bad", wait=True)
+    assert [one.step for one in ckpt.list_checkpoints(root)] == [3, 2, 1]
+
+
 def test_what_a_newer_version_has_replaced_is_not_cleaned_away_by_an_older_one(
     root: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

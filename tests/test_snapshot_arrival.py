@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 import ckpt
 from ckpt.formats.state import Image
 from ckpt.snapshot import Snapshot, Snapshots
-from tests.places import Place
+from ckpt.storage import ANY, Buffer
+from tests.places import PassedOn, Place
 
 
 @pytest.fixture
@@ -70,3 +72,34 @@ def test_a_snapshot_that_never_arrives_is_a_save_that_fails(root: Place, monkeyp
         with pytest.raises(ckpt.StateError, match="the device is gone"):
             manager.wait()
     assert ckpt.verify(root) == {"before": []}
+
+
+class _Gated(PassedOn):
+    """Files wait until the gate is open."""
+
+    def __init__(self, root: Place) -> None:
+        super().__init__(root)
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+        if key.endswith(".safetensors"):
+            self.gate.wait(60)
+        super().write(key, pieces, over=over)
+
+
+def test_a_second_snapshot_of_the_same_size_does_not_reach_into_files_of_the_first(root: Place) -> None:
+    storage, model = _Gated(root), nn.Linear(50, 50)
+    with ckpt.StateManager(storage, model=model) as manager:
+        storage.gate.clear()
+        nn.init.constant_(model.weight, 1.0)
+        manager.save_state("first")
+        nn.init.constant_(model.weight, 2.0)
+        threading.Timer(0.5, storage.gate.set).start()
+        manager.save_state("second")
+        nn.init.constant_(model.weight, 3.0)
+    assert ckpt.verify(root) == {"second": [], "first": []}
+    for name, value in (("first", 1.0), ("second", 2.0)):
+        with ckpt.StateManager(root, model=model) as manager:
+            manager.load_state(name)
+        assert torch.equal(model.weight, torch.full((50, 50), value))

@@ -125,4 +125,6 @@ def test_list_checkpoints_has_the_one_saved_last_first(root: Place, names: tuple
     with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
         for name in names:
             manager.save_state(name, wait=True)
-    assert [one.name for one in ckpt.list_checkpoints(root)] == list(reversed(names))
+    found = ckpt.list_checkpoints(root)
+    assert [one.name for one in found] == list(reversed(names))
+    assert [one.manifest.sequence for one in found if one.manifest] == list(range(len(names), 0, -1))

@@ -41,6 +41,7 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         _say(answers, _session(order["tests"], order["seconds"]))
+    os._exit(0)  # without clearing away what was imported, which takes seconds
 
 
 def _say(answers: Any, what: dict[str, Any]) -> None:
