@@ -1,4 +1,4 @@
-"""Mutants are kept true: each finds its place in the code, and its tests. `make mutants` plants all, this file a few."""
+"""Mutants are kept true: each finds its place in the code, and its tests. `make mutants` plants all, these a few."""
 
 from __future__ import annotations
 
