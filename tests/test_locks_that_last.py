@@ -37,7 +37,7 @@ def save(root: Place, *names: str) -> nn.Linear:
 
 @pytest.mark.also_on_s3
 def test_a_checkpoint_that_is_being_loaded_cannot_be_locked_by_whoever_would_remove_it(root: Place) -> None:
-    saved, tried = save(root, "a"), []
+    saved, tried = save(root, "a"), list[str]()
 
     def try_to_remove(key: str) -> None:
         tried.append(key)
@@ -54,7 +54,7 @@ def test_a_checkpoint_that_is_being_loaded_cannot_be_locked_by_whoever_would_rem
 
 
 def test_retention_of_a_run_does_not_remove_what_another_is_just_loading(root: Place) -> None:
-    saved, removed = save(root, "old"), []
+    saved, removed = save(root, "old"), list[str]()
 
     def retain(key: str) -> None:
         if not removed:

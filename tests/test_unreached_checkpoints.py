@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 from torch import nn
@@ -39,7 +40,7 @@ class _SeenBy(PassedOn):
         super().__init__(root)
         self.reached, self.looking = reached, False
 
-    def lock(self, key: str, *, shared: bool = False, note: str = "") -> object:  # type: ignore[override]
+    def lock(self, key: str, *, shared: bool = False, note: str = "") -> AbstractContextManager[None]:
         if self.looking and key == "newest" and not self.reached:
             raise ckpt.TransientError("the server is away")
         return super().lock(key, shared=shared, note=note)

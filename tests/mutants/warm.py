@@ -141,7 +141,7 @@ def _stand_in_for_the_fork_server() -> None:
 
     if sys.version_info >= (3, 14):
         return  # it asks for a key there; the ordinary one serves
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
