@@ -20,7 +20,7 @@ from ckpt.catalog import check_name
 from ckpt.config import read_config
 from ckpt.console import say
 from ckpt.copying import Copies
-from ckpt.errors import ConfigError, MissingError, Preempted
+from ckpt.errors import ConfigError, MissingError, Preempted, StorageError
 from ckpt.exporting import SHARD_SIZE, Wanted, belongings, save_live
 from ckpt.hosts import find_hosts
 from ckpt.hub_target import Card, Target
@@ -37,7 +37,7 @@ from ckpt.pushing import Pusher
 from ckpt.ranks import MAIN, find_ranks
 from ckpt.restored import Restored
 from ckpt.retention import Keep
-from ckpt.roots import open_tiers, try_out_tiers
+from ckpt.roots import open_tiers, refuse_checkpoint, try_out_tiers
 from ckpt.saving import Saver
 from ckpt.sources import KINDS, find_source
 from ckpt.storage import MemoryStorage, Storage
@@ -66,8 +66,9 @@ class StateManager:
     `save_every`: steps between saves. `keep`: which checkpoints stay (all, if none). `layout`: "auto" saves what is
     sharded in pieces, each rank its own, and the rest whole; "full" gathers everything into whole files; "sharded"
     shares out also what every rank has. `gradients`: also save gradients, so that a save in the middle of an
-    accumulation window resumes exactly; if none, where an accelerator accumulates. `broadcast`: when loading, read what
-    all ranks of a host need once, and pass it on among them; if none, where the root is far away. `background`: whether
+    accumulation window resumes exactly; if none, where such a window is open, or an accelerator accumulates.
+    `broadcast`: when loading, read what all ranks of a host need once, and pass it on among them; if none, where the
+    root is far away. `background`: whether
     training goes on while a checkpoint is written, unless a save says otherwise. `when_busy`: whether a save that comes
     while another is being written waits for it ("wait") or is left out ("skip"). `host_memory`: bytes that copies of
     the state may take; where that is not enough, training waits until a checkpoint is written. `timeout`: seconds to
@@ -126,6 +127,7 @@ class StateManager:
         if self._ranks.world_size > 1 and any(isinstance(one, MemoryStorage) for one in self._tiers):
             raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
         try_out_tiers(*self._tiers)
+        refuse_checkpoint(self._storage)
         keep = self._source.keep if keep is None else keep
         hosts = find_hosts(self._ranks, self._storage, shared=shared)
         self._mirror: Mirror | None = None
@@ -150,7 +152,7 @@ class StateManager:
         self._managed = Managed(
             self._source.find,
             (self._saver.snapshots.watch, self._loop.watch),
-            gradients=self._source.gradients if gradients is None else gradients,
+            gradients=(self._source.gradients or None) if gradients is None else gradients,
         )
         self._loading = Loading(
             self._ranks, self._source, self._managed, self._loop, self._saver, self._tiers, broadcast, storage_options
@@ -159,6 +161,7 @@ class StateManager:
         if accelerator is not None:
             self._follow_loaders()
         self._metrics: dict[str, Any] = {}
+        self._warned: set[str] = set()
         self._restored: Restored | None = None
         self._started = False
         self._saved_at: tuple[int, int] | None = None
@@ -221,7 +224,8 @@ class StateManager:
     def register(self, **objects: Any) -> None:
         """Manage more objects, each under its name: anything with `state_dict` and `load_state_dict`, or a generator.
 
-        Generators (of torch, NumPy or Python) are kept for every rank; of other objects the main rank's state is.
+        Generators (of torch, NumPy or Python) are kept for every rank. So are other objects whose state differs between
+        ranks; as many ranks have it back, and any other number of them the main rank's.
         """
         self._managed.register(objects)
 
@@ -259,6 +263,7 @@ class StateManager:
 
         Tensors among the metrics are looked at only when a checkpoint is saved.
         """
+        self._saver.owner.require("step()")
         self._loading.refuse_half_loaded()
         if not self._started:  # loading now would undo the step that was just made
             raise ConfigError(
@@ -321,6 +326,7 @@ class StateManager:
 
     def resume(self, *, strict: bool = True) -> Restored | None:
         """Take the root for this run, and load the newest intact checkpoint if there is one; none if there is not."""
+        self._saver.owner.require("resume()")
         self._started = True
         restored = self._load(None, strict=strict)
         self._saver.hold()
@@ -346,13 +352,16 @@ class StateManager:
     def close(self) -> None:
         """Finish what is under way, copies to the mirror too, and let go of the root, the loaders and SIGTERM.
 
-        A manager that is used as a context does this itself.
+        A manager that is used as a context does this itself. In a forked child it does nothing: all is the parent's.
         """
+        if not self._saver.owner.is_here:
+            return
         try:
             self.wait()
         finally:
             following.end(self._loop)
             self._loop.release()
+            self._managed.release()
             self._preemption.close()
             self._saver.close()
 
@@ -399,6 +408,7 @@ class StateManager:
         goes on, and None is returned; what goes wrong is raised by the next push, or on the main rank by `wait()` and
         `close()`.
         """
+        self._saver.owner.require("push_to_hub()")
         self._loading.refuse_half_loaded()
         target = Target.of(repo_id, revision, token, private, commit_message, card)
         model, wanted = self._managed.model_part(part), Wanted.of(dtype, max_shard_size)
@@ -410,6 +420,7 @@ class StateManager:
         return self._saver.told(self.progress.to_json(), as_numbers(self._metrics))
 
     def _start(self) -> None:
+        self._saver.owner.require("epochs() or batches()")
         self._loading.refuse_half_loaded()
         if not self._started:
             self.resume()
@@ -448,6 +459,7 @@ class StateManager:
         self, name: str | None, metrics: Mapping[str, Any] | None = None, wait: bool | None = None, *, skip: bool
     ) -> str | None:
         """`skip`: whether it may be left out while another one is under way."""
+        self._saver.owner.require(f"save_state({name!r})" if name else "save_state()")
         self._loading.refuse_half_loaded()
         wait = not self._background if wait is None else wait
         name = check_name(name) if name is not None else self._default_name()
@@ -467,19 +479,35 @@ class StateManager:
         if self._keep is not None:
             self._keep.check(metrics, name)
         generators = {key: rng.capture_one(one) for key, one in self._managed.generators.items()}
+        own, lacking = self._managed.own_now(self._ranks.rank)
+        self._warn(lacking)
         rank_state = {
             "rng": rng.capture(),
             "generators": generators,
             "loaders": self._loop.state(),
             "source": self._source.state(),
+            "lacking": lacking,
         }
-        parts, own = self._managed.parts.values(), self._managed.own(self._ranks.rank)
-        return Capture(self._ranks, self._layout, self._saver.hosts).take(parts, own, rank_state)
+        parts = self._managed.parts.values()
+        capture = Capture(self._ranks, self._layout, self._saver.hosts, self._saver.compared)
+        return capture.take(parts, own, rank_state)
+
+    def _warn(self, lacking: Mapping[str, str]) -> None:
+        """What checkpoints lack is said once, at the first that lacks it, and in `Restored.approximated`."""
+        new = {what: why for what, why in lacking.items() if what not in self._warned}
+        self._warned |= new.keys()
+        for what, why in new.items() if self._ranks.rank == MAIN else ():
+            _log.warning("what is saved is not all there is: %s: %s", what, why)
 
     def _load(self, name: str | None, *, strict: bool) -> Restored | None:
+        self._saver.owner.require("load_state()")
         together(self._ranks, "load_state() (saves done)", self.wait)
         precious = self._saved_at is not None or self.progress.step > 0
-        restored = self._loading.load(name, strict=strict, precious=precious)
+        try:
+            restored = self._loading.load(name, strict=strict, precious=precious)
+        except StorageError as error:
+            self._saver.failed_load = str(error)  # what could not be looked at must not be overtaken by a save
+            raise
         if restored is not None:
             self._started = True
             self._saved_at = self._where()

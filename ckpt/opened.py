@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,10 +20,12 @@ from ckpt.formats.sharding import Box, Layout, is_sharded, layout_of, local_tens
 from ckpt.formats.spread import SpreadTensors, Table
 from ckpt.formats.transfers import Transfer
 from ckpt.formats.values import Decoder
+from ckpt.own_state import OwnTensors
 from ckpt.parts import LEFT, Place, SavedTensor
 from ckpt.ranks import MAIN
 from ckpt.reading import read, read_verified, verify
 from ckpt.sharing import Sharing
+from ckpt.spares import own_key
 from ckpt.storage import Storage
 from ckpt.stored_file import StoredFile, VerifiedFile
 
@@ -77,6 +80,7 @@ class Opened:
         self._opened: dict[str, Tensors] = {}
         self._tables: dict[str, Table] = {}
         self._trees: dict[str, tuple[Any, dict[str, SavedTensor]]] = {}
+        self.as_then = False  # whether as many ranks read it as saved it, so that each takes what was its own
         self.parts: dict[str, Any] = {}
         self.own: dict[str, Any] = {}
         self.state: dict[str, Any] = {}
@@ -95,11 +99,26 @@ class Opened:
         return {key: decode_inline(value) for key, value in self._document(rank_document(rank))["state"].items()}
 
     def has(self, key: str) -> bool:
-        return key in self.parts or key in self.own
+        own = self._own(key)
+        return "absent" not in own if own else key in self.parts or key in self.own
+
+    def lacks(self, key: str) -> bool:
+        """Whether this rank had no such part, though the main one did."""
+        return "absent" in self._own(key)
+
+    def differs(self, key: str) -> dict[str, Any]:
+        """What ranks had differently of a part, where it is not read as each of them had it."""
+        found: dict[str, Any] = {} if self.as_then else self.parts.get(key, {}).get("differs", {})
+        return found
+
+    def _own(self, key: str) -> dict[str, Any]:
+        """A part as this rank alone had it; empty if it had what all had."""
+        found: dict[str, Any] = self.own.get(own_key(key, self.rank), {}) if self.as_then else {}
+        return found
 
     def kind(self, key: str) -> str:
         """The class of the object whose state a part is."""
-        kind: str = self._part(key)["class"]
+        kind: str = (self._own(key) or self._part(key))["class"]
         return kind
 
     def tree(self, key: str) -> Any:
@@ -199,10 +218,11 @@ class Opened:
         return self._tables[key]
 
     def _decoded(self, key: str, find: Callable[[str], Any]) -> Any:
-        return Decoder(find).decode(self._part(key)["state"])
+        return Decoder(find).decode((self._own(key) or self._part(key))["state"])
 
     def _part(self, key: str) -> Any:
-        return self.own[key] if key in self.own else self.parts[key]
+        """A part as all ranks have it, or the main one; what no other rank has is as this one had it."""
+        return self.own[key] if key in self.own else self.parts.get(key) or self._own(key)
 
     def _tensors(self, key: str) -> Tensors:
         if key not in self._opened:
@@ -210,6 +230,18 @@ class Opened:
         return self._opened[key]
 
     def _open(self, key: str) -> Tensors:
+        own = self._own(key)
+        if own:
+            return OwnTensors.of(
+                own,
+                self.rank,
+                lambda rank: self._files(whole_file, own_key(key, rank)),
+                lambda rank: self._files(spread_file, key, rank),
+                functools.cache(lambda: self._open_common(key)),
+            )
+        return self._open_common(key)
+
+    def _open_common(self, key: str) -> Tensors:
         if self.spread(key):
             return SpreadTensors(self._table(key), lambda rank: self._files(spread_file, key, rank), self.rank)
         return _WholeTensors(self._files(whole_file, key), f"{self.manifest.name}: {key}")

@@ -200,7 +200,7 @@ def _differ(rank: int, folder: str) -> None:
         ema = nn.Linear(2, 2)
         nn.init.constant_(ema.weight, rank)
         manager.register(ema=ema)
-        with pytest.raises(ckpt.RanksError, match=r"ema\.safetensors on rank 2"):
+        with pytest.raises(ckpt.RanksError, match=r"ema\.weight: rank 2 has another one"):
             manager.save_state(wait=True)
 
 

@@ -21,7 +21,12 @@ PART = "trainer_state"
 
 
 class TrainerPart:
-    """The Trainer's state, and what it does not keep itself: the loss since it was last logged, of every rank."""
+    """The Trainer's state, and what it does not keep itself: the loss since it was last logged, of every rank.
+
+    The main rank's is that of all, as in a Trainer's own checkpoints: ranks log different times.
+    """
+
+    of_main_rank = True
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -57,6 +62,10 @@ class TotalLimit(Keep):
 
     def check(self, metrics: Mapping[str, float], where: str) -> None:
         """A NaN is never the best, and no reason to stop."""
+
+    def cannot_rank(self, intact: Sequence[Manifest]) -> str:
+        """Trainer itself raises where an evaluation lacks its metric; before the first one, the newest stay."""
+        return ""
 
     def removable(self, newest_first: Sequence[Manifest], damaged: Collection[str] = ()) -> list[str]:
         intact = [one for one in newest_first if one.name not in damaged]
