@@ -22,7 +22,7 @@ from ckpt.console import say
 from ckpt.copying import Copies
 from ckpt.errors import ConfigError, MissingError, Preempted, StorageError
 from ckpt.exporting import SHARD_SIZE, Wanted, belongings, save_live
-from ckpt.hosts import find_hosts
+from ckpt.hosts import find_hosts, may_differ
 from ckpt.hub_target import Card, Target
 from ckpt.loading import Loading
 from ckpt.loop import Loop
@@ -123,7 +123,8 @@ class StateManager:
         self._tiers = open_tiers(where, mirror, storage_options)
         check_mirror(self._tiers[1:], keep=mirror_keep, bandwidth=mirror_bandwidth, backlog=mirror_backlog)
         self._storage = self._tiers[0]
-        self._ranks = find_ranks(self._storage.url, timeout)
+        own_root = may_differ(self._storage, shared=shared)
+        self._ranks = find_ranks(self._storage.url, timeout, own_root=own_root)
         if self._ranks.world_size > 1 and any(isinstance(one, MemoryStorage) for one in self._tiers):
             raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
         try_out_tiers(*self._tiers)
@@ -364,6 +365,7 @@ class StateManager:
             self._managed.release()
             self._preemption.close()
             self._saver.close()
+            self._ranks.linger()
 
     def save_model(
         self,
