@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -166,9 +167,9 @@ class Opened:
         return target
 
     @property
-    def wanted(self) -> list[Transfer]:
-        """All that was asked for."""
-        return [*self._asked, *self._live]
+    def wanted(self) -> tuple[list[Transfer], list[Transfer]]:
+        """All that was asked for: into new memory, and into memory that is in use, which is read later."""
+        return self._asked, self._live
 
     def read_new(self) -> None:
         """Read what was asked for into new memory, verifying it on the way."""
@@ -189,7 +190,8 @@ class Opened:
     def _read(self, transfers: list[Transfer], how: Callable[..., None]) -> None:
         alone, together = self.sharing.divided(transfers)
         with self._bar("loading", transfers) as advance:
-            how(together, self.manifest.name, advance, threads=1)
+            with self.sharing.phase():
+                how(together, self.manifest.name, advance, threads=1)
             how(alone, self.manifest.name, advance)  # last: whom it fails for, the others do not wait for
 
     def _bar(self, verb: str, transfers: list[Transfer]) -> AbstractContextManager[Callable[[float], None]]:
@@ -243,13 +245,26 @@ class Opened:
 
     def _open_common(self, key: str) -> Tensors:
         if self.spread(key):
-            return SpreadTensors(self._table(key), lambda rank: self._files(spread_file, key, rank), self.rank)
+            files = partial(self._files, spread_file, key)
+            return SpreadTensors(self._table(key), files, self.rank, lambda rank: self._is_here(key, rank))
         return _WholeTensors(self._files(whole_file, key), f"{self.manifest.name}: {key}")
 
     def _files(self, name: Callable[..., str], *about: Any) -> list[TensorFile]:
         """The files that are there under a name: with what is trained, and with what is frozen."""
         names = (name(*about), name(*about, frozen=True))
         return [self._tensor_file(one) for one in names if one in self._records]
+
+    def _is_here(self, key: str, rank: int) -> bool:
+        """Whether this host has what a rank has written of a part: it may have only its own ranks' files."""
+        if not self.manifest.hosts:
+            return True
+        found = (self._records.get(spread_file(key, rank, frozen=frozen)) for frozen in (False, True))
+        records = [one for one in found if one is not None]
+        return all(self._sizes.get(f"{self.manifest.name}/{one.path}") == one.size for one in records)
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return {entry.key: entry.size for entry in self._storage.list(self.manifest.name)}
 
     def _tensor_file(self, name: str) -> TensorFile:
         file = self._file(name)

@@ -82,7 +82,7 @@ class Restoration:
 
         opened, takers = together(ranks, call, look)
         if share and ranks.world_size > 1:
-            opened.sharing = held.enter_context(sharing(ranks, call, opened.wanted))
+            opened.sharing = held.enter_context(sharing(ranks, call, *opened.wanted))
         together(ranks, call, opened.read_new)
         if precious:
             together(ranks, call, opened.verify_live)
