@@ -173,7 +173,7 @@ def _mine(objects: dict[str, Any]) -> str:
 
 def _save(rank: int, root: str, case: str, background: bool, layout: str) -> None:
     objects, step = CASES[case][1](1)
-    with ckpt.StateManager(root, **objects, layout=layout, timeout=60) as manager:
+    with ckpt.StateManager(root, **objects, layout=layout, timeout=60, follow=False) as manager:
         manager.save_state("before")  # what differs later may be the same now
         for number in range(2):
             step()
@@ -185,7 +185,7 @@ def _save(rank: int, root: str, case: str, background: bool, layout: str) -> Non
 def _load(rank: int, root: str, case: str, layout: str) -> None:
     objects, step = CASES[case][1](2)
     step()
-    with ckpt.StateManager(root, **objects, layout=layout, timeout=60) as manager:
+    with ckpt.StateManager(root, **objects, layout=layout, timeout=60, follow=False) as manager:
         restored = manager.load_state("step-1")
         assert not restored.skipped, restored.skipped
         assert not restored.approximated, restored.approximated
