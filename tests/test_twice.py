@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch import nn
@@ -12,6 +12,7 @@ from ckpt.clearing import leave_mark, read_mark
 from ckpt.copying import Copies
 from ckpt.formats.blocks import BlockHasher
 from ckpt.formats.manifest import FileRecord, Manifest
+from ckpt.one_save import Save
 from ckpt.preemption import Preemption
 from ckpt.storage import MemoryStorage, Storage, open_storage
 from tests.places import Place, committed
@@ -106,3 +107,17 @@ def test_a_copy_is_committed_only_when_all_hosts_have_sent_their_files(anywhere:
     assert ckpt.verify(f"memory://{name}-far") == {"a": []}
     for one in copies:
         one.close()
+
+
+def test_a_file_that_two_ranks_wrote_with_other_bytes_is_refused_before_the_commit() -> None:
+    """State is compared before anything is written; what the disk got is compared once more."""
+
+    def report(*blocks: str) -> list[dict[str, Any]]:
+        record = {"name": "model.safetensors", "path": "model.safetensors", "size": 3, "blocks": list(blocks)}
+        return [{"file": record, "receipt": None}]
+
+    reports = cast(Any, Save)._stored
+    (once,) = reports(None, [report("aa"), report("aa")])
+    assert once.file.blocks == ("aa",)
+    with pytest.raises(ckpt.RanksError, match=r"model\.safetensors on rank 1"):
+        reports(None, [report("aa"), report("bb")])
