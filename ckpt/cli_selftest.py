@@ -25,7 +25,7 @@ def selftest(
     """Does SCRIPT resume exactly? Runs it straight, then killed and resumed, and compares.
 
     Every batch, loss, gradient, learning rate, parameter and buffer is compared, step by step. Where the runs first
-    differ, it says at which step, in what, and what is likely behind it. Make the run short: a few epochs on little data.
+    differ, it says at which step, in what, and what is likely behind it. Make the run short: few epochs, little data.
 
     \b
     ckpt selftest train.py --epochs 2
@@ -37,7 +37,7 @@ def selftest(
     """
     from ckpt.errors import ConfigError
     from ckpt.selftest.check import check
-    from ckpt.selftest.runs import Program, ProgramFailed
+    from ckpt.selftest.runs import Program, ProgramError
 
     try:
         program = Program(
@@ -45,7 +45,7 @@ def selftest(
             timeout=timeout, say=lambda text: click.echo(text, err=True),
         )  # fmt: skip
         report = check(program)
-    except (ConfigError, ProgramFailed) as error:
+    except (ConfigError, ProgramError) as error:
         click.echo(f"ckpt: {error}", err=True)
         raise click.exceptions.Exit(2) from error
     click.echo(str(report))

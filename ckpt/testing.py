@@ -1,9 +1,9 @@
 """For the tests of training programs: does mine resume exactly?
 
-    import ckpt.testing
+import ckpt.testing
 
-    def test_my_loop_resumes_exactly():
-        ckpt.testing.assert_exact_resume("train.py", "--epochs", "2", save_every=5)
+def test_my_loop_resumes_exactly():
+    ckpt.testing.assert_exact_resume("train.py", "--epochs", "2", save_every=5)
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ckpt.errors import ConfigError
 from ckpt.selftest.check import Report, check
 from ckpt.selftest.runs import Program
 
-__all__ = ["InexactResume", "Report", "assert_exact_resume"]
+__all__ = ["InexactResumeError", "Report", "assert_exact_resume"]
 
 
-class InexactResume(AssertionError):
+class InexactResumeError(AssertionError):
     """A resumed run differs from a straight one. `report` says where, and what is likely behind it."""
 
     def __init__(self, report: Report) -> None:
@@ -43,8 +43,8 @@ def assert_exact_resume(
     roots of the test's own; a script that looks into that folder itself takes its path as an argument: `"{root}"` in an
     argument stands for it. `save_every` overrules what the program says.
 
-    Raises `InexactResume` where a batch, loss, gradient, learning rate, parameter or buffer differs, with the first
-    such step and the likely cause; `ConfigError` where there is nothing to compare.
+    Raises `InexactResumeError` where a batch, loss, gradient, learning rate, parameter or buffer differs, with the
+    first such step and the likely cause; `ConfigError` where there is nothing to compare.
     """
     report = check(
         Program(
@@ -57,7 +57,7 @@ def assert_exact_resume(
         )
     )
     if not report.exact:
-        raise InexactResume(report)
+        raise InexactResumeError(report)
     return report
 
 

@@ -8,7 +8,7 @@ from textwrap import fill
 from ckpt.errors import ConfigError
 from ckpt.selftest.causes import cause
 from ckpt.selftest.compare import Difference, Rank, first_difference
-from ckpt.selftest.runs import ProgramFailed, Program, Run, kill_steps, scratch
+from ckpt.selftest.runs import Program, ProgramError, Run, kill_steps, scratch
 
 _WIDTH = 110
 
@@ -62,7 +62,7 @@ def check(program: Program) -> Report:
         failure = ""
         try:
             killed.killed(kills)
-        except ProgramFailed as error:
+        except ProgramError as error:
             failure = f"NOT exact: {error}"
         return _judge(straight, killed, kills, failure)
 
@@ -76,10 +76,9 @@ def _kills(straight: Run, program: Program) -> list[int]:
         )
     kills = kill_steps(reference, program.kills, program.seed)
     if not kills:
-        found = f"{len(reference.saves)} saves" if reference.saves else "no save"
         raise ConfigError(
-            f"{program.target}: {found} before the last of its {len(reference.steps)} optimizer steps, so there is "
-            "nothing to resume from in the middle. Give it save_every= (ckpt selftest --save-every N), or more steps."
+            f"{program.target}: no save between the first and the last of its {len(reference.steps)} optimizer steps, "
+            "so there is nothing to resume from. Give it save_every= (ckpt selftest --save-every N), or more steps."
         )
     return kills
 
@@ -87,8 +86,7 @@ def _kills(straight: Run, program: Program) -> list[int]:
 def _judge(straight: Run, killed: Run, kills: list[int], failure: str) -> Report:
     reference = straight.traces[0]
     ranks = [
-        Rank.of(rank, reference[rank], [process[rank] for process in killed.traces])
-        for rank in range(len(reference))
+        Rank.of(rank, reference[rank], [process[rank] for process in killed.traces]) for rank in range(len(reference))
     ]
     loads = [process[0].resumed for process in killed.traces[1:]]
     resumed = tuple((kill, load.number) for kill, load in zip(kills, loads, strict=False) if load is not None)

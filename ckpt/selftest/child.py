@@ -1,6 +1,6 @@
 """A process under the selftest: runs the user's program with a recorder beside it.
 
-    python -m ckpt.selftest.child PLAN.json
+python -m ckpt.selftest.child PLAN.json
 """
 
 from __future__ import annotations

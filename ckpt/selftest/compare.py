@@ -12,8 +12,8 @@ from ckpt.selftest.trace import Resumed, Saved, Step, Trace
 class Difference:
     """The first thing that is not the same, on one rank.
 
-    `what` is one of: nondeterministic, fresh start, state, inputs, losses, gradients, rates, parameters, buffers, extra
-    steps, missing steps, end. `process` counts from 0; every one after the first has resumed.
+    `what` is one of: nondeterministic, fresh start, state, order (of optimizers), batches, inputs, losses, gradients,
+    rates, parameters, buffers, extra steps, missing steps, end. `process` counts from 0; later ones have resumed.
     """
 
     what: str
@@ -53,7 +53,9 @@ class Rank:
         """The save that a process has resumed from."""
         resumed = self.killed[process].resumed
         saves = [one for trace in self.killed[: process + 1] for one in trace.saves]
-        matching = (one for one in reversed(saves) if resumed and (one.name, one.number) == (resumed.name, resumed.number))
+        matching = (
+            one for one in reversed(saves) if resumed and (one.name, one.number) == (resumed.name, resumed.number)
+        )
         return next(matching, None)
 
     def _state(self, process: int, saved: Saved) -> Iterator[Difference]:
@@ -87,9 +89,7 @@ class Rank:
         elif names := _unequal(expected.tensors, last.tensors):
             yield self._difference("end", process, last.number, f"{_listed(names)} differ at the end", names)
 
-    def _difference(
-        self, what: str, process: int, step: int, detail: str, names: tuple[str, ...] = ()
-    ) -> Difference:
+    def _difference(self, what: str, process: int, step: int, detail: str, names: tuple[str, ...] = ()) -> Difference:
         trace = self.killed[process]
         said = trace.steps[-1].named if trace.steps else trace.resumed.named if trace.resumed else []
         return Difference(what, self.rank, process, step, detail, trace.resumed, names, tuple(dict.fromkeys(said)))
@@ -104,10 +104,15 @@ def first_difference(ranks: Sequence[Rank]) -> Difference | None:
 def _compare(straight: Step, step: Step) -> tuple[str, str, tuple[str, ...]] | None:
     """In the order in which a step computes them: the first that differs is the cause of the rest."""
     if straight.optimizer != step.optimizer:
-        detail = f"{step.optimizer} was stepped where the straight run steps {straight.optimizer}"
-        return "inputs", detail, ()
+        return "order", f"{step.optimizer} was stepped where the straight run steps {straight.optimizer}", ()
+    if straight.batches != step.batches:
+        return (
+            "batches",
+            f"other batches ({len(step.batches)} since the step before, {len(straight.batches)} straight)",
+            (),
+        )
     if straight.inputs != step.inputs:
-        return "inputs", f"the model was given other batches ({len(step.inputs)}, {len(straight.inputs)} straight)", ()
+        return "inputs", f"the model was given other inputs ({len(step.inputs)}, {len(straight.inputs)} straight)", ()
     if straight.losses != step.losses:
         return "losses", f"loss {_shown(step.losses)}, {_shown(straight.losses)} straight", ()
     if names := _unequal(straight.gradients, step.gradients):

@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import ckpt.manager
 from ckpt.formats.memory import host_bytes, on_host
 from ckpt.formats.sharding import is_sharded, local_tensor
+from ckpt.loop import Loop
 from ckpt.manager import StateManager
 from ckpt.selftest.plan import Plan
 from ckpt.selftest.trace import End, Resumed, Saved, Step, TraceWriter, read_trace, trace_file
@@ -40,6 +41,7 @@ class Recorder:
         self._writer = TraceWriter(trace_file(self._folder, plan.process, rank))
         self._number = 0
         self._has_stepped = False
+        self._batches: list[str] = []
         self._inputs: list[str] = []
         self._losses: list[str] = []
         self._gradients: dict[str, str] = {}
@@ -50,6 +52,7 @@ class Recorder:
 
     def install(self) -> None:
         self._watch_managers()
+        self._watch_batches()
         self._watch_losses()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
@@ -74,11 +77,12 @@ class Recorder:
         @functools.wraps(saved)
         def _save(manager: StateManager, *args: Any, **options: Any) -> str | None:
             self._watch_models()
-            tensors, inputs, losses = self._tensors(), list(self._inputs), list(self._losses)
+            tensors, number = self._tensors(), self._number
+            pending = list(self._batches), list(self._inputs), list(self._losses)
             progress = manager._loop.saved_progress().to_json()
             name = saved(manager, *args, **options)
             if name is not None:
-                self._writer.add(Saved(self._number, name, progress, inputs, losses, tensors))
+                self._writer.add(Saved(number, name, progress, *pending, tensors))
             return name
 
         @functools.wraps(loaded)
@@ -105,10 +109,22 @@ class Recorder:
         for process in range(self._plan.process, -1, -1):
             for save in reversed(read_trace(self._folder, process, self._rank).saves):
                 if save.name == name and save.progress == progress:
-                    self._number, self._inputs, self._losses = save.number, list(save.inputs), list(save.losses)
+                    self._number = save.number
+                    self._batches, self._inputs, self._losses = save.batches, save.inputs, save.losses
                     return
 
-    # --- models, losses, steps
+    # --- batches, models, losses, steps
+
+    def _watch_batches(self) -> None:
+        through = Loop._through
+
+        @functools.wraps(through)
+        def noted(loop: Loop, *args: Any, **options: Any) -> Iterator[Any]:
+            for batch in through(loop, *args, **options):
+                self._batches.append(_digest(_tensors_in(batch)))
+                yield batch
+
+        setattr(Loop, "_through", noted)  # noqa: B010
 
     def _models(self) -> Iterator[tuple[str, nn.Module]]:
         for manager in self._managers:
@@ -126,7 +142,7 @@ class Recorder:
             self._inputs.append(f"{key} {_digest(_tensors_in([args, kwargs]))}")
 
     def _watch_losses(self) -> None:
-        backward = torch.Tensor.backward
+        backward: Callable[..., None] = torch.Tensor.backward
 
         @functools.wraps(backward)
         def noted(tensor: torch.Tensor, *args: Any, **options: Any) -> None:
@@ -134,7 +150,7 @@ class Recorder:
                 self._losses.append(f"{tensor.detach().item():.9g}")
             backward(tensor, *args, **options)
 
-        torch.Tensor.backward = noted  # type: ignore[method-assign]
+        setattr(torch.Tensor, "backward", noted)  # noqa: B010
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         names = self._names()
@@ -155,6 +171,7 @@ class Recorder:
                 self._number,
                 label,
                 managed,
+                self._batches,
                 self._inputs,
                 self._losses,
                 self._gradients,
@@ -164,7 +181,7 @@ class Recorder:
                 self._named(),
             )
         )
-        self._inputs, self._losses, self._gradients = [], [], {}
+        self._batches, self._inputs, self._losses, self._gradients = [], [], [], {}
         self._watch_models()
         if self._number == self._plan.kill_at:
             self._die()
@@ -195,7 +212,7 @@ class Recorder:
 
     def _tensors(self) -> dict[str, str]:
         """Digests of everything that training goes on from: parameters, buffers, optimizer state, learning rates."""
-        found = {}
+        found: dict[str, str] = {}
         for key, model in self._models():
             found |= {f"{key}.{name}": _digest([one]) for name, one in unwrap(model).named_parameters()}
         found |= {name: _digest([one]) for name, one in self._buffers()}

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,10 @@ from ckpt.selftest.trace import Trace, read_trace
 
 PLACEHOLDER = "{root}"
 _TAIL = 15  # lines of a program's output that an error shows
+_REDIRECTED = (
+    "\nIts checkpoints go to a folder of the test's own. If the script uses that folder itself, hand it over: {root} "
+    "in an argument stands for it, as in --output_dir {root}."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +39,9 @@ class Program:
     seed: int = 0
     timeout: float = 600.0
     say: Callable[[str], None] = lambda text: None
+    start: Callable[[Program, Path, Path], tuple[int | None, str]] = lambda program, plan, log: in_a_process(
+        program, plan, log
+    )
 
     def __post_init__(self) -> None:
         wrong = []
@@ -73,13 +80,16 @@ class Run:
         plan = self._plan(process, kill_at)
         path = self.folder / f"plan-{process}.json"
         plan.write(path)
-        status, output = _run(_command(self.program, path), self.program.timeout, self.folder / f"log-{process}")
+        status, output = self.program.start(self.program, path, self.folder / f"log-{process}")
         self.traces.append([read_trace(self.folder, process, rank) for rank in range(self.program.processes)])
         ended = all(trace.end is not None for trace in self.traces[-1])
         if ended and status == 0:
             return
-        if kill_at is None or not all(trace.steps[-1:] and trace.steps[-1].number == kill_at for trace in self.traces[-1]):
-            raise ProgramFailed(process, status, output)
+        if kill_at is None or not all(
+            trace.steps[-1:] and trace.steps[-1].number == kill_at for trace in self.traces[-1]
+        ):
+            hint = _REDIRECTED if plan.redirect and process == 0 else ""
+            raise ProgramError(process, status, output + hint)
 
     def _plan(self, process: int, kill_at: int | None) -> Plan:
         root = str(self.folder / "root")
@@ -99,7 +109,7 @@ class Run:
         )
 
 
-class ProgramFailed(Exception):
+class ProgramError(Exception):
     """The user's program ended with an error of its own, or not in time."""
 
     def __init__(self, process: int, status: int | None, output: str) -> None:
@@ -122,10 +132,35 @@ def kill_steps(straight: Trace, kills: int, seed: int) -> list[int]:
     """Steps to die after, in order: each one after another save, so that as many places are resumed from."""
     last = straight.steps[-1].number if straight.steps else 0
     saves = sorted({one.number for one in straight.saves if 0 < one.number < last})
-    chance = random.Random(seed)
+    chance = random.Random(seed)  # noqa: S311
     chosen = sorted(chance.sample(saves, min(kills, len(saves))))
     following = {save: next((one for one in saves if one > save), last) for save in saves}
     return [chance.randint(save + 1, following[save]) for save in chosen]
+
+
+def in_a_process(program: Program, plan: Path, log: Path) -> tuple[int | None, str]:
+    """Carry out a plan in a new interpreter, or under torchrun: its exit status (none: not in time) and last lines.
+
+    Nothing of it runs on afterwards.
+    """
+    # a file and not a pipe: a process that outlives its launcher would keep that open
+    with log.open("wb") as output:
+        process = subprocess.Popen(  # noqa: S603
+            _command(program, plan), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    status: int | None = None
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            status = process.wait(program.timeout)
+    finally:
+        _kill_group(process.pid)
+        process.wait()
+    return status, last_lines(log)
+
+
+def last_lines(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join(f"  {line}" for line in lines[-_TAIL:])
 
 
 def _command(program: Program, plan: Path) -> list[str]:
@@ -135,27 +170,10 @@ def _command(program: Program, plan: Path) -> list[str]:
     return [sys.executable, *launcher, "-m", "ckpt.selftest.child", str(plan)]
 
 
-def _run(command: list[str], timeout: float, log: Path) -> tuple[int | None, str]:
-    """Its exit status (none: not in time) and the end of its output. Nothing of it runs on afterwards."""
-    # a file and not a pipe: a process that outlives its launcher would keep that open
-    with log.open("wb") as output:
-        process = subprocess.Popen(  # noqa: S603
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
-    status: int | None = None
-    try:
-        status = process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        _kill_group(process.pid)
-        process.wait()
-    lines = log.read_text(errors="replace").splitlines()
-    return status, "\n".join(f"  {line}" for line in lines[-_TAIL:])
+def _was_killed(trace: Trace, kill_at: int | None) -> bool:
+    return bool(trace.steps) and trace.steps[-1].number == kill_at and trace.end is None
 
 
 def _kill_group(pid: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,14 @@ from typing import Any
 class Step:
     """One `optimizer.step()`, the `number`-th of the run over all its processes and optimizers.
 
-    `inputs` and `losses` are what the managed models were given and what `backward()` was called on since the step
-    before. Tensors are recorded as digests by name.
+    `batches`, `inputs` and `losses` are what the manager handed to the loop, what the managed models were given and
+    what `backward()` was called on since the step before. Tensors are recorded as digests by name.
     """
 
     number: int
     optimizer: str
     managed: bool  # whether the manager keeps this optimizer
+    batches: list[str]
     inputs: list[str]
     losses: list[str]
     gradients: dict[str, str]
@@ -40,6 +41,7 @@ class Saved:
     number: int
     name: str
     progress: dict[str, int]
+    batches: list[str]
     inputs: list[str]
     losses: list[str]
     tensors: dict[str, str]
@@ -118,8 +120,8 @@ def _parse(line: str) -> Record:
     return _KINDS[found.pop("kind")](**found)
 
 
-def flat_inputs(steps: list[Step]) -> Iterator[tuple[int, str]]:
-    """Every input in order, with the number of the step that used it."""
+def in_order(steps: Sequence[Step], what: str) -> Iterator[tuple[int, str]]:
+    """Every batch, or every input, in order, with the number of the step that used it."""
     for step in steps:
-        for digest in step.inputs:
+        for digest in getattr(step, what):
             yield step.number, digest
