@@ -97,7 +97,7 @@ class Recorder:
         for name, method in {"__init__": __init__, "_save": _save, "_load": _load}.items():
             setattr(StateManager, name, method)
         if self._plan.redirect:
-            ckpt.manager.open_tiers = self._open_tiers
+            setattr(ckpt.manager, "open_tiers", self._open_tiers)  # noqa: B010
 
     def _open_tiers(self, root: Any, mirror: Any, options: Any) -> tuple[Any, ...]:
         """Each root that the program names, once for this run: no run may find what another has saved."""

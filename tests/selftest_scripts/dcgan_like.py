@@ -52,11 +52,11 @@ def main() -> None:
                 critic.zero_grad()
                 loss = criterion(critic(real), torch.ones(len(real), 1))
                 loss = loss + criterion(critic(fake.detach()), torch.zeros(len(real), 1))
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer_c.step()
                 if index % 2 == 0:  # the critic is ahead
                     generator.zero_grad()
-                    criterion(critic(fake), torch.ones(len(real), 1)).backward()
+                    criterion(critic(fake), torch.ones(len(real), 1)).backward()  # type: ignore[no-untyped-call]
                     optimizer_g.step()
                 manager.step()
 

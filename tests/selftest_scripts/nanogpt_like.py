@@ -69,7 +69,7 @@ def main() -> None:
                 inputs, targets = get_batch(text, generator)
                 loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
                 average.value = 0.9 * average.value + 0.1 * float(loss)
-                (loss * (1 + average.value) / MICRO_STEPS).backward()
+                (loss * (1 + average.value) / MICRO_STEPS).backward()  # type: ignore[no-untyped-call]
                 manager.progress.step += 1
                 if manager.progress.step % 5 == 0 and manager.progress.step % MICRO_STEPS:
                     manager.save_state(f"step-{manager.progress.step:08d}")
