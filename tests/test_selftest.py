@@ -21,6 +21,7 @@ from ckpt.selftest.runs import Program, kill_steps, last_lines
 from ckpt.selftest.trace import End, Saved, Step, Trace
 from ckpt.testing import InexactResumeError, assert_exact_resume
 from tests.processes import fork
+from tests.selftest_scripts.habits import HABITS
 
 SCRIPTS = Path(__file__).resolve().parent / "selftest_scripts"
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -92,6 +93,13 @@ def test_batches_that_are_skipped_by_hand_as_well_are_found() -> None:
     report = run_script("diffusers_like.py", "--trap", "skip", "--output_dir", "{root}")
     assert not report.exact
     assert "by hand" in " ".join(str(report).split())
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_a_habit_of_users_resumes_exactly_or_ckpt_itself_says_that_it_does_not(habit: str) -> None:
+    report = run_script("habits.py", habit)
+    assert not report.failure, str(report)
+    assert report.exact or report.named, str(report)
 
 
 def test_ranks_are_compared_each_with_itself() -> None:

@@ -19,9 +19,10 @@ _LEFT_OUT = (
     "manager.batches(Prefetcher(loader))."
 )
 _UNUSED = (
-    "{count} batches more than in the straight run were handed out before this step and not used. The script skips "
-    "by hand what was consumed, although the loader begins there already (`if step < resume_step: continue`): take "
-    "that out, or turn following off."
+    "{count} more batches than in the straight run were handed out for this step, and not used. The script skips by "
+    "hand what was consumed, although the loader begins there already (`if step < resume_step: continue`: take that "
+    "out, or turn following off), or something reads ahead around manager.batches: put the prefetcher inside, "
+    "manager.batches(Prefetcher(loader))."
 )
 _GROUPED = (
     "The same batches in the same order, but with another number of them to an optimizer step: a count that starts "
