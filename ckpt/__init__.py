@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.version import __version__
 
 if TYPE_CHECKING:
-    from ckpt.catalog import Checkpoint, list_checkpoints, verify
+    from ckpt.catalog import Checkpoint, list_checkpoints
     from ckpt.comparing import Diff, Difference, diff
     from ckpt.converting import Converted, convert
     from ckpt.errors import (
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
         MetricError,
         MismatchError,
         MissingError,
+        NotDurableError,
         Preempted,
         RanksError,
         SchemeError,
         StateError,
         StorageError,
         TransientError,
+        TruncatedError,
         UnsupportedError,
         VersionError,
     )
@@ -45,9 +47,10 @@ if TYPE_CHECKING:
     from ckpt.pushing import push_to_hub
     from ckpt.restored import Restored
     from ckpt.retention import Keep
+    from ckpt.verifying import verify
 
 _HOMES = {
-    "ckpt.catalog": ("Checkpoint", "list_checkpoints", "verify"),
+    "ckpt.catalog": ("Checkpoint", "list_checkpoints"),
     "ckpt.comparing": ("Diff", "Difference", "diff"),
     "ckpt.converting": ("Converted", "convert"),
     "ckpt.errors": (
@@ -63,12 +66,14 @@ _HOMES = {
         "MetricError",
         "MismatchError",
         "MissingError",
+        "NotDurableError",
         "Preempted",
         "RanksError",
         "SchemeError",
         "StateError",
         "StorageError",
         "TransientError",
+        "TruncatedError",
         "UnsupportedError",
         "VersionError",
     ),
@@ -81,6 +86,7 @@ _HOMES = {
     "ckpt.pushing": ("push_to_hub",),
     "ckpt.restored": ("Restored",),
     "ckpt.retention": ("Keep",),
+    "ckpt.verifying": ("verify",),
 }
 
 __all__ = [
@@ -101,6 +107,7 @@ __all__ = [
     "MetricError",
     "MismatchError",
     "MissingError",
+    "NotDurableError",
     "Preempted",
     "Progress",
     "Pruned",
@@ -111,6 +118,7 @@ __all__ = [
     "StateManager",
     "StorageError",
     "TransientError",
+    "TruncatedError",
     "UnsupportedError",
     "VersionError",
     "__version__",

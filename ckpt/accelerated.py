@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,6 +12,8 @@ from ckpt.errors import StateError, UnsupportedError
 from ckpt.fsdp1 import is_fsdp1
 from ckpt.retention import Keep
 from ckpt.sources import Found
+
+_log = logging.getLogger("ckpt")
 
 
 class Accelerated:
@@ -35,8 +38,22 @@ class Accelerated:
 
     @property
     def keep(self) -> Keep | None:
+        """The project's `total_limit`, under Accelerate's own condition: that it names the checkpoints itself.
+
+        Checkpoints that a script names ("best") are never removed by that limit.
+        """
         limit = self._project.total_limit
-        return None if limit is None else Keep(last=limit)
+        if limit is None:
+            return None
+        if self._project.automatic_checkpoint_naming:
+            return Keep(last=limit)
+        if self.accelerator.is_main_process:
+            _log.warning(
+                "total_limit=%d removes nothing, as with Accelerate itself: it needs automatic_checkpoint_naming=True. "
+                "To remove old checkpoints whatever their names, give keep=ckpt.Keep(last=%d).",
+                limit, limit,
+            )  # fmt: skip
+        return None
 
     @property
     def gradients(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from ckpt.folders import appearing
 from ckpt.formats.manifest import Manifest
 from ckpt.storage import LocalStorage, Staging, Storage
 from ckpt.stored_file import WINDOW
+from ckpt.verifying import reading
+
+_RESCANS = 5
 
 Place = str | os.PathLike[str]
 Options = Mapping[str, Any] | None
@@ -30,16 +33,23 @@ def bring(source: Place, destination: Place, *, step: int | None = None, options
     far = open_url(destination, options)
     if isinstance(far, Staging):
         raise ConfigError(f"{far.url} takes no copies of files: publish a model there with 'ckpt push'.")
-    near, names = catalog.locate(source, options if "://" in os.fspath(source) else None)
+    own_options = options if "://" in os.fspath(source) else None
+    near, names, pointed_at = catalog.located(source, own_options)
     if not names and step is None:
         return _bring_files(Folder.at(source, options), destination, far)
-    chosen = _chosen(near, names, step)
-    if not chosen:
-        raise MissingError(f"{near.url} has no checkpoint that was ever committed.")
+    copied: list[str] = []
     with closing(Copies(near, far)) as copies:
-        _bring_all(copies, chosen)
-    say(f"copied {', '.join(one.name for one in chosen)} to {far.url}")
-    return f"{far.url.rstrip('/')}/{chosen[0].name}" if len(names) == 1 or step is not None else far.url
+        for _ in range(_RESCANS):
+            chosen = _chosen(near, names, step)
+            copied = _bring_all(copies, chosen) if chosen else []
+            if copied or pointed_at:
+                break
+            names = [one.name for one in catalog.scan(near)]  # a run may have let all go, and have newer ones
+    if not copied:
+        gone = f"{chosen[0].name} was removed from there while it was to be copied" if chosen else "none was committed"
+        raise MissingError(f"there is no checkpoint to copy in {near.url}: {gone}.")
+    say(f"copied {', '.join(copied)} to {far.url}")
+    return f"{far.url.rstrip('/')}/{copied[0]}" if len(names) == 1 or step is not None else far.url
 
 
 def _chosen(storage: Storage, names: list[str], step: int | None) -> list[Manifest]:
@@ -51,28 +61,46 @@ def _chosen(storage: Storage, names: list[str], step: int | None) -> list[Manife
             known = ", ".join(one.name for one in found if one.committed) or "none"
             raise MissingError(f"{storage.url} has no checkpoint of step {step}. There are: {known}.")
         found = of_step[:1]
-    if len(found) == 1 and found[0].problem is not None:
+    if len(found) == 1 and found[0].problem is not None and not isinstance(found[0].problem, MissingError):
         raise found[0].problem
     return [one.manifest for one in reversed(found) if one.manifest is not None]
 
 
-def _bring_all(copies: Copies, manifests: list[Manifest]) -> None:
-    """Copy what is intact. What is not is named at the end, and nothing is left of it."""
+def _bring_all(copies: Copies, manifests: list[Manifest]) -> list[str]:
+    """Copy what is intact, and return the names. What is not is named at the end, and nothing is left of it.
+
+    What a run has removed since it was listed is left out, and said.
+    """
     for manifest in manifests:
         _refuse_another(copies.far, manifest)
-    damaged = []
+    copied, damaged = [], []
     copies.look([one.name for one in manifests if _has_begun(copies.far, one)])
-    for manifest in manifests:
-        if not _has_begun(copies.far, manifest):
-            _refuse_strange(copies.far, manifest)
-        try:
-            with copies.near.lock(manifest.name, shared=True):
-                copies.copy(manifest)
-        except DamagedError as error:
-            damaged.append(one_line(str(error)))
-            clearing.clean(copies.far, manifest.name)
+    with ExitStack() as held:
+        held.enter_context(reading(copies.near, manifests[-1].name))  # so that the newest is still there in the end
+        for manifest in manifests:
+            try:
+                if _bring_one(copies, manifest.name):
+                    copied.append(manifest.name)
+                else:
+                    say(f"{manifest.name} is not copied: it was removed from {copies.near.url} meanwhile")
+            except DamagedError as error:
+                damaged.append(one_line(str(error)))
+                clearing.clean(copies.far, manifest.name)
     if damaged:
         raise DamagedError(f"not all of {copies.near.url} was copied: {' '.join(damaged)}")
+    return copied
+
+
+def _bring_one(copies: Copies, name: str) -> bool:
+    """Copy a checkpoint as it is now: it may have been saved anew since it was listed. False if it is gone."""
+    with reading(copies.near, name) as manifest:
+        if manifest is None:
+            return False
+        _refuse_another(copies.far, manifest)
+        if not _has_begun(copies.far, manifest):
+            _refuse_strange(copies.far, manifest)
+        copies.copy(manifest)
+        return True
 
 
 def _has_begun(far: Storage, manifest: Manifest) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.console import bar, size
-from ckpt.errors import AbsentError, CheckpointError, ConfigError, DamagedError, MissingError, StorageError
+from ckpt.errors import AbsentError, CheckpointError, ConfigError, DamagedError, MissingError
 from ckpt.files import rank_of
 from ckpt.formats.manifest import FILE_NAME, FileRecord, Host, Manifest
 from ckpt.storage import HubStorage, Storage, open_storage
@@ -179,32 +179,29 @@ def list_checkpoints(
     return scan(open_storage(root, **(storage_options or {})))
 
 
-def verify(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> dict[str, list[str]]:
-    """What is wrong with a checkpoint, or with each checkpoint of a root, by name: an empty list means intact.
-
-    Every file is read and compared with the hashes in its manifest; of hosts with roots of their own, those of this
-    root. `storage_options` are those of the manager.
-    """
-    storage, names = locate(url, storage_options)
-    return {name: verify_one(storage, name) for name in names}
-
-
 def locate(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> tuple[Storage, list[str]]:
     """The root that a URL means, and the names of its checkpoints; or the one checkpoint that it points at."""
+    return located(url, storage_options)[:2]
+
+
+def located(
+    url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> tuple[Storage, list[str], bool]:
+    """The same, and whether the URL points at one checkpoint: not at a root that may have only one."""
     options = storage_options or {}
     storage = open_storage(url, **options)
     text = os.fspath(url)
     if any(True for _ in storage.list()):
         names = [one.name for one in scan(storage)]
         if not any(entry.key in (FILE_NAME, MARKER, STATE) for entry in storage.list()):
-            return storage, names
+            return storage, names, False
         text = text if "://" in text else os.path.abspath(text)
     root, _, name = text.rstrip("/").rpartition("/")
     if name and not root.endswith(":/"):
         with suppress(ConfigError):  # where the URL is of the root itself, nothing above it is one
             parent = open_storage(root or ("/" if text.startswith("/") else "."), **options)
             if any(True for _ in parent.list(name)):
-                return parent, [name]
+                return parent, [name], True
     check_there(storage)
     raise MissingError(f"there is no checkpoint at {os.fspath(url)}: it is neither a root nor a checkpoint.")
 
@@ -213,11 +210,3 @@ def check_there(storage: Storage) -> None:
     """Raise what is wrong with a repository that looks empty: it may not be there, or be named wrongly."""
     if isinstance(storage, HubStorage):
         storage.repo.head()
-
-
-def verify_one(storage: Storage, name: str) -> list[str]:
-    try:
-        with storage.lock(name, shared=True):  # a run that goes on meanwhile must not remove what is being read
-            return problems(storage, kept_here(storage, read_manifest(storage, name)), show=True)
-    except (CheckpointError, StorageError) as error:
-        return [str(error)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,12 +16,12 @@ from ckpt.errors import (
     AbsentError,
     CheckpointError,
     DamagedError,
-    DeniedError,
     LockedError,
     MissingError,
     StorageError,
     TransientError,
     VersionError,
+    shows_damage,
 )
 from ckpt.formats.manifest import FILE_NAME, Manifest
 from ckpt.hosts import EVERYWHERE, Hosts
@@ -30,14 +31,16 @@ from ckpt.taking_over import ROOT, folder_of, foreign_names, read_any
 
 _log = logging.getLogger("ckpt")
 _RESCANS = 5
-_UNREACHED = (TransientError, DeniedError)
+_BUSY_RESCANS = 20  # while another process removes or cleans the newest one
+_PAUSE = 0.25  # seconds between those
 
 
 @dataclass
 class Choice:
     """The checkpoint that all ranks will load, and the newer ones that were passed over, with the reasons.
 
-    `tier` is where it was found. The root may have another one by its name, which is damaged.
+    `tier` is where it was found. The root may have another one by its name, which is damaged. `damaged` names those
+    whose bytes in the root were shown to be missing or altered: not those that merely could not be read.
     """
 
     manifest: Manifest
@@ -45,6 +48,7 @@ class Choice:
     tier: int
     ready: Any
     passed_over: dict[str, str] = field(default_factory=dict)
+    damaged: frozenset[str] = frozenset()
 
 
 Prepare = Callable[[Storage, Manifest, ExitStack], Any]
@@ -63,16 +67,17 @@ def choose(
     """The checkpoint to load, the same on every rank: the one by that name, or the newest that is intact everywhere.
 
     `tiers` are where they may be; of two copies the first tier's comes first. `prepare` reads it, on all ranks
-    together; a `DamagedError` from it means the next one. One that cannot be reached may be as whole as ever: no older
-    one is taken in its place, but the error is raised. The checkpoint, and what `prepare` puts on its stack, is kept
-    until `held` is left. None if nothing was ever committed. With `foreign`, where there is none of ours, the newest
-    that Accelerate wrote.
+    together; an error that shows damage means the next one. An unreadable checkpoint is not damaged: the error is
+    raised, or a lost permission or a failing mount would silently rewind the run. The same holds for a root that cannot
+    be listed. The checkpoint, and what `prepare` puts on its stack, is kept until `held` is left. None if nothing was
+    ever committed. With `foreign`, where there is none of ours, the newest that Accelerate wrote.
 
     Where `hosts` have roots of their own, what one of them knows to be committed is, and each rank must find what it
     needs in its own host's root, or in the tier behind it.
     """
     call = f"load_state({name!r})" if name else "load_state()"
-    for _ in range(_RESCANS):
+    rescans = busy_rescans = 0
+    while rescans < _RESCANS:
         looking = tiers if ranks.rank == MAIN else tiers[: hosts.keeps(ranks.rank)]
         looked = Outcome.of(lambda: _look(looking, name))  # noqa: B023
         offer = agree(ranks, call, looked, lambda told: _offer(tiers[0], name, told, foreign=foreign))
@@ -82,8 +87,15 @@ def choose(
             return choice
         if not offer["found"]:
             return None
+        if search.busy is not None:
+            busy_rescans += 1
+            if busy_rescans == _BUSY_RESCANS:
+                raise search.busy
+            time.sleep(_PAUSE)
+            continue
         if not search.vanished:  # a run that goes on meanwhile has newer ones by now
             break
+        rescans += 1
     raise DamagedError(_nothing_intact(tiers, name, search.passed_over))
 
 
@@ -109,6 +121,8 @@ class _Search:
     held: ExitStack
     passed_over: dict[str, str]
     vanished: bool = False
+    busy: LockedError | None = None  # another process is removing or cleaning the one that would be next
+    damaged: set[str] = field(default_factory=set)
 
     def first_intact(self, found: list[tuple[int, str]]) -> Choice | None:
         unreached: dict[str, StorageError] = {}
@@ -117,23 +131,31 @@ class _Search:
                 break
             storage = self.tiers[tier]
             with ExitStack() as mine:
+                found_all = not self.hosts.apart  # a file that lies on another host is not damaged
                 try:
                     if tier == 0 and self.hosts.apart:
                         manifest, storage = self._found_apart(name, mine)
+                        found_all = True
                     else:
                         manifest = self._inspected(storage, name, mine)
                     ready = self.prepare(storage, manifest, mine)
+                except LockedError as error:
+                    self.busy = error
+                    return None
                 except (DamagedError, StorageError) as error:
-                    if isinstance(error, _UNREACHED):
+                    if isinstance(error, StorageError) and not shows_damage(error):
                         unreached[name] = error
+                    elif tier == 0 and found_all:
+                        self.damaged.add(name)
                     self._pass_over(name, f"in {storage.url}: {error}" if tier else str(error))
                     continue
                 self.held.push(mine.pop_all())
-                return Choice(manifest, folder_of(storage, manifest), tier, ready, self.passed_over)
+                url = folder_of(storage, manifest)
+                return Choice(manifest, url, tier, ready, self.passed_over, frozenset(self.damaged))
         for name, why in unreached.items():
             raise type(why)(
                 f"{name} cannot be read now: {why} Nothing says that it is damaged, so no older one was taken in its "
-                "place. Try again, or name an older one: load_state(name)."
+                "place. Try again when it can be read; or, to go back on purpose, name an older one: load_state(name)."
             ) from why
         return None
 
@@ -148,7 +170,9 @@ class _Search:
         problem = agree(self.ranks, self.call, verdict, _joined)
         if problem:
             self.vanished = self.vanished or problem["vanished"]
-            raise (TransientError if problem["unreached"] else DamagedError)(problem["text"])
+            if problem["unreached"]:
+                raise TransientError(problem["text"])
+            raise (LockedError if problem["busy"] else DamagedError)(problem["text"])
         return found[0]
 
     def _found_apart(self, name: str, held: ExitStack) -> tuple[Manifest, Storage]:
@@ -168,8 +192,9 @@ def _joined(verdicts: list[Any]) -> Any:
     bad = [verdict for verdict in verdicts if verdict]
     if not bad:
         return None
-    told = {key: any(one[key] for one in bad) for key in ("vanished", "unreached")}
-    return {"text": bad[0]["text"], **told}
+    told = {key: any(one[key] for one in bad) for key in ("vanished", "unreached", "busy")}
+    decisive = max(bad, key=lambda one: (one["unreached"], one["busy"]))
+    return {"text": decisive["text"], **told}
 
 
 def _offer(root: Storage, name: str | None, told: list[Any], *, foreign: bool) -> dict[str, Any]:
@@ -191,21 +216,45 @@ def _offer(root: Storage, name: str | None, told: list[Any], *, foreign: bool) -
 
 
 def _look(tiers: Sequence[Storage], name: str | None) -> list[dict[str, Any]]:
-    """The checkpoints of all tiers, or those of one name. A tier that cannot be reached is done without, if it can be.
+    """The checkpoints of all tiers, or those of one name.
 
-    Where no other has anything, that is an error: a fresh start must not come before what is there.
+    A root that cannot be read is an error, whatever the mirror has: the root's newest checkpoint may be newer. A mirror
+    that cannot be reached is done without, unless the root has nothing: a fresh start must not come before what is
+    there.
     """
     found: list[dict[str, Any]] = []
+    unread: dict[int, StorageError] = {}
     for tier, storage in enumerate(tiers if name != ROOT else ()):
         try:
             here = catalog.scan(storage) if name is None else [catalog.find(storage, catalog.check_name(name))]
         except StorageError as error:
-            if all(one["problem"] is not None for one in found):
-                raise
-            _log.warning("%s cannot be looked at, and may have newer checkpoints: %s", storage.url, error)
+            unread[tier] = error
         else:
             found += [_described(tier, one, name) for one in here]
+    if 0 in unread and len(tiers) > 1:
+        raise type(unread[0])(_root_unread(tiers, found, unread)) from unread[0]
+    for tier, why in unread.items():
+        if all(one["problem"] is not None for one in found):
+            raise why
+        _log.warning("%s cannot be looked at, and may have newer checkpoints: %s", tiers[tier].url, why)
     return found
+
+
+def _root_unread(tiers: Sequence[Storage], behind: list[dict[str, Any]], unread: Mapping[int, StorageError]) -> str:
+    """Both facts: what is wrong with the root, and what the mirror has."""
+    committed = [one for one in behind if one["problem"] is None]
+    newest = max(committed, key=lambda one: (one["sequence"], one["created"]), default=None)
+    root, mirror = tiers[0].url, tiers[1].url
+    if 1 in unread:
+        has = f"The mirror cannot be read either: {unread[1]}"
+    elif newest is None:
+        has = f"The mirror {mirror} has no such checkpoint."
+    else:
+        has = f"The mirror {mirror} has {newest['name']}, but the root may have a newer one, so it was not taken."
+    return (
+        f"{root} cannot be read: {unread[0]} {has} Nothing was loaded. Try again when the root can be read; to go on "
+        f"from the mirror without it, give StateManager another root and mirror={mirror!r}."
+    )
 
 
 def _described(tier: int, one: Checkpoint, name: str | None) -> dict[str, Any]:
@@ -239,14 +288,16 @@ def _inspect(storage: Storage, name: str, held: ExitStack, found: list[Manifest]
             held.enter_context(storage.lock(name, shared=True))
         manifest = read_any(storage, name)
         wrong = catalog.size_problems(storage, manifest)
+    except LockedError as error:
+        return _verdict(f"{name} is being removed or cleaned up by another process: {error}", busy=True)
     except (DamagedError, StorageError) as error:
-        gone = isinstance(error, AbsentError | LockedError)  # removed since it was listed, or just being
-        return _verdict(str(error), vanished=gone, unreached=isinstance(error, _UNREACHED))
+        gone = isinstance(error, AbsentError)  # removed since it was listed
+        return _verdict(str(error), vanished=gone, unreached=not shows_damage(error))
     except MissingError as error:
         return _verdict(str(error), vanished=True)
     found.append(manifest)
     return _verdict(f"{name} is damaged: {'; '.join(wrong)}.") if wrong else None
 
 
-def _verdict(text: str, *, vanished: bool = False, unreached: bool = False) -> dict[str, Any]:
-    return {"text": text, "vanished": vanished, "unreached": unreached}
+def _verdict(text: str, *, vanished: bool = False, unreached: bool = False, busy: bool = False) -> dict[str, Any]:
+    return {"text": text, "vanished": vanished, "unreached": unreached, "busy": busy}

@@ -9,12 +9,13 @@ from functools import partial
 
 import click
 
-from ckpt import catalog
+from ckpt import catalog, verifying
 from ckpt.catalog import Checkpoint
 from ckpt.console import age, aligned, number, one_line, size
-from ckpt.errors import MissingError, StorageError
+from ckpt.errors import MissingError, StorageError, shows_damage
 from ckpt.formats.manifest import FILE_NAME, Manifest
 from ckpt.storage import Storage, open_storage
+from ckpt.verifying import Verdict
 
 _COLUMNS = ("name", "step", "age", "size", "metrics", "world", "intact")
 _TO_THE_RIGHT = ("step", "age", "size", "world")
@@ -33,12 +34,15 @@ def ls(root: str, verify: bool) -> None:
 def verify(url: str) -> None:
     """Read every byte of the checkpoint at URL, or of all below it.
 
-    Exits with status 1 if one is damaged.
+    Exits with status 1 if one is damaged or cannot be read. A run may go on meanwhile: below a root, what is just being
+    saved or removed is no fault.
     """
-    storage, names = catalog.locate(url)
+    storage, names, pointed_at = catalog.located(url)
+    if not names:
+        raise MissingError(f"there are no checkpoints in {url}.")
     width = max(len(name) for name in names)
     verdicts = [_show_verdict(storage, name, width) for name in names]
-    if not all(verdicts):
+    if any(one.is_fault or (pointed_at and one.state != verifying.INTACT) for one in verdicts):
         raise click.exceptions.Exit(1)
 
 
@@ -86,7 +90,7 @@ def _intact(storage: Storage, manifest: Manifest, *, verify: bool) -> str:
         others = catalog.elsewhere(storage, manifest)
         wrong = look(storage, catalog.kept_here(storage, manifest))
     except StorageError as error:
-        return f"no: {one_line(str(error))}"
+        return f"{'no' if shows_damage(error) else 'not known'}: {one_line(str(error))}"
     if wrong:
         return f"no: {'; '.join(wrong)}"
     return f"yes, but for the files of {_listed(others)}" if others else "yes"
@@ -129,21 +133,25 @@ def _show_on_terminal(rows: Sequence[Sequence[str]]) -> None:
     Console().print(table)
 
 
-def _show_verdict(storage: Storage, name: str, width: int) -> bool:
-    """Verify one checkpoint and print its line. Returns whether there is nothing wrong with it."""
-    wrong = catalog.verify_one(storage, name)
-    if wrong and not any(True for _ in storage.list(name)):
-        click.echo(f"{name:<{width}}  was removed meanwhile")
-        return True
-    if wrong:
-        verdict, about = "DAMAGED", _without_name("; ".join(wrong), name)
-    else:
-        manifest = catalog.read_manifest(storage, name)
-        verdict, about = "intact", size(catalog.kept_here(storage, manifest).size)
-        if others := catalog.elsewhere(storage, manifest):
-            about += f"; the rest is on {_listed(others)}"
-    click.echo(f"{name:<{width}}  {click.style(verdict, fg='red' if wrong else 'green')}  {one_line(about)}")
-    return not wrong
+def _show_verdict(storage: Storage, name: str, width: int) -> Verdict:
+    """Verify one checkpoint and print its line."""
+    found = verifying.verdict(storage, name)
+    colour = "red" if found.is_fault else "green" if found.state == verifying.INTACT else "yellow"
+    about = one_line(_about(storage, found))
+    click.echo(f"{name:<{width}}  {click.style(found.state, fg=colour)}  {about}")
+    return found
+
+
+def _about(storage: Storage, found: Verdict) -> str:
+    if found.state == verifying.REMOVED:
+        return "by retention, or by hand, since it was listed"
+    if found.state == verifying.UNDER_WAY:
+        return "a process is just saving or removing it: it is not committed"
+    if found.manifest is None or found.is_fault:
+        return _without_name("; ".join(found.problems), found.name)
+    others = catalog.elsewhere(storage, found.manifest)
+    here = size(sum(file.size for file in found.manifest.files if file.path not in others))
+    return f"{here}; the rest is on {_listed(others)}" if others else here
 
 
 def _without_name(text: str, name: str) -> str:

@@ -52,8 +52,8 @@ def prune(
     Without a --keep option all checkpoints stay, and only leftovers go: files and uploads of saves that were cut off
     longer ago than --grace. The newest intact checkpoint always stays, and so does one that is being read.
 
-    On a terminal it shows what will go, and asks. Elsewhere nobody could answer, and the command line has said what to
-    keep: it goes.
+    Shows what will go, and asks. Where nobody can answer, in a script or a cron job, it refuses with exit status 2
+    unless --yes is given.
     """
     given = {"last": keep_last, "best": keep_best, "metric": metric, "every": keep_every}
     chosen = {name: value for name, value in given.items() if value is not None}
@@ -63,7 +63,12 @@ def prune(
         click.echo(line)
     if dry_run or not (plan.outcome.removed or plan.outcome.swept):
         return
-    if not yes and sys.stdin.isatty():
+    if not yes and not sys.stdin.isatty():
+        raise click.UsageError(
+            f"nothing was removed. {_total(plan.outcome)} would go, and nobody can be asked here: add --yes to remove "
+            "that, or --dry-run to see only what would go."
+        )
+    if not yes:
         click.confirm(f"Remove {_total(plan.outcome)}?", abort=True, err=True)
     done = plan.carry_out()
     for name in (*plan.outcome.removed, *plan.outcome.swept):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from ckpt.catalog import find
 from ckpt.clearing import clean, leave_mark
 from ckpt.console import LONG, bar
-from ckpt.errors import StorageError
+from ckpt.errors import NotDurableError, StorageError
 from ckpt.formats.blocks import BlockHasher, digest
 from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.storage import Buffer, Staging, Storage
@@ -57,7 +58,8 @@ class Attempt:
         """Leave a mark with the names of all files to come, so that a later save knows what a crash left behind."""
         if isinstance(storage, Staging):  # it leaves nothing behind
             return
-        leave_mark(storage, self.name, [self.path_for(path) for path in paths], self.replaces, self.id)
+        with _or_failed():
+            leave_mark(storage, self.name, [self.path_for(path) for path in paths], self.replaces, self.id)
 
     def write(
         self, storage: Storage, images: list[Image], earlier: Mapping[str, Earlier], *, show: bool = False
@@ -72,15 +74,43 @@ class Attempt:
             ]
 
     def commit(self, storage: Storage, manifest: Manifest, receipts: Mapping[str, str]) -> None:
-        """From here on the checkpoint exists, and an older one of its name does not."""
+        """From here on the checkpoint exists, and an older one of its name does not.
+
+        After a `NotDurableError` it exists too; the files of the older one stay, since a crash may bring that back.
+        """
         if isinstance(storage, Staging):
             receipt = storage.stage(f"{self.name}/{FILE_NAME}", [manifest.to_bytes()])
             staged = {f"{self.name}/{path}": one for path, one in {**receipts, FILE_NAME: receipt}.items()}
             storage.publish(staged, gone=[f"{self.name}/{path}" for path in self.replaces])
             return
-        storage.write(f"{self.name}/{FILE_NAME}", [manifest.to_bytes()], over=self.over)
+        self._put_manifest(storage, manifest)
         with suppress(StorageError):  # it is committed: what could not be cleaned up is cleaned up before a later save
             clean(storage, self.name)
+
+    def _put_manifest(self, storage: Storage, manifest: Manifest) -> None:
+        """Write the manifest. If that fails, find out by its id whether it took effect all the same."""
+        key, data = f"{self.name}/{FILE_NAME}", manifest.to_bytes()
+        try:
+            storage.write(key, [data], over=self.over)
+        except NotDurableError:
+            # The kernel reports a failed fsync once: a second fsync alone would succeed, and prove nothing.
+            storage.write(key, [data], over=self._own_version(storage, manifest))
+        except StorageError as error:
+            if not self._has_taken_effect(storage, manifest):
+                raise
+            _log.warning("%s/%s was written, though the storage said otherwise: %s", storage.url, key, error)
+
+    def _own_version(self, storage: Storage, manifest: Manifest) -> str | None:
+        """The version of the manifest that was just written; the old one if somebody has replaced it since."""
+        version = storage.version(f"{self.name}/{FILE_NAME}")
+        return version if self._has_taken_effect(storage, manifest) else self.over
+
+    def _has_taken_effect(self, storage: Storage, manifest: Manifest) -> bool:
+        try:
+            there = find(storage, self.name).manifest
+        except StorageError:
+            return False
+        return there is not None and there.id == manifest.id
 
     def path_for(self, path: str) -> str:
         if path not in self.taken:
@@ -102,6 +132,8 @@ class Attempt:
         path = self.path_for(image.path)
         try:
             storage.link(f"{earlier.checkpoint}/{earlier.file.path}", f"{self.name}/{path}")
+        except NotDurableError as error:  # it is there: nothing can be written in its place
+            raise StorageError(str(error)) from error
         except StorageError as error:  # removed by hand, say: then it is written
             _log.info("%s could not be linked: %s", path, error)
             return None
@@ -112,7 +144,8 @@ class Attempt:
         key = f"{self.name}/{path}"
         if isinstance(storage, Staging):
             return storage.stage(key, pieces)
-        storage.write(key, pieces, over=None)
+        with _or_failed():
+            storage.write(key, pieces, over=None)
         return None
 
     def _write_one(self, storage: Storage, image: Image, advance: Callable[[float], None]) -> Stored:
@@ -143,6 +176,15 @@ class Attempt:
             getattr(source, "close", lambda: None)()
         record = FileRecord(name=image.path, path=path, size=hasher.size, blocks=hasher.digests, head=heads[0])
         return Stored(record, receipt)
+
+
+@contextmanager
+def _or_failed() -> Iterator[None]:
+    """Of the files before the manifest, one that may not be durable has not been written: the save fails."""
+    try:
+        yield
+    except NotDurableError as error:
+        raise StorageError(str(error)) from error
 
 
 def _head(image: Image, first: memoryview) -> tuple[int, str] | None:

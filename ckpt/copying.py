@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpt import clearing
 from ckpt.catalog import find, scan, size_problems
@@ -17,6 +17,7 @@ from ckpt.files import rank_of
 from ckpt.formats.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.retention import Keep
 from ckpt.storage import Storage
+from ckpt.storage.base import LostError
 from ckpt.stored_file import StoredFile, VerifiedFile
 
 _log = logging.getLogger("ckpt")
@@ -60,7 +61,8 @@ class Copies:
         with ExitStack() as held:
             if self.leads:
                 clearing.take(self.far, held)
-                clearing.sweep(self.far, spared=going_on)
+                # hosts do not wait for each other here: another one may have begun to send, or still be sending
+                clearing.sweep(self.far, spared=going_on, age=None if self.alone else clearing.DAY)
             self._names |= {entry.key.partition("/")[0] for entry in self.far.list()}
             self._there = {one.name: one.manifest for one in scan(self.far) if one.manifest is not None}
             self._held = held.pop_all()
@@ -71,7 +73,11 @@ class Copies:
         older = (self._there or {}).get(manifest.name)
         if older is None or older.id != manifest.id:
             began = time.monotonic()
-            self._carry_over(manifest, older)
+            try:
+                self._carry_over(manifest, older)
+            except LostError:  # the next attempt takes the place again
+                self.close()
+                raise
             _log.info(
                 "copied %s to %s: %s in %.2f s",
                 manifest.name, self.far.url, size(manifest.size), time.monotonic() - began,
@@ -89,10 +95,11 @@ class Copies:
         attempt = Attempt(
             name,
             replaces=tuple(file.path for file in older.files) if older else (),
-            over=self.far.version(f"{name}/{FILE_NAME}"),
             id=manifest.id,
         )
         attempt.begin(self.far, [file.path for file in manifest.files])
+        # only now: once the mark is there, no other process removes what is replaced, so that its version holds
+        attempt = replace(attempt, over=self.far.version(f"{name}/{FILE_NAME}"))
         there = {entry.key.removeprefix(f"{name}/"): entry.size for entry in self.far.list(name)}
         self._send_all(name, [file for file in manifest.files if there.get(file.path) != file.size])
         self._open_ends.append(manifest)

@@ -13,9 +13,11 @@ CkptError
 │   └── VersionError       written by a newer ckpt
 ├── StorageError           bytes could not be read or written (also an OSError)
 │   ├── AbsentError        no such key
+│   ├── TruncatedError     an object ends before the bytes that were asked for
 │   ├── DeniedError        the storage knows who asks, and refuses; or does not know
 │   ├── FullError          no space left, or a quota or size limit reached
 │   ├── LockedError        somebody else holds it
+│   ├── NotDurableError    it was written, but may not outlive a crash
 │   ├── ConflictError      somebody else has written it meanwhile
 │   └── TransientError     may well work if tried again
 └── RanksError             ranks did not answer in time, or disagree
@@ -86,8 +88,12 @@ class AbsentError(StorageError):
     """There is nothing under that key."""
 
 
+class TruncatedError(StorageError):
+    """An object ends before the bytes that were asked for."""
+
+
 class DeniedError(StorageError):
-    """The credentials are missing, wrong, or do not allow it."""
+    """The credentials, or the permissions of a file, are missing, wrong, or do not allow it."""
 
 
 class FullError(StorageError):
@@ -98,12 +104,25 @@ class LockedError(StorageError):
     """Another process, or another manager in this one, holds it."""
 
 
+class NotDurableError(StorageError):
+    """It was written and can be read, but the storage could not make sure that it outlives a crash."""
+
+
 class ConflictError(StorageError):
     """Somebody else has written it meanwhile. What they wrote stays."""
 
 
 class TransientError(StorageError):
     """It may well work if tried again."""
+
+
+def shows_damage(error: BaseException) -> bool:
+    """True if an error proves that a checkpoint is damaged: bytes that differ, or are not there.
+
+    Every other error of a storage (no permission, a failing disk, too many open files, no answer) says only that the
+    checkpoint could not be read. It may be intact: it must neither be passed over nor be removed.
+    """
+    return isinstance(error, DamagedError | AbsentError | TruncatedError)
 
 
 class RanksError(CkptError):

@@ -12,7 +12,8 @@ from pathlib import Path
 from ckpt.errors import ConfigError, LockedError, StorageError
 from ckpt.formats.manifest import FILE_NAME
 from ckpt.storage import LocalStorage
-from ckpt.storage.local import TEMPORARY, sync_directory
+from ckpt.storage.directories import sync_directory
+from ckpt.storage.local import TEMPORARY
 
 _WEIGHTS = re.compile(r"((?:adapter_)?model)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt import model_card
 from ckpt.console import say
 from ckpt.curve import draw
-from ckpt.errors import ConfigError
+from ckpt.errors import CkptError, ConfigError, TransientError
 from ckpt.folders import outdated
 from ckpt.model_card import CARD, CURVE, Training
 from ckpt.storage.hub_repo import MAIN_BRANCH, HubFile, HubRepo
@@ -64,9 +64,27 @@ class Target:
         return cls(HubRepo(repo_id, revision or MAIN_BRANCH, token), private, message, card)
 
     def publish(self, ready: Ready) -> str:
-        """Make one commit of what differs from what is there, and return its URL."""
+        """Make one commit of what differs from what is there, and return its URL.
+
+        If that fails, a repository that was made for it is removed again. Where another try may help it stays, with
+        what was uploaded, and the error says so.
+        """
+        made = self.repo.create(private=self.private)
+        try:
+            return self._publish(ready)
+        except CkptError as error:
+            if made:
+                error.args = (f"{error} {self._after_failure(error)}",)
+            raise
+
+    def _after_failure(self, error: CkptError) -> str:
+        """What has become of a repository that was made for this push."""
+        if not isinstance(error, TransientError) and self.repo.remove_if_untouched():
+            return f"{self.repo.page}, which was made for this push, has been removed again."
+        return f"{self.repo.page} was made for this push, and is still empty: push again, or remove it."
+
+    def _publish(self, ready: Ready) -> str:
         hashes = _Hashes()
-        self.repo.create(private=self.private)
         if self.private and not self.repo.is_private():
             raise ConfigError(
                 f"{self.repo.page} is there already, and is public: nothing was pushed. Make it private in its "

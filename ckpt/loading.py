@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from ckpt.restored import Restored
 from ckpt.restoring import Restoration
 from ckpt.saving import Saver
 from ckpt.sources import Source
-from ckpt.storage import Storage
+from ckpt.storage import Storage, place_of
 from ckpt.taking_over import ROOT, folder_of, is_foreign
 
 
@@ -81,9 +81,13 @@ class Loading:
             )
 
     def _find(self, name: str | None) -> tuple[tuple[Storage, ...], str | None]:
-        """Where a checkpoint may be, and its name. A folder of Accelerate that lies elsewhere is a root itself."""
+        """Where a checkpoint may be, and its name. A path into the root, however it is spelled, names one there; a
+        folder of Accelerate that lies elsewhere is a root itself."""
         if not isinstance(name, str) or "/" not in name:
             return self.tiers, None if name is None else check_name(name)
+        inside = self._name_in_root(name)
+        if inside is not None:
+            return self.tiers, check_name(inside)
         folder = open_url(name, self.options)
         if not agree(self.ranks, f"load_state({name!r})", Outcome(), lambda _: is_foreign(folder, ROOT)):
             raise ConfigError(
@@ -91,6 +95,13 @@ class Loading:
                 "saved. Give a plain name; for a checkpoint of ckpt in another root, give StateManager that root."
             )
         return (folder,), ROOT
+
+    def _name_in_root(self, path: str) -> str | None:
+        root, _, name = path.rstrip("/").rpartition("/")
+        with suppress(ConfigError):  # what is above a URL need not be one
+            if place_of(open_url(root or "/", self.options)) == place_of(self.tiers[0]):
+                return name
+        return None
 
     def _prepare(
         self, storage: Storage, manifest: Manifest, held: ExitStack, *, strict: bool, precious: bool
@@ -131,7 +142,7 @@ class Loading:
     def _tell(self, choice: Choice, parts: list[str], notes: Notes) -> Restored:
         manifest = choice.manifest
         generators = [key for key in self.managed.generators if key not in notes.skipped]
-        self.saver.follow(manifest, choice.passed_over, in_root=choice.tier == 0)
+        self.saver.follow(manifest, choice.damaged, in_root=choice.tier == 0)
         restored = Restored(
             name=manifest.name,
             url=choice.url,

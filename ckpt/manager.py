@@ -20,7 +20,7 @@ from ckpt.catalog import check_name
 from ckpt.config import read_config
 from ckpt.console import say
 from ckpt.copying import Copies
-from ckpt.errors import ConfigError, MissingError, Preempted
+from ckpt.errors import ConfigError, MissingError, Preempted, StorageError
 from ckpt.exporting import SHARD_SIZE, Wanted, belongings, save_live
 from ckpt.hosts import find_hosts
 from ckpt.hub_target import Card, Target
@@ -37,7 +37,7 @@ from ckpt.pushing import Pusher
 from ckpt.ranks import MAIN, find_ranks
 from ckpt.restored import Restored
 from ckpt.retention import Keep
-from ckpt.roots import open_tiers, try_out_tiers
+from ckpt.roots import open_tiers, refuse_checkpoint, try_out_tiers
 from ckpt.saving import Saver
 from ckpt.sources import KINDS, find_source
 from ckpt.storage import MemoryStorage, Storage
@@ -126,6 +126,7 @@ class StateManager:
         if self._ranks.world_size > 1 and any(isinstance(one, MemoryStorage) for one in self._tiers):
             raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
         try_out_tiers(*self._tiers)
+        refuse_checkpoint(self._storage)
         keep = self._source.keep if keep is None else keep
         hosts = find_hosts(self._ranks, self._storage, shared=shared)
         self._mirror: Mirror | None = None
@@ -259,6 +260,7 @@ class StateManager:
 
         Tensors among the metrics are looked at only when a checkpoint is saved.
         """
+        self._saver.owner.require("step()")
         self._loading.refuse_half_loaded()
         if not self._started:  # loading now would undo the step that was just made
             raise ConfigError(
@@ -321,6 +323,7 @@ class StateManager:
 
     def resume(self, *, strict: bool = True) -> Restored | None:
         """Take the root for this run, and load the newest intact checkpoint if there is one; none if there is not."""
+        self._saver.owner.require("resume()")
         self._started = True
         restored = self._load(None, strict=strict)
         self._saver.hold()
@@ -346,8 +349,10 @@ class StateManager:
     def close(self) -> None:
         """Finish what is under way, copies to the mirror too, and let go of the root, the loaders and SIGTERM.
 
-        A manager that is used as a context does this itself.
+        A manager that is used as a context does this itself. In a forked child it does nothing: all is the parent's.
         """
+        if not self._saver.owner.is_here:
+            return
         try:
             self.wait()
         finally:
@@ -399,6 +404,7 @@ class StateManager:
         goes on, and None is returned; what goes wrong is raised by the next push, or on the main rank by `wait()` and
         `close()`.
         """
+        self._saver.owner.require("push_to_hub()")
         self._loading.refuse_half_loaded()
         target = Target.of(repo_id, revision, token, private, commit_message, card)
         model, wanted = self._managed.model_part(part), Wanted.of(dtype, max_shard_size)
@@ -410,6 +416,7 @@ class StateManager:
         return self._saver.told(self.progress.to_json(), as_numbers(self._metrics))
 
     def _start(self) -> None:
+        self._saver.owner.require("epochs() or batches()")
         self._loading.refuse_half_loaded()
         if not self._started:
             self.resume()
@@ -448,6 +455,7 @@ class StateManager:
         self, name: str | None, metrics: Mapping[str, Any] | None = None, wait: bool | None = None, *, skip: bool
     ) -> str | None:
         """`skip`: whether it may be left out while another one is under way."""
+        self._saver.owner.require(f"save_state({name!r})" if name else "save_state()")
         self._loading.refuse_half_loaded()
         wait = not self._background if wait is None else wait
         name = check_name(name) if name is not None else self._default_name()
@@ -477,9 +485,14 @@ class StateManager:
         return Capture(self._ranks, self._layout, self._saver.hosts).take(parts, own, rank_state)
 
     def _load(self, name: str | None, *, strict: bool) -> Restored | None:
+        self._saver.owner.require("load_state()")
         together(self._ranks, "load_state() (saves done)", self.wait)
         precious = self._saved_at is not None or self.progress.step > 0
-        restored = self._loading.load(name, strict=strict, precious=precious)
+        try:
+            restored = self._loading.load(name, strict=strict, precious=precious)
+        except StorageError as error:
+            self._saver.failed_load = str(error)  # what could not be looked at must not be overtaken by a save
+            raise
         if restored is not None:
             self._started = True
             self._saved_at = self._where()

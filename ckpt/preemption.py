@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from ckpt.ranks import MAIN, Ranks
+from ckpt.storage.owner import Owner
 
 EXIT_STATUS = 128 + signal.SIGTERM
 _ASKED, _TARGET = "preempted", "stop-after"
@@ -40,10 +41,14 @@ class Preemption:
         if threading.current_thread() is not threading.main_thread() or self._installed is not None:
             return
         self._previous = previous = signal.getsignal(signal.SIGTERM)
+        owner = Owner()
 
         def handler(number: int, frame: FrameType | None) -> None:
             self.asked = True
-            if callable(previous):
+            if not callable(previous) and not owner.is_here:  # nobody would answer it in a forked child
+                signal.signal(number, previous or signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            elif callable(previous):
                 previous(number, frame)
             elif self._installed is None:  # closed, but put back by a handler that came after
                 signal.signal(number, previous or signal.SIG_DFL)

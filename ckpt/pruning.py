@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt import catalog, clearing
+from ckpt import catalog, clearing, verifying
 from ckpt.console import duration
-from ckpt.errors import LockedError, MissingError
+from ckpt.errors import LockedError, MetricError, MissingError
 from ckpt.formats.manifest import Manifest
 from ckpt.retention import Keep
 from ckpt.storage import Entry, Staging, Storage, Unfinished, open_storage
@@ -53,8 +53,10 @@ def prune(
     """Remove the checkpoints that `keep` lets go, and what crashed saves left more than `grace` seconds ago.
 
     Without `keep` all checkpoints stay. The newest intact one always does, and so does one that is being read: before
-    anything goes, every byte of the newest that stays is read (or with `verify=False` sizes alone are compared). What a
-    save under way writes is never touched. With `dry_run` nothing is removed. A run may go on meanwhile.
+    anything goes, every byte of the newest that stays is read (or with `verify=False` sizes alone are compared). If
+    that one cannot be read, or if no checkpoint has the metric of `keep`, it is an error and nothing is removed. What a
+    save under way writes or replaces is never touched. With `dry_run` nothing is removed. A run may go on meanwhile:
+    leftovers then stay, and the next start of a run removes them.
     """
     plan = Plan.of(open_storage(root, **(storage_options or {})), keep, grace, verify=verify)
     return plan.outcome if dry_run else plan.carry_out()
@@ -78,6 +80,8 @@ class Plan:
         found = catalog.scan(storage)
         manifests = [one.manifest for one in found if one.manifest is not None]
         damaged = {one.name: str(one.problem) for one in found if one.problem is not None}
+        if keep is not None and (why := keep.cannot_rank(manifests)):
+            raise MetricError(f"{storage.url}: {why}. Nothing was removed.")
         leftovers = _leftovers(storage, entries)
         old = tuple(one for one in leftovers if one.age >= grace)
         removable = _removable(storage, keep, manifests, damaged, verify=verify) if keep else []
@@ -105,19 +109,21 @@ class Plan:
         )
 
     def _sweep(self, spared: dict[str, str]) -> dict[str, int]:
-        """Remove leftovers, and return those that are gone. What a run that has the root may be writing is spared."""
+        """Remove leftovers, and return those that are gone.
+
+        Where a run has the root all of them stay: nobody else can tell what a crash left from what that run is writing.
+        """
+        if not self.leftovers:  # the root is not taken without need: a run that starts now would be refused
+            return {}
         with ExitStack() as held:
             try:
-                clearing.take(self.storage, held)
+                clearing.take(self.storage, held, to_prune=True)
             except LockedError as error:
-                spared.update({one.name: str(error) for one in self.leftovers if one.marked})
-                busy = clearing.marked_names(self.storage.list())
-                for folder in {one.folder for one in self.leftovers if one.folder} - {*busy}:
-                    self.storage.sweep(folder, age=self.grace)
-            else:
-                for one in self.leftovers:
-                    self._clean(one, spared)
-                self.storage.sweep(age=self.grace)
+                spared.update({one.name: str(error) for one in self.leftovers})
+                return {}
+            for one in self.leftovers:
+                self._clean(one, spared)
+            self.storage.sweep(age=self.grace)
         left = {one.key for one in self.storage.unfinished()}
         spared.update({one.name: "is being written" for one in self.leftovers if one.name in left})
         return {one.name: one.size for one in self.leftovers if one.name not in spared}
@@ -134,14 +140,10 @@ class Plan:
             spared[one.name] = "is being read"
 
     def _remove(self, manifest: Manifest, spared: dict[str, str]) -> bool:
-        now = catalog.find(self.storage, manifest.name).manifest
-        if now is not None and now.id != manifest.id:
-            spared[manifest.name] = "was saved anew meanwhile"
-            return False
-        if not clearing.remove(self.storage, manifest):
-            spared[manifest.name] = "is being read"
-            return False
-        return True
+        stays = clearing.reason_to_stay(self.storage, manifest)
+        if stays:
+            spared[manifest.name] = stays
+        return not stays
 
 
 def _removable(
@@ -153,11 +155,22 @@ def _removable(
             damaged[one.name] = "; ".join(wrong)
     while names := keep.removable(manifests, damaged):
         newest = next(one.name for one in manifests if one.name not in damaged)
-        wrong = catalog.verify_one(storage, newest) if verify else []
+        wrong = _damage(storage, newest) if verify else []
         if not wrong:
             return names
         damaged[newest] = "; ".join(wrong)
     return []
+
+
+def _damage(storage: Storage, name: str) -> list[str]:
+    """Why a checkpoint does not count: what is wrong with it. One that cannot be read is an error: it may be intact."""
+    found = verifying.verdict(storage, name)
+    if found.error is not None:
+        raise type(found.error)(
+            f"{name} cannot be read: {found.error} Nothing says that it is damaged, so nothing was removed. Try again "
+            "when it can be read."
+        ) from found.error
+    return list(found.problems)
 
 
 @dataclass(frozen=True)
@@ -168,10 +181,6 @@ class Leftover:
     size: int
     age: float
     marked: bool = False
-
-    @property
-    def folder(self) -> str:
-        return self.name.rpartition("/")[0].partition("/")[0]
 
 
 def _leftovers(storage: Storage, entries: list[Entry]) -> list[Leftover]:

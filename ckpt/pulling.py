@@ -16,12 +16,13 @@ from urllib.parse import quote
 from ckpt import catalog
 from ckpt.bringing import bring
 from ckpt.console import say
-from ckpt.errors import ConfigError, DamagedError, LockedError, MissingError, TransientError
+from ckpt.errors import CheckpointError, ConfigError, DamagedError, LockedError, MissingError, TransientError
 from ckpt.folders import appearing
-from ckpt.formats.manifest import FILE_NAME
+from ckpt.formats.manifest import FILE_NAME, Manifest
 from ckpt.hub_cache import fetched, unreachable
 from ckpt.storage import HubStorage, open_storage
 from ckpt.storage.hub_repo import HubRepo
+from ckpt.verifying import verify
 
 
 def pull(
@@ -71,7 +72,7 @@ def _pull_from_hub(
     target = Path(destination)
     if (found / FILE_NAME).is_file() and (top or step is not None):
         target = Path(destination, found.name)
-        if wrong := catalog.verify(found)[found.name]:
+        if wrong := verify(found)[found.name]:
             raise DamagedError(f"{found.name} is damaged in {storage.url} already: {'; '.join(wrong)}.")
     with _unused(Path(destination)):
         _copy(found, target, storage.url)
@@ -86,16 +87,26 @@ def _rest(repo_id: str, revision: str | None) -> str:
 
 
 def _checkpoint(repo: HubRepo, top: str, step: int, offline: TransientError | None) -> Path:
-    """The checkpoint of a step in the cache; the one of the end of an epoch, if there are two."""
-    name = f"step-{step:08d}"
-    folder = fetched(repo, [f"{top}*{name}*/*"], offline)
-    found = (path.parent for path in sorted((folder / top).rglob(f"{name}*/{FILE_NAME}")))
-    exact = [path for path in found if path.name in (name, f"{name}-end")]
-    if not exact:
-        there = [path for path in repo.files(repo.head()) if path.endswith(f"/{FILE_NAME}")]
-        known = ", ".join(sorted(path.rpartition("/")[0] for path in there)) or "none"
+    """The checkpoint of a step in the cache, by what the manifests say, whatever the folders are called.
+
+    Of two of a step, the newer one: it is of the end of its epoch.
+    """
+    folder = fetched(repo, [f"{top}*{FILE_NAME}"], offline)
+    found = {path.parent: _manifest(path) for path in sorted((folder / top).rglob(f"*/{FILE_NAME}"))}
+    of_step = {path: one for path, one in found.items() if one is not None and one.step == step}
+    if not of_step:
+        known = ", ".join(path.relative_to(folder).as_posix() for path, one in found.items() if one) or "none"
         raise MissingError(f"{repo.url} has no checkpoint of step {step}. There are: {known}.")
-    return exact[-1]
+    chosen = max(of_step, key=lambda path: (of_step[path].sequence, of_step[path].created))
+    return fetched(repo, [f"{chosen.relative_to(folder).as_posix()}/*"], offline) / chosen.relative_to(folder)
+
+
+def _manifest(path: Path) -> Manifest | None:
+    """The manifest at a path; none if it is another tool's file of that name, or damaged."""
+    try:
+        return Manifest.from_bytes(path.read_bytes(), path.as_posix())
+    except CheckpointError:
+        return None
 
 
 @contextmanager

@@ -158,10 +158,15 @@ def _without_overlaps(pieces: list[_Piece]) -> list[list[_Piece]]:
     return rounds
 
 
+class _GivenUp(Exception):  # noqa: N818  # it ends a thread's work, and is no error
+    """Another thread has failed, or the user has interrupted the load."""
+
+
 class _Buffers:
     """What a thread needs: a buffer for bytes that nobody wants, and two through which bytes go to a device."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop: threading.Event) -> None:
+        self.stop = stop
         self.unwanted = host_bytes(torch.empty(_WINDOW, dtype=torch.uint8))  # it may be that nothing is wanted
         self._slots: list[torch.Tensor] = []
         self._copied: list[list[Any]] = [[], []]  # for each slot, the events after the copies from it
@@ -223,6 +228,8 @@ def _read_only(block: _Block, buffers: _Buffers) -> None:
 
 def _read_chunk(block: _Block, start: int, stop: int, pieces: list[_Piece], buffers: _Buffers) -> list[memoryview]:
     """Read a chunk, each byte to its place, and return where they are now, in order."""
+    if buffers.stop.is_set():
+        raise _GivenUp
     away = [piece for piece in pieces if piece.landing.away]
     if away:
         slot = buffers.next_slot()[: stop - start]
@@ -251,24 +258,26 @@ def _run(
     advance: Advance,
     most: int | None,
 ) -> None:
-    """Work on all blocks in several threads. If reading fails, the rest is given up."""
+    """Work on all blocks in several threads. If reading fails or is interrupted, the rest is given up."""
     waiting = iter(blocks)
     turn = threading.Lock()
-    failed = threading.Event()
+    stop = threading.Event()
     wrong: list[str] = []
 
     def loop() -> None:
-        buffers = _Buffers()
+        buffers = _Buffers(stop)
         try:
-            while not failed.is_set():
+            while not stop.is_set():
                 with turn:
                     block = next(waiting, None)
                 if block is None:
                     break
                 wrong.extend(filter(None, [work(block, buffers)]))
                 advance(sum(piece.stop - piece.start for piece in block.pieces))
+        except _GivenUp:
+            pass
         except BaseException:
-            failed.set()
+            stop.set()
             raise
         finally:
             buffers.finish()
@@ -280,8 +289,12 @@ def _run(
         loop()
     else:
         with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-read") as pool:
-            for done in [pool.submit(loop) for _ in range(threads)]:
-                done.result()
+            try:
+                for done in [pool.submit(loop) for _ in range(threads)]:
+                    done.result()
+            except BaseException:  # Ctrl-C above all: leaving the pool waits for its threads
+                stop.set()
+                raise
     _refuse(where, wrong)
 
 

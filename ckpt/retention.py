@@ -14,7 +14,8 @@ from ckpt.formats.manifest import Manifest
 class Keep:
     """Keep the `last` newest checkpoints, the `best` by a metric, and each whose step `every` divides.
 
-    Whatever any of the three keeps, stays. The newest one always stays.
+    Whatever any of the three keeps, stays. The newest one always stays. As long as `best` is asked for and no
+    checkpoint has the metric, nothing is removed: a mistyped name must not cost the best ones. It is warned of once.
 
         Keep(last=3)
         Keep(last=2, best=1, metric="accuracy", mode="max", every=10_000)
@@ -54,15 +55,26 @@ class Keep:
     def removable(self, newest_first: Sequence[Manifest], damaged: Collection[str] = ()) -> list[str]:
         """The names that may go. Damaged ones do not count, and go when they are older than all that `last` keeps."""
         intact = [one for one in newest_first if one.name not in damaged]
+        if self.cannot_rank(intact):
+            return []
         last = intact[: self.last]
         kept = {one.name for one in [*last, *self._best(intact), *self._milestones(intact)]}
         oldest = last[-1].sequence if last else 0
         return [one.name for one in newest_first if one.name not in kept and one.sequence < oldest]
 
+    def cannot_rank(self, intact: Sequence[Manifest]) -> str:
+        """Why the best cannot be told from the others: none has the metric. Empty if they can be, or need not be."""
+        if not self.best or not intact or self._ranked(intact):
+            return ""
+        known = ", ".join(dict.fromkeys(name for one in intact for name in one.metrics if name != self.metric))
+        return f"no checkpoint has a metric {self.metric!r}; there are: {known or 'none'}"
+
+    def _ranked(self, intact: Sequence[Manifest]) -> list[Manifest]:
+        return [one for one in intact if self.metric and not math.isnan(one.metrics.get(self.metric, math.nan))]
+
     def _best(self, intact: Sequence[Manifest]) -> list[Manifest]:
         sign = 1 if self.mode == "min" else -1
-        ranked = [one for one in intact if self.metric and not math.isnan(one.metrics.get(self.metric, math.nan))]
-        return sorted(ranked, key=lambda one: sign * one.metrics[self.metric or ""])[: self.best]
+        return sorted(self._ranked(intact), key=lambda one: sign * one.metrics[self.metric or ""])[: self.best]
 
     def _milestones(self, intact: Sequence[Manifest]) -> list[Manifest]:
         return [one for one in intact if self.every and one.step % self.every == 0]

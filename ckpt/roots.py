@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt.errors import ConfigError, TransientError
+from ckpt.catalog import STATE
+from ckpt.errors import AbsentError, ConfigError, DamagedError, TransientError, VersionError
 from ckpt.folder import open_url
-from ckpt.storage import Staging, Storage, open_storage
+from ckpt.formats.manifest import FILE_NAME, Manifest
+from ckpt.storage import Staging, Storage, open_storage, place_of
 
 _log = logging.getLogger("ckpt")
 
@@ -19,7 +22,7 @@ def open_tiers(root: Any, mirror: Any, options: Mapping[str, Any] | None) -> tup
     if mirror is None:
         return (open_storage(root, **(options or {})),)
     tiers = (open_url(root, options), open_url(mirror, options))
-    if tiers[0].url == tiers[1].url:
+    if place_of(tiers[0]) == place_of(tiers[1]):
         raise ConfigError(f"mirror={mirror!r} is the root itself. Give it another place, or leave it out.")
     return tiers
 
@@ -33,6 +36,29 @@ def try_out_tiers(root: Storage, mirror: Storage | None = None) -> None:
             _try_out(mirror)
         except TransientError as error:
             _log.warning("the mirror cannot be reached, and copies wait for it: %s", error)
+
+
+def refuse_checkpoint(root: Storage) -> None:
+    """Refuse a checkpoint in place of a root: a run would start afresh inside it."""
+    if _is_checkpoint(root):
+        path = root.url if "://" in root.url else os.path.normpath(root.url)
+        above, _, name = (path if "/" in path else os.path.abspath(path)).rpartition("/")
+        raise ConfigError(
+            f"{root.url} is a checkpoint, not a root: a run would start afresh inside it. Give its parent as the root, "
+            f"and load it by its name: manager = StateManager({above or '/'!r}, ...); manager.load_state({name!r})."
+        )
+
+
+def _is_checkpoint(storage: Storage) -> bool:
+    try:
+        Manifest.from_bytes(storage.read(FILE_NAME), FILE_NAME)
+    except AbsentError:
+        return False
+    except VersionError:
+        return True
+    except DamagedError:  # or it is the manifest of something else
+        return storage.version(STATE) is not None
+    return True
 
 
 def _try_out(storage: Storage) -> None:

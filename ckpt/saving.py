@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -19,7 +20,7 @@ from ckpt.catalog import find, scan
 from ckpt.collector import undisturbed
 from ckpt.commit import Attempt, Earlier, Stored
 from ckpt.console import size
-from ckpt.errors import ConfigError, ConflictError, StorageError, VersionError
+from ckpt.errors import ConfigError, ConflictError, NotDurableError, StorageError, VersionError
 from ckpt.formats.manifest import FILE_NAME, Manifest
 from ckpt.hardware import device_name
 from ckpt.hosts import Hosts
@@ -31,7 +32,9 @@ from ckpt.retention import Keep
 from ckpt.snapshot import Snapshots
 from ckpt.storage import Staging, Storage
 from ckpt.storage.background import Background
-from ckpt.taking_over import is_foreign
+from ckpt.storage.base import LostError
+from ckpt.storage.owner import Owner
+from ckpt.taking_over import ROOT, is_foreign
 from ckpt.version import __version__
 
 _log = logging.getLogger("ckpt")
@@ -55,11 +58,15 @@ class Saver:
     damaged: set[str] = field(default_factory=set)
     earlier: dict[str, Earlier] = field(default_factory=dict)  # files of the last checkpoint, on every rank its own
     goes_on: bool = False  # whether this run has seen what is there, or there was nothing
+    failed_load: str = ""  # why a load before that could not see what is there
     host_memory: int | None = None
+    owner: Owner = field(default_factory=Owner)
     _committed: list[Manifest] | None = None
     _has_saved: bool = False
     _memory_ready: bool = False
     _unreadable: dict[str, VersionError] = field(default_factory=dict)  # written by a newer ckpt
+    _unsure: dict[str, Manifest] = field(default_factory=dict)  # whose commit failed, and may have taken effect
+    _last_sequence: int = 0  # the highest that this run has written, or tried to
     _held: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
@@ -100,6 +107,7 @@ class Saver:
 
     def wait(self) -> None:
         """Until no save is under way, and all are durable. Raises what went wrong, once."""
+        self.owner.require("wait()")
         self._background.wait()
         if self.ranks.rank == MAIN:
             self._settle()
@@ -118,6 +126,7 @@ class Saver:
         wait: bool,
     ) -> None:
         """Capture, write and commit on all ranks, or raise on all. Without `wait`, only the capture is waited for."""
+        self.owner.require(f"save_state({name!r})")
         self._background.wait()
         save = Save(self, name, facts)
         with undisturbed():
@@ -142,12 +151,17 @@ class Saver:
             with self.talks.working():
                 self.parent = save.run()
         except Exception as error:
-            if self.keeps:
-                self._clean_up(save.name)
-            if self.ranks.rank == MAIN:
-                _log.error("%s/%s was not saved: %s", self.storage.url, save.name, error)
+            self._after_failure(save.name, error)
             raise
         self._retain()
+
+    def _after_failure(self, name: str, error: Exception) -> None:
+        committed = isinstance(error, NotDurableError)
+        if self.keeps and not committed and (name not in self._unsure or self.storage.near):
+            self._clean_up(name)
+        if self.ranks.rank == MAIN:
+            said = "" if committed else f"{self.storage.url}/{name} was not saved: "
+            _log.error("%s%s", said, error)
 
     def follow(self, manifest: Manifest, damaged: Iterable[str], *, in_root: bool = True) -> None:
         """What is saved from here on goes on from this checkpoint.
@@ -176,51 +190,93 @@ class Saver:
     def close(self) -> None:
         """Let go of the root and of memory, when all that waits has been copied.
 
-        A save is still under way only if waiting for it was interrupted: it keeps what it needs.
+        A save is still under way only if waiting for it was interrupted: it keeps what it needs. A forked child lets
+        its parent keep everything.
         """
-        if self.busy:
+        if self.busy or not self.owner.is_here:
             return
         self.snapshots.close()
         if self.mirror is not None:
             self.mirror.close()
             if self._has_saved and self.mirror.error is None:  # what waited to be copied had to stay until now
                 self._retain()
+        self._release()
+        self._has_saved = False
+
+    def _release(self) -> None:
+        """Release the root. What is there has to be looked at again."""
         self._held.close()
-        self._committed, self._has_saved = None, False
+        self._committed = None
 
     def _hold(self) -> None:
         if self._committed is not None:
             return
-        clearing.take(self.storage, self._held)
-        found = clearing.sweep(self.storage)
-        committed = [one.manifest for one in found if one.manifest is not None]
-        self._unreadable = {one.name: one.problem for one in found if isinstance(one.problem, VersionError)}
-        if self.mirror is not None:
-            self.mirror.hold([one for one in committed if one.name not in self.damaged])
+        with ExitStack() as held:  # whatever fails from here on, the root is released
+            clearing.take(self.storage, held)
+            found = clearing.sweep(self.storage)
+            committed = [one.manifest for one in found if one.manifest is not None]
+            self._unreadable = {one.name: one.problem for one in found if isinstance(one.problem, VersionError)}
+            if self.mirror is not None:
+                self.mirror.hold([one for one in committed if one.name not in self.damaged])
+            self._held = held.pop_all()
         self._committed = committed
+
+    def _in_held_root(self, do: Callable[[], Attempt]) -> Attempt:
+        """Do it while this run holds the root. If the root or its lock file was removed, take it again first."""
+        self._hold()
+        try:
+            return do()
+        except LostError as lost:
+            self._hold_again(lost)
+            return do()
+
+    def _hold_again(self, lost: LostError) -> None:
+        """Checkpoints that others have saved there meanwhile, this run must resume from before it saves."""
+        known, resumed = {one.id: one.name for one in self._committed or ()}, self.goes_on
+        self._release()
+        self.goes_on = False
+        self._hold()
+        left = {one.id for one in self._committed or ()}
+        self.goes_on = resumed and left <= known.keys()
+        gone = ", ".join(name for key, name in known.items() if key not in left) or "none"
+        _log.warning("%s The root was taken again, and is made anew. Checkpoints that are gone: %s.", lost, gone)
 
     def begin(self, name: str, paths: list[str], elsewhere: Collection[str] = ()) -> Attempt:
         """Take the root, if that has not been done, and leave the mark of a save under way.
 
         `elsewhere` are files of that checkpoint's folder in the roots of other hosts.
         """
-        self._check(name)
-        there = {*self.there(name), *elsewhere}
-        taken = tuple(path for path in paths if path in there or not self._is_free_there(name))
-        return self._begin(Attempt(name, taken=taken), paths)
+
+        def begin() -> Attempt:
+            self._check(name)
+            there = {*self.there(name), *elsewhere}
+            taken = tuple(path for path in paths if path in there or not self._is_free_there(name))
+            return self._begin(Attempt(name, taken=taken), paths)
+
+        return self._in_held_root(begin)
 
     def join(self, attempt: Attempt, paths: list[str]) -> Attempt:
         """The same in another host's root, for the names that the main rank has chosen."""
-        self._check(attempt.name)
-        return self._begin(attempt, paths)
+
+        def begin() -> Attempt:
+            self._check(attempt.name)
+            return self._begin(attempt, paths)
+
+        return self._in_held_root(begin)
 
     def there(self, name: str) -> list[str]:
         """The files in the folder of a checkpoint."""
         return [entry.key.removeprefix(f"{name}/") for entry in self.storage.list(name)]
 
     def _check(self, name: str) -> None:
-        self._hold()
+        self._look_again()
         self._refuse_to_overtake(name)
+        if not self._committed and is_foreign(self.storage, ROOT):
+            above, _, folder = os.path.abspath(self.storage.url).rpartition("/")
+            raise ConfigError(
+                f"{self.storage.url} was written by Accelerate, and stays as it is: load it, but save elsewhere. "
+                f"Give its parent as the root: manager = StateManager({above!r}, ...); manager.load_state({folder!r})."
+            )
         if is_foreign(self.storage, name):
             raise ConfigError(
                 f"{self.storage.url}/{name} was written by Accelerate, and stays as it is. Save under another name."
@@ -228,13 +284,10 @@ class Saver:
 
     def _begin(self, attempt: Attempt, paths: list[str]) -> Attempt:
         older = next((one for one in self._committed or () if one.name == attempt.name), None)
-        here = replace(
-            attempt,
-            replaces=tuple(file.path for file in older.files) if older else (),
-            over=self._version(attempt.name, older),
-        )
+        here = replace(attempt, replaces=tuple(file.path for file in older.files) if older else ())
         here.begin(self.storage, paths)
-        return here
+        # only now: once the mark is there, no other process removes what is replaced, so that its version holds
+        return replace(here, over=self._version(attempt.name, older))
 
     def _is_free_there(self, name: str) -> bool:
         """Whether the mirror has nothing by that name: a path means the same bytes here and there, for good."""
@@ -259,6 +312,12 @@ class Saver:
     def _refuse_to_overtake(self, name: str) -> None:
         """What a run saves becomes the newest, so it must have gone on from what was the newest."""
         newest = self._newest
+        if self.failed_load and not self.goes_on:
+            raise ConfigError(
+                f"nothing is saved, because the load before it failed: {self.failed_load} There may be newer "
+                f"checkpoints, and what is saved to {self.storage.url} now would be put before them. Call resume() or "
+                "load_state() again until it succeeds, or give this run another root and mirror."
+            )
         if newest is not None and not self.goes_on:
             raise ConfigError(
                 f"{self.storage.url} has checkpoints ({newest.name} is the newest) that this run has not "
@@ -275,7 +334,7 @@ class Saver:
         manifest = Manifest(
             name=attempt.name,
             id=attempt.id,
-            sequence=1 + max(self.sequence, self._newest.sequence if self._newest else 0),
+            sequence=1 + max(self.sequence, self._last_sequence, self._newest.sequence if self._newest else 0),
             created=clearing.now(),
             run=self.run,
             parent=self.parent,
@@ -295,12 +354,36 @@ class Saver:
 
     def put(self, attempt: Attempt, manifest: Manifest, receipts: Mapping[str, str]) -> None:
         """Commit in this root."""
-        attempt.commit(self.storage, manifest, receipts)
-        self._committed = [manifest, *(one for one in self._committed or () if one.name != attempt.name)]
-        self.damaged.discard(attempt.name)
+        self._last_sequence = max(self._last_sequence, manifest.sequence)
+        try:
+            attempt.commit(self.storage, manifest, receipts)
+        except NotDurableError as error:
+            self._enter(manifest)
+            raise NotDurableError(
+                f"{self.storage.url}/{attempt.name} is committed and can be loaded, but it may not outlive a crash of "
+                f"this machine: {error} Look at the disk, then save again. Until a save succeeds, none of the "
+                "checkpoints before it is removed."
+            ) from error
+        except StorageError:
+            self._unsure[attempt.name] = manifest
+            raise
+        self._enter(manifest)
+
+    def _enter(self, manifest: Manifest) -> None:
+        """Take note of what was committed."""
+        self._committed = [manifest, *(one for one in self._committed or () if one.name != manifest.name)]
+        self.damaged.discard(manifest.name)
         self._has_saved = True
         if self.mirror is not None:
             self.mirror.offer(manifest)
+
+    def _look_again(self) -> None:
+        """A commit that failed may have taken effect all the same, where an answer was lost."""
+        for name, manifest in list(self._unsure.items()):
+            there = find(self.storage, name).manifest
+            if there is not None and there.id == manifest.id:
+                self._enter(manifest)
+            del self._unsure[name]
 
     def told(self, progress: Mapping[str, int], metrics: Mapping[str, float]) -> Training:
         """What a model card can say of this run, as far as it has come."""

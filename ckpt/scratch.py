@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ckpt.storage.owner import Owner
+
 _PREFIX, _NOT_YET_HELD = "ckpt-push-", ".ckpt-push-"
 
 
@@ -19,12 +21,14 @@ def scratch_folder() -> Iterator[Path]:
     _clear(Path(tempfile.gettempdir()))
     new = Path(tempfile.mkdtemp(prefix=_NOT_YET_HELD))
     held = _hold(new)
+    owner = Owner()
     folder = new.with_name(_PREFIX + new.name.removeprefix(_NOT_YET_HELD))
     try:
         os.rename(new, folder)
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if owner.is_here:  # a forked child leaves it to its parent
+            shutil.rmtree(folder, ignore_errors=True)
         if held is not None:
             os.close(held)
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt.agreement import Outcome, agree
-from ckpt.errors import AbsentError, CkptError, DeniedError, StorageError, TransientError
+from ckpt.errors import AbsentError, CkptError, DeniedError, StorageError, TransientError, TruncatedError
 from ckpt.formats.blocks import digest
 from ckpt.formats.memory import host_bytes
 from ckpt.formats.transfers import Transfer
@@ -26,7 +26,7 @@ from ckpt.stored_file import VerifiedFile
 
 _DEADLINE = timedelta(minutes=10)
 # what a rank that reads for others may meet: whoever waits for it raises the same, so that all decide alike
-_KINDS = (TransientError, DeniedError, AbsentError, StorageError, CkptError)
+_KINDS = (TransientError, DeniedError, AbsentError, TruncatedError, StorageError, CkptError)
 
 
 def host() -> str:

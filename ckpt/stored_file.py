@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ckpt.errors import DamagedError
+from ckpt.errors import AbsentError, DamagedError, TruncatedError
 from ckpt.formats.blocks import BlockHasher, digest
 from ckpt.formats.manifest import FileRecord
 from ckpt.storage import Storage
@@ -91,7 +91,10 @@ class VerifiedFile:
         start, stop = self.span(index)
         while start < stop:
             piece = buffer[: stop - start]
-            self.stored.read_into(start, piece, again=again)
+            try:
+                self.stored.read_into(start, piece, again=again)
+            except (AbsentError, TruncatedError) as error:
+                self._refuse(f"{self.record.path} is missing or cut short: {str(error).rstrip('.')}")
             yield piece
             start += len(piece)
 

@@ -6,7 +6,7 @@ from ckpt.storage.local import LocalStorage
 from ckpt.storage.memory import MemoryStorage
 from ckpt.storage.objects import ObjectStorage
 from ckpt.storage.tiers import Tiers
-from ckpt.storage.urls import open_storage
+from ckpt.storage.urls import open_storage, place_of
 
 __all__ = [
     "ANY",
@@ -21,4 +21,5 @@ __all__ = [
     "Tiers",
     "Unfinished",
     "open_storage",
+    "place_of",
 ]

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ckpt.storage.owner import Owner
+
 
 class Beside:
     """A call that is made in a thread beside this one.
@@ -18,6 +20,7 @@ class Beside:
         self._result: Any = None
         self._error: BaseException | None = None
         self._done = threading.Event()
+        self._owner = Owner()
         self._thread = threading.Thread(target=self._run, args=(call,), name=name)
         self._thread.start()
 
@@ -26,7 +29,9 @@ class Beside:
         return not self._done.is_set()
 
     def has_failed(self) -> bool:
-        """Whether the call has raised, when it is done."""
+        """Whether the call has raised, when it is done. A forked child, which has no such thread, is refused."""
+        if self.busy:
+            self._owner.require(self._thread.name)
         self._done.wait()  # before Python 3.13 a thread passes for ended once a signal has interrupted `join`
         self._thread.join()
         return self._error is not None

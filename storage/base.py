@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from ckpt.errors import ConfigError, ConflictError
+from ckpt.errors import ConfigError, ConflictError, LockedError
 
 Buffer = bytes | bytearray | memoryview
 ANY = "*"  # whatever is there
@@ -31,6 +31,10 @@ class Unfinished:
     age: float
 
 
+class LostError(LockedError):
+    """What this process held alone has been removed: nothing keeps others from writing there."""
+
+
 @runtime_checkable
 class Storage(Protocol):
     """Objects under keys, below one root.
@@ -38,11 +42,14 @@ class Storage(Protocol):
     A key is a relative path of names joined by `/`. What holds for every storage:
 
     - `write` is atomic and durable: a reader sees the old object or the whole new one, never a part, and when
-      `write` has returned the object outlives a crash of the machine. A `write` that fails leaves the old object.
+      `write` has returned the object outlives a crash of the machine. A `write` that fails leaves the old object,
+      unless it raises a `NotDurableError`: then the new one is there, but may be lost in a crash. Of an object store
+      that did not answer, nothing is known: read what is there.
     - `list` is never cached: an object is listed from the moment its `write` returned until its `delete` did.
     - Nothing outside the root is read, written or removed.
-    - Whatever fails raises a `StorageError`; nothing under a key is an `AbsentError`, no space left a `FullError`,
-      something else under it than was expected a `ConflictError`.
+    - Whatever fails raises a `StorageError`; nothing under a key is an `AbsentError`, fewer bytes than were asked for a
+      `TruncatedError`, no space left a `FullError`, something else under it than was expected a `ConflictError`. Only
+      the first two say that bytes are gone: what could merely not be read must be any other one.
     """
 
     near: bool  # whether what one process has read costs others on its host next to nothing
@@ -74,7 +81,7 @@ class Storage(Protocol):
         """The bytes of `key` from `start` up to `stop` (its end if none); fewer where the object ends earlier."""
 
     def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
-        """Fill the buffers, one after the other, with the bytes of `key` from `start`; too few of them is an error.
+        """Fill the buffers, one after the other, with the bytes of `key` from `start`; fewer are a `TruncatedError`.
 
         `again` says that the same bytes will be asked for again soon.
         """

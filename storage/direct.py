@@ -14,6 +14,7 @@ from contextlib import suppress
 from ckpt.storage.aligned import ALIGNMENT, DIRECT, address, aligned, copy
 from ckpt.storage.background import Background
 from ckpt.storage.base import Buffer
+from ckpt.storage.reserving import reserve
 
 BLOCK = 8 << 20
 _WRITERS = 8
@@ -59,6 +60,7 @@ class _File:
         self._filled = 0  # bytes of it
         self._size = 0
         self._reserved = 0
+        self._can_reserve = True
         self._direct = _opened_directly(descriptor)
 
     def add(self, view: memoryview) -> None:
@@ -113,11 +115,17 @@ class _File:
         return self._buffers[self._number % _WRITERS]
 
     def _reserve(self, more: int) -> None:
-        if self._size + more > self._reserved and more == BLOCK:
-            step = _RESERVED if self._expected is None else min(_RESERVED, self._expected - self._size)
-            with suppress(OSError):  # no such thing here, or no room: writing will tell
-                os.posix_fallocate(self._descriptor, self._size, step)
-                self._reserved = self._size + step
+        if not self._can_reserve or self._size + more <= self._reserved or more < BLOCK:
+            return
+        step = _RESERVED if self._expected is None else min(_RESERVED, self._expected - self._size)
+        try:
+            self._can_reserve = reserve(self._descriptor, self._size, step)
+        except OSError:
+            if self._expected is not None:  # all of these bytes are to come
+                raise
+            self._can_reserve = False  # perhaps there is room for those that are: writing will tell
+        if self._can_reserve:
+            self._reserved = self._size + step
 
     def _wait(self) -> None:
         """Until all writers are done. The first error is raised when they are, also that waiting was interrupted."""

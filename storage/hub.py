@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from ckpt.errors import AbsentError, ConfigError, StorageError
+from ckpt.errors import AbsentError, ConfigError, StorageError, TruncatedError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, below, changed, check_key
 from ckpt.storage.hub_errors import explained
 from ckpt.storage.hub_pending import Pending, Receipt
@@ -145,7 +145,7 @@ class HubStorage:
         commit, found = self._found(key)
         missing = min(stop - found.size, stop - start)
         if missing > 0:
-            raise StorageError(f"{self.url}/{key} ends {missing} bytes too early.")
+            raise TruncatedError(f"{self.url}/{key} ends {missing} bytes too early.")
         data = memoryview(self._repo.read(found.path, commit, start, stop) if start < stop else b"")
         for view in views:
             view[:], data = data[: len(view)], data[len(view) :]

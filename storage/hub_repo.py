@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +27,9 @@ Result = TypeVar("Result")
 
 MAIN_BRANCH = "main"
 _ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
-_CONFLICTS = (409, 412)
+_MAY_NOT = 403
+_EXISTS = 409
+_CONFLICTS = (_EXISTS, 412)
 _PAUSES = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # seconds, after others have committed
 _log = logging.getLogger("ckpt")
 
@@ -96,11 +98,39 @@ class HubRepo:
 
         return HfApi(token=self.token, library_name="torch-ckpt")
 
-    def create(self, *, private: bool | None = None) -> None:
-        """Make the repository and the branch, where they are not there yet; no pull request (`refs/pr/1`)."""
-        self._ask("create", lambda: self.api.create_repo(self.id, private=private, exist_ok=True))
+    def create(self, *, private: bool | None = None) -> bool:
+        """Make the repository and the branch, where they are not there yet; no pull request (`refs/pr/1`).
+
+        Returns whether this call has certainly made the repository.
+        """
+        made = self._ask("create", lambda: self._made(private=private))
         if self.revision != MAIN_BRANCH and not self.revision.startswith("refs/"):
             self._ask("create", lambda: self.api.create_branch(self.id, branch=self.revision, exist_ok=True))
+
+        return made
+
+    def _made(self, *, private: bool | None) -> bool:
+        try:
+            self.api.create_repo(self.id, private=private)
+        except Exception as error:
+            status = status_of(cause_of(error))
+            if status not in (_EXISTS, _MAY_NOT):
+                raise
+            if status == _MAY_NOT:  # who may not make repositories may still push: the client looks if it is there
+                self.api.create_repo(self.id, private=private, exist_ok=True)
+            return False
+        return True
+
+    def remove_if_untouched(self) -> bool:
+        """Remove a repository that has nothing but its first commit. Returns whether it is gone."""
+        with suppress(StorageError):
+            commits = self._ask("look at", lambda: self.api.list_repo_commits(self.id))
+            branches = self._ask("look at", lambda: self.api.list_repo_refs(self.id)).branches
+            files = self.files(self.head()) if len(commits) <= 1 and len(branches) <= 1 else {"others have committed"}
+            if not set(files) - {".gitattributes"}:
+                self._ask("remove", lambda: self.api.delete_repo(self.id))
+                return True
+        return False
 
     def is_private(self) -> bool:
         return bool(self._ask("look at", lambda: self.api.repo_info(self.id)).private)

@@ -3,29 +3,41 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import logging
 import os
 import re
 import secrets
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 
-from ckpt.errors import AbsentError, ConfigError, FullError, LockedError, StorageError
+from ckpt.errors import (
+    AbsentError,
+    ConfigError,
+    DeniedError,
+    FullError,
+    NotDurableError,
+    StorageError,
+    TransientError,
+    TruncatedError,
+)
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed, check_key
 from ckpt.storage.direct import write_durably
+from ckpt.storage.directories import make_directories, sync_directory
+from ckpt.storage.local_locks import LocalLocks, waited_for
 from ckpt.storage.scattered import read_scattered
-
-_log = logging.getLogger("ckpt")
 
 TEMPORARY = ".ckpt-tmp"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EINVAL, errno.EISDIR}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+# what says nothing about the bytes themselves: a failing disk, a server that is away, a limit of this process
+_PASSING = {
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR,
+    errno.EBUSY, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED,
+    errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EREMOTEIO, errno.ENOLINK,
+}  # fmt: skip
 _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
 _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _COPIED_AT_ONCE = 8 << 20
@@ -39,17 +51,23 @@ class LocalStorage:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(os.path.abspath(os.fspath(root)))
-        self._shown = os.fspath(root)
+        self._shown = os.path.normpath(os.fspath(root))
         # a snapshot in Hugging Face's cache is made of links to the blobs of its repository
         snapshot = _SNAPSHOT.fullmatch(str(self._root))
         self._bounds = snapshot.group(1) if snapshot else str(self._root)
         self._size = os.stat if snapshot else os.lstat
         if os.path.exists(self._root) and not os.path.isdir(self._root):
             raise ConfigError(f"{self._shown} is a file. The root of checkpoints must be a directory: choose another.")
+        self._locks = LocalLocks(self._root, self._shown)
 
     @property
     def url(self) -> str:
         return self._shown
+
+    @property
+    def place(self) -> str:
+        """The same for every spelling of this root: relative, absolute, or through symbolic links."""
+        return os.path.realpath(self._root)
 
     def __repr__(self) -> str:
         return f"LocalStorage({self._shown!r})"
@@ -84,10 +102,12 @@ class LocalStorage:
         """Make a file under another name, and give it its own when it is whole."""
         path = self._path(key)
         with self._explained("write", key):
-            _make_directories(path.parent)
+            self._locks.confirm()
+            make_directories(path.parent, self._root)
             temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY}")
             try:
                 make(temporary)
+                self._locks.confirm()
                 if over == ANY:
                     os.replace(temporary, path)
                 else:
@@ -97,19 +117,22 @@ class LocalStorage:
                 # process leaves it to `sweep`
                 with suppress(OSError):
                     temporary.unlink()
-            sync_directory(path.parent)
+            self._sync_folder(path.parent, key)
+
+    def _sync_folder(self, folder: Path, key: str) -> None:
+        try:
+            sync_directory(folder)
+        except OSError as error:
+            raise NotDurableError(
+                f"{self._shown}/{key} was written, but its folder could not be synced: {error.strerror or error}."
+            ) from error
 
     def _replace(self, temporary: Path, key: str, over: str | None) -> None:
         """Give a file its name if that is still the one of `over`. One at a time, by an flock on the root."""
-        with _no_fork:  # a child must not get a copy of the lock
-            descriptor = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                _wait_for(descriptor)
-                if self.version(key) != over:
-                    raise changed(f"{self._shown}/{key}")
-                os.replace(temporary, self._path(key))
-            finally:
-                os.close(descriptor)
+        with waited_for(self._root):
+            if self.version(key) != over:
+                raise changed(f"{self._shown}/{key}")
+            os.replace(temporary, self._path(key))
 
     def _pieces(self, key: str) -> Iterator[bytes]:
         with self._explained("read", key), open(self._path(key, followed=True), "rb", buffering=0) as file:
@@ -127,7 +150,7 @@ class LocalStorage:
             views = [memoryview(buffer).cast("B") for buffer in buffers]
             missing = read_scattered(str(path), start, views, cached=again)
             if missing:
-                raise StorageError(f"{self._shown}/{key} ends {missing} bytes too early.")
+                raise TruncatedError(f"{self._shown}/{key} ends {missing} bytes too early.")
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         with self._explained("list", prefix):
@@ -139,6 +162,7 @@ class LocalStorage:
                             yield Entry(path[len(str(self._root)) + 1 :], self._size(path).st_size)
 
     def delete(self, keys: Iterable[str]) -> None:
+        self._locks.confirm()
         for key in keys:
             path = self._path(key)
             with self._explained("delete", key), suppress(*_NOTHING_THERE):
@@ -155,6 +179,7 @@ class LocalStorage:
                         yield Unfinished(key, status.st_size, time.time() - status.st_mtime)
 
     def sweep(self, prefix: str = "", *, age: float | None = None) -> None:
+        self._locks.confirm()
         with self._explained("sweep", prefix):
             for left in list(self.unfinished(prefix)):
                 if age is None or left.age >= age:
@@ -167,57 +192,16 @@ class LocalStorage:
     def lock(self, key: str, *, shared: bool = False, note: str = "") -> Iterator[None]:
         """An flock on the file or directory itself: the kernel lets go of it when the process dies.
 
-        A file's content is the note of the one who holds it alone. Directories and readers leave none.
+        A lock file's content is the note of the one who holds it alone. Directories and readers leave none.
         """
-        with _no_fork:
-            descriptor = self._flock(key, shared=shared)
-            if descriptor is not None:
-                _held.add(descriptor)
-        if descriptor is None:
-            yield
-            return
-        noted = bool(note) and not shared and stat.S_ISREG(os.fstat(descriptor).st_mode)
-        try:
-            if noted:
-                self._leave_note(key, descriptor, note)
-            yield
-        finally:
-            with _no_fork:
-                if descriptor in _held:  # a forked child has closed its copy already
-                    if noted:
-                        os.ftruncate(descriptor, 0)  # the next holder may leave no note
-                    os.close(descriptor)
-                    _held.discard(descriptor)
-
-    def _leave_note(self, key: str, descriptor: int, note: str) -> None:
-        with self._explained("lock", key):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, note.encode(), 0)
-
-    def _flock(self, key: str, *, shared: bool) -> int | None:
         path = self._path(key, followed=True)
         with self._explained("lock", key):
-            descriptor = self._open_to_lock(path, shared=shared)
-            try:
-                fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            except OSError as error:
-                holder = "" if path.is_dir() else os.pread(descriptor, 4096, 0).decode(errors="replace")
-                os.close(descriptor)
-                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise LockedError(f"{self._shown}/{key} is held: {holder or 'by somebody else.'}") from None
-                if error.errno in _NO_LOCKS:
-                    _warn_without_locks(str(self._root))
-                    return None
-                raise
-        return descriptor
-
-    def _open_to_lock(self, path: Path, *, shared: bool) -> int:
-        if path.is_dir():
-            return os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        if shared:
-            return os.open(path, os.O_RDONLY)
-        _make_directories(path.parent)
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            held = self._locks.take(key, path, shared=shared, note=note)
+        try:
+            yield
+        finally:
+            if held is not None:
+                self._locks.release(held)
 
     def _path(self, key: str, *, followed: bool = False) -> Path:
         """Where `key` is. Unless it is `followed`, a link by that name is itself what is replaced or removed."""
@@ -266,13 +250,14 @@ class LocalStorage:
                 raise AbsentError(f"{where} does not exist.") from error
             if error.errno in _FULL:
                 raise FullError(f"could not {verb} {where}: {error.strerror}. {self._room()}") from error
-            if isinstance(error, PermissionError) or error.errno == errno.EROFS:
+            if error.errno in _DENIED:
                 access = "readable" if verb in ("read", "list") else "writable"
-                raise StorageError(
+                raise DeniedError(
                     f"could not {verb} {where}: {error.strerror}. "
                     f"Make {self._shown} {access} for this user, or choose another root."
                 ) from error
-            raise StorageError(f"could not {verb} {where}: {error.strerror or error}.") from error
+            kind = TransientError if error.errno in _PASSING else StorageError
+            raise kind(f"could not {verb} {where}: {error.strerror or error}.") from error
 
     def _room(self) -> str:
         try:
@@ -283,59 +268,6 @@ class LocalStorage:
         return f"{free / 1e9:.2f} GB are free there. Free some space (or lower Keep(last=...)), then save again."
 
 
-_held: set[int] = set()
-_no_fork = threading.RLock()  # or a child would get a copy of a lock that `_held` does not know
-
-
-def _let_go_in_child() -> None:
-    # A data loader's worker is a fork that may outlive a killed trainer for seconds. With a copy of the descriptor it
-    # would keep the lock, and the restarted trainer would be refused.
-    for descriptor in _held:
-        os.close(descriptor)
-    _held.clear()
-    _no_fork.release()
-
-
-os.register_at_fork(before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_let_go_in_child)
-
-_warned: set[str] = set()
-
-
-def _warn_without_locks(root: str) -> None:
-    if root not in _warned:
-        _warned.add(root)
-        _log.warning("%s: this filesystem has no locks. See to it that only one run writes there at a time.", root)
-
-
-def _wait_for(descriptor: int) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-
-
 def _write_file(path: Path, pieces: Iterable[Buffer]) -> None:
     with open(path, "xb", buffering=0) as file:
         write_durably(file.fileno(), pieces)
-
-
-def _make_directories(folder: Path) -> None:
-    """Like mkdir -p, with every new name made durable in its parent."""
-    missing = []
-    while not folder.is_dir():
-        missing.append(folder)
-        folder = folder.parent
-    for new in reversed(missing):
-        with suppress(FileExistsError):
-            new.mkdir()
-        sync_directory(new.parent)
-
-
-def sync_directory(folder: str | Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

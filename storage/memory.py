@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ckpt.errors import AbsentError, LockedError, StorageError
+from ckpt.errors import AbsentError, LockedError, TruncatedError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, below, changed, check_key
 
 
@@ -67,7 +67,7 @@ class MemoryStorage:
         size = sum(map(len, buffers))
         pieces = memoryview(self._object(key))[start : start + size]
         if len(pieces) < size:
-            raise StorageError(f"{self.url}/{key} ends {size - len(pieces)} bytes too early.")
+            raise TruncatedError(f"{self.url}/{key} ends {size - len(pieces)} bytes too early.")
         for buffer in buffers:
             buffer[:], pieces = pieces[: len(buffer)], pieces[len(buffer) :]
 

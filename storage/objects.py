@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from ckpt.errors import StorageError
+from ckpt.errors import TruncatedError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, below, check_key
 from ckpt.storage.leases import FOLDER, Leases
 
@@ -83,7 +83,7 @@ class ObjectStorage:
         views = [memoryview(buffer).cast("B") for buffer in buffers if buffer.nbytes]
         missing = self._objects.fill(check_key(key), start, views)
         if missing:
-            raise StorageError(f"{self.url}/{key} ends {missing} bytes too early.")
+            raise TruncatedError(f"{self.url}/{key} ends {missing} bytes too early.")
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         top = prefix and f"{check_key(prefix)}/"

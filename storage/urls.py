@@ -46,9 +46,20 @@ def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Stor
     return factory(rest, **options)
 
 
+def place_of(storage: Storage) -> str:
+    """What two storages have in common if they are one root, however that was spelled."""
+    return storage.place if isinstance(storage, LocalStorage) else storage.url
+
+
 def _open_path(path: str, **options: Any) -> Storage:
     _refuse_options("a plain path", options)
-    return LocalStorage(path)
+    return LocalStorage(_expanded(path))
+
+
+def _expanded(path: str) -> str:
+    """With the home of a user for `~`, unless there is a folder of that name: earlier versions made one."""
+    first = path.partition("/")[0]
+    return os.path.expanduser(path) if first.startswith("~") and not os.path.lexists(first) else path
 
 
 def _refuse_options(where: str, options: dict[str, Any]) -> None:

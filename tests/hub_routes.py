@@ -57,6 +57,11 @@ def _create(hub: HubServer, call: Call) -> Answer:
     return Answer.json(url if new else {**url, "error": "You already created this model repo"}, 200 if new else 409)
 
 
+def _delete(hub: HubServer, call: Call) -> Answer:
+    hub.store.delete(f"{call.json.get('organization') or 'me'}/{call.json['name']}")
+    return Answer.json({})
+
+
 def _info(hub: HubServer, call: Call) -> Answer:
     repo = call.words["repo"]
     commit = hub.head(repo, call.words["revision"] or "main")
@@ -207,6 +212,7 @@ _REVISION = r"(?P<revision>[^/]+)"
 
 _ROUTES: list[tuple[str, Callable[[HubServer, Call], Answer]]] = [
     (r"POST /api/repos/create", _create),
+    (r"DELETE /api/repos/delete", _delete),
     (r"POST /api/validate-yaml", _valid),
     (rf"GET {_API}(?:/revision/{_REVISION})?", _info),
     (rf"POST {_API}/preupload/{_REVISION}", _preupload),

@@ -59,6 +59,11 @@ class HubStore:
             self._write(self._repo_path(repo), {"private": private, "branches": {"main": first}})
             return True
 
+    def delete(self, repo: str) -> None:
+        with self._lock:
+            self.repo(repo)
+            self._repo_path(repo).unlink()
+
     def repo(self, repo: str) -> Fields:
         try:
             found: Fields = json.loads(self._repo_path(repo).read_text())

@@ -212,6 +212,19 @@ def test_names_limit_and_folder_of_the_project_are_respected(tmp_path: Path) -> 
         assert manager.save_state() == "checkpoint_3"
 
 
+def test_without_automatic_naming_total_limit_removes_nothing_as_with_accelerate_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    project = ProjectConfiguration(str(tmp_path), total_limit=2)
+    accelerator = new_accelerator(project_config=project)
+    _prepared(accelerator)
+    with attach(accelerator):
+        for name in ("best", "epoch_0", "epoch_1", "epoch_2"):
+            accelerator.save_state(str(tmp_path / name))
+    assert {one.name for one in ckpt.list_checkpoints(tmp_path)} == {"best", "epoch_0", "epoch_1", "epoch_2"}
+    assert "total_limit=2 removes nothing" in caplog.text
+
+
 def _with_hooks(rank: int, root: str, world_size: int) -> None:
     accelerator = new_accelerator(rank=rank, world_size=world_size)
     _, (model, *_) = _prepared(accelerator)

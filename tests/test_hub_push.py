@@ -27,6 +27,7 @@ import ckpt
 from ckpt.cli import main
 from ckpt.storage import HubStorage
 from tests.hub_server import HubServer, connect, serving
+from tests.hub_store import MissingError
 from tests.processes import DEADLINE, run_alone, run_ranks, start_alone
 
 REPO = "me/model"
@@ -500,7 +501,55 @@ class TestFaults:
             pytest.raises(ckpt.ConfigError, match=r'(?s)"license" must be one of.* or push with card=False'),
         ):
             manager.push_to_hub(REPO, card={"license": "nonsense"})
-        assert hub.files(REPO) == {}
+        assert hub.sent("DELETE /api/repos/delete")
+
+    def test_a_repository_made_for_a_push_that_fails_is_removed_again(self, hub: HubServer, tmp_path: Path) -> None:
+        with ckpt.StateManager(tmp_path / "run", model=small(0)) as manager:
+            hub.fail(r"POST /api/models/.*/commit/", 403)
+            with pytest.raises(ckpt.DeniedError, match="which was made for this push, has been removed again"):
+                manager.push_to_hub(REPO)
+            with pytest.raises(MissingError):
+                hub.files(REPO)
+            manager.push_to_hub(REPO)
+        assert "model.safetensors" in hub.files(REPO)
+
+    @pytest.mark.usefixtures("impatient")
+    def test_where_another_try_may_help_it_stays_with_what_was_uploaded_and_the_error_says_so(
+        self, hub: HubServer, tmp_path: Path
+    ) -> None:
+        with ckpt.StateManager(tmp_path / "run", model=small(0)) as manager:
+            hub.fail(r"POST /api/models/.*/commit/", 503, times=9)
+            with pytest.raises(ckpt.TransientError, match="was made for this push, and is still empty: push again"):
+                manager.push_to_hub(REPO)
+            sent = len(hub.sent("PUT /lfs/"))
+            hub.faults.clear()
+            manager.push_to_hub(REPO)
+            assert len(hub.sent("PUT /lfs/")) == sent
+        assert not hub.sent("DELETE ")
+
+    def test_a_repository_that_was_there_or_that_others_have_committed_to_is_never_removed(
+        self, hub: HubServer, tmp_path: Path
+    ) -> None:
+        theirs = {"key": "file", "value": {"path": "notes.txt", "content": b"theirs"}}
+        with ckpt.StateManager(tmp_path / "run", model=small(0)) as manager:
+            hub.store.create("me/empty", private=False)
+            hub.fail(r"POST /api/models/me/empty/commit/", 403)
+            with pytest.raises(ckpt.DeniedError):
+                manager.push_to_hub("me/empty")
+            answer = hub.fault
+
+            def commit_first(method: str, path: str) -> Any:
+                if "/commit/" in path:
+                    hub.store.commit(REPO, "main", {"summary": "x"}, [theirs])
+                return answer(method, path)
+
+            hub.fault = commit_first  # type: ignore[method-assign]
+            hub.fail(rf"POST /api/models/{REPO}/commit/", 403)
+            with pytest.raises(ckpt.DeniedError):
+                manager.push_to_hub(REPO)
+        assert hub.files(REPO) == {"notes.txt": b"theirs"}
+        assert hub.files("me/empty") == {}
+        assert not hub.sent("DELETE ")
 
     @pytest.mark.parametrize("pattern", ["POST /api/repos/create", "GET /api/models/[^/]*/[^/]*/revision", "/commit/"])
     @pytest.mark.parametrize("status", [429, 500, 503])

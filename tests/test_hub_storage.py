@@ -469,6 +469,7 @@ def test_a_model_is_loaded_with_a_token_and_nothing_else_is_fetched(
 
 def test_a_root_that_a_run_writes_to_is_not_pulled_into(hub: HubServer, tmp_path: Path) -> None:
     with manager_for(ROOT, model_of(1.0)) as manager:
+        manager.progress.step = 1
         manager.save_state("step-00000001", wait=True)
     with manager_for(tmp_path / "run", model_of(1.0)) as manager:
         manager.save_state("mine", wait=True)
@@ -477,6 +478,22 @@ def test_a_root_that_a_run_writes_to_is_not_pulled_into(hub: HubServer, tmp_path
                 ckpt.pull(ROOT, tmp_path / "run", step=step)
     ckpt.pull(ROOT, tmp_path / "run")
     assert ckpt.verify(tmp_path / "run") == {"mine": [], "step-00000001": []}
+
+
+def test_pull_of_a_step_goes_by_the_manifest_on_the_hub_as_elsewhere(hub: HubServer, tmp_path: Path) -> None:
+    places = (ROOT, str(tmp_path / "local"))
+    for root in places:
+        with manager_for(root, model_of(1.0)) as manager:
+            for step, name in ((5, "best"), (6, "step-00000005"), (7, "step-00000007"), (7, "final")):
+                manager.progress.step = step
+                manager.save_state(name, wait=True)
+    for step, name in ((5, "best"), (6, "step-00000005"), (7, "final")):
+        for number, source in enumerate(places):
+            target = tmp_path / f"pulled-{step}-{number}"
+            assert ckpt.pull(source, target, step=step) == str(target / name)
+            assert ckpt.verify(target) == {name: []}
+    with pytest.raises(ckpt.MissingError, match=r"has no checkpoint of step 8\. There are: .*best"):
+        ckpt.pull(ROOT, tmp_path / "none", step=8)
 
 
 def test_a_model_that_does_not_fit_stays_as_it_was(tmp_path: Path) -> None:

@@ -86,8 +86,8 @@ def keys(root: str | Path) -> set[str]:
     return {entry.key for entry in open_storage(str(root)).list()}
 
 
-def prune(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["prune", *map(str, arguments)])
+def prune(*arguments: object, yes: bool = True) -> Result:
+    return CliRunner().invoke(main, ["prune", *map(str, arguments), *(["--yes"] if yes else [])])
 
 
 @contextmanager
@@ -221,8 +221,9 @@ class TestLeftovers:
         with saving(root) as process:
             unfinished(root, "export/model.safetensors")
             done = ckpt.prune(root, grace=0)
-            assert list(done.swept) == [key for key in done.swept if key.startswith("export/")] != []
+            assert done.swept == {}
             assert "another run writes to" in done.spared["step-00000009"]
+            assert any(name.startswith("export/") for name in done.spared)
             tell(process)
             assert process.stdout is not None
             assert process.stdout.readline() == "written\n"
@@ -272,6 +273,26 @@ class TestCommand:
         os.close(child_end)
         assert b"Remove 2 checkpoints, " in asked
         assert steps(tmp_path) == left
+
+    def test_without_a_terminal_and_without_yes_it_refuses(self, tmp_path: Path) -> None:
+        save(tmp_path, [1.0] * 3)
+        result = prune(tmp_path, "--keep-last", 1, yes=False)
+        assert result.exit_code == 2
+        assert re.search(r"nothing was removed\. 2 checkpoints, .*add --yes .*or --dry-run", result.output)
+        assert steps(tmp_path) == [3, 2, 1]
+        assert prune(tmp_path, "--keep-last", 3, yes=False).exit_code == 0  # there is nothing to ask for
+
+    def test_a_typo_in_the_metric_removes_nothing_and_names_those_there_are(self, tmp_path: Path) -> None:
+        with ckpt.StateManager(tmp_path, model=nn.Linear(4, 4), save_every=1) as manager:
+            manager.resume()
+            for loss in range(10):
+                manager.step(metrics={"loss": loss, "acc": 1.0})
+        result = prune(tmp_path, "--keep-best", 2, "--metric", "los")
+        assert result.exit_code == 1
+        assert "no checkpoint has a metric 'los'; there are: loss, acc. Nothing was removed." in result.output
+        with pytest.raises(ckpt.MetricError, match="no checkpoint has a metric 'los'"):
+            ckpt.prune(tmp_path, keep=ckpt.Keep(best=2, metric="los"))
+        assert len(steps(tmp_path)) == 10
 
     def test_dry_run_neither_asks_nor_removes(self, tmp_path: Path) -> None:
         save(tmp_path, [1.0] * 2)

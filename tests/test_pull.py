@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 import ckpt
 from ckpt.cli import main
 from ckpt.storage import LocalStorage, open_storage
-from tests.test_cli import flip_a_bit
+from tests.test_cli import flip_a_bit, truncate
 
 _CUT_OFF = """
 import os, signal, sys
@@ -127,6 +128,17 @@ def test_a_damaged_one_is_named_and_not_copied_and_the_others_are(tmp_path: Path
         ckpt.pull(tmp_path / "run", tmp_path / "back")
     assert ckpt.verify(tmp_path / "back") == {"step-00000003": [], "step-00000001": []}
     assert not (tmp_path / "back" / "step-00000002").exists()
+
+
+@pytest.mark.parametrize("hurt", [truncate, Path.unlink])
+def test_one_that_lacks_bytes_is_named_and_the_others_are_copied(
+    tmp_path: Path, hurt: Callable[[Path], object]
+) -> None:
+    save(tmp_path / "run", 3)
+    hurt(tmp_path / "run" / "step-00000002" / "model.safetensors")
+    with pytest.raises(ckpt.DamagedError, match=r"model\.safetensors is missing or cut short"):
+        ckpt.pull(tmp_path / "run", tmp_path / "back")
+    assert ckpt.verify(tmp_path / "back") == {"step-00000003": [], "step-00000001": []}
 
 
 def test_another_checkpoint_of_that_name_stays(tmp_path: Path) -> None:

@@ -37,6 +37,32 @@ def test_the_best_stay_too(root: Place) -> None:
     assert _run(root / "max", ckpt.Keep(last=1, best=2, metric="loss", mode="max"), losses) == [6, 4]
 
 
+def test_with_a_metric_that_no_checkpoint_has_nothing_is_removed_and_it_is_said(
+    root: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep = ckpt.Keep(last=1, best=2, metric="val_loss")
+    assert _run(root, keep, [3.0, 1.0, 2.0, 5.0]) == [4, 3, 2, 1]
+    said = [one.message for one in caplog.records if "val_loss" in one.message]
+    assert len(said) == 1
+    assert "no checkpoint has a metric 'val_loss'; there are: loss. Nothing is removed until one has it" in said[0]
+
+
+def test_saves_before_the_first_evaluation_stay_until_there_is_something_to_rank(
+    root: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    keep = ckpt.Keep(last=2, best=1, metric="val_loss")
+    with ckpt.StateManager(root, model=nn.Linear(1, 1), keep=keep, save_every=1) as manager:
+        manager.resume()
+        for metrics in (None, None, None, {"val_loss": 2.0}, {"val_loss": 3.0}, None, None):
+            manager.step(metrics)
+            manager.wait()
+            if manager.progress.step == 2:
+                assert "val_loss" not in caplog.text  # nothing would have been removed so far
+            if manager.progress.step == 3:
+                assert "there are: none" in caplog.text
+    assert [one.step for one in ckpt.list_checkpoints(root)] == [7, 6, 4]
+
+
 def test_milestones_stay_too(root: Place) -> None:
     assert _run(root, ckpt.Keep(last=1, every=3), [1.0] * 8) == [8, 6, 3]
 

@@ -7,10 +7,12 @@ import fcntl
 import mmap
 import os
 import random
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 from ckpt.storage import LocalStorage
 from ckpt.storage.aligned import pages
 from ckpt.storage.direct import BLOCK, write_durably
+from ckpt.storage.reserving import reserve
 from tests.processes import interrupt
 
 
@@ -113,6 +116,54 @@ def test_a_filesystem_in_memory_serves_too() -> None:
         assert path.read_bytes() == b"x" * (2 * BLOCK + 1)
     finally:
         path.unlink()
+
+
+@contextmanager
+def mounted(kind: str, folder: Path, *options: str) -> Iterator[Path]:
+    """A filesystem of a kind, for as long as it is needed."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a filesystem of its own")
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", kind, *options, kind, folder], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"could not mount {kind}: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def writes_so_far() -> int:
+    """How many system calls that write this process has made."""
+    return next(int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines() if "syscw" in line)
+
+
+def test_where_a_filesystem_reserves_no_room_every_byte_is_written_once(tmp_path: Path) -> None:
+    with mounted("ramfs", tmp_path / "ramfs") as folder:
+        before = writes_so_far()
+        write(folder / "file", [b"x" * (4 * BLOCK)])
+        assert writes_so_far() - before < 100  # and not one for every page
+        assert (folder / "file").stat().st_size == 4 * BLOCK
+
+
+def test_where_a_filesystem_reserves_room_it_is_asked_to_and_no_more_is_kept(tmp_path: Path) -> None:
+    with mounted("tmpfs", tmp_path / "tmpfs", "-o", "size=200m") as folder:
+        with open(folder / "file", "xb", buffering=0) as file:
+            assert reserve(file.fileno(), 0, 5 * BLOCK)
+        assert (folder / "file").stat().st_blocks * 512 >= 5 * BLOCK
+        write(folder / "other", (b"x" * BLOCK for _ in range(3)))  # of a length that nobody knows beforehand
+        assert (folder / "other").stat().st_size == 3 * BLOCK
+        assert (folder / "other").stat().st_blocks * 512 == 3 * BLOCK
+
+
+def test_a_disk_that_is_too_small_is_noticed_before_it_is_written_full(tmp_path: Path) -> None:
+    with mounted("tmpfs", tmp_path / "tmpfs", "-o", "size=30m") as folder:
+        before = writes_so_far()
+        with pytest.raises(OSError, match="No space left"):
+            LocalStorage(folder).write("file", [b"x" * (5 * BLOCK)])
+        assert writes_so_far() - before < 3
+        assert list(folder.iterdir()) == []
+        LocalStorage(folder).write("file", (b"x" * BLOCK for _ in range(2)))
 
 
 def test_an_error_of_the_disk_is_raised_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

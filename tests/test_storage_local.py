@@ -320,7 +320,7 @@ class TestPermissions:
     def refused(self, root: Path, action: str) -> str:
         script = f"{ATTEMPT}{AS_NOBODY}storage = LocalStorage(sys.argv[1])\nattempt(lambda: {action})"
         kind, message = outcome(script, root)
-        assert kind == "StorageError"
+        assert kind == "DeniedError"
         return message
 
     @pytest.mark.parametrize("key", ["object", "folder/object", "new/object"])
@@ -345,7 +345,7 @@ class TestPermissions:
     def test_a_root_that_may_not_be_reached_is_an_error_of_ours(self, root: Path) -> None:
         root.chmod(0o000)
         script = f'{ATTEMPT}{AS_NOBODY}attempt(lambda: list(LocalStorage(sys.argv[1] + "/folder/below").list()))'
-        assert outcome(script, root)[0] == "StorageError"
+        assert outcome(script, root)[0] == "DeniedError"
 
 
 def test_a_write_is_durable_when_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,3 +394,78 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     with storage.lock(".lock", note="me"):
         pass
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+class TestLocksOnNames:
+    def test_a_lock_on_a_name_under_which_nothing_is_leaves_nothing(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path)
+        with storage.lock("step-1"):
+            assert (tmp_path / "step-1").is_dir()
+        assert list(tmp_path.iterdir()) == []
+
+    def test_such_a_lock_keeps_out_those_who_lock_the_folder_when_it_is_there(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path)
+        with storage.lock("step-1"):
+            storage.write("step-1/object", [b"x"])
+            with pytest.raises(LockedError), storage.lock("step-1", shared=True):
+                pass
+        assert storage.read("step-1/object") == b"x"
+        with storage.lock("step-1", shared=True):
+            pass
+
+    @pytest.mark.parametrize("key", ["folder", ".lock"])
+    def test_what_is_removed_while_it_is_being_locked_is_not_what_is_locked(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+    ) -> None:
+        storage, real, calls = LocalStorage(tmp_path), fcntl.flock, 0
+        storage.write("folder/object", [b"x"])
+        (tmp_path / ".lock").touch()
+
+        def flock(descriptor: int, operation: int) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 1:  # its holder removes it, lets go, and somebody makes it anew
+                (tmp_path / key).rename(tmp_path / "gone")
+                (tmp_path / key).mkdir() if key == "folder" else (tmp_path / key).touch()
+            real(descriptor, operation)
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+        with storage.lock(key):
+            assert calls == 2
+            with pytest.raises(LockedError), storage.lock(key):
+                pass
+
+    def test_a_lock_that_cannot_be_noted_is_not_held(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*_: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        storage = LocalStorage(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full)
+            with pytest.raises(FullError), storage.lock(".lock", note="me"):
+                pass
+        with storage.lock(".lock", note="me"):
+            pass
+
+    def test_an_object_is_never_written_to_by_whoever_locks_it(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path)
+        storage.write("object", [b"content"])
+        with storage.lock("object", note="me"):
+            assert storage.read("object") == b"content"
+        assert storage.read("object") == b"content"
+
+    def test_nothing_is_written_once_the_lock_file_is_gone(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path / "root")
+        with storage.lock(".lock", note="me"):
+            storage.write("a", [b"x"])
+            (tmp_path / "root" / ".lock").unlink()
+            for call in (
+                lambda: storage.write("b", [b"x"]),
+                lambda: storage.link("a", "b"),
+                lambda: storage.delete(["a"]),
+                lambda: storage.sweep(),
+            ):
+                with pytest.raises(LockedError, match=r"\.lock was removed, alone or with all of"):
+                    call()
+            assert everything(tmp_path) == {"root/a"}
+        storage.write("b", [b"x"])

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt.errors import ConfigError
 from ckpt.manager import StateManager
-from ckpt.storage import Storage, open_storage
+from ckpt.storage import Storage, open_storage, place_of
 
 _log = logging.getLogger("ckpt")
 _ATTACHED = "_ckpt_attached"
@@ -115,7 +115,7 @@ class _Attached:
 
     def _name_in_root(self, path: str) -> str | None:
         parent, _, name = path.rpartition("/")
-        return name if not parent or open_storage(parent).url == self._manager.url else None
+        return name if not parent or place_of(open_storage(parent)) == place_of(self._manager._storage) else None
 
 
 _METHODS = ("save_state", "load_state", "skip_first_batches", "end_training")

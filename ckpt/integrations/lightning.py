@@ -25,7 +25,7 @@ from ckpt.progress import Progress
 from ckpt.ranks import MAIN, Alone, Ranks, find_ranks
 from ckpt.saving import Saver
 from ckpt.sources import is_part_name
-from ckpt.storage import Storage, open_storage
+from ckpt.storage import Storage, open_storage, place_of
 
 _WHOLE = "checkpoint"  # the one part, where entries have names that no file can have
 _GENERATORS = "ckpt_generators"
@@ -101,10 +101,11 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
 
     def _saver(self, root: str) -> Saver:
         storage = open_storage(root)
-        if storage.url not in self._savers:
+        place = place_of(storage)
+        if place not in self._savers:
             # Lightning says where to go on from, and may begin anew in the same folder; its main rank saves alone
-            self._savers[storage.url] = Saver(storage, Alone(), goes_on=True)
-        return self._savers[storage.url]
+            self._savers[place] = Saver(storage, Alone(), goes_on=True)
+        return self._savers[place]
 
     def _settle(self) -> None:
         """Wait for what is under way, then remove what it was to replace."""

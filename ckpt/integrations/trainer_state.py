@@ -58,6 +58,10 @@ class TotalLimit(Keep):
     def check(self, metrics: Mapping[str, float], where: str) -> None:
         """A NaN is never the best, and no reason to stop."""
 
+    def cannot_rank(self, intact: Sequence[Manifest]) -> str:
+        """Trainer itself raises where an evaluation lacks its metric; before the first one, the newest stay."""
+        return ""
+
     def removable(self, newest_first: Sequence[Manifest], damaged: Collection[str] = ()) -> list[str]:
         intact = [one for one in newest_first if one.name not in damaged]
         best = self._best(intact[::-1])  # of equals, the first that was reached

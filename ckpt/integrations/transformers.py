@@ -26,7 +26,7 @@ from ckpt.manager import StateManager
 from ckpt.preemption import EXIT_STATUS
 from ckpt.ranks import Ranks, find_ranks
 from ckpt.sources import KINDS
-from ckpt.storage import Storage, open_storage
+from ckpt.storage import Storage, open_storage, place_of
 
 _log = logging.getLogger("ckpt")
 _FILE = "trainer_state.json"
@@ -149,7 +149,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         if Path(resume, _FILE).is_file():
             return None
         root, _, name = resume.rstrip("/").rpartition("/")
-        if root and open_storage(root).url != self._storage.url:
+        if root and place_of(open_storage(root)) != place_of(self._storage):
             raise ConfigError(f"{resume} is no checkpoint in {self._storage.url}, and none that a Trainer wrote.")
         return name
 
