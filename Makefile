@@ -8,7 +8,7 @@ JOBS ?= 2
 MATRIX := resume_matrix world_size manager data background ranks damage kills bad_input retention \
 	sharded sharded_models linking sharing merge
 
-.PHONY: demo test test-s3 lint format kills faults bench clean
+.PHONY: demo test test-s3 lint format kills faults campaign bench clean
 
 demo: $(READY)
 	$(BIN)/ckpt demo
@@ -37,6 +37,14 @@ kills: $(READY)
 faults: $(READY)
 	CKPT_FAULTS=100 CKPT_KILLS=100 $(BIN)/python -m pytest --timeout 3600 -n $(JOBS) --dist worksteal \
 		tests/test_storage_faults.py tests/test_mirror.py
+
+# thousands of faults of every kind, and a table of what became of the checkpoints; the tests run a slice of it
+TRIALS ?= 2000
+SEED ?= 1
+REPORT ?= build/campaign.md
+campaign: $(READY)
+	mkdir -p $(dir $(REPORT))
+	$(BIN)/python -m tests.campaign --trials $(TRIALS) --seed $(SEED) --jobs $(JOBS) --report $(REPORT)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/cpu.py

@@ -12,6 +12,10 @@ from ckpt.errors import CkptError, RanksError
 from ckpt.ranks import MAIN, Ranks
 
 
+class FollowingError(RanksError):
+    """What a rank raises because another one has failed. Where that one tells its error, this one is left out."""
+
+
 @dataclass
 class Outcome:
     """A value, or an error that every rank shall raise."""
@@ -42,12 +46,15 @@ class Outcome:
             return json.dumps({"call": call, "value": self.value})
         ours = isinstance(self.error, CkptError)
         text = str(self.error) if ours else f"{type(self.error).__name__}: {self.error}"
-        return json.dumps({"call": call, "kind": _kind(self.error), "text": text})
+        follows = isinstance(self.error, FollowingError)
+        return json.dumps({"call": call, "kind": _kind(self.error), "text": text, "follows": follows})
 
     @classmethod
     def from_json(cls, data: str) -> Outcome:
         told = json.loads(data)
-        return cls(error=_made(told["kind"], told["text"])) if "kind" in told else cls(told["value"])
+        if "kind" not in told:
+            return cls(told["value"])
+        return cls(error=FollowingError(told["text"]) if told["follows"] else _made(told["kind"], told["text"]))
 
 
 def agree(ranks: Ranks, call: str, mine: Outcome, decide: Callable[[list[Any]], Any]) -> Any:
@@ -55,9 +62,15 @@ def agree(ranks: Ranks, call: str, mine: Outcome, decide: Callable[[list[Any]], 
 
     If anything failed on any rank, or the decision does, every rank raises it. Values and decision must be JSON.
     """
-    told = ranks.gather(call, mine.to_json(call))
+    try:
+        told = ranks.gather(call, mine.to_json(call))
+    except RanksError as error:
+        if mine.error is None:
+            raise
+        raise mine.error from error  # it came first, and may be why another rank has gone
     if ranks.rank == MAIN:
-        decision = Outcome.of(lambda: decide(_joined(call, [mine.to_json(call), *told[1:]])))
+        with ranks.working():  # it may clear up, or wait for a lock
+            decision = Outcome.of(lambda: decide(_joined(call, [mine.to_json(call), *told[1:]])))
         ranks.share(call, decision.to_json(call))
     else:
         decision = Outcome.from_json(ranks.share(call, ""))
@@ -70,7 +83,8 @@ def agree(ranks: Ranks, call: str, mine: Outcome, decide: Callable[[list[Any]], 
 
 def together(ranks: Ranks, call: str, do: Callable[[], Any]) -> Any:
     """Do something on every rank, each for itself. Returns this rank's value, or raises on all ranks alike."""
-    mine = Outcome.of(do)
+    with ranks.working():
+        mine = Outcome.of(do)
     agree(ranks, call, Outcome(error=mine.error), lambda _: None)
     return mine.value
 
@@ -87,7 +101,9 @@ def _joined(call: str, told: list[str]) -> list[Any]:
     failed = {rank: one.error for rank, one in enumerate(outcomes) if one.error is not None}
     if not failed:
         return [one.value for one in outcomes]
-    kind = type(next(iter(failed.values()))).__name__
+    first = {rank: error for rank, error in failed.items() if not isinstance(error, FollowingError)}
+    failed = first or failed
+    kind = _kind(next(iter(failed.values())))
     texts = list(dict.fromkeys(str(error) for error in failed.values()))
     if len(failed) == len(told) and len(texts) == 1:
         raise _made(kind, texts[0])

@@ -11,6 +11,7 @@ from ckpt.files import rank_of
 from ckpt.formats.manifest import FileRecord, Manifest
 from ckpt.hosts import Hosts
 from ckpt.ranks import Ranks
+from ckpt.replicas import Replicas
 from ckpt.storage import Storage, Tiers
 
 
@@ -29,8 +30,15 @@ def source(tiers: Sequence[Storage], manifest: Manifest, ranks: Ranks, held: Exi
 
 def _missing(storage: Storage, manifest: Manifest, ranks: Ranks) -> list[str]:
     there = {entry.key: entry.size for entry in storage.list(manifest.name)}
-    needed = [file for file in manifest.files if _is_needed(file, manifest, ranks)]
-    return [file.path for file in needed if there.get(f"{manifest.name}/{file.path}") != file.size]
+
+    def is_here(file: FileRecord) -> bool:
+        return there.get(f"{manifest.name}/{file.path}") == file.size
+
+    absent = [file for file in manifest.files if _is_needed(file, manifest, ranks) and not is_here(file)]
+    if any(rank_of(file.name) is not None for file in absent):
+        replicas = Replicas(storage, manifest, is_here)
+        absent = [file for file in absent if not replicas.stand_in_for(file)]
+    return [file.path for file in absent]
 
 
 def _is_needed(file: FileRecord, manifest: Manifest, ranks: Ranks) -> bool:

@@ -90,6 +90,11 @@ class EnginePart(Whole):
         return {"lr_scheduler": self.engine.lr_scheduler, "grad_scaler": scaler}
 
     @property
+    def in_window(self) -> bool:
+        """Whether the engine holds gradients that wait for the rest of an accumulation window."""
+        return _in_window(self.engine)
+
+    @property
     def stepped(self) -> torch.optim.Optimizer | None:
         """The optimizer inside the engine's own, which makes its steps; none if the engine has nothing around it."""
         inner = getattr(self.engine.optimizer, "optimizer", None)

@@ -19,6 +19,7 @@ from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.folders import appearing, refuse_checkpoints
 from ckpt.formats.dtypes import name_of
 from ckpt.formats.huggingface import LiveTensor, Source, images, parse_dtype, parse_size
+from ckpt.formats.native import take_part
 from ckpt.formats.spread import SpreadState, spread
 from ckpt.formats.state import Image
 from ckpt.formats.tied import one_of_each
@@ -66,8 +67,9 @@ class Exported:
                 for file in left:
                     self._write_one(storage, file)
                     advance(file.size)
-            finally:
-                self._go_through(left)
+            except Exception:
+                take_part(self._go_through, ([file] for file in left))
+                raise
 
     def help_to_write(self) -> None:
         """What the other ranks do while the main one writes."""
@@ -82,10 +84,10 @@ class Exported:
         pieces = file.pieces()
         try:
             storage.write(file.path, pieces)
-        finally:
+        except Exception:
             if self.shared:
-                for _ in pieces:
-                    pass
+                take_part(lambda piece: None, pieces)
+            raise
 
 
 def from_live(part: ModelPart, ranks: Ranks, wanted: Wanted) -> Exported:

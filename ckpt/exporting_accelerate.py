@@ -114,6 +114,9 @@ class _Writing:
             self._note(state)
 
     def _note(self, state: Mapping[str, Any]) -> None:
+        for key, part in self.opened.parts.items():
+            if "differs" in part:
+                self.skipped[f"{key} of other ranks"] = "they held another state of it: the main rank's is written"
         if any(key.startswith("gradients") for key in self.opened.own):
             self.skipped["gradients"] = "Accelerate keeps none: the accumulation window begins anew"
         for key in state["generators"]:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from ckpt import order, rng
-from ckpt.console import bar
+from ckpt.contents import Contents, extract
 from ckpt.errors import ConfigError
 from ckpt.following import unfollowed
+from ckpt.layout import batcher_of, layout_of
 from ckpt.loaders import batch_size, goes_by_index, keeper_of, size_of, splits, stateful_samplers
 from ckpt.lookahead import Lookahead, reads_per_batch
 from ckpt.order import Course
 from ckpt.position import Position
+from ckpt.regrouping import Regrouping
+from ckpt.replay import Replay, unrepeated
 
 Ready = Callable[[bool, dict[str, Any]], None]  # given whether the loader was done, and the generators before
 
@@ -35,17 +39,24 @@ class Feed:
         self._reads = 1 if self._reader is loader else reads_per_batch(loader, rank)  # for each batch
         self._position = Position(world_size=world_size, split=splits(loader))
         self._rank = rank
+        self._regrouping = Regrouping(loader, self._reads, rank, world_size)
         self._ready: Ready = lambda done, before: None
         self._before: dict[str, Any] = {}  # the generators, before going back to the beginning of the epoch
         self._warn: Callable[[str], None] = lambda text: None
         self._course: Course | None = None
         self._lookahead: Lookahead | None = None
+        self._contents: Contents | None = None  # of a stream that can only be gone through again
         self._iterator: Any = None
 
     @property
     def is_open(self) -> bool:
         """Whether the training loop is inside."""
         return self._iterator is not None
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self._rank == 0
 
     @property
     def trained(self) -> bool:
@@ -57,7 +68,8 @@ class Feed:
 
     @property
     def batches(self) -> int:
-        return self._position.batches
+        """How many have been handed out in this epoch, of whatever size."""
+        return self._position.before + self._position.batches
 
     @property
     def done(self) -> bool:
@@ -74,11 +86,10 @@ class Feed:
 
     def go_back(self, saved: dict[str, Any], ready: Ready, warn: Callable[[str], None]) -> dict[str, str]:
         """Let `take` go on from a saved position. Returns what will not be as it was, and why."""
-        world_size = self._position.world_size
         position = self._position = Position.from_saved(saved)
         self.waits = True
         self._ready, self._warn = ready, warn
-        changes = self._reshape(position, world_size) if position.world_size != world_size else {}
+        changes = self._regrouping.carry_over(position)
         size = size_of(getattr(self._reader, "dataset", None))
         if None not in (size, position.dataset_size) and size != position.dataset_size:
             changes["dataset"] = f"has {size} samples now and had {position.dataset_size} when it was saved"
@@ -118,8 +129,7 @@ class Feed:
         """The loop gets a batch: how many samples it has."""
         if self.waits:  # nothing was read here: the main rank reads, and hands out
             self._arrive(self._position)
-        if self._lookahead is not None:
-            self._lookahead.taken(self._reads)
+        self._note_contents(batch)
         read = self._course.taken(self._reads) if self._course else 0
         return read if self._course and self._reads == 1 else batch_size(batch)
 
@@ -138,6 +148,7 @@ class Feed:
         self._begin(position)
         keeper = keeper_of(self._reader)
         if keeper is None or not self.waits or position.state is None:
+            self._contents = Contents() if keeper is None and self._reads else None
             return self._by_replay(position)
         return self._by_state(keeper, position)
 
@@ -146,7 +157,9 @@ class Feed:
         position = self._position
         position.generators_now = [rng.capture_one(one) for one in order.generators(self.loader)]
         if self._course is not None:
-            position.digest = self._course.digest.hexdigest()
+            position.digest, position.indices = "", self._course.digest.hexdigest()
+        if self._contents is not None:
+            position.contents = self._contents.digests()
         if self._lookahead is not None:
             position.ahead, position.rng_ahead, position.state = self._lookahead.first
         if not self._reads and keeper_of(self._reader) is not None:
@@ -164,7 +177,7 @@ class Feed:
             self._course.forget()
         if self._lookahead is not None:
             self._lookahead.forget()
-        self._course = self._lookahead = None
+        self._course = self._lookahead = self._contents = None
 
     def _at_end(self, position: Position) -> Iterator[Any]:
         if self._reads_ahead and not position.done:
@@ -186,17 +199,25 @@ class Feed:
         if not self._reads:
             self._begin(position)
             return unfollowed(self.loader)
-        sampler = order.distributed_sampler(loader)
-        rest = order.Rest(sampler, position.start) if sampler is not None and position.start else None
+        rest = self._regrouping.rest(position)
 
         def begin() -> int | None:
             self._begin(position)
-            return rng.number(position.rng["torch"], epoch, self._rank) if loader.num_workers else None
+            since = (position.start,) if position.start else ()  # or batches would draw as the epoch's first ones did
+            return rng.number(position.rng["torch"], epoch, self._rank, *since) if loader.num_workers else None
 
         if self._reads_ahead and not loader.num_workers:  # workers read with generators of their own
             self._look_ahead(position)
-        skip = position.batches * self._reads
-        self._course = Course(begin, lambda: self._land(position), skip=skip, rest=rest)
+        self._course = Course(
+            begin,
+            lambda: self._land(position),
+            skip=position.batches * self._reads,
+            samples=position.samples if position.samples and self._regrouping.skips_samples else None,
+            rest=rest,
+            batched=loader.batch_sampler is not None,
+            expected=position.indices,
+            expected_batches=position.digest,
+        )
         order.steer(loader).course = self._course
         return unfollowed(self.loader)
 
@@ -218,15 +239,22 @@ class Feed:
         iterator = unfollowed(self.loader)
         if position.batches:
             name = type(self.loader).__name__
-            with bar(f"going through {position.batches} batches of {name} again", position.batches) as advance:
-                for _ in range(position.batches):
-                    next(iterator, None)
-                    if self._lookahead is not None:
-                        self._lookahead.taken(self._reads)
-                    advance(1)
+            again = Replay(iterator, position.batches, self._note_contents)
+            again.run(name)
+            if self.waits and self._contents is not None and position.layout:
+                drawn = self._reads_ahead or again.drawn
+                why = unrepeated(self._contents, position, found=again.found, drawn=drawn)
+                if why:
+                    self._warn(f"{name} {why}")
         if not self._reads_ahead:
             self._arrive(position)
         return iterator
+
+    def _note_contents(self, batch: Any) -> None:
+        if self._lookahead is not None:
+            self._lookahead.taken(self._reads)
+        elif self._contents is not None:
+            self._contents.add(extract(batch))
 
     def _look_ahead(self, position: Position, again: int = 0) -> None:
         """Follow the reads. The first `again` of them have been handed out, and `position.ahead` more had been made."""
@@ -237,7 +265,7 @@ class Feed:
             elif self.waits and position.ahead and reads == again + position.ahead:
                 self._arrive(position)
 
-        self._lookahead = Lookahead(self._reader, keeper_of(self._reader), before)
+        self._lookahead = Lookahead(self._reader, keeper_of(self._reader), before, self._contents)
 
     def _begin(self, position: Position) -> None:
         """The first index or batch is about to be drawn: note everything it depends on, or put it back as it was."""
@@ -251,6 +279,9 @@ class Feed:
         position.generators = [rng.capture_one(one) for one in order.generators(self.loader)]
         position.samplers = [sampler.state_dict() for sampler in stateful_samplers(self.loader)]
         position.dataset_size = size_of(getattr(self._reader, "dataset", None))
+        position.layout = asdict(layout_of(self.loader))
+        batcher = batcher_of(self._reader) if goes_by_index(self._reader) else None
+        position.sampler_size = size_of(getattr(batcher, "sampler", None))
 
     def _land(self, position: Position) -> None:
         """What was handed out is behind. What had been read ahead is read again, as things stood then."""
@@ -272,31 +303,16 @@ class Feed:
             self._set_generators(position.generators_now)
         if self._course and not position.ahead:
             self._restore_keeper(position)
-        if self._course and position.digest not in ("", self._course.skipped):
-            self._warn(
-                f"the sampler of {type(self.loader).__name__} gave another order than before the resume, so samples of "
-                "this epoch may repeat or be missed. Give the sampler a generator of its own, or a state_dict."
-            )
+        if self._course is not None:
+            position.samples = max(position.samples, self._course.left_out if self._reads == 1 else 0)
+            why = self._course.trouble(type(self.loader).__name__)
+            if why:
+                self._warn(why)
 
     def _restore_keeper(self, position: Position) -> None:
         keeper = keeper_of(self._reader)
         if keeper is not None and position.state is not None:
             keeper.load_state_dict(position.state)
-
-    def _reshape(self, position: Position, world_size: int) -> dict[str, str]:
-        """Go on with `world_size` ranks, another number than saved the position."""
-        then, position.world_size = position.world_size, world_size
-        if self._reads_ahead:
-            return position.redivide(then, split=splits(self.loader), generators=len(order.generators(self.loader)))
-        if not goes_by_index(self.loader):
-            position.state = None
-            return {"data": f"each of {world_size} ranks goes on at batch {position.batches} of its own data"}
-        if order.distributed_sampler(self.loader) is None:
-            return {"data": "the sampler is not distributed: every rank goes on in an order of its own, as before"}
-        position.start += position.samples * then
-        position.batches = position.samples = 0
-        position.digest = ""
-        return {}
 
     def _set_generators(self, states: list[Any]) -> None:
         for generator, state in zip(order.generators(self.loader), states, strict=False):

@@ -6,12 +6,16 @@ import logging
 import os
 import uuid
 from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
 
 from ckpt import sharing
 from ckpt.agreement import Outcome, agree, together
-from ckpt.errors import AbsentError
+from ckpt.built import built_here
+from ckpt.errors import AbsentError, RanksError
 from ckpt.formats.manifest import Host
-from ckpt.ranks import MAIN, Ranks
+from ckpt.ranks import MAIN, OWN_ROOTS, Ranks
 from ckpt.storage import Storage
 
 _log = logging.getLogger("ckpt")
@@ -55,10 +59,10 @@ def find_hosts(ranks: Ranks, storage: Storage, *, shared: bool | None) -> Hosts:
 
     If not told whether the root is `shared`, ranks look only where the launcher says that there are several hosts.
     """
-    several = shared is False or (shared is None and _several_hosts(ranks.world_size))
-    if ranks.world_size == 1 or not storage.near or not several:
+    if ranks.world_size == 1 or not may_differ(storage, shared=shared):
         return EVERYWHERE
-    nonce = agree(ranks, _CALL, Outcome(), lambda _: uuid.uuid4().hex)
+    opened = {"url": storage.url, "opened": built_here().labels(OWN_ROOTS)}
+    nonce = agree(ranks, _CALL, Outcome(opened), lambda told: _compared(told, surely_apart=shared is False))
     marks = [f".host-{nonce}-{rank}" for rank in range(ranks.world_size)]
     together(ranks, _CALL, lambda: storage.write(marks[ranks.rank], [sharing.host().encode()]))
     seen = Outcome.of(lambda: {"first": _first(storage, marks), "host": sharing.host()})
@@ -70,8 +74,32 @@ def find_hosts(ranks: Ranks, storage: Storage, *, shared: bool | None) -> Hosts:
     return hosts if hosts.apart else EVERYWHERE
 
 
-def _several_hosts(world_size: int) -> bool:
+def may_differ(storage: Storage, *, shared: bool | None) -> bool:
+    """Whether hosts may have roots of their own: the user says so, or the launcher that there are several hosts."""
+    return storage.near and (shared is False or (shared is None and _several_hosts()))
+
+
+def _several_hosts() -> bool:
+    world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size
+
+
+def _compared(told: list[Any], *, surely_apart: bool) -> str:
+    """On the main rank: refuse roots of which not every host's is the same run's. Returns a name for the marks.
+
+    Paths may differ between hosts. But a rank that has opened this rank's root as another of its managers has built
+    them in another order; and roots of other names may be different runs, unless the user has said otherwise.
+    """
+    urls = [one["url"] for one in told]
+    mixed = any(url in one["opened"] and url != one["url"] for url in urls for one in told)
+    names = {url.rstrip("/").rpartition("/")[2] for url in urls}
+    if mixed or (len(names) > 1 and not surely_apart):
+        listed = "; ".join(f"rank {rank} opened {', '.join(one['opened'])}" for rank, one in enumerate(told))
+        raise RanksError(
+            f"the ranks have not opened the same root: {listed}. Every rank must build the same managers in the same "
+            "order. If these are the roots of one run, one on each host, say shared=False."
+        )
+    return uuid.uuid4().hex
 
 
 def _first(storage: Storage, marks: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -22,9 +23,33 @@ def goes_by_index(loader: Any) -> TypeGuard[DataLoader[Any]]:
 def keeper_of(loader: Any) -> Any:
     """Who keeps the position itself, if anybody does: the loader, or a dataset that lives in this process."""
     dataset = getattr(loader, "dataset", None)
+    if loses_samples(dataset):
+        return None
     if has_state(loader) and not goes_by_index(loader):
         return loader
     return dataset if has_state(dataset) and getattr(loader, "num_workers", 0) == 0 else None
+
+
+def loses_samples(dataset: Any) -> bool:
+    """Whether the `state_dict` of a Hugging Face stream drops samples: those in a shuffle buffer, or a batch of a
+    batched `map` with table output (its documentation names both). Such a stream is replayed instead."""
+    stream = getattr(dataset, "_ex_iterable", None)
+    if stream is None or not type(dataset).__module__.startswith("datasets."):
+        return False
+    steps = list(_steps(stream))
+    tables = bool(getattr(getattr(dataset, "_formatting", None), "is_table", False))
+    return any(
+        type(one).__name__ == "BufferShuffledExamplesIterable" or (tables and getattr(one, "batched", False))
+        for one in steps
+    )
+
+
+def _steps(stream: Any) -> Iterator[Any]:
+    """A stream and, recursively, its sources."""
+    yield stream
+    for one in (getattr(stream, "ex_iterable", None), *(getattr(stream, "ex_iterables", None) or ())):
+        if one is not None:
+            yield from _steps(one)
 
 
 def stateful_samplers(loader: Any) -> list[Any]:

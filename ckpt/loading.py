@@ -138,6 +138,7 @@ class Loading:
             _note_loaders(opened, self.source.loaders(), notes)
         waiting = Waiting(opened.state["loaders"], rewind, notes.approximated)
         self.loop.go_back(Progress(**opened.manifest.progress), waiting)
+        waiting.told = True  # by the block that is printed next
 
     def _tell(self, choice: Choice, parts: list[str], notes: Notes) -> Restored:
         manifest = choice.manifest

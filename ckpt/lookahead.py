@@ -11,20 +11,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ckpt import rng
+from ckpt.contents import Contents, Extract, extract
 
 
 class Lookahead:
     """Follows what `reader`, the loader inside another one, reads in one time through it.
 
     Before each read, `before` is called with the number of reads made, and then notes how things stand: the generators,
-    and the state of the `keeper`, if something keeps the position itself.
+    and the state of the `keeper`, if something keeps the position itself. What was read is noted in `contents`, if
+    there are any, when the loop gets it: here it has not been sent to a device yet.
     """
 
-    def __init__(self, reader: Any, keeper: Any, before: Callable[[int], None]) -> None:
+    def __init__(
+        self, reader: Any, keeper: Any, before: Callable[[int], None], contents: Contents | None = None
+    ) -> None:
         self._reader = reader
         self._keeper = keeper
         self._before = before
+        self._contents = contents
         self._moments: deque[tuple[dict[str, Any], Any]] = deque()  # of each read that the loop has not got yet
+        self._read: deque[Extract] = deque()  # by each of them
         # found before the method of its class, because the loader around it calls this by name; used once
         vars(reader)["__iter__"] = self._begin
 
@@ -38,6 +44,10 @@ class Lookahead:
         """The loop has got what this many reads brought; fewer, where the data was at its end."""
         for _ in range(min(reads, len(self._moments))):
             self._moments.popleft()
+        for _ in range(min(reads, len(self._read))):
+            extracted = self._read.popleft()
+            if self._contents is not None:
+                self._contents.add(extracted)
 
     def forget(self) -> None:
         """Let go of whoever follows: an iterator that nobody finishes holds on to it."""
@@ -59,6 +69,8 @@ class Lookahead:
                 self._moments.pop()
                 return
             reads += 1
+            if self._contents is not None:
+                self._read.append(extract(batch))
             yield batch
 
     def _kept(self) -> Any:

@@ -25,6 +25,7 @@ class Waiting:
     positions: dict[str, Any] = field(default_factory=dict)
     ready: Callable[[], None] = lambda: None
     approximated: dict[str, str] = field(default_factory=dict)
+    told: bool = False  # what was restored has been told: what a loader that comes later adds is told at once
     _arrived: bool = False
 
     def place(self, key: str, feed: Feed) -> None:
@@ -32,6 +33,9 @@ class Waiting:
         if key in self.positions:
             changes = feed.go_back(self.positions.pop(key), self._arrive, self._warn)
             self.approximated.update({f"{key}.{what}": why for what, why in changes.items()})
+            if self.told and feed.is_first_rank:
+                for what, why in changes.items():
+                    say(f"ckpt: approximated: {key}.{what}: {why}")
 
     def _arrive(self, done: bool, before: dict[str, Any]) -> None:
         """A loader is where it was. Of loaders side by side, the first sees generators as they were saved; the others

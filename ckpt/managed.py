@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,9 +17,15 @@ from ckpt.formats.sharding import is_sharded, local_tensor
 from ckpt.models import ModelPart
 from ckpt.optimizers import OptimizerPart
 from ckpt.parts import GradientsPart, ObjectPart, OwnPart, Part, has_state
+from ckpt.reducers import lacking_state
 from ckpt.sources import KINDS, Found
+from ckpt.windows import Windows, holds_unsharded, obstacle
+from ckpt.zero_redundancy import ZeroRedundancyPart, is_zero_redundancy
 
 _TAKEN = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", KEY, "state", "manifest")
+
+_IN_WINDOW = "saved in the middle of an accumulation window"
+_WITHOUT = "the next update is made without them"
 
 Watcher = Callable[[Iterable[torch.optim.Optimizer]], None]
 
@@ -28,15 +34,16 @@ class Managed:
     """Parts, of which the main rank's state is saved, and generators, which every rank has of its own.
 
     `find` says what there is. It is asked again at every `look`: objects may come later. The `watchers` are given the
-    optimizers that have come.
+    optimizers that have come. `gradients`: whether they are saved; if none, where a window is open.
     """
 
-    def __init__(self, find: Callable[[], Found], watchers: Iterable[Watcher] = (), *, gradients: bool) -> None:
+    def __init__(self, find: Callable[[], Found], watchers: Iterable[Watcher] = (), *, gradients: bool | None) -> None:
         self.models: dict[str, nn.Module] = {}
         self.parts: dict[str, Part] = {}
         self.generators: dict[str, Any] = {}
         self._find = find
-        self._watchers = tuple(watchers)
+        self._windows = Windows()
+        self._watchers = (*watchers, self._windows.watch)
         self._found = Found()
         self._registered: dict[str, Part] = {}
         self._gradients = gradients
@@ -64,7 +71,7 @@ class Managed:
         found = []
         for part in self.parts.values():
             if isinstance(part, OptimizerPart):
-                inner: Any = part.optimizer
+                inner: Any = part.around if isinstance(part, ZeroRedundancyPart) else part.optimizer
                 while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
                     inner = inner.optimizer
                 found.append(inner)
@@ -112,14 +119,56 @@ class Managed:
                         yield from (local_tensor(one) if is_sharded(one) else one for one in parts)
 
     def own(self, rank: int) -> dict[str, OwnPart]:
-        """What a rank saves for itself alone."""
-        key = f"gradients-{rank:05d}"
-        parts: dict[str, OwnPart] = {key: GradientsPart(key, self.models)} if self._gradients else {}
+        """What a rank saves for itself alone, at any moment."""
+        parts: dict[str, OwnPart] = self._gradients_part(rank) if self._gradients else {}
         for engine in self._engines.values():
             if is_partitioned(engine.engine):
                 key = f"{engine.key}-{rank:05d}"
                 parts[key] = PartitionsPart(key, engine.engine)
         return parts
+
+    def _gradients_part(self, rank: int, of: frozenset[int] | None = None) -> dict[str, OwnPart]:
+        key = f"gradients-{rank:05d}"
+        return {key: GradientsPart(key, self.models, of=of)}
+
+    def own_now(self, rank: int) -> tuple[dict[str, OwnPart], dict[str, str]]:
+        """What a rank saves for itself alone, and what a checkpoint of this moment will lack, each with the reason."""
+        return self._with_window(rank, self.own(rank), lacking_state(self.models))
+
+    def own_then(self, rank: int, saved: Collection[str]) -> dict[str, OwnPart]:
+        """What a rank takes back of a checkpoint that has this of it."""
+        part = self._gradients_part(rank) if self._gradients is None else {}
+        return {**self.own(rank), **{key: one for key, one in part.items() if key in saved}}
+
+    def _with_window(
+        self, rank: int, own: dict[str, OwnPart], lacking: dict[str, str]
+    ) -> tuple[dict[str, OwnPart], dict[str, str]]:
+        """Gradients of a window that is open are saved, or it is said why they are not."""
+        if any(one.in_window for one in self._engines.values()):
+            lacking["gradients"] = f"{_IN_WINDOW}, whose gradients DeepSpeed keeps to itself; {_WITHOUT}"
+        if holds_unsharded(self.models):
+            lacking["gradients"] = f"{_IN_WINDOW}, whose gradients FSDP 2 has not divided yet; {_WITHOUT}"
+        if self._gradients:
+            return own, lacking
+        waiting = self._windows.open(self.optimizers)
+        if not waiting:
+            return own, lacking
+        why = obstacle(self.models, waiting)
+        if self._gradients is None and why is None:
+            of = frozenset(id(one) for each in waiting for group in each.param_groups for one in group["params"])
+            return {**own, **self._gradients_part(rank, of)}, lacking
+        lacking["gradients"] = f"{_IN_WINDOW}, without its gradients, {why or 'with gradients=False'}; {_WITHOUT}"
+        return own, lacking
+
+    def release(self) -> None:
+        """Leave the optimizers as they were."""
+        self._windows.release()
+
+    def leave_windows(self) -> None:
+        """Clear gradients that wait: a state that was loaded without any would be trained on with them."""
+        if self._gradients is None and obstacle(self.models) is None:
+            for optimizer in self._windows.open(self.optimizers):
+                optimizer.zero_grad()
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """Take care of more objects; all of them, or none if any cannot be."""
@@ -145,8 +194,11 @@ def _found_parts(found: Found) -> dict[str, Part]:
     prefixed = {"" if len(found.models) == 1 else key.partition(".")[2]: one for key, one in found.models.items()}
     parts: dict[str, Part] = {key: ModelPart(key, one) for key, one in found.models.items()}
     for key, one in found.optimizers.items():
-        ours = isinstance(one, torch.optim.Optimizer)
-        parts[key] = OptimizerPart(key, one, prefixed) if ours else ObjectPart(key, one)
+        if is_zero_redundancy(one):
+            parts[key] = ZeroRedundancyPart.of(key, one, prefixed)
+        else:
+            ours = isinstance(one, torch.optim.Optimizer)
+            parts[key] = OptimizerPart(key, one, prefixed) if ours else ObjectPart(key, one)
     parts |= {key: ObjectPart(key, one, same_class=True) for key, one in found.others.items()}
     return parts | {key: _registered_part(key, one) for key, one in found.custom.items()}
 

@@ -22,7 +22,7 @@ from ckpt.console import say
 from ckpt.copying import Copies
 from ckpt.errors import ConfigError, MissingError, Preempted, StorageError
 from ckpt.exporting import SHARD_SIZE, Wanted, belongings, save_live
-from ckpt.hosts import find_hosts
+from ckpt.hosts import find_hosts, may_differ
 from ckpt.hub_target import Card, Target
 from ckpt.loading import Loading
 from ckpt.loop import Loop
@@ -66,8 +66,9 @@ class StateManager:
     `save_every`: steps between saves. `keep`: which checkpoints stay (all, if none). `layout`: "auto" saves what is
     sharded in pieces, each rank its own, and the rest whole; "full" gathers everything into whole files; "sharded"
     shares out also what every rank has. `gradients`: also save gradients, so that a save in the middle of an
-    accumulation window resumes exactly; if none, where an accelerator accumulates. `broadcast`: when loading, read what
-    all ranks of a host need once, and pass it on among them; if none, where the root is far away. `background`: whether
+    accumulation window resumes exactly; if none, where such a window is open, or an accelerator accumulates.
+    `broadcast`: when loading, read what all ranks of a host need once, and pass it on among them; if none, where the
+    root is far away. `background`: whether
     training goes on while a checkpoint is written, unless a save says otherwise. `when_busy`: whether a save that comes
     while another is being written waits for it ("wait") or is left out ("skip"). `host_memory`: bytes that copies of
     the state may take; where that is not enough, training waits until a checkpoint is written. `timeout`: seconds to
@@ -122,7 +123,8 @@ class StateManager:
         self._tiers = open_tiers(where, mirror, storage_options)
         check_mirror(self._tiers[1:], keep=mirror_keep, bandwidth=mirror_bandwidth, backlog=mirror_backlog)
         self._storage = self._tiers[0]
-        self._ranks = find_ranks(self._storage.url, timeout)
+        own_root = may_differ(self._storage, shared=shared)
+        self._ranks = find_ranks(self._storage.url, timeout, own_root=own_root)
         if self._ranks.world_size > 1 and any(isinstance(one, MemoryStorage) for one in self._tiers):
             raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
         try_out_tiers(*self._tiers)
@@ -151,7 +153,7 @@ class StateManager:
         self._managed = Managed(
             self._source.find,
             (self._saver.snapshots.watch, self._loop.watch),
-            gradients=self._source.gradients if gradients is None else gradients,
+            gradients=(self._source.gradients or None) if gradients is None else gradients,
         )
         self._loading = Loading(
             self._ranks, self._source, self._managed, self._loop, self._saver, self._tiers, broadcast, storage_options
@@ -160,6 +162,7 @@ class StateManager:
         if accelerator is not None:
             self._follow_loaders()
         self._metrics: dict[str, Any] = {}
+        self._warned: set[str] = set()
         self._restored: Restored | None = None
         self._started = False
         self._saved_at: tuple[int, int] | None = None
@@ -222,7 +225,8 @@ class StateManager:
     def register(self, **objects: Any) -> None:
         """Manage more objects, each under its name: anything with `state_dict` and `load_state_dict`, or a generator.
 
-        Generators (of torch, NumPy or Python) are kept for every rank; of other objects the main rank's state is.
+        Generators (of torch, NumPy or Python) are kept for every rank. So are other objects whose state differs between
+        ranks; as many ranks have it back, and any other number of them the main rank's.
         """
         self._managed.register(objects)
 
@@ -358,8 +362,10 @@ class StateManager:
         finally:
             following.end(self._loop)
             self._loop.release()
+            self._managed.release()
             self._preemption.close()
             self._saver.close()
+            self._ranks.linger()
 
     def save_model(
         self,
@@ -475,14 +481,25 @@ class StateManager:
         if self._keep is not None:
             self._keep.check(metrics, name)
         generators = {key: rng.capture_one(one) for key, one in self._managed.generators.items()}
+        own, lacking = self._managed.own_now(self._ranks.rank)
+        self._warn(lacking)
         rank_state = {
             "rng": rng.capture(),
             "generators": generators,
             "loaders": self._loop.state(),
             "source": self._source.state(),
+            "lacking": lacking,
         }
-        parts, own = self._managed.parts.values(), self._managed.own(self._ranks.rank)
-        return Capture(self._ranks, self._layout, self._saver.hosts).take(parts, own, rank_state)
+        parts = self._managed.parts.values()
+        capture = Capture(self._ranks, self._layout, self._saver.hosts, self._saver.compared)
+        return capture.take(parts, own, rank_state)
+
+    def _warn(self, lacking: Mapping[str, str]) -> None:
+        """What checkpoints lack is said once, at the first that lacks it, and in `Restored.approximated`."""
+        new = {what: why for what, why in lacking.items() if what not in self._warned}
+        self._warned |= new.keys()
+        for what, why in new.items() if self._ranks.rank == MAIN else ():
+            _log.warning("what is saved is not all there is: %s: %s", what, why)
 
     def _load(self, name: str | None, *, strict: bool) -> Restored | None:
         self._saver.owner.require("load_state()")

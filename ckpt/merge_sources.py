@@ -25,6 +25,7 @@ from ckpt.formats.native import TensorFile
 from ckpt.formats.native_pieces import pieced
 from ckpt.formats.pieces import PiecedTensor, check_complete
 from ckpt.formats.wrappers import unwrapped
+from ckpt.several_ranks import is_own_file, merged
 from ckpt.storage import Storage
 from ckpt.stored_file import StoredFile, VerifiedFile
 
@@ -114,9 +115,13 @@ def _checkpoint(source: str | os.PathLike[str], part: str, options: Mapping[str,
         wrong = size_problems(storage, ours) or _altered(storage, ours)
         if wrong:
             raise DamagedError(f"{name} is damaged: {'; '.join(wrong)}.")
-        tensors = pieced(_tensor_file(storage, name, file) for file in ours.files)
-        check_complete(tensors, name)
+        common = [file for file in ours.files if part_of(file.name) == part]
+        tensors = pieced(_tensor_file(storage, name, file) for file in common)
         state = _state(storage, manifest, part)
+        if "differs" in state:
+            of_ranks = pieced(_tensor_file(storage, name, file) for file in _own_files(manifest, part))
+            tensors = merged(f"{name}: {part}", tensors, of_ranks, state["differs"]["tensors"])
+        check_complete(tensors, name)
         aliases = state.get("spread", {}).get("aliases", {})  # tied tensors, which are in no file
         tensors |= {alias: tensors[first] for alias, first in aliases.items()}
         yield Source(tensors, state.get("about", {}), manifest)
@@ -152,10 +157,15 @@ def _tensor_file(storage: Storage, name: str, file: FileRecord) -> TensorFile:
     return TensorFile.open(StoredFile(storage, where), where)
 
 
+def _own_files(manifest: Manifest, part: str) -> list[FileRecord]:
+    """The files with what single ranks had otherwise than the main one."""
+    return [file for file in manifest.files if is_own_file(file.name, part)]
+
+
 def _of_part(manifest: Manifest, part: str) -> Manifest:
     """The manifest with the files of one part alone: `model.safetensors`, or those below `model/`."""
     named = [file for file in manifest.files if file.name.endswith(SUFFIX)]
-    files = [file for file in named if part_of(file.name) == part]
+    files = [file for file in named if part_of(file.name) == part or is_own_file(file.name, part)]
     if not files:
         known = ", ".join(sorted({part_of(file.name) for file in named})) or "none"
         raise MissingError(f"{manifest.name} has no tensors of a part {part!r}. Parts with tensors: {known}.")

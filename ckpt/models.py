@@ -17,6 +17,7 @@ from ckpt.engines import is_engine, refuse_bare
 from ckpt.formats.dtypes import name_of
 from ckpt.formats.sharding import Layout, divided, is_sharded
 from ckpt.fsdp1 import is_fsdp1
+from ckpt.guarantees import NONE, Guarantee, equal_parameters, ruled_buffers
 from ckpt.parts import LEFT, Notes, Read, SavedTensor
 from ckpt.unwrap import clean_names, unwrap
 from ckpt.zero3 import is_divided, is_zero3
@@ -62,6 +63,21 @@ class ModelPart:
     def about(self, state: Any) -> dict[str, Any]:
         """The configuration that Hugging Face's tools build such a model from, if it has one."""
         return describe(unwrap(self.model), list(tensors_in(state)))
+
+    def guaranteed(self, state: Mapping[str, Any]) -> Guarantee:
+        equal, ruled = equal_parameters([self.model]), ruled_buffers(self.model)
+        if not equal and not ruled:
+            return NONE
+        return Guarantee(
+            frozenset(name for name, one in state.items() if id(one) in equal),
+            frozenset(name for name, one in state.items() if id(one) in ruled),
+        )
+
+    def tied_to_ranks(self, names: Collection[str]) -> dict[str, str]:
+        """Parameters. Running statistics may be taken from another rank, which has seen other samples."""
+        module = unwrap(self.model)
+        buffers = set(clean_names(module, (name for name, _ in module.named_buffers())).values())
+        return {name: name for name in names if name not in buffers}
 
     def is_spread(self) -> bool:
         parameters = unwrap(self.model).parameters()
@@ -147,4 +163,4 @@ def _compare(live: Any, saved: Any) -> str | None:
 def _fits_when_cast(live: Any, saved: Any) -> bool:
     if not isinstance(live, torch.Tensor) or not isinstance(saved, SavedTensor) or is_lazy(live):
         return False
-    return tuple(live.size()) == saved.shape
+    return tuple(live.size()) == saved.shape and live.dtype != saved.dtype

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt.agreement import Outcome, agree
 from ckpt.capture import Captured
 from ckpt.commit import Attempt, Earlier, Stored
+from ckpt.differences import Description, Verdict, agree_outlines, listed
 from ckpt.errors import RanksError, StorageError
 from ckpt.formats.documents import rank_document
 from ckpt.formats.manifest import FileRecord, Manifest
 from ckpt.formats.spread import Table, disagreements
 from ckpt.formats.state import Image
+from ckpt.own_state import with_own_state
 from ckpt.ranks import MAIN
 from ckpt.snapshot import Snapshot
 
@@ -39,6 +41,9 @@ class Save:
     seconds: dict[str, float] = field(default_factory=dict)
     documents: list[Image] = field(default_factory=list)  # all that are JSON, on the main rank
     written: list[FileRecord] = field(default_factory=list)
+    attended: bool = False  # training waits for it, so that live tensors are still those that were captured
+    _description: Description | None = None
+    _take: Callable[[], Captured] | None = None
 
     @property
     def detached(self) -> bool:
@@ -47,10 +52,11 @@ class Save:
 
     def prepare(self, take: Callable[[], Captured], optimized: Callable[[], frozenset[int]], *, snapshot: bool) -> None:
         """Take the state as it is now."""
+        self._take = take
         self.captured = Outcome.of(take)
         captured = self.captured.value
         if captured is not None and not captured.gathered and (snapshot or captured.on_device):
-            found = self.captured.then(lambda one: self.saver.snapshots.take(one.all_images, optimized))
+            found = self.captured.then(lambda one: self.saver.snapshots.take(one.copied_images, optimized))
             self.snapshot, self.captured = found.value, Outcome(captured, found.error)
         if self.snapshot is not None:
             self.blocked = time.monotonic() - self.started
@@ -62,7 +68,9 @@ class Save:
         self.seconds["copied"] = time.monotonic() - self.started
         plan = self._agree(self.captured.then(self._hello), self._plan)
         if plan is None:
-            self._agree(Outcome(self.captured.value.tables), self._complain, " (tensors compared)")
+            plan = self._keep_apart()
+        elif self.captured.value is not None:
+            self.saver.compared.agreed(self.captured.value)
         begun = self._begun(Attempt(**plan["attempt"]), plan)
         written = Outcome.of(lambda: self._write(begun))
         done = self._agree(written, lambda files: self._commit(begun, files), " (files written)")
@@ -94,11 +102,60 @@ class Save:
         except StorageError as error:
             _log.warning("%s was committed, but its manifest could not be written here: %s", self.name, error)
 
-    def _hello(self, captured: Captured) -> dict[str, Any]:
+    @property
+    def _copies(self) -> Mapping[str, Image]:
+        return self.snapshot.images if self.snapshot is not None else {}
+
+    def _described(self, captured: Captured) -> Description:
+        if self._description is None:
+            self._description = Description(captured, self._copies)
+        return self._description
+
+    def _keep_apart(self) -> dict[str, Any]:
+        """The ranks hold different state: each keeps what is its own, or all refuse, before anything is written."""
+        captured: Captured = self.captured.value
+        mine = Outcome.of(lambda: {**self._described(captured).details, "attended": self.attended})
+        verdict = self._agree(mine, self._judge, " (state compared)")
+        if self.saver.compared.doubt(verdict["doubted"]) and verdict["attended"] and self._take is not None:
+            self.captured, self.snapshot, self._description = Outcome.of(self._take), None, None
+            again: dict[str, Any] | None = self._agree(self.captured.then(self._hello), self._plan, " (taken anew)")
+            return again or self._keep_apart()
+        refuse_to_mix(verdict["problems"])
+        own = Outcome.of(lambda: with_own_state(captured, verdict["own"][captured.rank], self._copies))
+        self.captured = own.then(
+            lambda one: replace(captured, document=one[0], kept=one[1], differs=verdict["differs"])
+        )
+        self._tell_apart(verdict["differs"])
+        compared = self.captured.then(lambda one: self._hello(one, compare=False))
+        plan: dict[str, Any] = self._agree(compared, self._plan, " (kept apart)")
+        self.saver.compared.agreed(captured)
+        return plan
+
+    def _judge(self, details: list[Any]) -> dict[str, Any]:
+        ways = [{key: (one["how"], told["tables"].get(key, {}).get("written")) for key, one in told["parts"].items()}
+                for told in details]  # fmt: skip
+        mixed = sorted({key for told in ways for key, way in told.items() if ways[MAIN].get(key, way) != way})
+        if mixed:
+            refuse_to_mix([line for key in mixed for line in _disagreements(key, [one["tables"] for one in details])])
+        return {**Verdict.on(details).to_json(), "attended": all(one["attended"] for one in details)}
+
+    def _tell_apart(self, differs: Mapping[str, Any]) -> None:
+        """Once for each part, on the main rank."""
+        new = [key for key in differs if key not in self.saver.compared.told]
+        self.saver.compared.told.update(new)
+        if new and self.saver.ranks.rank == MAIN:
+            _log.warning(
+                "ranks hold different state, and each keeps its own: %s. It comes back as it was to %d ranks alone.",
+                "; ".join(f"{key} ({_few(list(differs[key]['tensors']))})" for key in new),
+                self.saver.ranks.world_size,
+            )
+
+    def _hello(self, captured: Captured, *, compare: bool = True) -> dict[str, Any]:
+        several = compare and self.saver.ranks.world_size > 1
         return {
             "document": captured.document.decode(),
-            "paths": [image.path for image in captured.own_images],
-            "tables": captured.tables_digest,
+            "paths": [image.path for image in (*captured.own_images, *captured.kept)],
+            "outline": self._described(captured).outline if several else {},
             "there": self.saver.there(self.name) if self._keeps_another_root else [],
         }
 
@@ -106,8 +163,8 @@ class Save:
         return agree(self.saver.talks, f"save_state({self.name!r}){phase}", mine, decide)
 
     def _plan(self, hellos: list[Any]) -> dict[str, Any] | None:
-        """On the main rank: how the files will be named; None if the ranks disagree about the tensors."""
-        if len({one["tables"] for one in hellos}) > 1:
+        """On the main rank: how the files will be named; None if the ranks hold different state."""
+        if hellos[MAIN]["outline"] and not agree_outlines([one["outline"] for one in hellos]):
             return None
         own = [Image.of(rank_document(rank), one["document"].encode()) for rank, one in enumerate(hellos)]
         self.documents = [self.captured.value.values, *own]
@@ -120,20 +177,12 @@ class Save:
             plan |= {"paths": paths, "documents": texts}
         return plan
 
-    def _complain(self, tables: list[Any]) -> None:
-        lines = [line for key in sorted({key for one in tables for key in one}) for line in _disagreements(key, tables)]
-        listed = "\n  ".join(lines)
-        raise RanksError(
-            f"the ranks disagree, so nothing was saved:\n  {listed}\nBuild the same model on every rank, spread in the "
-            "same way, and give every rank the same layout=."
-        )
-
     def _write(self, attempt: Attempt) -> list[dict[str, Any]]:
         captured: Captured = self.captured.value
         if not captured.keeps:
             captured.help_to_gather()
         files = [*captured.all_images, *(self.documents if captured.keeps else ())]
-        images = [self.snapshot.images.get(file.path, file) if self.snapshot else file for file in files]
+        images = [*(self._copies.get(file.path, file) for file in files), *captured.kept]
         began = time.monotonic()
         stored = attempt.write(self.saver.storage, images, self.saver.earlier, show=captured.rank == MAIN)
         self.seconds["written"] = time.monotonic() - began
@@ -167,6 +216,20 @@ class Save:
                 "not spread over ranks, so it must be the same on all of them. Make it so, or use a shared root."
             )
         return list(stored.values())
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])]) or "values"
+
+
+def refuse_to_mix(problems: list[str]) -> None:
+    if problems:
+        raise RanksError(
+            f"the ranks disagree, so nothing was saved:\n  {listed(problems)}\nBuild the same model on every rank, "
+            "spread in the same way, and give every rank the same layout=. What DistributedDataParallel keeps the "
+            "same must not differ on any rank (if it is meant to, save with wait=True: each rank then keeps its own), "
+            "nor must that which hosts with roots of their own have a copy each of."
+        )
 
 
 def _arrived(captured: Captured, snapshot: Snapshot) -> Captured:

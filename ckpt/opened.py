@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -19,10 +21,12 @@ from ckpt.formats.sharding import Box, Layout, is_sharded, layout_of, local_tens
 from ckpt.formats.spread import SpreadTensors, Table
 from ckpt.formats.transfers import Transfer
 from ckpt.formats.values import Decoder
+from ckpt.own_state import OwnTensors
 from ckpt.parts import LEFT, Place, SavedTensor
 from ckpt.ranks import MAIN
 from ckpt.reading import read, read_verified, verify
 from ckpt.sharing import Sharing
+from ckpt.spares import own_key
 from ckpt.storage import Storage
 from ckpt.stored_file import StoredFile, VerifiedFile
 
@@ -77,6 +81,7 @@ class Opened:
         self._opened: dict[str, Tensors] = {}
         self._tables: dict[str, Table] = {}
         self._trees: dict[str, tuple[Any, dict[str, SavedTensor]]] = {}
+        self.as_then = False  # whether as many ranks read it as saved it, so that each takes what was its own
         self.parts: dict[str, Any] = {}
         self.own: dict[str, Any] = {}
         self.state: dict[str, Any] = {}
@@ -95,11 +100,26 @@ class Opened:
         return {key: decode_inline(value) for key, value in self._document(rank_document(rank))["state"].items()}
 
     def has(self, key: str) -> bool:
-        return key in self.parts or key in self.own
+        own = self._own(key)
+        return "absent" not in own if own else key in self.parts or key in self.own
+
+    def lacks(self, key: str) -> bool:
+        """Whether this rank had no such part, though the main one did."""
+        return "absent" in self._own(key)
+
+    def differs(self, key: str) -> dict[str, Any]:
+        """What ranks had differently of a part, where it is not read as each of them had it."""
+        found: dict[str, Any] = {} if self.as_then else self.parts.get(key, {}).get("differs", {})
+        return found
+
+    def _own(self, key: str) -> dict[str, Any]:
+        """A part as this rank alone had it; empty if it had what all had."""
+        found: dict[str, Any] = self.own.get(own_key(key, self.rank), {}) if self.as_then else {}
+        return found
 
     def kind(self, key: str) -> str:
         """The class of the object whose state a part is."""
-        kind: str = self._part(key)["class"]
+        kind: str = (self._own(key) or self._part(key))["class"]
         return kind
 
     def tree(self, key: str) -> Any:
@@ -147,9 +167,9 @@ class Opened:
         return target
 
     @property
-    def wanted(self) -> list[Transfer]:
-        """All that was asked for."""
-        return [*self._asked, *self._live]
+    def wanted(self) -> tuple[list[Transfer], list[Transfer]]:
+        """All that was asked for: into new memory, and into memory that is in use, which is read later."""
+        return self._asked, self._live
 
     def read_new(self) -> None:
         """Read what was asked for into new memory, verifying it on the way."""
@@ -170,7 +190,8 @@ class Opened:
     def _read(self, transfers: list[Transfer], how: Callable[..., None]) -> None:
         alone, together = self.sharing.divided(transfers)
         with self._bar("loading", transfers) as advance:
-            how(together, self.manifest.name, advance, threads=1)
+            with self.sharing.phase():
+                how(together, self.manifest.name, advance, threads=1)
             how(alone, self.manifest.name, advance)  # last: whom it fails for, the others do not wait for
 
     def _bar(self, verb: str, transfers: list[Transfer]) -> AbstractContextManager[Callable[[float], None]]:
@@ -199,10 +220,11 @@ class Opened:
         return self._tables[key]
 
     def _decoded(self, key: str, find: Callable[[str], Any]) -> Any:
-        return Decoder(find).decode(self._part(key)["state"])
+        return Decoder(find).decode((self._own(key) or self._part(key))["state"])
 
     def _part(self, key: str) -> Any:
-        return self.own[key] if key in self.own else self.parts[key]
+        """A part as all ranks have it, or the main one; what no other rank has is as this one had it."""
+        return self.own[key] if key in self.own else self.parts.get(key) or self._own(key)
 
     def _tensors(self, key: str) -> Tensors:
         if key not in self._opened:
@@ -210,14 +232,39 @@ class Opened:
         return self._opened[key]
 
     def _open(self, key: str) -> Tensors:
+        own = self._own(key)
+        if own:
+            return OwnTensors.of(
+                own,
+                self.rank,
+                lambda rank: self._files(whole_file, own_key(key, rank)),
+                lambda rank: self._files(spread_file, key, rank),
+                functools.cache(lambda: self._open_common(key)),
+            )
+        return self._open_common(key)
+
+    def _open_common(self, key: str) -> Tensors:
         if self.spread(key):
-            return SpreadTensors(self._table(key), lambda rank: self._files(spread_file, key, rank), self.rank)
+            files = partial(self._files, spread_file, key)
+            return SpreadTensors(self._table(key), files, self.rank, lambda rank: self._is_here(key, rank))
         return _WholeTensors(self._files(whole_file, key), f"{self.manifest.name}: {key}")
 
     def _files(self, name: Callable[..., str], *about: Any) -> list[TensorFile]:
         """The files that are there under a name: with what is trained, and with what is frozen."""
         names = (name(*about), name(*about, frozen=True))
         return [self._tensor_file(one) for one in names if one in self._records]
+
+    def _is_here(self, key: str, rank: int) -> bool:
+        """Whether this host has what a rank has written of a part: it may have only its own ranks' files."""
+        if not self.manifest.hosts:
+            return True
+        found = (self._records.get(spread_file(key, rank, frozen=frozen)) for frozen in (False, True))
+        records = [one for one in found if one is not None]
+        return all(self._sizes.get(f"{self.manifest.name}/{one.path}") == one.size for one in records)
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return {entry.key: entry.size for entry in self._storage.list(self.manifest.name)}
 
     def _tensor_file(self, name: str) -> TensorFile:
         file = self._file(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,10 @@ from torch import nn
 from ckpt import fsdp1
 from ckpt.formats.sharding import Layout, divided, empty_like, is_sharded
 from ckpt.fsdp1 import is_fsdp1
+from ckpt.guarantees import Guarantee, equal_parameters
 from ckpt.optimizer_names import nameless, renamed
 from ckpt.parts import Notes, Place, Read, SavedTensor
-from ckpt.unwrap import parameter_names, unwrap
+from ckpt.unwrap import parameter_names, unwrap, without_checkpointing
 
 
 @dataclass
@@ -36,6 +37,14 @@ class OptimizerPart:
 
     def about(self, state: Any) -> dict[str, Any]:
         return {}
+
+    def guaranteed(self, state: Any) -> Guarantee:
+        """What the same steps make of the same parameters and gradients is the same."""
+        equal = equal_parameters(self.models.values())
+        return Guarantee(all_equal=bool(equal) and all(id(one) in equal for one in self._parameters()))
+
+    def tied_to_ranks(self, names: Collection[str]) -> dict[str, str]:
+        return {name.rpartition(".")[0]: name for name in names}
 
     def is_spread(self) -> bool:
         return self._fsdp1() is not None or any(is_sharded(one) for one in self._parameters())
@@ -78,7 +87,8 @@ class OptimizerPart:
                 for name in old
                 if name in unexpected
             }
-        return unfit | (self._misshapen(saved["state"], names) if self.optimizer.state else {})
+        comparable = self.optimizer.state and model is None  # FSDP 1 holds its state as flat pieces
+        return unfit | (self._misshapen(saved["state"], names) if comparable else {})
 
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
         notes.skipped.update({f"{self.key}.{name}": why for name, why in unfit.items()})
@@ -115,7 +125,7 @@ class OptimizerPart:
 
         def find(one: SavedTensor) -> Any:
             name, _, key = one.name.rpartition(".")
-            parameter = followed.get(name.removeprefix("state."))
+            parameter = followed.get(without_checkpointing(name.removeprefix("state.")))
             if parameter is None:
                 return None
             there = state.get(parameter, {}).get(key) if state else None
@@ -136,7 +146,9 @@ class OptimizerPart:
 
     def _named(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """A saved state whose parameters that went by number have names: their order says which they are."""
-        return renamed(saved, {nameless(index): name for index, name in self._names().items()})
+        listed = [name for group in saved["param_groups"] for name in group["params"]]
+        clean = {name: without_checkpointing(name) for name in listed if isinstance(name, str)}
+        return renamed(saved, clean | {nameless(index): name for index, name in self._names().items()})
 
     def _fsdp1(self) -> nn.Module | None:
         return next((model for model in self.models.values() if is_fsdp1(model)), None)

@@ -8,13 +8,16 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from ckpt import rng
+
+if TYPE_CHECKING:
+    from ckpt.rest import Rest
 
 
 @dataclass
@@ -22,27 +25,35 @@ class Course:
     """Which way an epoch goes: how many batches to leave out, and what to do at its begin and when they are left out.
 
     `begin` is called when the first index is asked for, and returns what to seed workers from, or None. `rest` is what
-    a distributed sampler has left to give, where the number of ranks has changed in mid-epoch.
+    the sampler has left to give, where its samples were dealt out in another way earlier in the epoch. `samples`, if it
+    is known, says how many samples to leave out in place of how many batches: where somebody else makes batches, they
+    may have another length now. `expected` is the digest of what is left out, `expected_batches` that of earlier
+    versions.
     """
 
     begin: Callable[[], int | None]
     arrive: Callable[[], None]
     skip: int = 0
+    samples: int | None = None
     rest: Rest | None = None
+    batched: bool = True
+    expected: str = ""
+    expected_batches: str = ""
     digest: Any = field(default_factory=xxhash.xxh3_64)  # of the indices that have reached the training loop
-    skipped: str = ""  # the digest, when those to leave out were left out
+    same_order: bool = True
+    left_out: int = 0  # samples
     ahead: deque[tuple[int, bytes]] = field(default_factory=deque)
 
     def follow(self, batches: Iterable[Any]) -> Iterator[Any]:
         """The batches of indices to read, each noted down before it is handed out."""
         seed = self.begin()
-        left = iter(batches)
-        for batch in itertools.islice(left, self.skip):
-            self.digest.update(repr(batch).encode())
-        self.skipped = self.digest.hexdigest()
+        if self.rest is not None:
+            self.rest.advance()
+        passed, left = self._leave_out(iter(batches))
         self.arrive()
-        for count, batch in enumerate(left, self.skip + 1):
-            self.ahead.append((len(batch) if isinstance(batch, list | tuple) else 1, repr(batch).encode()))
+        for count, batch in enumerate(left, passed + 1):
+            indices = self._indices(batch)
+            self.ahead.append((len(indices), text_of(indices)))
             yield batch if seed is None else _seeded(batch, seed, count)
 
     def taken(self, reads: int = 1) -> int:
@@ -55,6 +66,49 @@ class Course:
     def forget(self) -> None:
         """Let go of whoever set this course: an iterator that nobody finishes holds on to it."""
         self.begin, self.arrive = lambda: None, lambda: None
+
+    def trouble(self, name: str) -> str:
+        """Why samples of this epoch repeat or are missed; empty if they do not."""
+        if self.same_order or (self.rest is not None and self.rest.trouble):
+            return "" if self.rest is None else self.rest.trouble
+        return (
+            f"the sampler of {name} gave another order than before the resume, so samples of this epoch may repeat or "
+            "be missed. Give the sampler a generator of its own, or a state_dict."
+        )
+
+    def _leave_out(self, left: Iterator[Any]) -> tuple[int, Iterator[Any]]:
+        """Go past what was handed out. Returns how many batches that was, and the others; the first may be cut."""
+        if self.rest is not None and self.rest.unsure:
+            left = self.rest.checked(left)
+        by_batch, passed, missing = xxhash.xxh3_64(), 0, self.samples or 0
+        while passed < self.skip if self.samples is None else missing > 0:
+            batch = next(left, None)
+            if batch is None:
+                break
+            indices = self._indices(batch)
+            if self.samples is not None and len(indices) > missing:
+                self.left_out += missing
+                self.digest.update(text_of(indices[:missing]))
+                left = itertools.chain([batch[missing:]], left)
+                break
+            self.digest.update(text_of(indices))
+            by_batch.update(repr(batch).encode())
+            missing -= len(indices)
+            self.left_out += len(indices)
+            passed += 1
+        digests = (self.expected, self.digest.hexdigest()), (self.expected_batches, by_batch.hexdigest())
+        self.same_order = all(expected in ("", found) for expected, found in digests)
+        return passed, left
+
+    def _indices(self, batch: Any) -> list[Any]:
+        if not self.batched or not isinstance(batch, list | tuple | torch.Tensor):
+            return [batch]
+        return batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
+
+
+def text_of(indices: list[Any]) -> bytes:
+    """Indices as a digest takes them: the same bytes however they are cut into batches."""
+    return f"{indices!r}"[1:-1].encode() + b", " if indices else b""
 
 
 def _seeded(batch: Any, seed: int, count: int) -> Any:
@@ -116,43 +170,11 @@ class SteeredSampler:
         if self.inner is rest.sampler:
             yield from course.follow(rest)
             return
-        self.inner.sampler = rest
+        rest.owner.sampler = rest
         try:
             yield from course.follow(self.inner)
         finally:
-            self.inner.sampler = rest.sampler
-
-
-@dataclass(frozen=True)
-class Rest:
-    """What a distributed sampler has left after `start` samples of all ranks together, for the ranks there are now."""
-
-    sampler: DistributedSampler[Any]
-    start: int
-
-    def __iter__(self) -> Iterator[int]:
-        left = whole_order(self.sampler)[self.start :]
-        ranks = self.sampler.num_replicas
-        total = len(self) * ranks
-        padded = left + (left * (total // max(1, len(left)) + 1))[: max(0, total - len(left))]
-        return iter(padded[self.sampler.rank : total : ranks])
-
-    def __len__(self) -> int:
-        left = max(0, len(self.sampler.dataset) - self.start)  # type: ignore[arg-type]
-        ranks = self.sampler.num_replicas
-        return left // ranks if self.sampler.drop_last else -(-left // ranks)
-
-
-def whole_order(sampler: DistributedSampler[Any]) -> list[int]:
-    """The order of this epoch over all ranks, without padding."""
-    names = ("num_replicas", "rank", "num_samples", "total_size")
-    kept = {name: getattr(sampler, name) for name in names}
-    size = len(sampler.dataset)  # type: ignore[arg-type]
-    vars(sampler).update(num_replicas=1, rank=0, num_samples=size, total_size=size)
-    try:
-        return list(sampler)
-    finally:
-        vars(sampler).update(kept)
+            rest.owner.sampler = rest.sampler
 
 
 def steer(loader: DataLoader[Any]) -> SteeredSampler:
@@ -192,7 +214,7 @@ def samplers(loader: Any) -> list[Any]:
 def _collect_samplers(owner: Any, found: list[Any]) -> None:
     for name in ("batch_sampler", "sampler"):
         one = getattr(owner, name, None)
-        one = one.inner if isinstance(one, SteeredSampler) else one
+        one = unsteered(one)
         if one is not None and not any(one is other for other in found):
             found.append(one)
             _collect_samplers(one, found)
@@ -208,5 +230,6 @@ def generators(loader: Any) -> list[Any]:
     return found
 
 
-def distributed_sampler(loader: Any) -> DistributedSampler[Any] | None:
-    return next((sampler for sampler in samplers(loader) if isinstance(sampler, DistributedSampler)), None)
+def unsteered(sampler: Any) -> Any:
+    """The sampler itself, where a `SteeredSampler` stands for it."""
+    return sampler.inner if isinstance(sampler, SteeredSampler) else sampler

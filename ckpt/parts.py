@@ -7,7 +7,7 @@ tensors of all parts have been read, it takes the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from ckpt.engines import is_engine
 from ckpt.errors import UnsupportedError
 from ckpt.formats.sharding import Layout, empty_like, is_sharded, local_tensor
 from ckpt.fsdp1 import is_fsdp1
+from ckpt.guarantees import NONE, Guarantee
 from ckpt.unwrap import clean_name, gradients, unwrap
 
 
@@ -83,6 +84,13 @@ class Part(Protocol):
     def layouts(self) -> frozenset[Layout]:
         """The ways in which its tensors are divided; none if every rank has all of them."""
 
+    def guaranteed(self, state: Any) -> Guarantee:
+        """Which plain tensors of a state that was just captured are the same on every rank by construction."""
+
+    def tied_to_ranks(self, names: Collection[str]) -> dict[str, str]:
+        """Of tensors that differed between the ranks that saved them: the keys whose state fits no other ranks, each
+        with the tensor's name. The others may be taken from the main rank, as an approximation."""
+
     def check(self, saved: Any) -> dict[str, str]:
         """What of a saved state does not fit, by key. Changes nothing."""
 
@@ -112,6 +120,12 @@ class Whole:
     def about(self, state: Any) -> dict[str, Any]:
         return {}
 
+    def guaranteed(self, state: Any) -> Guarantee:
+        return NONE
+
+    def tied_to_ranks(self, names: Collection[str]) -> dict[str, str]:
+        return {}
+
 
 @dataclass
 class GradientsPart(Whole):
@@ -122,13 +136,14 @@ class GradientsPart(Whole):
     same_class: bool = False
     can_be_spread: bool = False
     kind: str = "gradients"
+    of: frozenset[int] | None = None  # the identities of parameters whose gradients are saved; all, if none
 
     def capture(self) -> dict[str, Any]:
         if any(is_fsdp1(model) for model in self.models.values()):
             raise UnsupportedError(f"{self.key}: FSDP 1 does not give gradients out by parameter. Use fully_shard.")
         if any(is_engine(model) for model in self.models.values()):
             raise UnsupportedError(f"{self.key}: DeepSpeed keeps gradients to itself. Leave gradients=True out.")
-        return {key: _pieces(gradients(unwrap(model))) for key, model in self.models.items()}
+        return {key: _pieces(gradients(unwrap(model), self.of)) for key, model in self.models.items()}
 
     def check(self, saved: Any) -> dict[str, str]:
         return {}  # where a parameter fits, its gradient does
@@ -176,6 +191,9 @@ class ObjectPart(Whole):
 
     def capture(self) -> Any:
         return self.value.state_dict()
+
+    def guaranteed(self, state: Any) -> Guarantee:
+        return Guarantee(of_main=getattr(self.value, "of_main_rank", False) is True)
 
     def check(self, saved: Any) -> dict[str, str]:
         return {}  # only the object itself can tell

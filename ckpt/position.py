@@ -17,7 +17,8 @@ class Position:
     batches: int = 0
     samples: int = 0  # of this rank, since `start`
     start: int = 0  # samples of all ranks that an earlier number of ranks had taken from this epoch
-    digest: str = ""  # of the indices handed out
+    digest: str = ""  # of the batches of indices handed out, as earlier versions wrote it
+    indices: str = ""  # digest of the indices handed out since `start`, however they were cut into batches
     dataset_size: int | None = None
     worn: bool = False  # the workers have served an earlier epoch, and their generators go on from there
     done: bool = False
@@ -28,23 +29,12 @@ class Position:
     rng_ahead: dict[str, Any] = field(default_factory=dict)  # as the first of them began
     trained: bool = False  # an optimizer was stepped meanwhile
     split: bool = False  # every rank gets a piece of each batch, and not batches of its own
+    before: int = 0  # batches handed out in this epoch before `start`
+    layout: dict[str, Any] = field(default_factory=dict)  # how the epoch was dealt out: `Layout`
+    sampler_size: int | None = None  # how many samples the sampler gives one rank
+    contents: dict[str, str] = field(default_factory=dict)  # digests of what a stream handed out in this epoch
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> Position:
         known = {one.name for one in fields(cls)}
         return cls(**{key: value for key, value in saved.items() if key in known})
-
-    def redivide(self, then: int, *, split: bool, generators: int) -> dict[str, str]:
-        """Go on with `world_size` ranks where there were `then`, each of which Accelerate gave batches in turn, or a
-        piece of each batch. Returns what will not be as it was."""
-        split = split or self.split  # one rank alone gets all batches either way
-        gone = self.batches * (1 if split else then)
-        self.batches, again = (gone, 0) if split else divmod(gone, self.world_size)
-        self.digest, self.ahead, self.state = "", 0, None
-        changes = {"data": f"the last {again} batches before the resume are seen again"} if again else {}
-        if generators != len(self.generators):
-            changes["order"] = (
-                "drawn anew: Accelerate gives a sampler its own generator where there are several ranks, and only "
-                "there. With DataLoaderConfiguration(use_seedable_sampler=True) it is the same for any number"
-            )
-        return changes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from ckpt.deadlines import LostStoreError
 from ckpt.ranks import MAIN, Ranks
 from ckpt.storage.owner import Owner
 
@@ -97,4 +99,10 @@ class Preemption:
         if self._ranks.world_size == 1 or time.monotonic() < self._ask_next:
             return False
         self._ask_next = time.monotonic() + 1.0
-        return bool(self._ranks.notes(_ASKED))
+        try:
+            return bool(self._ranks.notes(_ASKED))
+        except (
+            LostStoreError
+        ):  # whoever hosted it has left: at the end of training that is no fault; a save would say so
+            self._ask_next = math.inf
+            return False

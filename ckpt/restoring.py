@@ -17,7 +17,7 @@ from ckpt.formats.manifest import Manifest
 from ckpt.formats.sharding import Layout
 from ckpt.managed import Managed
 from ckpt.opened import Opened
-from ckpt.parts import Notes, Part, Place
+from ckpt.parts import GradientsPart, Notes, Part, Place
 from ckpt.ranks import Ranks
 from ckpt.sharing import sharing
 from ckpt.storage import Storage
@@ -41,6 +41,7 @@ class Restoration:
     notes: Notes
     precious: bool
     touch: Callable[[], None]
+    leave_windows: Callable[[], None]
     takers: dict[str, Callable[[], None]] = field(default_factory=dict)
 
     @classmethod
@@ -62,28 +63,33 @@ class Restoration:
         notes = Notes()
         if manifest.origin:
             notes.approximated["progress"] = UNKNOWN_PROGRESS
-        own = managed.own(ranks.rank)
         why = _missed(manifest, ranks)
-        parts = {**managed.parts, **(own if why is None else {})}
+        parts = dict(managed.parts)
 
         def look() -> tuple[Opened, dict[str, Callable[[], None]]]:
+            opened = open_any(storage, manifest, ranks.rank, managed.parts)
+            notes.approximated.update(opened.state.get("lacking", {}))
+            own = managed.own_then(ranks.rank, opened.own)
             if why is not None:
                 for part in own.values():
                     part.missed(why, notes, strict=strict)
-            opened = open_any(storage, manifest, ranks.rank, managed.parts)
+            else:
+                parts.update(own)
+            opened.as_then = manifest.world_size == ranks.world_size
             unfit = _check(opened, parts, strict=strict)
+            notes.approximated.update(_taken_from_main(opened, parts))
             return opened, _ask(opened, parts, unfit, notes)
 
         opened, takers = together(ranks, call, look)
         if share and ranks.world_size > 1:
-            opened.sharing = held.enter_context(sharing(ranks, call, opened.wanted))
+            opened.sharing = held.enter_context(sharing(ranks, call, *opened.wanted))
         together(ranks, call, opened.read_new)
         if precious:
             together(ranks, call, opened.verify_live)
         else:
             touch()
             together(ranks, call, lambda: opened.read_live(verified=False))
-        return cls(opened, ranks, parts, notes, precious, touch, takers)
+        return cls(opened, ranks, parts, notes, precious, touch, managed.leave_windows, takers)
 
     def finish(self) -> list[str]:
         """Let all parts take their state, and return their keys."""
@@ -92,6 +98,8 @@ class Restoration:
             self.touch()
             together(self.ranks, call, lambda: self.opened.read_live(verified=True))
         together(self.ranks, call, lambda: _take(self.takers))
+        if not any(isinstance(self.parts[key], GradientsPart) for key in self.takers):
+            self.leave_windows()
         self.notes.resharded.update(_resharded(self.opened, {key: self.parts[key] for key in self.takers}))
         return list(self.takers)
 
@@ -133,11 +141,39 @@ def _check(opened: Opened, parts: Mapping[str, Part], *, strict: bool) -> Unfit:
             unfit[key] = {"": f"missing: the checkpoint has no such part{_numbers(opened, parts, key)}"}
         elif part.same_class and opened.kind(key) not in ("", part.kind):  # not every format tells the class
             unfit[key] = {"": f"a {opened.kind(key)} in the checkpoint, a {part.kind} here"}
-        elif problems := _explained(key, lambda: part.check(opened.tree(key))):  # noqa: B023
+        elif problems := _explained(key, lambda: _misfits(opened, key, part)):  # noqa: B023
             unfit[key] = problems
     if strict:
         _require_fit(opened, unfit)
     return unfit
+
+
+def _misfits(opened: Opened, key: str, part: Part) -> dict[str, str]:
+    apart = _apart(opened, key, part)
+    return apart if "" in apart else {**part.check(opened.tree(key)), **apart}
+
+
+def _apart(opened: Opened, key: str, part: Part) -> dict[str, str]:
+    """What each rank had of its own, so that other ranks have none."""
+    differs = opened.differs(key).get("tensors", {})
+    then = opened.manifest.world_size
+    return {
+        where: f"each of the {then} ranks that saved it had its own {name}, and there are not as many here"
+        for where, name in part.tied_to_ranks(differs).items()
+    }
+
+
+def _taken_from_main(opened: Opened, parts: Mapping[str, Part]) -> dict[str, str]:
+    """What differed between ranks, and is the main rank's now on all of them."""
+    found = {}
+    for key, part in parts.items():
+        differs = opened.differs(key)
+        names = differs.get("tensors", {})
+        taken = len(names) - len(part.tied_to_ranks(names)) if names else 0
+        if taken or differs.get("values"):
+            then = opened.manifest.world_size
+            found[key] = f"each of the {then} ranks that saved it had its own; all have the main rank's now"
+    return found
 
 
 def _numbers(opened: Opened, parts: Mapping[str, Part], key: str) -> str:
@@ -172,7 +208,7 @@ def _ask(opened: Opened, parts: Mapping[str, Part], unfit: Unfit, notes: Notes) 
             notes.skipped[key] = misfits[""]
         else:
             takers[key] = _ask_for(opened, key, part, misfits, notes)
-    for key in sorted(opened.parts.keys() - parts.keys()):
+    for key in sorted(key for key in opened.parts.keys() - parts.keys() if not opened.lacks(key)):
         notes.skipped[key] = "in the checkpoint, but not managed here"
     return takers
 

@@ -22,6 +22,18 @@ def capture() -> dict[str, Any]:
     return state
 
 
+def differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two captures differ in what the CPU draws from."""
+    if not torch.equal(one["torch"], other["torch"]) or one["python"] != other["python"]:
+        return True
+    places = [
+        (state["numpy"]["state"]["pos"], bytes(state["numpy"]["state"]["key"]))
+        for state in (one, other)
+        if "numpy" in state
+    ]
+    return len(set(places)) > 1
+
+
 def restore(state: dict[str, Any]) -> None:
     """Put every global generator back. An accelerator that is not here now is passed over."""
     random.setstate(state["python"])

@@ -41,12 +41,19 @@ def try_out_tiers(root: Storage, mirror: Storage | None = None) -> None:
 def refuse_checkpoint(root: Storage) -> None:
     """Refuse a checkpoint in place of a root: a run would start afresh inside it."""
     if _is_checkpoint(root):
-        path = root.url if "://" in root.url else os.path.normpath(root.url)
-        above, _, name = (path if "/" in path else os.path.abspath(path)).rpartition("/")
         raise ConfigError(
-            f"{root.url} is a checkpoint, not a root: a run would start afresh inside it. Give its parent as the root, "
-            f"and load it by its name: manager = StateManager({above or '/'!r}, ...); manager.load_state({name!r})."
+            f"{root.url} is a checkpoint, not a root: a run would start afresh inside it. {parent_instead(root.url)}"
         )
+
+
+def parent_instead(url: str) -> str:
+    """What to write where a folder that holds a state was given as the root."""
+    path = url if "/" in url else os.path.abspath(url)
+    above, _, name = path.rpartition("/")
+    return (
+        "Give its parent as the root, and load it by its name: "
+        f"manager = StateManager({above or '/'!r}, ...); manager.load_state({name!r})."
+    )
 
 
 def _is_checkpoint(storage: Storage) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import platform
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -15,7 +14,7 @@ import torch
 
 from ckpt import clearing
 from ckpt.agreement import Outcome, agree, together
-from ckpt.capture import Captured
+from ckpt.capture import Captured, Compared
 from ckpt.catalog import find, scan
 from ckpt.collector import undisturbed
 from ckpt.commit import Attempt, Earlier, Stored
@@ -29,6 +28,7 @@ from ckpt.model_card import Training, curves
 from ckpt.one_save import Save
 from ckpt.ranks import MAIN, Ranks
 from ckpt.retention import Keep
+from ckpt.roots import parent_instead
 from ckpt.snapshot import Snapshots
 from ckpt.storage import Staging, Storage
 from ckpt.storage.background import Background
@@ -60,6 +60,7 @@ class Saver:
     goes_on: bool = False  # whether this run has seen what is there, or there was nothing
     failed_load: str = ""  # why a load before that could not see what is there
     host_memory: int | None = None
+    compared: Compared = field(default_factory=Compared)  # what ranks know of each other's state
     owner: Owner = field(default_factory=Owner)
     _committed: list[Manifest] | None = None
     _has_saved: bool = False
@@ -131,7 +132,8 @@ class Saver:
         save = Save(self, name, facts)
         with undisturbed():
             save.prepare(take, optimized, snapshot=not wait)
-        if wait or not save.detached:
+        save.attended = wait or not save.detached
+        if save.attended:
             self._carry_out(save)
         else:
             self._background.start(lambda: self._carry_out(save))
@@ -197,7 +199,8 @@ class Saver:
             return
         self.snapshots.close()
         if self.mirror is not None:
-            self.mirror.close()
+            with self.ranks.working(alone=True):
+                self.mirror.close()
             if self._has_saved and self.mirror.error is None:  # what waited to be copied had to stay until now
                 self._retain()
         self._release()
@@ -272,10 +275,9 @@ class Saver:
         self._look_again()
         self._refuse_to_overtake(name)
         if not self._committed and is_foreign(self.storage, ROOT):
-            above, _, folder = os.path.abspath(self.storage.url).rpartition("/")
             raise ConfigError(
-                f"{self.storage.url} was written by Accelerate, and stays as it is: load it, but save elsewhere. "
-                f"Give its parent as the root: manager = StateManager({above!r}, ...); manager.load_state({folder!r})."
+                f"{self.storage.url} was written by Accelerate, and stays as it is: nothing is saved into it. "
+                f"{parent_instead(self.storage.url)}"
             )
         if is_foreign(self.storage, name):
             raise ConfigError(
@@ -402,7 +404,8 @@ class Saver:
         if self.keep is None or self._committed is None:
             return
         try:
-            self._committed = clearing.retain(self.keep, self.storage, self._committed, self.damaged)
+            with self.ranks.working(alone=True):  # to remove much takes long, and others may be at the next save
+                self._committed = clearing.retain(self.keep, self.storage, self._committed, self.damaged)
         except StorageError as error:  # the save stands; what could not be removed is tried again after the next one
             _log.warning("old checkpoints were not removed: %s", error)
 

@@ -7,8 +7,9 @@ others find in the page cache.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt.agreement import Outcome, agree
+from ckpt.circle import Circle
 from ckpt.errors import AbsentError, CkptError, DeniedError, StorageError, TransientError, TruncatedError
 from ckpt.formats.blocks import digest
 from ckpt.formats.memory import host_bytes
@@ -33,24 +35,13 @@ def host() -> str:
     return socket.gethostname()
 
 
-@dataclass
-class _Circle:
-    """The process group of a host's ranks, for as long as they share. Nobody else may hold it.
-
-    What shared may be garbage that lies about when a data loader forks. A child that clears it away would end a group
-    whose threads it does not have, and wait for them for ever.
-    """
-
-    group: Any
-
-
 @dataclass(frozen=True)
 class Sharing:
     """The files that the ranks of this host read together: for each, the rank that reads."""
 
     rank: int
     readers: Mapping[str, int] = field(default_factory=dict)
-    circle: _Circle | None = None
+    circle: Circle | None = None
 
     def is_mine(self, transfer: Transfer) -> bool:
         """Whether this rank reads it from the storage."""
@@ -66,7 +57,12 @@ class Sharing:
             if key in self.readers:
                 file = files.setdefault(id(one.reader), self._passed_on(one.reader))
                 together.append(replace(one, reader=file))
+        together.sort(key=lambda one: one.reader.stored.key)  # the same order of files on every rank
         return alone, together
+
+    def phase(self) -> AbstractContextManager[None]:
+        """All that is read together belongs into such a context: a rank that fails there tells the others."""
+        return nullcontext() if self.circle is None else self.circle.phase()
 
     def _passed_on(self, file: VerifiedFile) -> _PassedOn:
         return _PassedOn(
@@ -78,7 +74,7 @@ class Sharing:
 class _PassedOn(VerifiedFile):
     """A file that one rank reads. All ranks of the group make the same calls in the same order."""
 
-    circle: _Circle | None = None
+    circle: Circle | None = None
     reader: int = 0
     rank: int = 0
 
@@ -93,7 +89,7 @@ class _PassedOn(VerifiedFile):
                 error = failure
                 memory[size] = next((n for n, kind in enumerate(_KINDS, 1) if isinstance(failure, kind)), len(_KINDS))
         assert self.circle is not None
-        dist.broadcast(memory, self.reader, group=self.circle.group)
+        self.circle.broadcast(memory, self.reader)
         if failed := int(memory[size]):
             raise error or _KINDS[failed - 1](f"rank {self.reader} could not read {self.stored.key} for this one.")
         view = host_bytes(memory[:size])
@@ -102,27 +98,33 @@ class _PassedOn(VerifiedFile):
 
 
 @contextmanager
-def sharing(ranks: Ranks, call: str, transfers: list[Transfer]) -> Iterator[Sharing]:
-    """Find out what the ranks of each host have in common. Every rank makes this call."""
-    wanted = _described(transfers)
+def sharing(ranks: Ranks, call: str, *phases: list[Transfer]) -> Iterator[Sharing]:
+    """Find out what the ranks of each host have in common. Every rank makes this call.
+
+    `phases` are the transfers in the order in which they will be read. A file of which ranks want other bytes, or the
+    same ones in another phase, each of them reads alone: their broadcasts would not meet.
+    """
+    wanted = _described(phases)
     plan = agree(ranks, call, Outcome({"host": host(), "files": wanted}), _plan)
     mine: dict[str, int] = next((one["files"] for one in plan if ranks.rank in one["ranks"]), {})
     groups = [dist.new_group(one["ranks"], timeout=_DEADLINE, backend="gloo") for one in plan]
-    circle = next((_Circle(group) for group, one in zip(groups, plan, strict=True) if ranks.rank in one["ranks"]), None)
+    circles = (Circle(group, ranks, one) for group, one in zip(groups, plan, strict=True) if ranks.rank in one["ranks"])
+    circle = next(circles, None)
+    del circles
     groups.clear()  # the circle alone holds one
     try:
         yield Sharing(ranks.rank, mine, circle)
     finally:
         if circle is not None:
-            dist.destroy_process_group(circle.group)
-            circle.group = None
+            circle.dissolve()
 
 
-def _described(transfers: list[Transfer]) -> dict[str, str]:
-    """For each file a digest of what is wanted of it."""
-    spans: dict[str, list[tuple[int, int]]] = {}
-    for one in transfers:
-        spans.setdefault(one.reader.stored.key, []).append((one.start, one.size))
+def _described(phases: Sequence[list[Transfer]]) -> dict[str, str]:
+    """For each file a digest of what is wanted of it, and when."""
+    spans: dict[str, list[tuple[int, int, int]]] = {}
+    for number, transfers in enumerate(phases):
+        for one in transfers:
+            spans.setdefault(one.reader.stored.key, []).append((number, one.start, one.size))
     return {key: digest(repr(found).encode()) for key, found in spans.items()}
 
 
@@ -134,5 +136,6 @@ def _plan(told: list[Any]) -> list[dict[str, Any]]:
         first = told[ranks[0]]["files"]
         common = [key for key in sorted(first) if all(told[rank]["files"].get(key) == first[key] for rank in ranks)]
         if len(ranks) > 1 and common:
-            plan.append({"ranks": ranks, "files": {key: ranks[n % len(ranks)] for n, key in enumerate(common)}})
+            readers = {key: ranks[n % len(ranks)] for n, key in enumerate(common)}
+            plan.append({"ranks": ranks, "files": readers, "name": uuid.uuid4().hex})
     return plan

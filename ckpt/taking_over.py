@@ -145,9 +145,9 @@ class _TakenOver(Opened):
         return bool(self._foreign.parts[key].tensors)
 
     @property
-    def wanted(self) -> list[Any]:
+    def wanted(self) -> tuple[list[Any], list[Any]]:
         """Nothing that ranks could read for each other."""
-        return []
+        return [], []
 
     def verify_live(self) -> None:
         """Nothing to compare with."""

@@ -11,9 +11,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckpt.engines import is_engine
 
+_CHECKPOINTED = "_checkpoint_wrapped_module"
+
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel, DataParallel, DeepSpeed and torch.compile, in any order."""
+    """The model inside DistributedDataParallel, DataParallel, DeepSpeed, torch.compile and wrappers that checkpoint or
+    offload activations, in any order."""
     while (name := _inner_name(model)) is not None:
         model = getattr(model, name)
     return model
@@ -32,6 +35,8 @@ def clean_name(module: nn.Module, name: str) -> str:
     kept = []
     node: nn.Module | None = module
     for word in name.split("."):
+        while node is not None and _is_checkpointed(node) and word != _CHECKPOINTED:
+            node = getattr(node, _CHECKPOINTED)  # its `state_dict` leaves the word out, `named_parameters` does not
         if node is not None and _inner_name(node) == word:
             node = getattr(node, word)
             continue
@@ -79,10 +84,22 @@ def _inner_name(module: nn.Module) -> str | None:
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
         return "_orig_mod"
-    return None
+    return _CHECKPOINTED if _is_checkpointed(module) else None
 
 
-def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The gradients that are there, by parameter name."""
-    found = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
+def _is_checkpointed(module: nn.Module) -> bool:
+    """Whether a module is wrapped so that its activations are checkpointed or offloaded."""
+    wrapper = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    return wrapper is not None and isinstance(module, wrapper.ActivationWrapper)
+
+
+def without_checkpointing(name: str) -> str:
+    """A name as it is without activation checkpointing: earlier versions put the wrapper into optimizers' names."""
+    return name.replace(f"{_CHECKPOINTED}.", "")
+
+
+def gradients(module: nn.Module, of: frozenset[int] | None = None) -> dict[str, torch.Tensor]:
+    """The gradients that are there, by parameter name; those of some parameters alone if it is said of which."""
+    named = ((name, one) for name, one in module.named_parameters() if of is None or id(one) in of)
+    found = {name: one.grad for name, one in named if one.grad is not None}
     return {clean: found[name] for name, clean in clean_names(module, found).items()}

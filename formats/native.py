@@ -12,8 +12,9 @@ data without gaps. On top of that, for those who read closer (docs/format.md):
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -28,6 +29,8 @@ from ckpt.formats.sharding import Box
 from ckpt.formats.state import Image, Shard
 from ckpt.formats.ties import View, untie
 from ckpt.formats.transfers import ByteReader, Transfer, Want, at_once
+
+_log = logging.getLogger("ckpt")
 
 ALIGNMENT = 4096
 SMALL = 1 << 16  # bytes
@@ -79,11 +82,21 @@ def gathered_image(
             yield memoryview(header)
             for name in left:
                 yield host_bytes(on_host(fetch(name)))
-        finally:
-            for name in left if together else ():
-                fetch(name)
+        except (Exception, GeneratorExit):
+            if together:
+                take_part(fetch, left)
+            raise
 
     return Image(path, len(header) + end, pieces, head=len(header))
+
+
+def take_part(fetch: Callable[[Any], object], left: Iterable[Any]) -> None:
+    """Go on with what ranks do together, after a failure here. A failure of that is logged: the first one is raised."""
+    try:
+        for one in left:
+            fetch(one)
+    except Exception as error:
+        _log.warning("other ranks could not be helped to their end: %s: %s", type(error).__name__, error)
 
 
 def in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:

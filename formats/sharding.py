@@ -206,6 +206,21 @@ def layout_of(tensor: Any) -> Layout:
     return layout
 
 
+def own_layout(tensor: Any) -> Layout:
+    """How a sharded tensor is spread over the ranks of its own mesh, be it only a part of a larger one."""
+    return _mesh_layout(tensor.device_mesh, tensor.placements) if hasattr(tensor, "device_mesh") else layout_of(tensor)
+
+
+@lru_cache(maxsize=1000)
+def _mesh_layout(mesh: Any, placed: tuple[Any, ...]) -> Layout:
+    return Layout(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(map(_spelled, placed)))
+
+
+def on_part_of_mesh(tensor: Any) -> bool:
+    """Whether a sharded tensor is taken to be the same on other ranks than those of its own mesh."""
+    return len(layout_of(tensor).ranks) != len(own_layout(tensor).ranks)
+
+
 def divided(tensors: Iterable[Any]) -> frozenset[Layout]:
     """The ways in which tensors are divided, leaving out those that every rank has whole."""
     found = {layout_of(one) for one in tensors if is_sharded(one)}

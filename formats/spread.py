@@ -161,6 +161,7 @@ class SpreadTensors:
     table: Table
     open: Callable[[int], list[TensorFile]]  # the files that a rank has written
     rank: int = 0  # whose own files come first
+    here: Callable[[int], bool] = lambda rank: True  # whether the files that a rank has written can be read
     _opened: dict[int, list[TensorFile]] = field(default_factory=dict)
     _whole: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -181,13 +182,18 @@ class SpreadTensors:
         """Fill `target`, which is the given box of a tensor."""
         name = self.table.aliases.get(name, name)
         one = self._entry(name)
-        for rank, piece, there in one.layout.overlaps(one.shape, self._copy(one), box):
+        for rank, piece, there in one.layout.overlaps(one.shape, self._copy(one, box), box):
             self._file(rank, name).fill(name, narrowed(target, there), piece)
 
-    def _copy(self, one: Spread) -> int:
+    def _copy(self, one: Spread, box: Box) -> int:
+        """The copy to read. Where every copy was written, this rank's own; or another one that can be read here."""
         if one.copy != EVERY:
             return one.copy
-        return one.layout.copy_of(self.rank) if one.layout.holds(self.rank) else 0
+        own = one.layout.copy_of(self.rank) if one.layout.holds(self.rank) else 0
+        for copy in (own, *(number for number in range(one.layout.copies) if number != own)):
+            if all(self.here(rank) for rank, _, _ in one.layout.overlaps(one.shape, copy, box)):
+                return copy
+        return own
 
     def _entry(self, name: str) -> Spread:
         try:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
+from weakref import WeakValueDictionary
 
 from ckpt.errors import AbsentError, ConfigError, DeniedError, StorageError, TransientError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed
 from ckpt.storage.parts import PART, cut
 
-_one_at_a_time = threading.Lock()
+_turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
+_guard = threading.Lock()
 _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
@@ -40,14 +42,17 @@ class FilesystemObjects:
             with self._explained("write", key):
                 self._stream(self._path(key), pieces)
             return ""
-        with _one_at_a_time, self._explained("write", key):
-            if self.version(key) != over:
-                raise changed(f"{self.url}/{key}")
+        with _turn(f"{self.url}/{key}"), self._explained("write", key):
+            self._expect(key, over)
             if over is None and isinstance(pieces, list) and sum(map(len, pieces)) < PART:
                 self._create(key, b"".join(pieces))
             else:
-                self._stream(self._path(key), pieces)
+                self._stream(self._path(key), pieces, lambda: self._expect(key, over))
             return self.version(key) or ""
+
+    def _expect(self, key: str, version: str | None) -> None:
+        if self.version(key) != version:
+            raise changed(f"{self.url}/{key}")
 
     def version(self, key: str) -> str | None:
         with self._explained("read", key):
@@ -109,8 +114,8 @@ class FilesystemObjects:
         except FileExistsError:
             raise changed(f"{self.url}/{key}") from None
 
-    def _stream(self, path: str, pieces: Iterable[Buffer]) -> None:
-        """Write parts as they come. The object appears when all are there, or never."""
+    def _stream(self, path: str, pieces: Iterable[Buffer], confirm: Callable[[], None] = lambda: None) -> None:
+        """Write parts as they come. The object appears when all are there and `confirm` raises nothing, or never."""
         try:
             file = self._with_folder(path, lambda there: self._fs.open(there, "wb", block_size=PART, autocommit=False))
         except NotImplementedError:
@@ -123,6 +128,7 @@ class FilesystemObjects:
                 for view in part:
                     file.write(view)
             file.close()
+            confirm()  # to write may have taken long
         except BaseException:
             with suppress(AttributeError):
                 file.closed = True  # or it would be finished when it is collected
@@ -150,6 +156,15 @@ class FilesystemObjects:
             if problem is None:  # not the filesystem's
                 raise
         raise problem
+
+
+def _turn(name: str) -> threading.Lock:
+    """The lock under which this process compares and writes one object.
+
+    Each has its own: a lease is renewed while a large file is being uploaded.
+    """
+    with _guard:
+        return _turns.setdefault(name, threading.Lock())
 
 
 def _problem(error: Exception, what: str, where: str) -> StorageError | None:

@@ -116,8 +116,8 @@ class HubRepo:
             status = status_of(cause_of(error))
             if status not in (_EXISTS, _MAY_NOT):
                 raise
-            if status == _MAY_NOT:  # who may not make repositories may still push: the client looks if it is there
-                self.api.create_repo(self.id, private=private, exist_ok=True)
+            if status == _MAY_NOT and not self.api.repo_exists(self.id):  # if it is there, the token may still push
+                raise
             return False
         return True
 

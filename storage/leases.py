@@ -88,8 +88,12 @@ class Leases:
         try:
             self._objects.put(held.path, [held.text()])
         except DeniedError:  # who may only read can keep nobody from removing what he reads
+            _held_here.discard(held.holder)
             yield
             return
+        except BaseException:  # it may have taken effect all the same
+            self._leave(held)
+            raise
         try:
             self._refuse_if_held(key, f"{FOLDER}/alone/{_name(key)}")
         except BaseException:
@@ -113,14 +117,38 @@ class Leases:
     def _claim(self, held: _Held) -> None:
         """Write the object that only one can write; over that of a holder who is gone."""
         _held_here.add(held.holder)
-        while True:
-            try:
-                held.version = self._objects.put(held.path, [held.text()], over=held.version)
-            except ConflictError:
+        try:
+            while not self._put_alone(held):
                 held.version = self._refuse_if_held(held.key, held.path)
-            else:
-                held.renewed = time.monotonic()
-                return
+        except BaseException:
+            _held_here.discard(held.holder)  # or what may have taken effect would lock this process out
+            raise
+        held.renewed = time.monotonic()
+
+    def _put_alone(self, held: _Held) -> bool:
+        """Write the object over the version that is known. Returns whether it is this holder's now.
+
+        A write that was refused or has failed may have taken effect: its answer was lost, and the client has tried it
+        again. So what is there decides.
+        """
+        try:
+            held.version = self._objects.put(held.path, [held.text()], over=held.version)
+        except ConflictError:
+            return self._is_mine(held)
+        except StorageError:
+            with suppress(StorageError):
+                if self._is_mine(held):
+                    return True
+            raise
+        return True
+
+    def _is_mine(self, held: _Held) -> bool:
+        """Whether the object that is there now is this holder's; if so, its version is the known one."""
+        version, sign = self._look(held.path)
+        if sign is None or sign.get("holder") != held.holder:
+            return False
+        held.version = version
+        return True
 
     def _refuse_readers(self, key: str) -> None:
         for entry in self._objects.entries(f"{FOLDER}/shared/{_name(key)}/"):
@@ -220,9 +248,14 @@ class Leases:
             try:
                 self._objects.remove([held.path])
             except StorageError:
-                with self._guard:
-                    self._left.append(held.path)
-                    self._begin_to_beat()
+                self._leave(held)
+
+    def _leave(self, held: _Held) -> None:
+        """Let the next beat remove the object."""
+        _held_here.discard(held.holder)
+        with self._guard:
+            self._left.append(held.path)
+            self._begin_to_beat()
 
     def _begin_to_beat(self) -> None:
         if not self._beating:
@@ -258,13 +291,11 @@ class Leases:
                 self._sign(held)
 
     def _sign(self, held: _Held) -> None:
-        try:
-            if held.alone:
-                held.version = self._objects.put(held.path, [held.text()], over=held.version)
-            else:
-                self._objects.put(held.path, [held.text()])
-        except ConflictError:
-            held.lost = True
+        if held.alone:
+            held.lost = not self._put_alone(held)
+        else:
+            self._objects.put(held.path, [held.text()])
+        if held.lost:
             _log.error("%s/%s was taken over by another run", self._objects.url, held.key)
         else:
             held.renewed = time.monotonic()

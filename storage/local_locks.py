@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.errors import LockedError
+from ckpt.errors import LockedError, StorageError
 from ckpt.storage.base import LostError
 from ckpt.storage.directories import NO_LOCKS, make_directories
 
@@ -59,10 +59,12 @@ class LocalLocks:
                 held = self._locked(key, path, shared=shared, note=note)
                 if held is None:
                     return None
-                if held.is_in_place():
+                with _closed_on_error(held.descriptor):
+                    in_place = held.is_in_place()
+                if in_place:
                     _held.add(held.descriptor)
                     break
-                os.close(held.descriptor)  # its holder removed it before he released it
+                close(held.descriptor)  # its holder removed it before he released it
         if held.noted:
             self._alone.append(held)
             try:
@@ -77,31 +79,50 @@ class LocalLocks:
         with no_fork:
             if held.descriptor not in _held:  # a forked child has closed its copy already
                 return
-            if held.noted:
-                os.ftruncate(held.descriptor, 0)  # the next holder may leave no note
-                self._alone.remove(held)
-            if held.made and held.is_in_place():
-                with suppress(OSError):  # it is not empty any more
-                    held.path.rmdir()
-            os.close(held.descriptor)
             _held.discard(held.descriptor)
+            try:
+                self._leave(held)
+            finally:
+                close(held.descriptor)
+
+    def _leave(self, held: Held) -> None:
+        """Remove the traces of a lock. One that stays harms nobody, and nobody could do anything about it."""
+        if held.noted:
+            self._alone.remove(held)
+            with suppress(OSError):
+                os.ftruncate(held.descriptor, 0)  # the next holder may leave no note
+        with suppress(OSError):  # it is not empty any more
+            if held.made and held.is_in_place():
+                held.path.rmdir()
 
     def confirm(self) -> None:
         """Refuse to go on if the file by which this process holds the root is gone: others may hold it by now."""
         for held in self._alone:
-            if held.descriptor in _held and not held.is_in_place():  # a forked child has closed its copy
+            if held.descriptor in _held and not self._is_in_place(held):  # a forked child has closed its copy
                 raise LostError(
                     f"{self._shown}/{held.key} was removed, alone or with all of {self._shown}, while this run held "
                     "it: nothing kept others from writing there."
                 )
 
+    def _is_in_place(self, held: Held) -> bool:
+        try:
+            return held.is_in_place()
+        except OSError as error:
+            raise StorageError(
+                f"could not look at {self._shown}/{held.key}, by which this run holds {self._shown}: "
+                f"{error.strerror or error}. Nothing was changed there. Try again."
+            ) from error
+
     def _locked(self, key: str, path: Path, *, shared: bool, note: str) -> Held | None:
         descriptor, made = self._opened(path, shared=shared)
+        with _closed_on_error(descriptor):
+            return self._flocked(key, path, descriptor, shared=shared, note=note, made=made)
+
+    def _flocked(self, key: str, path: Path, descriptor: int, *, shared: bool, note: str, made: bool) -> Held | None:
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
             holder = "" if path.is_dir() else os.pread(descriptor, 4096, 0).decode(errors="replace")
-            os.close(descriptor)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise LockedError(f"{self._shown}/{key} is held: {holder or 'by somebody else.'}") from None
             if made:
@@ -109,6 +130,7 @@ class LocalLocks:
                     path.rmdir()
             if error.errno in NO_LOCKS:
                 _warn_without_locks(str(self._root))
+                close(descriptor)
                 return None
             raise
         noted = bool(note) and not shared and _is_lock_file(path) and stat.S_ISREG(os.fstat(descriptor).st_mode)
@@ -126,6 +148,22 @@ class LocalLocks:
                 path.mkdir()
                 made = True
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC), made
+
+
+def close(descriptor: int) -> None:
+    """Close what was locked. The descriptor is gone even where that reports an error, which says nothing of a lock."""
+    with suppress(OSError):
+        os.close(descriptor)
+
+
+@contextmanager
+def _closed_on_error(descriptor: int) -> Iterator[None]:
+    """Or the lock would last as long as the process."""
+    try:
+        yield
+    except BaseException:
+        close(descriptor)
+        raise
 
 
 def _is_lock_file(path: Path) -> bool:
@@ -169,4 +207,4 @@ def waited_for(folder: Path) -> Iterator[None]:
                     raise
             yield
         finally:
-            os.close(descriptor)
+            close(descriptor)

@@ -152,11 +152,14 @@ def _terminated(rank: int, root: str) -> None:
     with ckpt.StateManager(root, model=nn.Linear(2, 2)) as manager:
         manager.resume()
         manager.step()  # from here on the manager answers SIGTERM
+        heard, tell = os.pipe()
         child = os.fork()
         if not child:
             signal.alarm(60)
+            os.write(tell, b"x")  # a signal that comes while Python forks is dropped
             while True:
                 time.sleep(0.01)
+        os.read(heard, 1)
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
         assert not manager.told_to_stop()

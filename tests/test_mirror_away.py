@@ -44,9 +44,9 @@ class TestTheRootIsAway:
         root, mirror = Away(tmp_path / "root"), tmp_path / "mirror"
         run(tmp_path / "root", mirror, 1, 2)
         run(tmp_path / "root", None, 3)  # which the mirror does not have
-        root.away = True
         model = weights(7)
         with ckpt.StateManager(root, model=model, mirror=mirror) as manager:
+            root.away = True
             with pytest.raises(ckpt.TransientError) as raised:
                 manager.resume()
             text = str(raised.value)
@@ -62,14 +62,12 @@ class TestTheRootIsAway:
     def test_both_are_named_when_both_are_away(self, tmp_path: Path) -> None:
         root, mirror = Away(tmp_path / "root"), Away(tmp_path / "mirror")
         run(tmp_path / "root", tmp_path / "mirror", 1)
-        root.away = mirror.away = True
-        with (
-            ckpt.StateManager(root, model=weights(0), mirror=mirror) as manager,
-            pytest.raises(
-                ckpt.TransientError, match=r"root is away.*The mirror cannot be read either: .*mirror is away"
-            ),
-        ):
-            manager.resume()
+        with ckpt.StateManager(root, model=weights(0), mirror=mirror) as manager:
+            root.away = mirror.away = True
+            with pytest.raises(
+                ckpt.TransientError, match=r"root is away.*mirror cannot be read either: .*mirror is away"
+            ):
+                manager.resume()
 
 
 class TestTheMirrorIsAway:

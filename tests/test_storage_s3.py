@@ -548,7 +548,10 @@ manager.save_state("a")
         with ckpt.StateManager(s3, model=model, storage_options=options) as manager:
             manager.save_state("a", wait=True)
             with pytest.raises(ckpt.ConfigError, match="is no folder that Accelerate saved"):
+                manager.load_state(f"{s3}-others/elsewhere")
+            with pytest.raises(ckpt.MissingError, match="no checkpoint 'elsewhere' in"):
                 manager.load_state(f"{s3}/elsewhere")
+            assert manager.load_state(f"{s3}/a").name == "a"
         ckpt.load_model(f"{s3}/a", other, storage_options=options)
         assert torch.equal(model.weight, other.weight)
         assert ckpt.prune(s3, storage_options=options).kept == ("a",)

@@ -10,10 +10,13 @@ from transformers.trainer_callback import ExportableState
 
 from ckpt import catalog
 from ckpt.agreement import Outcome, agree, together
+from ckpt.console import say
 from ckpt.errors import DamagedError, MismatchError
 from ckpt.formats.manifest import Manifest
+from ckpt.integrations.epoch_start import EpochStart
 from ckpt.opened import Opened
 from ckpt.ranks import Ranks
+from ckpt.restored import Restored
 from ckpt.retention import Keep
 from ckpt.storage import Storage
 
@@ -21,10 +24,17 @@ PART = "trainer_state"
 
 
 class TrainerPart:
-    """The Trainer's state, and what it does not keep itself: the loss since it was last logged, of every rank."""
+    """The Trainer's state, and what it does not keep itself: the loss since it was last logged, of every rank.
 
-    def __init__(self, trainer: Any) -> None:
+    The main rank's is that of all, as in a Trainer's own checkpoints: ranks log different times.
+    """
+
+    of_main_rank = True
+
+    def __init__(self, trainer: Any, start: EpochStart) -> None:
         self._trainer = trainer
+        self._start = start
+        self._batch: int | None = None  # samples in a step of all ranks, when it was saved
         self._unlogged: list[float] = []
         self._since = 0
 
@@ -36,10 +46,31 @@ class TrainerPart:
         trainer = self._trainer
         stateful = [one for one in (*trainer.callback_handler.callbacks, trainer.control) if _has_state(one)]
         state = dataclasses.asdict(dataclasses.replace(trainer.state, stateful_callbacks=stateful))
-        return {"state": state, "unlogged": self._unlogged, "since": self._since}
+        return {
+            "state": state,
+            "unlogged": self._unlogged,
+            "since": self._since,
+            "start": self._start.state_dict(),
+            "batch": _samples_in_a_step(trainer),
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._unlogged, self._since = saved["unlogged"], saved["since"]
+        self._start.load_state_dict(saved.get("start", {}))
+        self._batch = saved.get("batch")
+
+    def say_what_changed(self, restored: Restored) -> None:
+        """Trainer finds its place by the number of steps, which is another place if a step has other samples."""
+        now = _samples_in_a_step(self._trainer)
+        if self._batch in (None, now):
+            return
+        restored.approximated["data"] = (
+            f"a step had {self._batch} samples and has {now} now. Trainer finds its place in the data by the number of "
+            "steps, so samples of this epoch repeat or are missed. Choose per_device_train_batch_size and "
+            "gradient_accumulation_steps so that a step of all ranks has as many samples as before"
+        )
+        if self._trainer.args.process_index == 0:
+            say(f"ckpt: data: {restored.approximated['data']}")
 
     def go_on(self) -> None:
         """Log the next loss over the same steps as an uninterrupted run. In the mean of this one it does not count."""
@@ -99,6 +130,11 @@ def verified_state(storage: Storage, ranks: Ranks, manifest: Manifest) -> dict[s
         )
     state: dict[str, Any] = opened.tree(PART)["state"]
     return state
+
+
+def _samples_in_a_step(trainer: Any) -> int:
+    args = trainer.args
+    return int(trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
 
 def logged_metrics(state: Any) -> dict[str, float]:

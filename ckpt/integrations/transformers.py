@@ -16,17 +16,20 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
-from ckpt import catalog
+from ckpt import catalog, rng
 from ckpt.agreement import Outcome, agree
 from ckpt.choosing import Choice, choose
 from ckpt.errors import ConfigError, Preempted
+from ckpt.folder import open_url
+from ckpt.integrations.epoch_start import EpochStart
 from ckpt.integrations.trainer_state import PART, TrainerPart, logged_metrics, total_limit, verified_state
 from ckpt.integrations.weights import load_weights
 from ckpt.manager import StateManager
 from ckpt.preemption import EXIT_STATUS
 from ckpt.ranks import Ranks, find_ranks
+from ckpt.roots import open_tiers
 from ckpt.sources import KINDS
-from ckpt.storage import Storage, open_storage, place_of
+from ckpt.storage import Storage, place_of
 
 _log = logging.getLogger("ckpt")
 _FILE = "trainer_state.json"
@@ -54,14 +57,14 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
                 f"CkptCallback has no option {', '.join(unknown)}. It takes {', '.join(sorted(known))}; when to "
                 "save is for TrainingArguments to say."
             )
-        self._storage = open_storage(root)
-        mirror = options.get("mirror")
-        self._tiers = (self._storage, *([open_storage(mirror)] if mirror is not None else []))
+        self._tiers = open_tiers(root, options.get("mirror"), options.get("storage_options"))
+        self._storage = self._tiers[0]
         self._options = options
         self._trainer: Any = None
         self._own: dict[str, Any] = {}  # the trainer's own methods, where ours stand now
         self._manager: StateManager | None = None
         self._part: TrainerPart | None = None
+        self._start = EpochStart()
         self._resumed: str | None = None  # the checkpoint of ours that training goes on from
         self._held = ExitStack()
         self._saved: set[str] = set()
@@ -77,6 +80,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             "_load_optimizer_and_scheduler": self._unless_ours("_load_optimizer_and_scheduler", self._load),
             "_load_rng_state": self._unless_ours("_load_rng_state", self._load_rng_state),
             "_load_best_model": self._load_best_model,
+            "_run_epoch": self._run_epoch,
         }
         _refuse_unfit(trainer, ours)
         self._trainer = trainer
@@ -149,7 +153,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         if Path(resume, _FILE).is_file():
             return None
         root, _, name = resume.rstrip("/").rpartition("/")
-        if root and place_of(open_storage(root)) != place_of(self._storage):
+        options = self._options.get("storage_options")
+        if root and place_of(open_url(root, options)) != place_of(self._storage):
             raise ConfigError(f"{resume} is no checkpoint in {self._storage.url}, and none that a Trainer wrote.")
         return name
 
@@ -184,8 +189,9 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         if not trainer.args.save_only_model:
             options |= parts
         self._manager = StateManager(self._storage, model=trainer.model, **options)
-        self._part = TrainerPart(trainer)
-        self._manager.register(**{PART: self._part})
+        self._start = EpochStart()
+        self._part = TrainerPart(trainer, self._start)
+        self._manager.register(**{PART: self._part}, **self._start.generators)
         return self._manager
 
     def _save(self, model: Any, trial: Any = None) -> None:
@@ -195,6 +201,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         state = trainer.state
         trainer.store_flos()
         part.gather()
+        self._start.prepare_save()
         manager.progress.step, manager.progress.epoch = state.global_step, int(state.epoch)
         self._saved.add(_name(state.global_step))
         self._name_the_best(state)
@@ -217,9 +224,30 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         return load_it
 
     def _load(self) -> None:
-        """Everything at once: now there is a model, an optimizer and a scheduler, each as training will use it."""
-        self._open().load_state(self._resumed)
+        """Everything at once: now there is a model, an optimizer and a scheduler, each as training will use it.
+
+        The generators stay as they were until the samplers have drawn their order: `_load_rng_state` comes after that.
+        """
+        assert self._resumed is not None
+        before = rng.capture()
+        restored = self._open().load_state(self._resumed)
+        rng.restore(before)
+        assert self._part is not None
+        self._start.loaded(restored.skipped)
+        self._part.say_what_changed(restored)
         self._held.close()
+
+    def _run_epoch(self, *given: Any, **named: Any) -> Any:
+        own = self._own["_run_epoch"]
+        about = inspect.signature(own).bind(*given, **named).arguments
+        loader, skipped = about["train_dataloader"], about["steps_trained_in_current_epoch"]
+        if self._resumed is not None and about["epoch"] == about["epochs_trained"]:
+            if not skipped:
+                self._load_rng_state()  # as the Trainer will, but before what the order is drawn from is noted
+            self._start.begin_again(loader, in_its_middle=skipped > 0)
+        else:
+            self._start.begin(loader)
+        return own(*given, **named)
 
     def _load_rng_state(self) -> None:
         assert self._manager is not None
@@ -251,7 +279,7 @@ def _refuse_unfit(trainer: Any, methods: Collection[str]) -> None:
             "CkptCallback does not keep DeepSpeed's engine, which Trainer loads itself. Train with FSDP or DDP; leave "
             "the callback out and use Trainer's own checkpoints; or write the loop with Accelerate and StateManager."
         )
-    missing = [name for name in (*methods, "_run_epoch") if not hasattr(trainer, name)]
+    missing = [name for name in methods if not hasattr(trainer, name)]
     if missing:
         raise ConfigError(f"this Trainer has no {', '.join(missing)}: install transformers 5.22 or newer.")
 

@@ -1,0 +1,150 @@
+"""What every kind of fault works with: a scratch folder, a random generator, and the check that follows a fault."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpt import Keep, list_checkpoints, verify
+from tests.campaign.children import DEADLINE, Child, Voice
+from tests.campaign.training import Training
+from tests.campaign.verdicts import LOST, STUCK, WRONG, Ended, Found
+
+SAME = "latest"
+NAMINGS = ("keep", "same name")
+
+
+@dataclass
+class Trial:
+    """One trial: reproducible from its seed, kind and index. `shared` is the folder of the whole campaign."""
+
+    kind: str
+    index: int
+    seed: int
+    folder: Path
+    shared: Path
+    scenario: str = ""
+    children: list[Child] = field(default_factory=list)
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(f"{self.seed}/{self.kind}/{self.index}")
+
+    @property
+    def root(self) -> Path:
+        return self.folder / "root"
+
+    def start(self, function: Callable[..., Any], *args: Any) -> Child:
+        child = Child(self.folder / f"log-{next(self._numbers)}", function, *args)
+        self.children.append(child)
+        return child
+
+    def run(self, what: str, function: Callable[..., Any], *args: Any, seconds: float = DEADLINE) -> Ended:
+        return self.start(function, *args).wait(what, seconds)
+
+    def end(self) -> None:
+        for child in self.children:
+            child.kill()
+
+    def check(
+        self,
+        durable: int,
+        *,
+        root: Path | None = None,
+        naming: str = "keep",
+        untouched: bool = True,
+        large: bool = False,
+    ) -> int:
+        """A fresh process resumes: what was durable is there and agrees with itself, and it can save again.
+
+        Where nobody else has touched the files (`untouched`), all that is committed must be intact, and no two
+        checkpoints may have one sequence number. Returns the step that was resumed.
+        """
+        where = str(root or self.root)
+        ended = self.run("a resume after the fault", _resume, where, naming, untouched, large)
+        if ended.failure is not None and "saving" in ended.told:
+            ended.failure.check("a save after the fault")
+            raise Found(STUCK, f"after the fault a run resumed, and could not save: {ended.failure}")
+        if ended.failure is not None:
+            ended.failure.check("the resume after the fault")
+            raise Found(LOST, f"step {durable} was durable, and nothing loads: {ended.failure}")
+        if ended.status != 0 or ended.value is None:
+            raise Found(LOST, f"the resume after the fault ended with {ended.status}\n{self.log()}")
+        found = ended.value
+        if found["wrong"]:
+            raise Found(WRONG, f"resumed step {found['step']}, but {'; '.join(found['wrong'])}")
+        if found["step"] < durable:
+            why = "; ".join(found["passed_over"].values())
+            raise Found(LOST, f"step {durable} was durable, resumed was step {found['step']}. {why}")
+        return int(found["step"])
+
+    def log(self) -> str:
+        return self.children[-1].log.read_text(errors="replace")[-2000:]
+
+
+def options(naming: str, *, wait: bool, last: int = 2) -> dict[str, Any]:
+    return {"keep": Keep(last=last) if naming == "keep" else None, "background": not wait, "timeout": 30.0}
+
+
+def name_for(naming: str) -> str | None:
+    return SAME if naming == "same name" else None
+
+
+def save_steps(voice: Voice, root: str, naming: str, steps: int, *, large: bool = False, wait: bool = True) -> None:
+    """Resume, make some steps with a save each, and report what is durable."""
+    training = Training(large=large)
+    with training.manager(root, **options(naming, wait=wait)) as manager:
+        manager.resume()
+        for _ in range(steps):
+            step = training.advance()
+            manager.step()
+            manager.save_state(name_for(naming))
+            if wait:
+                voice.tell(f"durable {step}")
+        manager.wait()
+        voice.tell(f"durable {step}")
+
+
+def _resume(voice: Voice, root: str, naming: str, untouched: bool, large: bool) -> dict[str, Any]:
+    training = Training(large=large)
+    damaged = _damaged(root) if untouched else []
+    with training.manager(root, **options(naming, wait=True)) as manager:
+        restored = manager.resume()
+        found: dict[str, Any] = {"step": 0, "wrong": [], "passed_over": {}}
+        if restored is not None:
+            wrong = training.disagreements(restored, generators=not restored.approximated)
+            found = {"step": restored.step, "wrong": wrong + damaged, "passed_over": dict(restored.passed_over)}
+        if not found["wrong"]:
+            voice.tell("saving")
+            training.advance()
+            manager.step()
+            manager.save_state(name_for(naming))
+            found["wrong"] += _afterwards(root, manager.progress.step, untouched=untouched, large=large)
+    return found
+
+
+def _damaged(root: str) -> list[str]:
+    """Checkpoints that are committed, and yet not intact."""
+    committed = [one.name for one in list_checkpoints(root) if one.committed]
+    wrong = verify(root) if committed else {}
+    return [f"{name} is committed, and {'; '.join(wrong[name])}" for name in committed if wrong[name]]
+
+
+def _afterwards(root: str, step: int, *, untouched: bool, large: bool) -> list[str]:
+    """What is wrong with the checkpoints of a root after a save of this step."""
+    there = [one.manifest for one in list_checkpoints(root) if one.manifest is not None]
+    wrong = [] if there and there[0].step == step else [f"the save of step {step} after it is not the newest"]
+    numbers = [one.sequence for one in there]
+    if untouched and len(set(numbers)) < len(numbers):
+        wrong.append(f"two checkpoints have one sequence number: {numbers}")
+    again = Training(large=large)
+    with again.manager(root, handle_sigterm=False) as manager:
+        restored = manager.load_state()
+        if restored.step != step:
+            wrong.append(f"after a save of step {step} a load gives step {restored.step}")
+        wrong += again.disagreements(restored)
+    return wrong
