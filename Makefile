@@ -8,7 +8,7 @@ JOBS ?= 2
 MATRIX := resume_matrix world_size manager data background ranks damage kills bad_input retention \
 	sharded sharded_models linking sharing merge
 
-.PHONY: demo test test-s3 lint format kills faults campaign bench clean
+.PHONY: demo test test-s3 lint format kills faults campaign mutants bench clean
 
 demo: $(READY)
 	$(BIN)/ckpt demo
@@ -41,10 +41,15 @@ faults: $(READY)
 # thousands of faults of every kind, and a table of what became of the checkpoints; the tests run a slice of it
 TRIALS ?= 2000
 SEED ?= 1
-REPORT ?= build/campaign.md
+campaign: REPORT ?= build/campaign.md
 campaign: $(READY)
 	mkdir -p $(dir $(REPORT))
 	$(BIN)/python -m tests.campaign --trials $(TRIALS) --seed $(SEED) --jobs $(JOBS) --report $(REPORT)
+
+# one small bug after the other, in a copy of the tree, and whether the tests notice; REPORT=file.md keeps the table,
+# MUTANTS='s3-*' plants some of them
+mutants: $(READY)
+	$(BIN)/python -m tests.mutants --jobs $(JOBS) $(if $(REPORT),--report $(REPORT)) $(MUTANTS)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/cpu.py

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from ckpt import order, rng
 from ckpt.contents import Contents, extract
 from ckpt.errors import ConfigError
-from ckpt.following import unfollowed
+from ckpt.following import Own, unfollowed
 from ckpt.layout import batcher_of, layout_of
 from ckpt.loaders import batch_size, goes_by_index, keeper_of, size_of, splits, stateful_samplers
 from ckpt.lookahead import Lookahead, reads_per_batch
@@ -47,6 +47,7 @@ class Feed:
         self._lookahead: Lookahead | None = None
         self._contents: Contents | None = None  # of a stream that can only be gone through again
         self._iterator: Any = None
+        self._own: Own = lambda: unfollowed(loader)
 
     @property
     def is_open(self) -> bool:
@@ -104,8 +105,12 @@ class Feed:
         self._position.batches = batches
         self.waits = batches > 0
 
-    def take(self, epoch: int, *, announced: bool = True) -> Iterator[tuple[Any, int]]:
-        """The rest of the epoch: each batch with its number of samples. The loader is told the epoch if `announced`."""
+    def take(self, epoch: int, *, announced: bool = True, own: Own | None = None) -> Iterator[tuple[Any, int]]:
+        """The rest of the epoch: each batch with its number of samples. The loader is told the epoch if `announced`.
+
+        `own` makes the loader's iterator, where that is not what its class says.
+        """
+        self._own = own or self._own
         for one in [self.loader, *order.samplers(self.loader), getattr(self.loader, "dataset", None)]:
             if announced and callable(getattr(one, "set_epoch", None)):
                 one.set_epoch(epoch)
@@ -198,7 +203,7 @@ class Feed:
             )
         if not self._reads:
             self._begin(position)
-            return unfollowed(self.loader)
+            return self._own()
         rest = self._regrouping.rest(position)
 
         def begin() -> int | None:
@@ -219,24 +224,24 @@ class Feed:
             expected_batches=position.digest,
         )
         order.steer(loader).course = self._course
-        return unfollowed(self.loader)
+        return self._own()
 
     def _by_state(self, keeper: Any, position: Position) -> Iterator[Any]:
         """From the state that the loader or the dataset kept."""
         if not self._reads:
-            return unfollowed(self.loader)
+            return self._own()
         keeper.load_state_dict(position.state)
         if self._reads_ahead:
             self._look_ahead(position)
-            return unfollowed(self.loader)
-        iterator = iter(self.loader)
+            return self._own()
+        iterator = self._own()
         self._arrive(position)
         return iterator
 
     def _by_replay(self, position: Position) -> Iterator[Any]:
         if self._reads_ahead:
             self._look_ahead(position, again=position.batches * self._reads)
-        iterator = unfollowed(self.loader)
+        iterator = self._own()
         if position.batches:
             name = type(self.loader).__name__
             again = Replay(iterator, position.batches, self._note_contents)

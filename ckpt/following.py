@@ -1,35 +1,55 @@
-"""A plain `for` over a loader that Accelerate has prepared, under the care of whoever manages its accelerator."""
+"""A plain `for` over a DataLoader, under the care of whoever manages the training that it feeds."""
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from torch.utils.data import DataLoader
+
 _UNFOLLOWED = "ckpt_unfollowed"
+_ELSEWHERE = (  # loaders with an `__iter__` of their own, patched where the script has imported them
+    ("torchdata.stateful_dataloader", "StatefulDataLoader"),
+    ("accelerate.data_loader", "DataLoaderShard"),
+    ("accelerate.data_loader", "DataLoaderDispatcher"),
+)
+
+Own = Callable[[], Iterator[Any]]  # makes the iterator that the loader would have made by itself
 
 
 class Follower(Protocol):
-    def owns(self, loader: Any) -> bool: ...
+    def owns(self, loader: Any) -> bool:
+        """Whether the loader was given to this follower by name."""
 
-    def follow(self, loader: Any) -> Iterator[Any]: ...
+    def takes(self, loader: Any) -> bool:
+        """Whether a loader that nobody owns may be this follower's training data."""
+
+    def follow(self, loader: Any, own: Own) -> Iterator[Any]:
+        """What to hand out in place of the loader's own iterator."""
 
 
-_followers: weakref.WeakSet[Any] = weakref.WeakSet()
+_followers: list[weakref.ref[Any]] = []  # in the order of their begin
 
 
 def begin(follower: Follower) -> None:
-    """From now on, a `for` over a loader that it owns goes through it. Other loaders are as ever."""
-    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+    """From now on, a `for` over a loader that it owns or takes goes through it. Other loaders are as ever."""
+    patch()
+    end(follower)
+    _followers.append(weakref.ref(follower))
 
-    for kind in (DataLoaderShard, DataLoaderDispatcher):
-        if not hasattr(kind.__iter__, _UNFOLLOWED):
+
+def patch() -> None:
+    """Let the classes of loaders that are imported by now ask who follows them."""
+    modules = ((sys.modules.get(module), name) for module, name in _ELSEWHERE)
+    for kind in (DataLoader, *(getattr(module, name) for module, name in modules if module is not None)):
+        if _UNFOLLOWED not in vars(kind.__iter__):
             kind.__iter__ = _followed(kind.__iter__)
-    _followers.add(follower)
 
 
 def end(follower: Follower) -> None:
-    _followers.discard(follower)
+    _followers[:] = [found for found in _followers if found() not in (follower, None)]
 
 
 def unfollowed(loader: Any) -> Iterator[Any]:
@@ -40,11 +60,18 @@ def unfollowed(loader: Any) -> Iterator[Any]:
 
 
 def _followed(own: Any) -> Any:
-    # An iterator is looked up in the class, and loaders may be prepared at any time: so it is the class that asks.
+    # An iterator is looked up in the class, and loaders may be made at any time: so it is the class that asks.
     def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807
-        follower = next((one for one in _followers if one.owns(self)), None)
-        found: Iterator[Any] = own(self) if follower is None else follower.follow(self)
+        follower = _follower_of(self)
+        found: Iterator[Any] = own(self) if follower is None else follower.follow(self, lambda: own(self))
         return found
 
     setattr(__iter__, _UNFOLLOWED, own)
     return __iter__
+
+
+def _follower_of(loader: Any) -> Any:
+    """Who owns the loader; failing that, the last one to have begun that takes it."""
+    live = [found for one in reversed(_followers) if (found := one()) is not None]
+    owners = (one for one in live if one.owns(loader))
+    return next(owners, None) or next((one for one in live if one.takes(loader)), None)

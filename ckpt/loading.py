@@ -15,10 +15,11 @@ from ckpt.choosing import Choice, choose
 from ckpt.collector import undisturbed
 from ckpt.console import say
 from ckpt.errors import ConfigError, StateError
+from ckpt.feeds import Waiting
 from ckpt.folder import open_url
 from ckpt.formats.manifest import Manifest
 from ckpt.hosts import EVERYWHERE
-from ckpt.loop import Loop, Waiting
+from ckpt.loop import Loop
 from ckpt.managed import Managed
 from ckpt.opened import Opened
 from ckpt.parts import Notes
@@ -137,7 +138,7 @@ class Loading:
         if opened.manifest.origin:
             _note_loaders(opened, self.source.loaders(), notes)
         waiting = Waiting(opened.state["loaders"], rewind, notes.approximated)
-        self.loop.go_back(Progress(**opened.manifest.progress), waiting)
+        self.loop.go_back(Progress(**opened.manifest.progress), waiting, opened.state.get("loop", {}))
         waiting.told = True  # by the block that is printed next
 
     def _tell(self, choice: Choice, parts: list[str], notes: Notes) -> Restored:
@@ -155,6 +156,8 @@ class Loading:
             approximated=notes.approximated,
             skipped=notes.skipped,
             passed_over=choice.passed_over,
+            begins_at=self.loop.begins_at(),
+            on_read=self.loop.habits.note_asked,
         )
         if self.ranks.rank == MAIN:
             say(str(restored))

@@ -77,6 +77,18 @@ class Managed:
                 found.append(inner)
         return found
 
+    def optimizers_by_key(self) -> dict[str, torch.optim.Optimizer]:
+        keys = (key for key, part in self.parts.items() if isinstance(part, OptimizerPart))
+        return dict(zip(keys, self.optimizers, strict=True))
+
+    def registered(self) -> list[Any]:
+        """The objects behind parts that are neither models nor optimizers."""
+        return [part.value for part in self.parts.values() if isinstance(part, ObjectPart)]
+
+    def steppers(self) -> list[Any]:
+        """Whatever steps parameters here: optimizers of torch and of others, and engines."""
+        return [*self._found.optimizers.values(), *self._engines.values()]
+
     @property
     def _stepping(self) -> list[Any]:
         """What hooks around steps can be registered with."""

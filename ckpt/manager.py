@@ -8,13 +8,14 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from ckpt import following, rng
 from ckpt.agreement import together
+from ckpt.batches import Batches
 from ckpt.capture import Capture, Captured
 from ckpt.catalog import check_name
 from ckpt.config import read_config
@@ -31,6 +32,7 @@ from ckpt.metrics import as_numbers, checked_metrics
 from ckpt.mirror import Mirror
 from ckpt.model_card import Training
 from ckpt.options import check_mirror, check_options, required_root
+from ckpt.oversights import Oversights, weakly
 from ckpt.preemption import EXIT_STATUS, Preemption
 from ckpt.progress import Progress
 from ckpt.pushing import Pusher
@@ -44,6 +46,7 @@ from ckpt.storage import MemoryStorage, Storage
 from ckpt.unwrap import unwrap
 
 _log = logging.getLogger("ckpt")
+T = TypeVar("T")
 
 
 class StateManager:
@@ -86,6 +89,9 @@ class StateManager:
     `shared`: whether all hosts see the same root. If none, that is tried out where torchrun has started several; if
     false, always. Hosts that do not share it keep what their ranks save, each in its own root, and load it from there;
     what a host lacks is read from the mirror.
+
+    `follow`: whether a plain `for` over a DataLoader that the training takes its batches from goes on where it stopped,
+    after `resume` or `load_state`. Say false where the script finds its place in the data itself.
     """
 
     def __init__(
@@ -114,6 +120,7 @@ class StateManager:
         mirror_bandwidth: float | None = None,
         mirror_backlog: int = 2,
         shared: bool | None = None,
+        follow: bool = True,
     ) -> None:
         check_options(save_every=save_every, keep=keep, layout=layout, timeout=timeout, when_busy=when_busy)
         self._source = find_source(
@@ -149,7 +156,7 @@ class StateManager:
         self._save_every = save_every
         self._keep = keep
         self._layout = layout
-        self._loop = Loop(self._ranks, self._source.loaders)
+        self._loop = Loop(self._ranks, self._source.loaders, follow=follow, others=accelerator is None)
         self._managed = Managed(
             self._source.find,
             (self._saver.snapshots.watch, self._loop.watch),
@@ -159,8 +166,9 @@ class StateManager:
             self._ranks, self._source, self._managed, self._loop, self._saver, self._tiers, broadcast, storage_options
         )
         self._managed.look()
-        if accelerator is not None:
-            self._follow_loaders()
+        self._follow_loaders(follow=follow)
+        self._oversights = Oversights(self._managed, self._loop.habits.remarks, save_every)
+        self._loop.on_training = weakly(self._oversights.trained)
         self._metrics: dict[str, Any] = {}
         self._warned: set[str] = set()
         self._restored: Restored | None = None
@@ -205,6 +213,7 @@ class StateManager:
     @property
     def progress(self) -> Progress:
         """Epoch, batch, step and samples so far."""
+        self._loop.habits.note_asked()
         return self._loop.progress
 
     @property
@@ -247,17 +256,21 @@ class StateManager:
         yield from self._loop.epochs(total)
         self._preemption.close()
         if self._save_every and self._saved_at != self._where():
-            saved_in_loop = self._saved_at is not None and self._saved_at[0] == self.progress.step
+            saved_in_loop = self._saved_at is not None and self._saved_at[0] == self._loop.progress.step
             name = f"{self._default_name()}-end" if saved_in_loop and not self._source.name() else None
             self._save(name, skip=False)
 
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The batches of this epoch that are left, in the same order as ever.
+    def batches(self, loader: Iterable[T]) -> Batches[T]:
+        """The batches of this epoch that are left, in the same order as ever; `len()` of it is how many.
 
-        A loop that was left with `break` is not done: the next run goes on with the batch after.
+        A loop that was left with `break` is not done: the next run goes on with the batch after. Whatever reads ahead
+        belongs inside: `batches(Prefetcher(loader))`, or the batches that it has read are lost at every resume.
         """
-        self._start()
-        yield from self._loop.batches(loader)
+        return self._loop.batches(loader, self._start, lambda number, batch: batch)
+
+    def enumerate(self, loader: Iterable[T], start: int = 0) -> Batches[tuple[int, T]]:
+        """The same, each with its number in the epoch: after a resume it goes on counting where it stopped."""
+        return self._loop.batches(loader, self._start, lambda number, batch: (start + number, batch))
 
     def step(self, metrics: Mapping[str, Any] | None = None) -> None:
         """A step of training is done: count it, save when that is due, and stop if the process was told to.
@@ -275,7 +288,8 @@ class StateManager:
             self._saver.check()
         self._managed.look()
         self._make_memory_ready()
-        self.progress.step += 0 if self._loop.counts_updates else 1
+        self._loop.stepped()
+        self._oversights.stepped()
         self._metrics = checked_metrics(metrics)
         stop = self.told_to_stop()  # from the first step on: only then is there somebody to answer it
         if stop or self._is_due():
@@ -290,7 +304,7 @@ class StateManager:
         """
         if self._handle_sigterm:
             self._preemption.listen()
-        return self._preemption.due(self.progress.step)
+        return self._preemption.due(self._loop.progress.step)
 
     def save_state(
         self, name: str | None = None, *, metrics: Mapping[str, Any] | None = None, wait: bool | None = None
@@ -328,7 +342,7 @@ class StateManager:
     def resume(self, *, strict: bool = True) -> Restored | None:
         """Take the root for this run, and load the newest intact checkpoint if there is one; none if there is not."""
         self._saver.owner.require("resume()")
-        self._started = True
+        self._set_started()
         restored = self._load(None, strict=strict)
         self._saver.hold()
         if restored is None and self._ranks.rank == MAIN:
@@ -363,6 +377,7 @@ class StateManager:
             following.end(self._loop)
             self._loop.release()
             self._managed.release()
+            self._oversights.close()
             self._preemption.close()
             self._saver.close()
             self._ranks.linger()
@@ -419,7 +434,7 @@ class StateManager:
 
     def _told(self) -> Training:
         """What a model card can say of this run."""
-        return self._saver.told(self.progress.to_json(), as_numbers(self._metrics))
+        return self._saver.told(self._loop.progress.to_json(), as_numbers(self._metrics))
 
     def _start(self) -> None:
         self._saver.owner.require("epochs() or batches()")
@@ -427,7 +442,17 @@ class StateManager:
         if not self._started:
             self.resume()
 
-    def _follow_loaders(self) -> None:
+    def _set_started(self) -> None:
+        self._started = True
+        following.patch()
+        self._loop.start()
+
+    def _follow_loaders(self, *, follow: bool) -> None:
+        managed = weakref.ref(self._managed)
+        self._loop.models = lambda: found.models.values() if (found := managed()) is not None else ()
+        self._loop.has_data = lambda: bool((found := managed()) is not None and found.generators)
+        if not follow:
+            return
         method = weakref.WeakMethod(self._managed.look)  # loaders, which the loop follows, may outlive the manager
 
         def look() -> None:
@@ -439,22 +464,22 @@ class StateManager:
         following.begin(self._loop)
 
     def _default_name(self) -> str:
-        return self._source.name() or f"step-{self.progress.step:08d}"
+        return self._source.name() or f"step-{self._loop.progress.step:08d}"
 
     def _folder(self, name: str) -> str:
         return f"{self._storage.url}/{name}"
 
     def _is_due(self) -> bool:
         """Whether this step is one to save, and has not been: attached, several batches may make one step."""
-        step = self.progress.step
+        step = self._loop.progress.step
         return bool(self._save_every and step and step % self._save_every == 0 and self._saved_at != self._where())
 
     def _where(self) -> tuple[int, int]:
-        return self.progress.step, self.progress.epoch
+        return self._loop.progress.step, self._loop.progress.epoch
 
     def _stop(self) -> None:
         if self._ranks.rank == MAIN:
-            say(f"told to terminate: saved step {self.progress.step} in {self._storage.url}, stopping")
+            say(f"told to terminate: saved step {self._loop.progress.step} in {self._storage.url}, stopping")
         raise Preempted(EXIT_STATUS)
 
     def _save(
@@ -471,9 +496,11 @@ class StateManager:
             return None
         self._source.before_save(self._folder(name))
         self._managed.look()
+        self._oversights.saving()
+        self._loop.habits.remarks.tell_lasting()
         self._saver.save(name, lambda: self._capture(name, numbers), self._managed.optimized, facts, wait=wait)
         self._source.after_save()
-        self._started = True
+        self._set_started()
         self._saved_at = self._where()
         return name
 
@@ -487,6 +514,7 @@ class StateManager:
             "rng": rng.capture(),
             "generators": generators,
             "loaders": self._loop.state(),
+            "loop": self._loop.seen(),
             "source": self._source.state(),
             "lacking": lacking,
         }
@@ -504,16 +532,17 @@ class StateManager:
     def _load(self, name: str | None, *, strict: bool) -> Restored | None:
         self._saver.owner.require("load_state()")
         together(self._ranks, "load_state() (saves done)", self.wait)
-        precious = self._saved_at is not None or self.progress.step > 0
+        precious = self._saved_at is not None or self._loop.progress.step > 0
         try:
             restored = self._loading.load(name, strict=strict, precious=precious)
         except StorageError as error:
             self._saver.failed_load = str(error)  # what could not be looked at must not be overtaken by a save
             raise
         if restored is not None:
-            self._started = True
+            self._set_started()
             self._saved_at = self._where()
             self._restored = restored
+            self._oversights.resumed_from = restored.name
         return restored
 
     def _make_memory_ready(self) -> None:

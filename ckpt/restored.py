@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ckpt.progress import Progress
@@ -27,19 +27,25 @@ class Restored:
     approximated: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     passed_over: Mapping[str, str] = field(default_factory=dict)
+    begins_at: str = ""  # where the next `for` over each loader begins
+    on_read: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)  # of `epoch`, or of `step`
 
     @property
     def step(self) -> int:
+        self.on_read()
         return self.progress.step
 
     @property
     def epoch(self) -> int:
+        self.on_read()
         return self.progress.epoch
 
     def __str__(self) -> str:
         at = self.progress
         lines = [f"resumed from {self.url}: step {at.step}, epoch {at.epoch}, batch {at.batch}, {at.samples} samples"]
         lines.append(f"  restored      {', '.join(self.restored) or 'nothing'}")
+        if self.begins_at:
+            lines.append(f"  goes on       the next `for` begins at {self.begins_at}")
         tables = (
             ("resharded", self.resharded),
             ("approximated", self.approximated),

@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -459,12 +459,13 @@ class TestLocksOnNames:
         with storage.lock(".lock", note="me"):
             storage.write("a", [b"x"])
             (tmp_path / "root" / ".lock").unlink()
-            for call in (
+            calls: list[Callable[[], None]] = [
                 lambda: storage.write("b", [b"x"]),
                 lambda: storage.link("a", "b"),
                 lambda: storage.delete(["a"]),
                 lambda: storage.sweep(),
-            ):
+            ]
+            for call in calls:
                 with pytest.raises(LockedError, match=r"\.lock was removed, alone or with all of"):
                     call()
             assert everything(tmp_path) == {"root/a"}

@@ -33,7 +33,7 @@ from ckpt.storage import Storage, place_of
 
 _log = logging.getLogger("ckpt")
 _FILE = "trainer_state.json"
-_DECIDED_ELSEWHERE = {"self", "root", "save_every", "accelerator", *KINDS}  # by the Trainer and its arguments
+_DECIDED_ELSEWHERE = {"self", "root", "save_every", "accelerator", "follow", *KINDS}  # by the Trainer and its arguments
 
 
 class CkptCallback(TrainerCallback):  # type: ignore[misc]
@@ -185,10 +185,11 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             "scheduler": trainer.lr_scheduler,
             "scaler": trainer.accelerator.scaler,
         }
-        options = {"keep": total_limit(trainer.args), **self._options}
+        options = {"keep": total_limit(trainer.args), **self._options, "follow": False}  # it finds its place itself
         if not trainer.args.save_only_model:
             options |= parts
         self._manager = StateManager(self._storage, model=trainer.model, **options)
+        self._manager._oversights.quiet = True  # what is kept, and when, is for its arguments to say
         self._start = EpochStart()
         self._part = TrainerPart(trainer, self._start)
         self._manager.register(**{PART: self._part}, **self._start.generators)
