@@ -84,12 +84,14 @@ def cause(difference: Difference, rank: Rank) -> str:
 
 
 def _data(difference: Difference, rank: Rank) -> str:
-    what, expected = difference.what, rank.expected[difference.step]
+    expected = rank.expected[difference.step]
     step = next(one for one in rank.killed[difference.process].steps if one.number == difference.step)
+    followed = any(one.batches for one in rank.straight.steps)
+    if followed and step.batches == expected.batches:
+        return _MADE
     if len(step.batches) > max(len(step.inputs), len(expected.batches)):
         return _UNUSED.format(count=len(step.batches) - len(expected.batches))
-    if what == "inputs" and any(step.batches for step in rank.straight.steps):
-        return _MADE
+    what = "batches" if followed else "inputs"
     straight = list(in_order(rank.straight.steps, what))
     digests = [digest for _, digest in straight]
     resumed_at = difference.resumed.number if difference.resumed else 0
@@ -97,7 +99,7 @@ def _data(difference: Difference, rank: Rank) -> str:
     found = [digest for _, digest in in_order(steps, what)]
     begin = sum(len(getattr(one, what)) for one in rank.straight.steps if one.number <= resumed_at)
     same = _common(digests[begin:], found)
-    if found and same == min(len(found), len(digests) - begin):
+    if same == min(len(found), len(digests) - begin):
         return _GROUPED
     place, wanted = found[same], begin + same
     later = next((index for index in range(wanted, len(digests)) if digests[index] == place), None)
@@ -127,7 +129,6 @@ _CAUSES: dict[str, Callable[[Difference, Rank], str]] = {
     "fresh start": _fixed(_FRESH),
     "state": _fixed(_STATE),
     "order": _fixed(_STEPPED),
-    "batches": _data,
     "inputs": _data,
     "losses": _fixed(_LOSSES),
     "gradients": _fixed(_GRADIENTS),

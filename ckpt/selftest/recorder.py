@@ -120,9 +120,9 @@ class Recorder:
 
         @functools.wraps(through)
         def noted(loop: Loop, *args: Any, **options: Any) -> Iterator[Any]:
-            for batch in through(loop, *args, **options):
+            for number, batch in through(loop, *args, **options):
                 self._batches.append(_digest(_tensors_in(batch)))
-                yield batch
+                yield number, batch
 
         setattr(Loop, "_through", noted)  # noqa: B010
 
