@@ -98,7 +98,8 @@ class Handed:
         """Whether the script has dropped all that it was given, so that the loader is to be taken back: when these are
         as many as it would skip by hand, or when the loader has no more to give and they are fewer."""
         due = 0 < self._count < self.left_out if exhausted else 0 < self._count == self.left_out
-        if not due or self._signs.seen or not (self._trusted or self._are_dropped()):
+        certain = self._trusted or self._count >= CERTAIN
+        if not due or self._signs.seen or not certain or not self._are_dropped():
             return False
         if not exhausted:
             self.skipped, self.left_out, self.unused = self.left_out, 0, 0
@@ -107,7 +108,7 @@ class Handed:
     def _are_dropped(self) -> bool:
         """The last batch may still be held by the variable of its loop. What reads ahead holds on to more."""
         held = sum(one() is not None for one in self._tensors)
-        return self._count >= CERTAIN and held * self._count <= len(self._tensors)
+        return held * self._count <= len(self._tensors)
 
     def forget(self) -> None:
         self._signs.forget()
