@@ -26,6 +26,7 @@ from ckpt.formats.memory import host_bytes, on_host
 from ckpt.formats.sharding import is_sharded, local_tensor
 from ckpt.loop import Loop
 from ckpt.manager import StateManager
+from ckpt.optimizers import OptimizerPart
 from ckpt.selftest.plan import Plan
 from ckpt.selftest.trace import End, Resumed, Saved, Step, TraceWriter, read_trace, trace_file
 from ckpt.storage import open_storage
@@ -48,7 +49,7 @@ class Recorder:
         self._warnings: list[str] = []
         self._managers: weakref.WeakSet[StateManager] = weakref.WeakSet()
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
+        self._unmanaged: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
 
     def install(self) -> None:
         self._watch_managers()
@@ -164,13 +165,13 @@ class Recorder:
         names = self._names()
         self._number += 1
         self._has_stepped = True
-        label = self._optimizers.setdefault(optimizer, f"{type(optimizer).__name__} {len(self._optimizers)}")
-        managed = any(optimizer is one for manager in self._managers for one in manager._managed.optimizers)
+        key = self._key_of(optimizer)
+        label = key or self._unmanaged.setdefault(optimizer, f"{type(optimizer).__name__} {len(self._unmanaged)}")
         self._writer.add(
             Step(
                 self._number,
                 label,
-                managed,
+                key is not None,
                 self._batches,
                 self._inputs,
                 self._losses,
@@ -186,6 +187,15 @@ class Recorder:
         if self._number == self._plan.kill_at:
             self._die()
 
+    def _key_of(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """The name under which a manager keeps an optimizer, also one inside Accelerate's; none if nobody does."""
+        for manager in self._managers:
+            parts = [one for one in manager._managed.parts.values() if isinstance(one, OptimizerPart)]
+            for part, inner in zip(parts, manager._managed.optimizers, strict=True):
+                if inner is optimizer:
+                    return part.key
+        return None
+
     def _die(self) -> None:
         for manager in self._managers:
             manager._saver.wait()  # so that every try dies with the same checkpoints behind it
@@ -195,7 +205,8 @@ class Recorder:
         """What ckpt says is not exact: in its log, and in what the last load returned."""
         restored = [manager.restored for manager in self._managers if manager.restored is not None]
         tables = [table for one in restored for table in (one.approximated, one.skipped)]
-        return [*self._warnings, *(f"{what}: {why}" for table in tables for what, why in table.items())]
+        told = [f"{what}: {why}" for table in tables for what, why in table.items() if why not in self._warnings]
+        return [*self._warnings, *told]
 
     # --- state
 

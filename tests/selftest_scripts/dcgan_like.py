@@ -41,7 +41,7 @@ def main() -> None:
     if trap == "generator":
         del models["generator"]
     with ckpt.StateManager(
-        "out", model=models, optimizer={"generator": optimizer_g, "critic": optimizer_c}, save_every=3
+        "out", model=models, optimizer={"generator": optimizer_g, "critic": optimizer_c}, save_every=5
     ) as manager:
         manager.resume()
         epochs = range(EPOCHS) if trap == "epochs" else manager.epochs(EPOCHS)
@@ -54,7 +54,7 @@ def main() -> None:
                 loss = loss + criterion(critic(fake.detach()), torch.zeros(len(real), 1))
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer_c.step()
-                if index % 2 == 0:  # the critic is ahead
+                if index % 3 == 0:  # the critic is ahead
                     generator.zero_grad()
                     criterion(critic(fake), torch.ones(len(real), 1)).backward()  # type: ignore[no-untyped-call]
                     optimizer_g.step()
