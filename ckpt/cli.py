@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ckpt import cli_diff, cli_hub, cli_ls, cli_prune, cli_report, cli_show
+from ckpt import cli_diff, cli_hub, cli_ls, cli_prune, cli_report, cli_selftest, cli_show
 from ckpt.console import one_line
 from ckpt.errors import CkptError
 from ckpt.version import __version__
@@ -83,7 +83,7 @@ def convert(source: str, destination: str, to: str, name: str | None) -> None:
     click.echo(convert(source, destination, to=to, name=name))
 
 
-for _home in (cli_ls, cli_show, cli_prune, cli_diff, cli_report, cli_hub):
+for _home in (cli_ls, cli_show, cli_prune, cli_diff, cli_report, cli_hub, cli_selftest):
     for _command in _home.COMMANDS:
         main.add_command(_command)
 

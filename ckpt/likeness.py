@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import FrameType
 from typing import Any
@@ -39,9 +40,18 @@ def epoch_variable() -> int | None:
     while frame is not None and seen < _DEEPEST:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _PLUMBING:
             seen += 1
-            local = frame.f_locals
-            counted = [local[name] for name in _EPOCH_NAMES if type(local.get(name)) is int]
-            if counted:
-                return int(counted[0])
+            counted = _counted(frame)
+            if counted is not None:
+                return counted
         frame = frame.f_back
     return None
+
+
+def _counted(frame: FrameType) -> int | None:
+    local = frame.f_locals
+    value = next((local[name] for name in _EPOCH_NAMES if type(local.get(name)) is int), None)
+    # Before Python 3.13 a function's frame keeps this copy of its variables, and with it the last batch: it would
+    # look as if the script held on to that.
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(local, dict):
+        local.clear()
+    return value

@@ -75,6 +75,13 @@ def start_rank(
     return job
 
 
+def fork(function: Callable[..., None], *args: Any) -> BaseProcess:
+    """Start `function(*args)` in a process forked from the server, as it is: without seeds or a process group."""
+    job = _context.Process(target=function, args=args)
+    job.start()
+    return job
+
+
 def interrupt(call: Callable[[], object], and_then: Callable[[], object] = lambda: None) -> None:
     """Make a call that waits for something, and interrupt it after a moment, as Ctrl-C does."""
 

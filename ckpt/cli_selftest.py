@@ -1,0 +1,56 @@
+"""The command that tests a training script of the user's own: `ckpt selftest`."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--nproc", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks, under torchrun.")
+@click.option("--kills", default=3, show_default=True, type=click.IntRange(min=1), help="How often to kill it.")
+@click.option("--save-every", type=click.IntRange(min=1), help="Save that often, whatever the script says.")
+@click.option("--seed", default=0, show_default=True, help="Chooses the steps after which it is killed.")
+@click.option("--timeout", default=600.0, show_default=True, help="Seconds for each process.")
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def selftest(
+    nproc: int,
+    kills: int,
+    save_every: int | None,
+    seed: int,
+    timeout: float,
+    script: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Does SCRIPT resume exactly? Runs it straight, then killed and resumed, and compares.
+
+    Every batch, loss, gradient, learning rate, parameter and buffer is compared, step by step. Where the runs first
+    differ, it says at which step, in what, and what is likely behind it. Make the run short: few epochs, little data.
+
+    \b
+    ckpt selftest train.py --epochs 2
+    ckpt selftest --save-every 5 --nproc 2 train.py --epochs 2
+    ckpt selftest train.py --output_dir {root}      # for scripts that look into the folder themselves
+
+    Its managers save into folders of the test's own, which are removed. Exits with 0 if it is exact, 1 if it is not, 2
+    if there is nothing to compare.
+    """
+    from ckpt.errors import ConfigError
+    from ckpt.selftest.check import check
+    from ckpt.selftest.runs import Program, ProgramError
+
+    try:
+        program = Program(
+            target=script, arguments=arguments, processes=nproc, kills=kills, save_every=save_every, seed=seed,
+            timeout=timeout, say=lambda text: click.echo(text, err=True),
+        )  # fmt: skip
+        report = check(program)
+    except (ConfigError, ProgramError) as error:
+        click.echo(f"ckpt: {error}", err=True)
+        raise click.exceptions.Exit(2) from error
+    click.echo(str(report))
+    if not report.exact:
+        raise click.exceptions.Exit(1)
+
+
+COMMANDS = (selftest,)

@@ -1,0 +1,278 @@
+"""Watches a training program from the inside, without a change to it.
+
+Hooks on the managed models give the inputs, `Tensor.backward` the losses, hooks of all optimizers the gradients before
+and the parameters after each step, and `StateManager` the saves and resumes. After the step that the plan names, the
+process waits until its saves are committed, and kills itself with SIGKILL.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import signal
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import ckpt.manager
+from ckpt.formats.memory import host_bytes, on_host
+from ckpt.formats.sharding import is_sharded, local_tensor
+from ckpt.loop import Loop
+from ckpt.manager import StateManager
+from ckpt.optimizers import OptimizerPart
+from ckpt.selftest.plan import Plan
+from ckpt.selftest.trace import End, Resumed, Saved, Step, TraceWriter, read_trace, trace_file
+from ckpt.storage import open_storage
+from ckpt.unwrap import parameter_names, unwrap
+
+
+class Recorder:
+    """Records one process. `install` before the user's program starts, `finish` when it is done."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._plan, self._rank = plan, rank
+        self._folder = Path(plan.folder)
+        self._writer = TraceWriter(trace_file(self._folder, plan.process, rank))
+        self._number = 0
+        self._has_stepped = False
+        self._batches: list[str] = []
+        self._inputs: list[str] = []
+        self._losses: list[str] = []
+        self._gradients: dict[str, str] = {}
+        self._warnings: list[str] = []
+        self._managers: weakref.WeakSet[StateManager] = weakref.WeakSet()
+        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._unmanaged: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
+
+    def install(self) -> None:
+        self._watch_managers()
+        self._watch_batches()
+        self._watch_losses()
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        logging.getLogger("ckpt").addHandler(_Collector(self._warnings))
+
+    def finish(self) -> None:
+        self._writer.add(End(self._number, self._tensors()))
+
+    # --- the manager
+
+    def _watch_managers(self) -> None:
+        built, saved, loaded = StateManager.__init__, StateManager._save, StateManager._load
+
+        @functools.wraps(built)
+        def __init__(manager: StateManager, *args: Any, **options: Any) -> None:  # noqa: N807
+            if self._plan.save_every is not None:
+                options["save_every"] = self._plan.save_every
+            built(manager, *args, **options)
+            self._managers.add(manager)
+            self._watch_models()
+
+        @functools.wraps(saved)
+        def _save(manager: StateManager, *args: Any, **options: Any) -> str | None:
+            self._watch_models()
+            tensors, number = self._tensors(), self._number
+            pending = list(self._batches), list(self._inputs), list(self._losses)
+            progress = manager._loop.saved_progress().to_json()
+            name = saved(manager, *args, **options)
+            if name is not None:
+                self._writer.add(Saved(number, name, progress, *pending, tensors))
+            return name
+
+        @functools.wraps(loaded)
+        def _load(manager: StateManager, *args: Any, **options: Any) -> Any:
+            restored = loaded(manager, *args, **options)
+            self._watch_models()
+            if restored is not None and not self._has_stepped:  # a load later on is the program's own doing
+                self._go_back_to(restored.name, restored.progress.to_json())
+                self._writer.add(Resumed(self._number, restored.name, self._tensors(), self._named()))
+            return restored
+
+        for name, method in {"__init__": __init__, "_save": _save, "_load": _load}.items():
+            setattr(StateManager, name, method)
+        if self._plan.redirect:
+            setattr(ckpt.manager, "open_tiers", self._open_tiers)  # noqa: B010
+
+    def _open_tiers(self, root: Any, mirror: Any, options: Any) -> tuple[Any, ...]:
+        """Each root that the program names, once for this run: no run may find what another has saved."""
+        named = [str(getattr(one, "url", one)) for one in (root, mirror) if one is not None]
+        return tuple(open_storage(f"{self._plan.root}/{xxhash.xxh3_64_hexdigest(one.encode())}") for one in named)
+
+    def _go_back_to(self, name: str, progress: Mapping[str, int]) -> None:
+        """Count on from the step at which that checkpoint was saved, by this process or an earlier one of the run."""
+        for process in range(self._plan.process, -1, -1):
+            for save in reversed(read_trace(self._folder, process, self._rank).saves):
+                if save.name == name and save.progress == progress:
+                    self._number = save.number
+                    self._batches, self._inputs, self._losses = save.batches, save.inputs, save.losses
+                    return
+
+    # --- batches, models, losses, steps
+
+    def _watch_batches(self) -> None:
+        through = Loop._through
+
+        @functools.wraps(through)
+        def noted(loop: Loop, *args: Any, **options: Any) -> Iterator[Any]:
+            for number, batch in through(loop, *args, **options):
+                self._batches.append(_digest(_tensors_in(batch)))
+                yield number, batch
+
+        setattr(Loop, "_through", noted)  # noqa: B010
+
+    def _models(self) -> Iterator[tuple[str, nn.Module]]:
+        for manager in self._managers:
+            manager._managed.look()
+            yield from manager._managed.models.items()
+
+    def _watch_models(self) -> None:
+        for key, model in self._models():
+            if model not in self._hooked:
+                self._hooked.add(model)
+                model.register_forward_pre_hook(functools.partial(self._read, key), with_kwargs=True)
+
+    def _read(self, key: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._inputs.append(f"{key} {_digest(_tensors_in([args, kwargs]))}")
+
+    def _watch_losses(self) -> None:
+        backward: Callable[..., None] = torch.Tensor.backward
+
+        @functools.wraps(backward)
+        def noted(tensor: torch.Tensor, *args: Any, **options: Any) -> None:
+            if tensor.numel() == 1:
+                self._losses.append(f"{tensor.detach().item():.9g}")
+            backward(tensor, *args, **options)
+
+        setattr(torch.Tensor, "backward", noted)  # noqa: B010
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        names = self._names()
+        self._gradients = {
+            name: _digest([parameter.grad])
+            for name, parameter in _parameters(optimizer, names)
+            if parameter.grad is not None
+        }
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        names = self._names()
+        self._number += 1
+        self._has_stepped = True
+        key = self._key_of(optimizer)
+        label = key or self._unmanaged.setdefault(optimizer, f"{type(optimizer).__name__} {len(self._unmanaged)}")
+        self._writer.add(
+            Step(
+                self._number,
+                label,
+                key is not None,
+                self._batches,
+                self._inputs,
+                self._losses,
+                self._gradients,
+                [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
+                {name: _digest([one]) for name, one in _parameters(optimizer, names)},
+                {name: _digest([one]) for name, one in self._buffers()},
+                self._named(),
+            )
+        )
+        self._batches, self._inputs, self._losses, self._gradients = [], [], [], {}
+        self._watch_models()
+        if self._number == self._plan.kill_at:
+            self._die()
+
+    def _key_of(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """The name under which a manager keeps an optimizer, also one inside Accelerate's; none if nobody does."""
+        for manager in self._managers:
+            parts = [one for one in manager._managed.parts.values() if isinstance(one, OptimizerPart)]
+            for part, inner in zip(parts, manager._managed.optimizers, strict=True):
+                if inner is optimizer:
+                    return part.key
+        return None
+
+    def _die(self) -> None:
+        for manager in self._managers:
+            manager._saver.wait()  # so that every try dies with the same checkpoints behind it
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _named(self) -> list[str]:
+        """What ckpt says is not exact: in its log, and in what the last load returned."""
+        restored = [manager.restored for manager in self._managers if manager.restored is not None]
+        tables = [table for one in restored for table in (one.approximated, one.skipped)]
+        told = [f"{what}: {why}" for table in tables for what, why in table.items() if why not in self._warnings]
+        return [*self._warnings, *told]
+
+    # --- state
+
+    def _names(self) -> dict[int, str]:
+        return {
+            identity: f"{key}.{name}"
+            for key, model in self._models()
+            for identity, name in parameter_names(unwrap(model)).items()
+        }
+
+    def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for key, model in self._models():
+            yield from ((f"{key}.{name}", one) for name, one in unwrap(model).named_buffers())
+
+    def _tensors(self) -> dict[str, str]:
+        """Digests of everything that training goes on from: parameters, buffers, optimizer state, learning rates."""
+        found: dict[str, str] = {}
+        for key, model in self._models():
+            found |= {f"{key}.{name}": _digest([one]) for name, one in unwrap(model).named_parameters()}
+        found |= {name: _digest([one]) for name, one in self._buffers()}
+        names = self._names()
+        for manager in self._managers:
+            for index, optimizer in enumerate(manager._managed.optimizers):
+                for name, parameter in _parameters(optimizer, names):
+                    state = optimizer.state.get(parameter, {})
+                    found[f"optimizer {index} of {name}"] = _digest(_tensors_in(state))
+                rates = [group.get("lr", 0.0) for group in optimizer.param_groups]
+                found[f"learning rates of optimizer {index}"] = str([float(rate) for rate in rates])
+        return found
+
+
+class _Collector(logging.Handler):
+    """Keeps the warnings of ckpt."""
+
+    def __init__(self, warnings: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._warnings = warnings
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._warnings.append(record.getMessage())
+
+
+def _parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    parameters = (one for group in optimizer.param_groups for one in group["params"])
+    for index, parameter in enumerate(parameters):
+        yield names.get(id(parameter), f"parameter {index} of {type(optimizer).__name__}"), parameter
+
+
+def _tensors_in(value: Any) -> Iterator[Any]:
+    """The tensors and numbers in nested containers, in their order."""
+    if isinstance(value, torch.Tensor | int | float | str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from _tensors_in(value[key])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _digest(values: Iterable[Any]) -> str:
+    hasher = xxhash.xxh3_64()
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            local = local_tensor(value) if is_sharded(value) else value
+            hasher.update(host_bytes(on_host(local)))
+        else:
+            hasher.update(repr(value).encode())
+    return hasher.hexdigest()

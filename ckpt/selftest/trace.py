@@ -1,0 +1,127 @@
+"""What a run under the selftest leaves behind: one line of JSON per optimizer step, save and resume.
+
+A line is written with one system call, so that a process killed right after it has left it whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Step:
+    """One `optimizer.step()`, the `number`-th of the run over all its processes and optimizers.
+
+    `batches`, `inputs` and `losses` are what the manager handed to the loop, what the managed models were given and
+    what `backward()` was called on since the step before. Tensors are recorded as digests by name.
+    """
+
+    number: int
+    optimizer: str
+    managed: bool  # whether the manager keeps this optimizer
+    batches: list[str]
+    inputs: list[str]
+    losses: list[str]
+    gradients: dict[str, str]
+    rates: list[float]
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+    named: list[str] = field(default_factory=list)  # what ckpt itself has warned of, or called approximated, so far
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A call of `save_state`: what the state was, and what had been read and computed since the last step."""
+
+    number: int
+    name: str
+    progress: dict[str, int]
+    batches: list[str]
+    inputs: list[str]
+    losses: list[str]
+    tensors: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A checkpoint was loaded: what the state is then, and what ckpt itself says is not exact."""
+
+    number: int
+    name: str
+    tensors: dict[str, str]
+    named: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class End:
+    """The program came to its end."""
+
+    number: int
+    tensors: dict[str, str]
+
+
+Record = Step | Saved | Resumed | End
+_KINDS: dict[str, type[Record]] = {one.__name__: one for one in (Step, Saved, Resumed, End)}
+
+
+@dataclass
+class Trace:
+    """The records of one process, in their order."""
+
+    records: list[Record] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[Step]:
+        return [one for one in self.records if isinstance(one, Step)]
+
+    @property
+    def saves(self) -> list[Saved]:
+        return [one for one in self.records if isinstance(one, Saved)]
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """The first load of the process."""
+        return next((one for one in self.records if isinstance(one, Resumed)), None)
+
+    @property
+    def end(self) -> End | None:
+        return next((one for one in self.records if isinstance(one, End)), None)
+
+
+def trace_file(folder: Path, process: int, rank: int) -> Path:
+    return folder / f"process-{process}-rank-{rank}.jsonl"
+
+
+def read_trace(folder: Path, process: int, rank: int) -> Trace:
+    """What a process has left; nothing if it came to no record."""
+    path = trace_file(folder, process, rank)
+    lines = path.read_text().splitlines() if path.exists() else []
+    return Trace([_parse(line) for line in lines])
+
+
+class TraceWriter:
+    """Appends records to the file of a process."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def add(self, record: Record) -> None:
+        line = json.dumps({"kind": type(record).__name__, **asdict(record)}) + "\n"
+        os.write(self._file, line.encode())
+
+
+def _parse(line: str) -> Record:
+    found: dict[str, Any] = json.loads(line)
+    return _KINDS[found.pop("kind")](**found)
+
+
+def in_order(steps: Sequence[Step], what: str) -> Iterator[tuple[int, str]]:
+    """Every batch, or every input, in order, with the number of the step that used it."""
+    for step in steps:
+        for digest in getattr(step, what):
+            yield step.number, digest
