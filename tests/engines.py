@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader
@@ -21,6 +22,9 @@ from tests.training import exact
 WORDS, WIDTH = 7, 5
 
 Config = dict[str, Any]
+os.environ["DS_ACCELERATOR"] = "cpu"  # before it is asked for
+_HALF = "fp16" if get_accelerator().is_fp16_supported() else "bf16"  # not every processor has the former
+_SCALED: dict[str, Config] = {"fp16": {"initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 1}, "bf16": {}}
 CASES: dict[str, Config] = {
     "no ZeRO": {"zero_optimization": {"stage": 0}},
     "no ZeRO, bf16": {"zero_optimization": {"stage": 0}, "bf16": {"enabled": True}},
@@ -30,10 +34,10 @@ CASES: dict[str, Config] = {
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "fp32"},
     },
-    "ZeRO 2, fp16, accumulating": {
+    f"ZeRO 2, {_HALF}, accumulating": {
         "zero_optimization": {"stage": 2},
         "gradient_accumulation_steps": 2,
-        "fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": 1},
+        _HALF: {"enabled": True, **_SCALED[_HALF]},
     },
     "ZeRO 3, bf16, with a schedule of its own": {
         "zero_optimization": {"stage": 3, "sub_group_size": 30},
