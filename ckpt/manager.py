@@ -42,7 +42,7 @@ from ckpt.retention import Keep
 from ckpt.roots import open_tiers, refuse_checkpoint, try_out_tiers
 from ckpt.saving import Saver
 from ckpt.sources import KINDS, find_source
-from ckpt.storage import MemoryStorage, Storage
+from ckpt.storage import MemoryStorage, Storage, place_of
 from ckpt.unwrap import unwrap
 
 _log = logging.getLogger("ckpt")
@@ -131,7 +131,7 @@ class StateManager:
         check_mirror(self._tiers[1:], keep=mirror_keep, bandwidth=mirror_bandwidth, backlog=mirror_backlog)
         self._storage = self._tiers[0]
         own_root = may_differ(self._storage, shared=shared)
-        self._ranks = find_ranks(self._storage.url, timeout, own_root=own_root)
+        self._ranks = find_ranks(place_of(self._storage), timeout, own_root=own_root)
         if self._ranks.world_size > 1 and any(isinstance(one, MemoryStorage) for one in self._tiers):
             raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
         try_out_tiers(*self._tiers)

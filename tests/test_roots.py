@@ -94,6 +94,19 @@ class TestACheckpointGivenAsTheRoot:
 
 
 @pytest.mark.not_on_s3("local paths")
+def _saves_at_its_own_spelling(rank: int, folder: str) -> None:
+    os.chdir(folder)
+    root = f"{folder}/runs/x" if rank else "./runs/x"
+    with ckpt.StateManager(root, model=nn.Linear(2, 2), timeout=60, shared=True) as manager:
+        manager.resume()
+        manager.save_state("step-1", wait=True)
+
+
+def test_ranks_that_spell_a_shared_root_differently_meet(tmp_path: Path) -> None:
+    assert run_ranks(2, _saves_at_its_own_spelling, str(tmp_path)) == [0, 0]
+    assert ckpt.verify(tmp_path / "runs" / "x") == {"step-1": []}
+
+
 class TestSpellings:
     @pytest.fixture(autouse=True)
     def here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
