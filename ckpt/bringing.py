@@ -58,7 +58,7 @@ def _chosen(storage: Storage, names: list[str], step: int | None) -> list[Manife
     if step is not None:
         of_step = [one for one in found if one.step == step]
         if not of_step:
-            known = ", ".join(one.name for one in found if one.committed) or "none"
+            known = ", ".join(f"{one.name} (step {one.step})" for one in found if one.committed) or "none"
             raise MissingError(f"{storage.url} has no checkpoint of step {step}. There are: {known}.")
         found = of_step[:1]
     if len(found) == 1 and found[0].problem is not None and not isinstance(found[0].problem, MissingError):

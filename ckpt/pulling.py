@@ -95,7 +95,8 @@ def _checkpoint(repo: HubRepo, top: str, step: int, offline: TransientError | No
     found = {path.parent: _manifest(path) for path in sorted((folder / top).rglob(f"*/{FILE_NAME}"))}
     of_step = {path: one for path, one in found.items() if one is not None and one.step == step}
     if not of_step:
-        known = ", ".join(path.relative_to(folder).as_posix() for path, one in found.items() if one) or "none"
+        there = {path.relative_to(folder).as_posix(): one.step for path, one in found.items() if one}
+        known = ", ".join(f"{name} (step {number})" for name, number in there.items()) or "none"
         raise MissingError(f"{repo.url} has no checkpoint of step {step}. There are: {known}.")
     chosen = max(of_step, key=lambda path: (of_step[path].sequence, of_step[path].created))
     return fetched(repo, [f"{chosen.relative_to(folder).as_posix()}/*"], offline) / chosen.relative_to(folder)

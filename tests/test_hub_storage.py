@@ -350,6 +350,7 @@ def _save_sharded(rank: int, home: str, url: str) -> None:
     model = fsdp2(seed=4)
     optimizer = torch.optim.AdamW(model.parameters())
     with ckpt.StateManager(ROOT, model=model, optimizer=optimizer) as manager:
+        manager.progress.step = 7
         manager.save_state("step-00000007", wait=True)
     other = fsdp2(seed=5)
     assert ckpt.load_model(f"{ROOT}/step-00000007", other) == {}
