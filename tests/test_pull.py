@@ -98,7 +98,10 @@ def test_of_a_root_the_checkpoint_of_a_step_is_taken(tmp_path: Path) -> None:
     assert [one.name for one in ckpt.list_checkpoints(tmp_path / "back")] == ["step-00000002"]
     result = pull(tmp_path / "run", tmp_path / "back", "--step", 7)
     assert result.exit_code == 1
-    assert "no checkpoint of step 7. There are: step-00000003, step-00000002, step-00000001" in result.output
+    assert (
+        "no checkpoint of step 7. There are: step-00000003 (step 3), step-00000002 (step 2), step-00000001 (step 1)"
+        in result.output
+    )
 
 
 def test_what_was_cut_off_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
