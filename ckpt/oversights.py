@@ -134,8 +134,10 @@ class Oversights:
         """Those that are managed, also as registered objects, or by one."""
         registered = self._managed.registered()
         inside = (one for value in registered for one in getattr(value, "__dict__", {}).values())
-        found = (one for one in (*registered, *inside) if isinstance(one, torch.optim.Optimizer))
-        return [*self._managed.optimizers, *found]
+        found = [one for one in (*registered, *inside) if isinstance(one, torch.optim.Optimizer)]
+        managed = [*self._managed.optimizers, *found]
+        wrapped = (getattr(one, "optim", None) for one in managed)  # ZeroRedundancyOptimizer steps one of its own
+        return [*managed, *(one for one in wrapped if isinstance(one, torch.optim.Optimizer))]
 
     def _has_optimizers_of_others(self) -> bool:
         """Whether an engine or a wrapper of somebody else steps optimizers of its own."""

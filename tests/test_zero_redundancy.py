@@ -56,7 +56,7 @@ def _resumed(rank: int, folder: str) -> None:
         f"{folder}/runs", model=model, optimizer=optimizer, scheduler=scheduler, timeout=60, follow=False
     ) as manager:
         restored = manager.load_state("middle")
-        assert not restored.approximated
+        assert not restored.approximated, restored
         _train(model, optimizer, scheduler, range(3, 6))
     assert _mine(model, optimizer) == Path(folder, f"end-{rank}").read_text()
 
