@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 JOBS ?= 2
 # the foundation and sharded state: with CKPT_ROOT=s3 every root of theirs is on an S3 server
-MATRIX := resume_matrix world_size manager data background ranks damage kills bad_input retention \
-	sharded sharded_models linking sharing merge
+MATRIX := guarantees/resume_matrix load/world_size state/save_and_load data/resume_loader save/background ranks/group \
+	guarantees/damage
+	guarantees/kills guarantees/bad_input root/retention state/sharded state/sharded_models save/linking load/broadcast export/merge
 
 .PHONY: demo test test-s3 lint format kills faults campaign mutants bench clean
 
@@ -18,7 +19,7 @@ test: $(READY)
 
 # the same on S3: `make test` has a slice of it
 test-s3: $(READY)
-	CKPT_ROOT=s3 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(MATRIX:%=tests/test_%.py)
+	CKPT_ROOT=s3 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(foreach name,$(MATRIX),tests/$(dir $(name))test_$(notdir $(name)).py)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -31,12 +32,12 @@ format: $(READY)
 
 # 200 SIGKILLs at random moments of a process that saves in a loop; the tests run a shorter one
 kills: $(READY)
-	CKPT_KILLS=200 $(BIN)/python -m pytest tests/test_kills.py -s
+	CKPT_KILLS=200 $(BIN)/python -m pytest tests/guarantees/test_kills.py -s
 
 # S3 at its worst: 100 random schedules of faults, and 100 SIGKILLs each during uploads and during copies to a mirror
 faults: $(READY)
 	CKPT_FAULTS=100 CKPT_KILLS=100 $(BIN)/python -m pytest --timeout 3600 -n $(JOBS) --dist worksteal \
-		tests/test_storage_faults.py tests/test_mirror.py
+		tests/storage/test_faults.py tests/root/test_mirror.py
 
 # thousands of faults of every kind, and a table of what became of the checkpoints; the tests run a slice of it
 TRIALS ?= 2000

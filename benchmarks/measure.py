@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import ckpt
-from ckpt.storage.aligned import pages
+from ckpt.util.aligned_memory import pages
 
 RESULTS = Path(__file__).parent / "results"
 PIECE = 8 << 20

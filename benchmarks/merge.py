@@ -49,7 +49,8 @@ print(json.dumps([time.perf_counter() - begin, peak() - before]))
 """
 WAYS = {
     "ckpt": CHILD.format(
-        imports="import ckpt.merging", merge="ckpt.merging.merge(sys.argv[1], sys.argv[2] + '/model.safetensors')"
+        imports="from ckpt.export.merge import merge",
+        merge="merge(sys.argv[1], sys.argv[2] + '/model.safetensors')",
     ),
     "accelerate": CHILD.format(
         imports="import torch.distributed.checkpoint.format_utils\nfrom accelerate.utils import merge_fsdp_weights",

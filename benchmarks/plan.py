@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckpt.formats.manifest import FileRecord, Manifest
-from ckpt.formats.sharding import Box, Layout
-from ckpt.formats.spread import Table, spread, written_by
+from ckpt.formats.layout import Box, Layout
+from ckpt.formats.native.manifest import FileRecord, Manifest
+from ckpt.formats.native.shard_table import Table, spread, written_by
 
 SHAPES = [(4096 + 64 * index, 2) for index in range(12)]  # about as many as a transformer has
 

@@ -28,11 +28,11 @@ from torch import nn
 
 import ckpt
 from ckpt.storage import open_storage
-from ckpt.storage.parts import PART
+from ckpt.storage.multipart import PART
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # the server is the tests' own
 
-from tests.seaweed import BUCKET, environment, serving
+from tests.helpers.seaweed import BUCKET, environment, serving
 
 AT_ONCE = 8
 ROOT = f"s3://{BUCKET}/run"

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.version import __version__
 
 if TYPE_CHECKING:
-    from ckpt.catalog import Checkpoint, list_checkpoints
-    from ckpt.comparing import Diff, Difference, diff
-    from ckpt.converting import Converted, convert
+    from ckpt.data.progress import Progress
     from ckpt.errors import (
         AbsentError,
         CheckpointError,
@@ -38,21 +36,23 @@ if TYPE_CHECKING:
         UnsupportedError,
         VersionError,
     )
+    from ckpt.export.load_model import load_model
+    from ckpt.export.merge import merge
+    from ckpt.export.push import push_to_hub
+    from ckpt.load.restored import Restored
     from ckpt.manager import StateManager
-    from ckpt.merging import merge
-    from ckpt.model_loading import load_model
-    from ckpt.progress import Progress
-    from ckpt.pruning import Pruned, prune
-    from ckpt.pulling import pull
-    from ckpt.pushing import push_to_hub
-    from ckpt.restored import Restored
-    from ckpt.retention import Keep
-    from ckpt.verifying import verify
+    from ckpt.root.catalog import Checkpoint, list_checkpoints
+    from ckpt.root.retention import Keep
+    from ckpt.root.verify import verify
+    from ckpt.tools.convert import Converted, convert
+    from ckpt.tools.diff import Diff, Difference, diff
+    from ckpt.tools.prune import Pruned, prune
+    from ckpt.tools.pull import pull
 
 _HOMES = {
-    "ckpt.catalog": ("Checkpoint", "list_checkpoints"),
-    "ckpt.comparing": ("Diff", "Difference", "diff"),
-    "ckpt.converting": ("Converted", "convert"),
+    "ckpt.root.catalog": ("Checkpoint", "list_checkpoints"),
+    "ckpt.tools.diff": ("Diff", "Difference", "diff"),
+    "ckpt.tools.convert": ("Converted", "convert"),
     "ckpt.errors": (
         "AbsentError",
         "CheckpointError",
@@ -77,16 +77,16 @@ _HOMES = {
         "UnsupportedError",
         "VersionError",
     ),
-    "ckpt.model_loading": ("load_model",),
+    "ckpt.export.load_model": ("load_model",),
     "ckpt.manager": ("StateManager",),
-    "ckpt.merging": ("merge",),
-    "ckpt.progress": ("Progress",),
-    "ckpt.pruning": ("Pruned", "prune"),
-    "ckpt.pulling": ("pull",),
-    "ckpt.pushing": ("push_to_hub",),
-    "ckpt.restored": ("Restored",),
-    "ckpt.retention": ("Keep",),
-    "ckpt.verifying": ("verify",),
+    "ckpt.export.merge": ("merge",),
+    "ckpt.data.progress": ("Progress",),
+    "ckpt.tools.prune": ("Pruned", "prune"),
+    "ckpt.tools.pull": ("pull",),
+    "ckpt.export.push": ("push_to_hub",),
+    "ckpt.load.restored": ("Restored",),
+    "ckpt.root.retention": ("Keep",),
+    "ckpt.root.verify": ("verify",),
 }
 
 __all__ = [

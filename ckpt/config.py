@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ckpt.errors import ConfigError
-from ckpt.retention import Keep
+from ckpt.root.retention import Keep
 
 
 def read_config(path: str | os.PathLike[str], known: Collection[str]) -> dict[str, Any]:

@@ -13,37 +13,38 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ckpt import following, rng
-from ckpt.agreement import together
-from ckpt.batches import Batches
-from ckpt.capture import Capture, Captured
-from ckpt.catalog import check_name
 from ckpt.config import read_config
-from ckpt.console import say
-from ckpt.copying import Copies
+from ckpt.data import loader_hook
+from ckpt.data.batches import Batches
+from ckpt.data.loop import Loop
+from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, MissingError, Preempted, StorageError
-from ckpt.exporting import SHARD_SIZE, Wanted, belongings, save_live
-from ckpt.hosts import find_hosts, may_differ
-from ckpt.hub_target import Card, Target
-from ckpt.loading import Loading
-from ckpt.loop import Loop
-from ckpt.managed import Managed
+from ckpt.export.card import Training
+from ckpt.export.hub_commit import Card, Target
+from ckpt.export.push import Pusher
+from ckpt.export.save_model import SHARD_SIZE, Wanted, belongings, save_live
+from ckpt.load.load_state import Loading
+from ckpt.load.restored import Restored
 from ckpt.metrics import as_numbers, checked_metrics
-from ckpt.mirror import Mirror
-from ckpt.model_card import Training
 from ckpt.options import check_mirror, check_options, required_root
-from ckpt.oversights import Oversights, weakly
-from ckpt.preemption import EXIT_STATUS, Preemption
-from ckpt.progress import Progress
-from ckpt.pushing import Pusher
-from ckpt.ranks import MAIN, find_ranks
-from ckpt.restored import Restored
-from ckpt.retention import Keep
-from ckpt.roots import open_tiers, refuse_checkpoint, try_out_tiers
-from ckpt.saving import Saver
-from ckpt.sources import KINDS, find_source
+from ckpt.ranks.consensus import together
+from ckpt.ranks.group import MAIN, find_ranks
+from ckpt.ranks.hosts import find_hosts, may_differ
+from ckpt.ranks.preemption import EXIT_STATUS, Preemption
+from ckpt.root.catalog import check_name
+from ckpt.root.copy import Copies
+from ckpt.root.mirror import Mirror
+from ckpt.root.open import open_tiers, refuse_checkpoint, try_out_tiers
+from ckpt.root.retention import Keep
+from ckpt.save.capture import Capture, Captured
+from ckpt.save.saver import Saver
+from ckpt.state import rng
+from ckpt.state.objects import KINDS, find_source
+from ckpt.state.registry import Managed
+from ckpt.state.unmanaged import Oversights, weakly
+from ckpt.state.unwrap import unwrap
 from ckpt.storage import MemoryStorage, Storage, place_of
-from ckpt.unwrap import unwrap
+from ckpt.util.console import say
 
 _log = logging.getLogger("ckpt")
 T = TypeVar("T")
@@ -374,7 +375,7 @@ class StateManager:
         try:
             self.wait()
         finally:
-            following.end(self._loop)
+            loader_hook.end(self._loop)
             self._loop.release()
             self._managed.release()
             self._oversights.close()
@@ -444,7 +445,7 @@ class StateManager:
 
     def _set_started(self) -> None:
         self._started = True
-        following.patch()
+        loader_hook.patch()
         self._loop.start()
 
     def _follow_loaders(self, *, follow: bool) -> None:
@@ -461,7 +462,7 @@ class StateManager:
                 found()
 
         self._loop.before_pass = look
-        following.begin(self._loop)
+        loader_hook.begin(self._loop)
 
     def _default_name(self) -> str:
         return self._source.name() or f"step-{self._loop.progress.step:08d}"

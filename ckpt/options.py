@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from ckpt.capture import LAYOUTS
 from ckpt.errors import ConfigError
-from ckpt.retention import Keep
+from ckpt.root.retention import Keep
+from ckpt.save.capture import LAYOUTS
 from ckpt.storage import Staging, Storage
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ckpt.formats.memory import as_bytes, host_bytes
+from ckpt.formats.tensor_bytes import as_bytes, host_bytes
 
 
 class ByteReader(Protocol):

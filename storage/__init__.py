@@ -1,11 +1,11 @@
 """Where bytes go. Knows nothing of formats or of training."""
 
 from ckpt.storage.base import ANY, Buffer, Entry, Staging, Storage, Unfinished
-from ckpt.storage.hub import HubStorage
-from ckpt.storage.local import LocalStorage
+from ckpt.storage.hub.storage import HubStorage
+from ckpt.storage.local.storage import LocalStorage
 from ckpt.storage.memory import MemoryStorage
-from ckpt.storage.objects import ObjectStorage
-from ckpt.storage.tiers import Tiers
+from ckpt.storage.object_storage import ObjectStorage
+from ckpt.storage.overlay import Tiers
 from ckpt.storage.urls import open_storage, place_of
 
 __all__ = [

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ckpt.errors import AbsentError, ConflictError, DeniedError, LockedError, StorageError
-from ckpt.storage.alive import identity, started
+from ckpt.util.process_identity import identity, started
 
 if TYPE_CHECKING:
-    from ckpt.storage.objects import Objects
+    from ckpt.storage.object_storage import Objects
 
 _log = logging.getLogger("ckpt")
 

@@ -11,10 +11,10 @@ from urllib.parse import unquote
 
 from ckpt.errors import ConfigError, SchemeError
 from ckpt.storage.base import Storage
-from ckpt.storage.hub import HubStorage
-from ckpt.storage.local import LocalStorage
+from ckpt.storage.hub.storage import HubStorage
+from ckpt.storage.local.storage import LocalStorage
 from ckpt.storage.memory import MemoryStorage
-from ckpt.storage.objects import ObjectStorage
+from ckpt.storage.object_storage import ObjectStorage
 
 ENTRY_POINTS = "ckpt.storage"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -89,7 +89,7 @@ def _open_hub(rest: str, **options: Any) -> Storage:
 
 
 def _open_s3(rest: str, **options: Any) -> Storage:
-    from ckpt.storage.s3 import S3Objects
+    from ckpt.storage.s3.objects import S3Objects
 
     bucket, _, prefix = rest.partition("/")
     if not bucket:
@@ -99,7 +99,7 @@ def _open_s3(rest: str, **options: Any) -> Storage:
 
 def _open_filesystem(scheme: str) -> Callable[..., Storage]:
     def opened(rest: str, **options: Any) -> Storage:
-        from ckpt.storage.filesystems import FilesystemObjects
+        from ckpt.storage.fsspec_objects import FilesystemObjects
 
         return ObjectStorage(FilesystemObjects(scheme, rest.rstrip("/"), options))
 

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.storage.retries import Patience
-from tests import hub_server
-from tests.hub_server import HubServer
-from tests.places import Folder, Place, Prefix
-from tests.seaweed import BUCKET, Server, environment, serving
+from ckpt.storage.retry import Patience
+from tests.helpers import hub_server
+from tests.helpers.hub_server import HubServer
+from tests.helpers.places import Folder, Place, Prefix
+from tests.helpers.seaweed import BUCKET, Server, environment, serving
 
 ON_S3 = os.environ.get("CKPT_ROOT") == "s3"
 _numbers = itertools.count()

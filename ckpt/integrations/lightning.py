@@ -13,18 +13,19 @@ import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import Callback
 
-from ckpt import catalog, rng
-from ckpt.capture import Capture, Captured
-from ckpt.choosing import choose
+from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, DamagedError, UnsupportedError
-from ckpt.formats.documents import decode_inline, encode_inline
-from ckpt.formats.manifest import Manifest
-from ckpt.opened import Opened
-from ckpt.parts import ObjectPart, SavedTensor
-from ckpt.progress import Progress
-from ckpt.ranks import MAIN, Alone, Ranks, find_ranks
-from ckpt.saving import Saver
-from ckpt.sources import is_part_name
+from ckpt.formats.native.documents import decode_inline, encode_inline
+from ckpt.formats.native.manifest import Manifest
+from ckpt.load.reader import Opened
+from ckpt.load.select import choose
+from ckpt.ranks.group import MAIN, Alone, Ranks, find_ranks
+from ckpt.root import catalog
+from ckpt.save.capture import Capture, Captured
+from ckpt.save.saver import Saver
+from ckpt.state import rng
+from ckpt.state.objects import is_part_name
+from ckpt.state.parts import ObjectPart, SavedTensor
 from ckpt.storage import Storage, open_storage, place_of
 
 _WHOLE = "checkpoint"  # the one part, where entries have names that no file can have

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ckpt.catalog import locate
 from ckpt.errors import ConfigError
 from ckpt.integrations.weights import load_weights
+from ckpt.root.catalog import locate
 
 
 def export_merged(url: str | os.PathLike[str], model: Any, folder: str | os.PathLike[str]) -> None:

@@ -8,17 +8,17 @@ from typing import Any
 
 from transformers.trainer_callback import ExportableState
 
-from ckpt import catalog
-from ckpt.agreement import Outcome, agree, together
-from ckpt.console import say
 from ckpt.errors import DamagedError, MismatchError
-from ckpt.formats.manifest import Manifest
+from ckpt.formats.native.manifest import Manifest
 from ckpt.integrations.epoch_start import EpochStart
-from ckpt.opened import Opened
-from ckpt.ranks import Ranks
-from ckpt.restored import Restored
-from ckpt.retention import Keep
+from ckpt.load.reader import Opened
+from ckpt.load.restored import Restored
+from ckpt.ranks.consensus import Outcome, agree, together
+from ckpt.ranks.group import Ranks
+from ckpt.root import catalog
+from ckpt.root.retention import Keep
 from ckpt.storage import Storage
+from ckpt.util.console import say
 
 PART = "trainer_state"
 

@@ -16,19 +16,20 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
-from ckpt import catalog, rng
-from ckpt.agreement import Outcome, agree
-from ckpt.choosing import Choice, choose
 from ckpt.errors import ConfigError, Preempted
-from ckpt.folder import open_url
 from ckpt.integrations.epoch_start import EpochStart
 from ckpt.integrations.trainer_state import PART, TrainerPart, logged_metrics, total_limit, verified_state
 from ckpt.integrations.weights import load_weights
+from ckpt.load.select import Choice, choose
 from ckpt.manager import StateManager
-from ckpt.preemption import EXIT_STATUS
-from ckpt.ranks import Ranks, find_ranks
-from ckpt.roots import open_tiers
-from ckpt.sources import KINDS
+from ckpt.ranks.consensus import Outcome, agree
+from ckpt.ranks.group import Ranks, find_ranks
+from ckpt.ranks.preemption import EXIT_STATUS
+from ckpt.root import catalog
+from ckpt.root.folder import open_url
+from ckpt.root.open import open_tiers
+from ckpt.state import rng
+from ckpt.state.objects import KINDS
 from ckpt.storage import Storage, place_of
 
 _log = logging.getLogger("ckpt")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt import rng
+from ckpt.load.restored import Restored
 from ckpt.manager import StateManager
-from ckpt.restored import Restored
+from ckpt.state import rng
 from ckpt.storage import Storage
 
 

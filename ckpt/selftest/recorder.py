@@ -22,15 +22,15 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import ckpt.manager
-from ckpt.formats.memory import host_bytes, on_host
-from ckpt.formats.sharding import is_sharded, local_tensor
-from ckpt.loop import Loop
+from ckpt.data.loop import Loop
+from ckpt.formats.layout import is_sharded, local_tensor
+from ckpt.formats.tensor_bytes import host_bytes, on_host
 from ckpt.manager import StateManager
-from ckpt.optimizers import OptimizerPart
 from ckpt.selftest.plan import Plan
 from ckpt.selftest.trace import End, Resumed, Saved, Step, TraceWriter, read_trace, trace_file
+from ckpt.state.optimizer import OptimizerPart
+from ckpt.state.unwrap import parameter_names, unwrap
 from ckpt.storage import open_storage
-from ckpt.unwrap import parameter_names, unwrap
 
 
 class Recorder:

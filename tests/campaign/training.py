@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ckpt import Restored, StateManager
-from ckpt.storage import direct
+from ckpt.storage.local import direct_write
 
 SPREADS = ("one", "ddp", "fsdp")
 _FAR = 1000.0
@@ -52,7 +52,7 @@ class Training:
 
     def __init__(self, spread: str = "one", *, large: bool = False, rank: int = 0) -> None:
         if large:
-            direct.BLOCK = 64 << 10  # several blocks to a file
+            direct_write.BLOCK = 64 << 10  # several blocks to a file
         self.rank = rank
         self.net = _Net(256 if large else 24)
         self.base = nn.Linear(512, 512, bias=False).requires_grad_(False)  # large enough for a file that is linked

@@ -1,0 +1,145 @@
+"""The training that `ckpt demo` runs three times, each time in a process of its own.
+
+A character model on the CPU with everything that makes an exact resume hard: dropout, shuffled data, an optimizer with
+moments, a learning rate that changes at every step. It reads as any training script does; only `DoomedStorage` is
+there for the demo.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from importlib.resources import files
+
+import click
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import ckpt
+from ckpt.storage import ANY, Buffer, LocalStorage
+
+EPOCHS = 3
+_BATCH = 8
+_CONTEXT = 64
+_WIDTH = 64
+_HEADS = 4
+_LAYERS = 2
+_DROPOUT = 0.1
+_LEARNING_RATE = 1e-2
+
+
+class Block(nn.Module):
+    """One layer of a transformer: look back, then think."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_look = nn.LayerNorm(_WIDTH)
+        self.look = nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.seen = nn.Linear(_WIDTH, _WIDTH)
+        self.before_think = nn.LayerNorm(_WIDTH)
+        self.think = nn.Sequential(nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH))
+        self.drop = nn.Dropout(_DROPOUT)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.drop(self._look_back(self.before_look(x)))
+        thought: torch.Tensor = self.drop(self.think(self.before_think(x)))
+        return x + thought
+
+    def _look_back(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.look(x).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
+        heads = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        seen: torch.Tensor = self.seen(heads.transpose(1, 2).flatten(2))
+        return seen
+
+
+class CharacterModel(nn.Module):
+    """For every character of a text, how likely each one is to come next."""
+
+    def __init__(self, characters: int) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(characters, _WIDTH)
+        self.places = nn.Embedding(_CONTEXT, _WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(_LAYERS)))
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.head = nn.Linear(_WIDTH, characters)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.norm(self.blocks(self.characters(text) + self.places.weight)))
+        return scores
+
+
+class DoomedStorage(LocalStorage):
+    """A directory whose writer is killed when half of one file is written."""
+
+    def __init__(self, root: str, victim: str) -> None:
+        super().__init__(root)
+        self._victim = victim
+
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+        super().write(key, _half_then_die(pieces) if key == self._victim else pieces)
+
+
+def _half_then_die(pieces: Iterable[Buffer]) -> Iterator[bytes]:
+    data = b"".join(pieces)
+    yield data[: len(data) // 2]
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(root: str | LocalStorage, steps: int, save_every: int) -> None:
+    """Train from the start, or from where the checkpoints in `root` say."""
+    seed(1)
+    text = files("ckpt.cli").joinpath("demo.txt").read_text(encoding="utf-8")
+    loader = DataLoader(windows(text, steps // EPOCHS * _BATCH), batch_size=_BATCH, shuffle=True)
+    model = CharacterModel(len(set(text)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = OneCycleLR(optimizer, _LEARNING_RATE, total_steps=EPOCHS * len(loader))
+    keep = ckpt.Keep(last=3, best=1, metric="loss")
+    with ckpt.StateManager(
+        root, model=model, optimizer=optimizer, scheduler=scheduler, save_every=save_every, keep=keep
+    ) as manager:
+        for _ in manager.epochs(EPOCHS):
+            for (batch,) in manager.batches(loader):
+                loss = functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                scheduler.step()
+                print(manager.progress.step + 1, loss.item(), flush=True)  # before the save that may be the end
+                manager.step(metrics={"loss": loss})
+
+
+def seed(number: int) -> None:
+    """Every generator starts the same, also those that nothing here draws from: a checkpoint holds them all."""
+    random.seed(number)
+    torch.manual_seed(number)
+    if "numpy" in sys.modules:  # torch has imported it where it is installed
+        sys.modules["numpy"].random.seed(number)
+
+
+def windows(text: str, count: int) -> TensorDataset:
+    """Pieces of the text at even distances, each one character longer than the model looks back."""
+    alphabet = {character: code for code, character in enumerate(sorted(set(text)))}
+    codes = torch.tensor([alphabet[character] for character in text])
+    pieces = codes.unfold(0, _CONTEXT + 1, 1)
+    return TensorDataset(pieces[torch.linspace(0, len(pieces) - 1, count).long()])
+
+
+@click.command()
+@click.argument("root")
+@click.option("--steps", type=int, required=True)
+@click.option("--save-every", type=int, required=True)
+@click.option("--die-writing", metavar="KEY", help="Be killed when half of this file is written.")
+def main(root: str, steps: int, save_every: int, die_writing: str | None) -> None:
+    """Train in ROOT, and print every step with its loss."""
+    torch.set_num_threads(1)  # sums in the same order on every machine, and fast enough for so small a model
+    train(DoomedStorage(root, die_writing) if die_writing else root, steps, save_every)
+
+
+if __name__ == "__main__":
+    main()

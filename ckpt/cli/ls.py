@@ -1,0 +1,163 @@
+"""The commands that say which checkpoints there are, and whether they are whole: `ckpt ls` and `ckpt verify`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import click
+
+from ckpt.errors import MissingError, StorageError, shows_damage
+from ckpt.formats.native.manifest import FILE_NAME, Manifest
+from ckpt.root import catalog
+from ckpt.root import verify as verifying
+from ckpt.root.catalog import Checkpoint
+from ckpt.root.verify import Verdict
+from ckpt.storage import Storage, open_storage
+from ckpt.util.console import age, aligned, number, one_line, size
+
+_COLUMNS = ("name", "step", "age", "size", "metrics", "world", "intact")
+_TO_THE_RIGHT = ("step", "age", "size", "world")
+
+
+@click.command()
+@click.argument("root")
+@click.option("--verify", is_flag=True, help="Read every byte and compare it with its hash.")
+def ls(root: str, verify: bool) -> None:
+    """List the checkpoints below ROOT, the newest first."""
+    show_checkpoints(root, verify=verify)
+
+
+@click.command()
+@click.argument("url")
+def verify(url: str) -> None:
+    """Read every byte of the checkpoint at URL, or of all below it.
+
+    Exits with status 1 if one is damaged or cannot be read. A run may go on meanwhile: below a root, what is just being
+    saved or removed is no fault.
+    """
+    storage, names, pointed_at = catalog.located(url)
+    if not names:
+        raise MissingError(f"there are no checkpoints in {url}.")
+    width = max(len(name) for name in names)
+    verdicts = [_show_verdict(storage, name, width) for name in names]
+    if any(one.is_fault or (pointed_at and one.state != verifying.INTACT) for one in verdicts):
+        raise click.exceptions.Exit(1)
+
+
+def show_checkpoints(root: str, *, verify: bool = False) -> None:
+    """Print what `ckpt ls` does."""
+    storage, found = _checkpoints(root)
+    if not found:
+        catalog.check_there(storage)
+        click.echo(f"There are no checkpoints in {root}.")
+        return
+    _show_table([_row(storage, one, verify=verify) for one in found])
+    click.echo("every byte checked" if verify else "sizes checked; --verify reads every byte")
+
+
+def _checkpoints(root: str) -> tuple[Storage, list[Checkpoint]]:
+    """The checkpoints below a root; if the root is a checkpoint itself, that one."""
+    storage = open_storage(root)
+    if "://" not in storage.url and not os.path.isdir(storage.url):
+        raise MissingError(f"{root} does not exist.")
+    found = catalog.scan(storage)
+    if not found and any(entry.key == FILE_NAME for entry in storage.list()):
+        storage, names = catalog.locate(root)
+        found = [catalog.find(storage, name) for name in names]
+    return storage, found
+
+
+def _row(storage: Storage, checkpoint: Checkpoint, *, verify: bool) -> list[str]:
+    manifest = checkpoint.manifest
+    if manifest is None:
+        return [checkpoint.name, *"-----", f"no: {_short_reason(checkpoint)}"]
+    return [
+        checkpoint.name,
+        str(manifest.step),
+        age(manifest.created),
+        size(manifest.size),
+        " ".join(f"{name}={number(value)}" for name, value in manifest.metrics.items()) or "-",
+        str(manifest.world_size),
+        _intact(storage, manifest, verify=verify),
+    ]
+
+
+def _intact(storage: Storage, manifest: Manifest, *, verify: bool) -> str:
+    look = partial(catalog.problems, show=True) if verify else catalog.size_problems
+    try:
+        others = catalog.elsewhere(storage, manifest)
+        wrong = look(storage, catalog.kept_here(storage, manifest))
+    except StorageError as error:
+        return f"{'no' if shows_damage(error) else 'not known'}: {one_line(str(error))}"
+    if wrong:
+        return f"no: {'; '.join(wrong)}"
+    return f"yes, but for the files of {_listed(others)}" if others else "yes"
+
+
+def _listed(others: Mapping[str, str]) -> str:
+    return ", ".join(sorted(set(others.values())))
+
+
+def _short_reason(checkpoint: Checkpoint) -> str:
+    return _without_name(str(checkpoint.problem), checkpoint.name).partition(":")[0]
+
+
+def _show_table(rows: Sequence[Sequence[str]]) -> None:
+    if sys.stdout.isatty():
+        _show_on_terminal(rows)
+    else:
+        for line in aligned(_COLUMNS, rows, _TO_THE_RIGHT):
+            click.echo(line)
+
+
+def _show_on_terminal(rows: Sequence[Sequence[str]]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    for name in _COLUMNS:
+        table.add_column(
+            name,
+            justify="right" if name in _TO_THE_RIGHT else "left",
+            no_wrap=name not in ("metrics", "intact"),
+            overflow="fold",
+        )
+    for row in rows:
+        *cells, intact = map(Text, row)
+        intact.stylize("green" if intact.plain.startswith("yes") else "red")
+        table.add_row(*cells, intact)
+    Console().print(table)
+
+
+def _show_verdict(storage: Storage, name: str, width: int) -> Verdict:
+    """Verify one checkpoint and print its line."""
+    found = verifying.verdict(storage, name)
+    colour = "red" if found.is_fault else "green" if found.state == verifying.INTACT else "yellow"
+    about = one_line(_about(storage, found))
+    click.echo(f"{name:<{width}}  {click.style(found.state, fg=colour)}  {about}")
+    return found
+
+
+def _about(storage: Storage, found: Verdict) -> str:
+    if found.state == verifying.REMOVED:
+        return "by retention, or by hand, since it was listed"
+    if found.state == verifying.UNDER_WAY:
+        return "a process is just saving or removing it: it is not committed"
+    if found.manifest is None or found.is_fault:
+        return _without_name("; ".join(found.problems), found.name)
+    others = catalog.elsewhere(storage, found.manifest)
+    here = size(sum(file.size for file in found.manifest.files if file.path not in others))
+    return f"{here}; the rest is on {_listed(others)}" if others else here
+
+
+def _without_name(text: str, name: str) -> str:
+    """A problem without the checkpoint's name in front, which stands beside it already."""
+    return text.removeprefix(name).lstrip(" /").rstrip(".")
+
+
+COMMANDS = (ls, verify)

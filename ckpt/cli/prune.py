@@ -1,0 +1,104 @@
+"""The command that clears up: `ckpt prune`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+
+import click
+
+from ckpt.root.retention import Keep
+from ckpt.storage import open_storage
+from ckpt.tools.prune import Plan, Pruned
+from ckpt.util.console import aligned, duration, one_line, size
+
+_SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)?")
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
+
+
+def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    match = _SPAN.fullmatch(value)
+    if match is None:
+        raise click.BadParameter(f"{value!r} is no time: write 90s, 30min, 24h or 2d.", ctx, param)
+    return float(match.group(1)) * _SECONDS[match.group(2) or "s"]
+
+
+@click.command()
+@click.argument("root")
+@click.option("--keep-last", type=int, metavar="N", help="Remove checkpoints; keep the N newest.")
+@click.option("--keep-best", type=int, metavar="N", help="... and the N best by --metric.")
+@click.option("--metric", help="As step(metrics=...) named it.")
+@click.option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True, help="Which are best.")
+@click.option("--keep-every", type=int, metavar="STEPS", help="... and each whose step this divides.")
+@click.option("--grace", callback=_seconds, default="24h", show_default=True, help="Younger leftovers of saves stay.")
+@click.option("--verify/--no-verify", default=True, show_default=True, help="Read the newest that stays, first.")
+@click.option("--dry-run", is_flag=True, help="Only show what would go.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+def prune(
+    root: str,
+    keep_last: int | None,
+    keep_best: int | None,
+    metric: str | None,
+    mode: str,
+    keep_every: int | None,
+    grace: float,
+    verify: bool,
+    dry_run: bool,
+    yes: bool,
+) -> None:
+    """Remove old checkpoints below ROOT, and what crashed saves left.
+
+    Without a --keep option all checkpoints stay, and only leftovers go: files and uploads of saves that were cut off
+    longer ago than --grace. The newest intact checkpoint always stays, and so does one that is being read.
+
+    Shows what will go, and asks. Where nobody can answer, in a script or a cron job, it refuses with exit status 2
+    unless --yes is given.
+    """
+    given = {"last": keep_last, "best": keep_best, "metric": metric, "every": keep_every}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    keep = Keep(mode=mode, **chosen) if chosen else None  # type: ignore[arg-type]
+    plan = Plan.of(open_storage(root), keep, grace, verify=verify)
+    for line in _lines(plan.outcome, grace):
+        click.echo(line)
+    if dry_run or not (plan.outcome.removed or plan.outcome.swept):
+        return
+    if not yes and not sys.stdin.isatty():
+        raise click.UsageError(
+            f"nothing was removed. {_total(plan.outcome)} would go, and nobody can be asked here: add --yes to remove "
+            "that, or --dry-run to see only what would go."
+        )
+    if not yes:
+        click.confirm(f"Remove {_total(plan.outcome)}?", abort=True, err=True)
+    done = plan.carry_out()
+    for name in (*plan.outcome.removed, *plan.outcome.swept):
+        if name in done.spared:
+            click.echo(f"{name} stays: {one_line(done.spared[name])}")
+    click.echo(f"removed {_total(done)}")
+
+
+def _lines(found: Pruned, grace: float) -> Iterator[str]:
+    rows = [("remove", name, size(count), "") for name, count in found.removed.items()]
+    rows += [("sweep", name, size(count), "left by a save that was cut off") for name, count in found.swept.items()]
+    rows += [("leave", name, "", f"{why}, which is less than {duration(grace)}") for name, why in found.spared.items()]
+    rows += [("keep", name, "", "") for name in found.kept if name not in found.damaged]
+    for name, why in found.damaged.items():
+        if name not in found.removed:
+            rows.append(("keep", name, "", f"damaged, and not counted: {one_line(why)}"))
+    yield from aligned(("", "in " + found.url, "size", ""), rows, ("size",))
+    if not found.removed and not found.swept:
+        yield "There is nothing to remove."
+
+
+def _total(found: Pruned) -> str:
+    parts = []
+    for count, one, many in (
+        (len(found.removed), "checkpoint", "checkpoints"),
+        (len(found.swept), "leftover", "leftovers"),
+    ):
+        if count:
+            parts.append(f"{count} {one if count == 1 else many}")
+    return f"{' and '.join(parts) or 'nothing'}, {size(found.size)}"
+
+
+COMMANDS = (prune,)

@@ -1,0 +1,83 @@
+"""What a loader is: how it can be brought back to a position, and how much it hands out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeGuard
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ckpt.data import sampling
+from ckpt.state.parts import has_state
+
+
+def goes_by_index(loader: Any) -> TypeGuard[DataLoader[Any]]:
+    """Whether a loader is brought back by its indices: map-style data, unless the loader keeps its parts' state."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return False
+    parts = [loader.dataset, *sampling.samplers(loader)]
+    return not (has_state(loader) and any(has_state(part) for part in parts))
+
+
+def keeper_of(loader: Any) -> Any:
+    """Who keeps the position itself, if anybody does: the loader, or a dataset that lives in this process."""
+    dataset = getattr(loader, "dataset", None)
+    if loses_samples(dataset):
+        return None
+    if has_state(loader) and not goes_by_index(loader):
+        return loader
+    return dataset if has_state(dataset) and getattr(loader, "num_workers", 0) == 0 else None
+
+
+def loses_samples(dataset: Any) -> bool:
+    """Whether the `state_dict` of a Hugging Face stream drops samples: those in a shuffle buffer, or a batch of a
+    batched `map` with table output (its documentation names both). Such a stream is replayed instead."""
+    stream = getattr(dataset, "_ex_iterable", None)
+    if stream is None or not type(dataset).__module__.startswith("datasets."):
+        return False
+    steps = list(_steps(stream))
+    tables = bool(getattr(getattr(dataset, "_formatting", None), "is_table", False))
+    return any(
+        type(one).__name__ == "BufferShuffledExamplesIterable" or (tables and getattr(one, "batched", False))
+        for one in steps
+    )
+
+
+def _steps(stream: Any) -> Iterator[Any]:
+    """A stream and, recursively, its sources."""
+    yield stream
+    for one in (getattr(stream, "ex_iterable", None), *(getattr(stream, "ex_iterables", None) or ())):
+        if one is not None:
+            yield from _steps(one)
+
+
+def stateful_samplers(loader: Any) -> list[Any]:
+    return [sampler for sampler in sampling.samplers(loader) if has_state(sampler)]
+
+
+def splits(loader: Any) -> bool:
+    """Whether Accelerate gives every rank a piece of each batch."""
+    dealers = (loader, getattr(loader, "batch_sampler", None))
+    return any(getattr(one, "split_batches", False) is True for one in dealers)
+
+
+def size_of(dataset: Any) -> int | None:
+    """How many samples a dataset has, if it says so."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def batch_size(batch: Any) -> int:
+    """The number of samples in a batch: the length of the first tensor or sequence found in it."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    if isinstance(batch, dict):
+        return batch_size(next(iter(batch.values()))) if batch else 0
+    if isinstance(batch, list | tuple):
+        return (
+            batch_size(batch[0]) if batch and isinstance(batch[0], torch.Tensor | list | tuple | dict) else len(batch)
+        )
+    return 1

@@ -1,0 +1,57 @@
+"""Recognising loaders and loops of scripts that do not name them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import FrameType
+from typing import Any
+
+from ckpt.data import sampling
+from ckpt.data.loader_info import size_of
+
+_EPOCH_NAMES = ("epoch", "epoch_idx", "epoch_index", "epoch_number", "current_epoch", "cur_epoch", "ep", "_epoch")
+_DEEPEST = 8  # frames above the loop that are looked at for its variable
+_PLUMBING = ("ckpt", "tqdm", "accelerate", "torch", "torchdata")
+
+
+def likeness(loader: Any) -> str:
+    """What a loader is, so that the same script finds it again: `DataLoader of TensorDataset (80), RandomSampler`.
+
+    The batch size is no part of it: it may change from one run to the next.
+    """
+    reader = sampling.reader(loader)
+    dataset = getattr(reader, "dataset", None)
+    samplers = [type(one).__name__ for one in sampling.samplers(loader)]
+    kinds = f"{type(loader).__name__} of {type(dataset).__name__}"
+    return f"{kinds} ({size_of(dataset)}), {', '.join(samplers)}"
+
+
+def skips_by_itself(loader: Any) -> bool:
+    """Whether a loader leaves batches out already: what `accelerate.skip_first_batches` returns."""
+    names = (type(one).__name__ for one in (loader, *sampling.samplers(loader)))
+    return any(name in ("SkipBatchSampler", "SkipDataLoader") for name in names)
+
+
+def epoch_variable() -> int | None:
+    """The value of the variable in which the calling loop counts its epochs, if one goes by such a name."""
+    frame: FrameType | None = sys._getframe(1)
+    seen = 0
+    while frame is not None and seen < _DEEPEST:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _PLUMBING:
+            seen += 1
+            counted = _counted(frame)
+            if counted is not None:
+                return counted
+        frame = frame.f_back
+    return None
+
+
+def _counted(frame: FrameType) -> int | None:
+    local = frame.f_locals
+    value = next((local[name] for name in _EPOCH_NAMES if type(local.get(name)) is int), None)
+    # Before Python 3.13 a function's frame keeps this copy of its variables, and with it the last batch: it would
+    # look as if the script held on to that.
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(local, dict):
+        local.clear()
+    return value

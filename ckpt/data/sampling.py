@@ -1,0 +1,235 @@
+"""The order of samples: followed, recorded, and gone back to without reading the samples in between."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from torch.utils.data import DataLoader
+
+from ckpt.state import rng
+
+if TYPE_CHECKING:
+    from ckpt.data.remaining_order import Rest
+
+
+@dataclass
+class Course:
+    """Which way an epoch goes: how many batches to leave out, and what to do at its begin and when they are left out.
+
+    `begin` is called when the first index is asked for, and returns what to seed workers from, or None. `rest` is what
+    the sampler has left to give, where its samples were dealt out in another way earlier in the epoch. `samples`, if it
+    is known, says how many samples to leave out in place of how many batches: where somebody else makes batches, they
+    may have another length now. `expected` is the digest of what is left out, `expected_batches` that of earlier
+    versions.
+    """
+
+    begin: Callable[[], int | None]
+    arrive: Callable[[], None]
+    skip: int = 0
+    samples: int | None = None
+    rest: Rest | None = None
+    batched: bool = True
+    expected: str = ""
+    expected_batches: str = ""
+    digest: Any = field(default_factory=xxhash.xxh3_64)  # of the indices that have reached the training loop
+    same_order: bool = True
+    left_out: int = 0  # samples
+    ahead: deque[tuple[int, bytes]] = field(default_factory=deque)
+
+    def follow(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The batches of indices to read, each noted down before it is handed out."""
+        seed = self.begin()
+        if self.rest is not None:
+            self.rest.advance()
+        passed, left = self._leave_out(iter(batches))
+        self.arrive()
+        for count, batch in enumerate(left, passed + 1):
+            indices = self._indices(batch)
+            self.ahead.append((len(indices), text_of(indices)))
+            yield batch if seed is None else _seeded(batch, seed, count)
+
+    def taken(self, reads: int = 1) -> int:
+        """What this many reads brought has reached the training loop; fewer, at the end: how many samples it has."""
+        found = [self.ahead.popleft() for _ in range(min(reads, len(self.ahead)))]
+        for _, indices in found:
+            self.digest.update(indices)
+        return sum(samples for samples, _ in found)
+
+    def forget(self) -> None:
+        """Let go of whoever set this course: an iterator that nobody finishes holds on to it."""
+        self.begin, self.arrive = lambda: None, lambda: None
+
+    def trouble(self, name: str) -> str:
+        """Why samples of this epoch repeat or are missed; empty if they do not."""
+        if self.same_order or (self.rest is not None and self.rest.trouble):
+            return "" if self.rest is None else self.rest.trouble
+        return (
+            f"the sampler of {name} gave another order than before the resume, so samples of this epoch may repeat or "
+            "be missed. Give the sampler a generator of its own, or a state_dict."
+        )
+
+    def _leave_out(self, left: Iterator[Any]) -> tuple[int, Iterator[Any]]:
+        """Go past what was handed out. Returns how many batches that was, and the others; the first may be cut."""
+        if self.rest is not None and self.rest.unsure:
+            left = self.rest.checked(left)
+        by_batch, passed, missing = xxhash.xxh3_64(), 0, self.samples or 0
+        while passed < self.skip if self.samples is None else missing > 0:
+            batch = next(left, None)
+            if batch is None:
+                break
+            indices = self._indices(batch)
+            if self.samples is not None and len(indices) > missing:
+                self.left_out += missing
+                self.digest.update(text_of(indices[:missing]))
+                left = itertools.chain([batch[missing:]], left)
+                break
+            self.digest.update(text_of(indices))
+            by_batch.update(repr(batch).encode())
+            missing -= len(indices)
+            self.left_out += len(indices)
+            passed += 1
+        digests = (self.expected, self.digest.hexdigest()), (self.expected_batches, by_batch.hexdigest())
+        self.same_order = all(expected in ("", found) for expected, found in digests)
+        return passed, left
+
+    def _indices(self, batch: Any) -> list[Any]:
+        if not self.batched or not isinstance(batch, list | tuple | torch.Tensor):
+            return [batch]
+        return batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
+
+
+def text_of(indices: list[Any]) -> bytes:
+    """Indices as a digest takes them: the same bytes however they are cut into batches."""
+    return f"{indices!r}"[1:-1].encode() + b", " if indices else b""
+
+
+def _seeded(batch: Any, seed: int, count: int) -> Any:
+    if not isinstance(batch, list | tuple):
+        return batch
+    return SeededBatch(batch, xxhash.xxh3_64_intdigest(f"{seed}/{count}".encode()) >> 1)
+
+
+class SeededBatch(list[Any]):
+    """Indices that seed a worker's generators when it starts to read them.
+
+    A worker's generators otherwise depend on every batch it has read before, which nobody can go back to without
+    reading them all again: random augmentations would differ after a resume.
+    """
+
+    def __init__(self, indices: Iterable[Any], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        if torch.utils.data.get_worker_info() is not None:
+            torch.default_generator.manual_seed(self.seed)
+            random.seed(self.seed)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(self.seed % (1 << 32))
+        return super().__iter__()
+
+    def __reduce__(self) -> Any:
+        return SeededBatch, (self[:], self.seed)
+
+
+class SteeredSampler:
+    """Stands in a loader for its batch sampler, and does as it does until a course is set for the next epoch."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.course: Course | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        # A generator, so that the course is taken when the first index is asked for: a loader with workers makes one
+        # iterator too many and drops it unused.
+        course, self.course = self.course, None
+        if course is None:
+            yield from self.inner
+        elif course.rest is None:
+            yield from course.follow(self.inner)
+        else:
+            yield from self._follow_rest(course, course.rest)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not there yet, as while a copy of this object is being made
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def _follow_rest(self, course: Course, rest: Rest) -> Iterator[Any]:
+        if self.inner is rest.sampler:
+            yield from course.follow(rest)
+            return
+        rest.owner.sampler = rest
+        try:
+            yield from course.follow(self.inner)
+        finally:
+            rest.owner.sampler = rest.sampler
+
+
+def steer(loader: DataLoader[Any]) -> SteeredSampler:
+    """Put a `SteeredSampler` into the loader that reads, once, and return it."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    current = getattr(loader, name)
+    if isinstance(current, SteeredSampler):
+        return current
+    # persistent workers go on with the sampler they began with, also for a later manager
+    former = getattr(getattr(loader, "_iterator", None), "_index_sampler", None)
+    steered = former if isinstance(former, SteeredSampler) else SteeredSampler(current)
+    object.__setattr__(loader, name, steered)  # the loader itself refuses; it means users who swap data in mid-epoch
+    return steered
+
+
+def reader(loader: Any) -> Any:
+    """The loader that does the reading: the one inside, where Accelerate has put its own around it."""
+    return getattr(loader, "base_dataloader", loader)
+
+
+def release(loader: Any) -> None:
+    """Give the loader its own sampler back."""
+    loader = reader(loader)
+    for name in ("sampler", "batch_sampler"):
+        current = getattr(loader, name, None)
+        if isinstance(current, SteeredSampler):
+            object.__setattr__(loader, name, current.inner)
+
+
+def samplers(loader: Any) -> list[Any]:
+    """The loader's samplers, outermost first: each, and what it draws from."""
+    found: list[Any] = []
+    _collect_samplers(reader(loader), found)
+    return found
+
+
+def _collect_samplers(owner: Any, found: list[Any]) -> None:
+    for name in ("batch_sampler", "sampler"):
+        one = getattr(owner, name, None)
+        one = unsteered(one)
+        if one is not None and not any(one is other for other in found):
+            found.append(one)
+            _collect_samplers(one, found)
+
+
+def generators(loader: Any) -> list[Any]:
+    """The generators of the loader and its samplers."""
+    found: list[Any] = []
+    for owner in [reader(loader), *samplers(loader)]:
+        generator = getattr(owner, "generator", None)
+        if rng.is_generator(generator) and not any(generator is other for other in found):
+            found.append(generator)
+    return found
+
+
+def unsteered(sampler: Any) -> Any:
+    """The sampler itself, where a `SteeredSampler` stands for it."""
+    return sampler.inner if isinstance(sampler, SteeredSampler) else sampler

@@ -1,0 +1,101 @@
+"""A sharded checkpoint becomes one file, or a few: in bounded memory, whatever the size of the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckpt.errors import ConfigError, StorageError
+from ckpt.export.source import open_source
+from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX, SUFFIX, images, parse_dtype, parse_size
+from ckpt.formats.foreign.tied_weights import tied
+from ckpt.formats.native.manifest import FILE_NAME
+from ckpt.formats.state import Image
+from ckpt.root.folder import open_url
+from ckpt.storage import Storage
+from ckpt.util.console import bar
+
+
+def merge(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    dtype: str | torch.dtype | None = None,
+    max_shard_size: int | str | None = None,
+    part: str = "model",
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Write the tensors of a checkpoint as one safetensors file, and return the URLs of what was written.
+
+    `source` is a checkpoint of ours, a folder of torch.distributed.checkpoint, what Accelerate saves under FSDP, or a
+    folder of safetensors. Beyond `max_shard_size` (bytes, or `"5GB"`) the output is shards and
+    `model.safetensors.index.json`. Floating point tensors are cast to `dtype`. Tied weights are written once. Less than
+    256 MB are held at a time, and the output appears only when it is complete. Either side may be a URL;
+    `storage_options` are for both.
+    """
+    target = _Target.at(destination, storage_options)
+    cast = None if dtype is None else parse_dtype(dtype)
+    limit = None if max_shard_size is None else parse_size(max_shard_size)
+    with open_source(source, part, storage_options) as opened:
+        tensors = opened.tensors
+        files = images(target.name, tensors, tied(tensors), dtype=cast, max_shard_size=limit)
+        target.check_free(files)
+        return target.write(files)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where the output goes: a folder, and the name of the file in it."""
+
+    storage: Storage
+    name: str
+
+    @classmethod
+    def at(cls, destination: str | os.PathLike[str], options: Mapping[str, Any] | None) -> _Target:
+        text = os.fspath(destination)
+        folder, slash, name = text.rpartition("/")
+        if not name or os.path.isdir(text):
+            raise ConfigError(f"{text} is a directory. Name the file: {text.rstrip('/')}/model{SUFFIX}.")
+        if not name.endswith(SUFFIX) or folder.endswith(":/"):
+            raise ConfigError(f"{text} cannot be written to: name a file that ends with {SUFFIX}, in a folder.")
+        return cls(open_url(folder or slash or ".", options), name)
+
+    def check_free(self, files: list[Image]) -> None:
+        """Refuse a place where the output would destroy a checkpoint, or be mixed up with an older output."""
+        there = {entry.key for entry in self.storage.list()}
+        if FILE_NAME in there:
+            raise ConfigError(f"{self.storage.url} is a checkpoint, and stays as it is. Choose another destination.")
+        if any(key.startswith(f"{self.name}/") for key in there):
+            raise ConfigError(f"{self._url(self.name)} is a directory. Name a file in it: {self.name}/model{SUFFIX}.")
+        in_the_way = [name for name in (self.name, self.name + INDEX_SUFFIX) if name in there and len(files) > 1]
+        if in_the_way:
+            listed = " and ".join(self._url(name) for name in in_the_way)
+            raise ConfigError(f"{listed} would be mixed up with the shards. Remove it, or choose another destination.")
+
+    def write(self, files: list[Image]) -> list[str]:
+        """Write the files in their order. If one fails, those before it are removed."""
+        done: list[str] = []
+        with bar(f"merging into {self.name}", sum(file.size for file in files), in_bytes=True) as advance:
+            try:
+                for file in files:
+                    self.storage.write(file.path, _counted(file.pieces(), advance))
+                    done.append(file.path)
+            except BaseException:
+                with suppress(StorageError):  # what is to be told is what went wrong first
+                    self.storage.delete(done)
+                raise
+        return [self._url(path) for path in done]
+
+    def _url(self, name: str) -> str:
+        return f"{self.storage.url.rstrip('/')}/{name}"
+
+
+def _counted(pieces: Iterable[memoryview], advance: Callable[[float], None]) -> Iterator[memoryview]:
+    for piece in pieces:
+        yield piece
+        advance(len(piece))

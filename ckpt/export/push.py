@@ -1,0 +1,213 @@
+"""A model goes to the Hub: one commit, made by the main process alone, and none if nothing has changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt.errors import ConfigError
+from ckpt.export.card import Training
+from ckpt.export.folders import belongs_beside
+from ckpt.export.hub_commit import Card, Ready, Target
+from ckpt.export.save_model import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    SHARD_SIZE,
+    Exported,
+    Wanted,
+    belongings,
+    model_files,
+    save_live,
+    write_beside,
+)
+from ckpt.export.scratch import scratch_folder
+from ckpt.export.source import Source, open_source
+from ckpt.formats.foreign.tied_weights import tied
+from ckpt.formats.native.header import SUFFIX
+from ckpt.formats.native.manifest import FILE_NAME, Manifest
+from ckpt.ranks.consensus import Outcome, agree, together
+from ckpt.ranks.group import MAIN, Ranks, find_ranks
+from ckpt.root.catalog import locate, scan
+from ckpt.state.model import ModelPart
+from ckpt.util.console import say
+from ckpt.util.threads import Background
+
+
+def push_to_hub(
+    source: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    commit_message: str | None = None,
+    token: str | None = None,
+    max_shard_size: int | str | None = SHARD_SIZE,
+    dtype: str | torch.dtype | None = None,
+    card: Card = True,
+    tokenizer: Any = None,
+    processor: Any = None,
+    beside: str | os.PathLike[str] | None = None,
+    part: str = "model",
+    storage_options: Mapping[str, Any] | None = None,
+    timeout: float = 300.0,
+) -> str:
+    """Publish the model of a checkpoint, sharded or not, or a folder of safetensors, and return the commit's URL.
+
+    `source` is a path or URL, and `repo_id` is `user/name`; a repository that is not there is made, with `private` as
+    given, and so is the branch `revision`. The token comes from `HF_TOKEN` or a login, if none is given.
+
+    One commit has everything: weights, `config.json`, the files of `tokenizer` and `processor`, what lies in the folder
+    `beside` (a tokenizer, a config; no weights), and the model card. `card` is False for none, or a dict for its front
+    matter: `{"license": "apache-2.0"}`. What the Hub has is not sent again, so that an interrupted push goes on where
+    it was; if nothing has changed there is no commit. With several processes the main one alone talks to the Hub, and
+    the others wait. `storage_options` are for a `source` that is a URL, as for `StateManager`.
+    """
+    target = Target.of(repo_id, revision, token, private, commit_message, card)
+    given = _Given(Wanted.of(dtype, max_shard_size), belongings(tokenizer=tokenizer, processor=processor), beside)
+    ranks = find_ranks(f"push to {target.repo.url}", timeout)
+
+    def push(_: Any) -> str:
+        with _folder_of(os.fspath(source), part, given, storage_options) as ready:
+            if not {CONFIG, ADAPTER_CONFIG} & {path.rpartition("/")[2] for path in ready.paths()}:
+                say(f"no {CONFIG} goes along, which from_pretrained needs: if there is one, name its folder as beside")
+            return target.publish(ready)
+
+    with ranks.working():
+        url: str = agree(ranks, f"push_to_hub({repo_id!r})", Outcome(), push)
+    return url
+
+
+@dataclass(frozen=True)
+class _Given:
+    """How weights shall be written, and what goes along with them."""
+
+    wanted: Wanted
+    belongings: tuple[Any, ...]
+    beside: str | os.PathLike[str] | None
+
+    def write(self, folder: Path) -> None:
+        if self.beside is not None:
+            _copy_beside(Path(self.beside), folder)
+        write_beside(folder, self.belongings)
+
+
+@contextmanager
+def _folder_of(source: str, part: str, given: _Given, options: Mapping[str, Any] | None) -> Iterator[Ready]:
+    """What is at a path or URL as a folder to publish: itself, if it is one already."""
+    with scratch_folder() as folder:
+        if _is_published_form(Path(source)):
+            if given.wanted != Wanted.of(None, SHARD_SIZE):
+                raise ConfigError(f"{source} is pushed as it is: dtype= and max_shard_size= are for checkpoints.")
+            given.write(folder)
+            yield Ready((Path(source), folder))
+            return
+        with open_source(source, part, options) as opened:
+            for name, content in opened.beside.items():
+                (folder / name).write_bytes(content())
+            given.write(folder)
+            about = _known(opened, folder)
+            Exported(model_files(about, opened.tensors, tied(opened.tensors), given.wanted)).write(folder)
+            yield Ready((folder,), about, _told(source, opened.manifest, options))
+
+
+def _is_published_form(folder: Path) -> bool:
+    return folder.is_dir() and not (folder / FILE_NAME).exists() and any(folder.glob(f"*{SUFFIX}"))
+
+
+def _copy_beside(beside: Path, folder: Path) -> None:
+    if not beside.is_dir():
+        raise ConfigError(f"beside={str(beside)!r} is no folder: give that of a tokenizer, or of a config.")
+    for path in beside.iterdir():
+        if path.is_file() and belongs_beside(path.name):
+            (folder / path.name).write_bytes(path.read_bytes())
+
+
+def _known(source: Source, folder: Path) -> Mapping[str, Any]:
+    """What a checkpoint says of its model; or the configuration that lies beside the weights."""
+    if source.about:
+        return source.about
+    if (folder / CONFIG).exists():
+        return {"config": _read_json(folder / CONFIG)}
+    if (folder / ADAPTER_CONFIG).exists():
+        names = {name: name for name in source.tensors}
+        return {"adapters": {"default": {"config": _read_json(folder / ADAPTER_CONFIG), "tensors": names}}}
+    return {}
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{path.name} is not JSON: {error}.") from None
+
+
+def _told(source: str, manifest: Manifest | None, options: Mapping[str, Any] | None) -> Training | None:
+    if manifest is None:
+        return None
+    storage, _ = locate(source, options if "://" in source else None)
+    return Training.of(manifest, [one.manifest for one in scan(storage) if one.manifest])
+
+
+@dataclass
+class Pusher:
+    """Publishes live models, one after the other; behind the training's back if nobody waits."""
+
+    ranks: Ranks
+    _background: Background = field(default_factory=lambda: Background("ckpt-push"))
+
+    def push(
+        self,
+        part: ModelPart,
+        target: Target,
+        wanted: Wanted,
+        beside: tuple[Any, ...],
+        training: Callable[[], Training],
+        *,
+        wait: bool,
+    ) -> str | None:
+        """Write the model's files, on all ranks together, and publish them on the main one."""
+        call = f"push_to_hub({target.repo.id!r})"
+        main = self.ranks.rank == MAIN
+        with self.ranks.working():
+            together(self.ranks, call, self.wait)  # what went wrong with the last one is raised on all ranks
+            told = together(self.ranks, call, lambda: training() if main else None)
+            publish = self._prepared(call, part, target, wanted, beside, told)
+            if wait:
+                url: str = agree(self.ranks, call, Outcome(), lambda _: publish())
+                return url
+        if main:
+            self._background.start(publish)
+        return None
+
+    def wait(self) -> None:
+        """Until nothing is under way. What went wrong is raised, once."""
+        self._background.wait()
+
+    def _prepared(
+        self,
+        call: str,
+        part: ModelPart,
+        target: Target,
+        wanted: Wanted,
+        beside: tuple[Any, ...],
+        training: Training | None,
+    ) -> Callable[[], str]:
+        """The files, in a folder of the main rank. What is returned publishes them, there."""
+        with ExitStack() as stack:
+            scratch: AbstractContextManager[Path] = scratch_folder() if self.ranks.rank == MAIN else nullcontext(Path())
+            folder = stack.enter_context(scratch) / "model"
+            exported = save_live(call, folder, part, self.ranks, wanted, beside)
+            until_published = stack.pop_all()
+
+        def publish() -> str:
+            with until_published:
+                return target.publish(Ready((folder,), exported.about, training))
+
+        return publish

@@ -1,0 +1,212 @@
+"""What can be merged, compared, loaded and pushed: checkpoints of ours, folders of torch.distributed.checkpoint,
+Accelerate's around them, and folders of safetensors."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpt.errors import ConfigError, DamagedError, MissingError
+from ckpt.export.folders import belongs_beside
+from ckpt.export.rank_variants import is_own_file, merged
+from ckpt.formats.foreign import dcp
+from ckpt.formats.foreign.wrapper_prefixes import unwrapped
+from ckpt.formats.native.block_hash import digest
+from ckpt.formats.native.documents import STATE, from_json
+from ckpt.formats.native.header import SUFFIX
+from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
+from ckpt.formats.native.pieced import pieced
+from ckpt.formats.native.tensor_file import TensorFile
+from ckpt.formats.pieces import PiecedTensor, check_complete
+from ckpt.root.catalog import locate, read_manifest, scan, size_problems
+from ckpt.root.file_names import part_of
+from ckpt.root.folder import Folder
+from ckpt.root.verified_file import StoredFile, VerifiedFile
+from ckpt.storage import Storage
+from ckpt.util.console import bar
+
+_log = logging.getLogger("ckpt")
+
+_ACCELERATE = {"model": "pytorch_model_fsdp", "optimizer": "optimizer"}  # its folders end with the number of the object
+_KNOWN = (
+    "a checkpoint of ckpt (with manifest.json), a folder of torch.distributed.checkpoint (with .metadata, *.distcp), "
+    "what Accelerate saves under FSDP with SHARDED_STATE_DICT (pytorch_model_fsdp_0/, or the folder around it), "
+    "or a folder with model.safetensors, whole or in shards"
+)
+_WHOLE = f"model{SUFFIX}"
+_INDEX = f"{_WHOLE}.index.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One part of what is at a path or URL: its tensors by their bare names, and what else a checkpoint of ours knows.
+
+    No tensor lacks a piece. `beside` are other files of a folder of safetensors: a configuration, a tokenizer.
+    """
+
+    tensors: dict[str, PiecedTensor]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    manifest: Manifest | None = None
+    beside: Mapping[str, Callable[[], bytes]] = field(default_factory=dict)
+
+
+@contextmanager
+def open_source(
+    source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None = None
+) -> Iterator[Source]:
+    """One part of whatever is at a path or URL."""
+    if os.path.isfile(source):
+        raise _file(os.fspath(source))
+    found = Folder.at(source, options)
+    if FILE_NAME in found.files:
+        with _checkpoint(source, part, options) as opened:
+            yield opened
+        return
+    folder = _dcp_folder(found, part)
+    if folder is not None:
+        yield Source(_distributed(folder, part))
+    elif weights := _weights(found):
+        files = (TensorFile.open(found.opened(path), f"{found.where}/{path}") for path in weights)
+        yield Source(pieced(files), beside={path: found.reader(path) for path in found.files if belongs_beside(path)})
+    else:
+        raise _unknown(found)
+
+
+def _file(where: str) -> Exception:
+    return ConfigError(f"{where} is a file. What can be read is {_KNOWN}.")
+
+
+def _unknown(found: Folder) -> Exception:
+    where = found.where
+    if not found.files and found.prefix and found.storage.version(found.prefix.rstrip("/")):
+        return _file(where)
+    if not found.files:
+        return MissingError(f"there is nothing at {where}. What can be read is {_KNOWN}.")
+    names = [] if found.prefix else [one.name for one in scan(found.storage) if one.committed]
+    if names:
+        return ConfigError(f"{where} holds {len(names)} checkpoints. Name one of them: {where}/{names[0]}.")
+    return ConfigError(f"{where} is of no kind that can be read. That would be {_KNOWN}.")
+
+
+def _weights(found: Folder) -> list[str]:
+    """The safetensors files of a folder: those that its index names, `model.safetensors`, or all that lie in it."""
+    if _INDEX not in found.files:
+        lying = [path for path in found.files if path.endswith(SUFFIX) and "/" not in path]
+        return [_WHOLE] if _WHOLE in lying else lying
+    where = f"{found.where}/{_INDEX}"
+    index = from_json(found.opened(_INDEX).read(0, found.files[_INDEX]), where)
+    named = sorted(set(index["weight_map"].values()))
+    missing = [path for path in named if path not in found.files]
+    if missing:
+        raise DamagedError(f"{where} names files that are not there: {', '.join(missing)}. Copy all of them there.")
+    return named
+
+
+@contextmanager
+def _checkpoint(source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None) -> Iterator[Source]:
+    storage, (name,) = locate(source, options if "://" in os.fspath(source) else None)
+    with storage.lock(name, shared=True):  # a run that goes on meanwhile must not remove what is being read
+        manifest = read_manifest(storage, name)
+        ours = _of_part(manifest, part)
+        wrong = size_problems(storage, ours) or _altered(storage, ours)
+        if wrong:
+            raise DamagedError(f"{name} is damaged: {'; '.join(wrong)}.")
+        common = [file for file in ours.files if part_of(file.name) == part]
+        tensors = pieced(_tensor_file(storage, name, file) for file in common)
+        state = _state(storage, manifest, part)
+        if "differs" in state:
+            of_ranks = pieced(_tensor_file(storage, name, file) for file in _own_files(manifest, part))
+            tensors = merged(f"{name}: {part}", tensors, of_ranks, state["differs"]["tensors"])
+        check_complete(tensors, name)
+        aliases = state.get("spread", {}).get("aliases", {})  # tied tensors, which are in no file
+        tensors |= {alias: tensors[first] for alias, first in aliases.items()}
+        yield Source(tensors, state.get("about", {}), manifest)
+
+
+def _altered(storage: Storage, manifest: Manifest) -> list[str]:
+    """The blocks that do not match their hashes. Holds one at a time, which `catalog.problems` does not."""
+    blocks = [(file, index) for file in manifest.files for index in range(len(file.blocks))]
+    buffer = memoryview(bytearray(max(file.block_size for file in manifest.files)))
+    altered = []
+    with bar(f"verifying {manifest.name}", sum(file.size for file in manifest.files), in_bytes=True) as advance:
+        for file, index in blocks:
+            start = index * file.block_size
+            stop = min(file.size, start + file.block_size)
+            found = buffer[: stop - start]
+            storage.read_into(f"{manifest.name}/{file.path}", start, found)
+            if digest(found) != file.blocks[index]:
+                altered.append(f"{file.path} was altered (bytes {start} to {stop})")
+            advance(stop - start)
+    return altered
+
+
+def _state(storage: Storage, manifest: Manifest, part: str) -> Mapping[str, Any]:
+    """What the checkpoint says of a part beside its tensors."""
+    record = next(file for file in manifest.files if file.name == STATE)
+    file = VerifiedFile(StoredFile(storage, f"{manifest.name}/{record.path}"), record)
+    state: Mapping[str, Any] = from_json(file.read(0, record.size), file.stored.key)["parts"].get(part, {})
+    return state
+
+
+def _tensor_file(storage: Storage, name: str, file: FileRecord) -> TensorFile:
+    where = f"{name}/{file.path}"
+    return TensorFile.open(StoredFile(storage, where), where)
+
+
+def _own_files(manifest: Manifest, part: str) -> list[FileRecord]:
+    """The files with what single ranks had otherwise than the main one."""
+    return [file for file in manifest.files if is_own_file(file.name, part)]
+
+
+def _of_part(manifest: Manifest, part: str) -> Manifest:
+    """The manifest with the files of one part alone: `model.safetensors`, or those below `model/`."""
+    named = [file for file in manifest.files if file.name.endswith(SUFFIX)]
+    files = [file for file in named if part_of(file.name) == part or is_own_file(file.name, part)]
+    if not files:
+        known = ", ".join(sorted({part_of(file.name) for file in named})) or "none"
+        raise MissingError(f"{manifest.name} has no tensors of a part {part!r}. Parts with tensors: {known}.")
+    return replace(manifest, files=tuple(files))
+
+
+def _dcp_folder(found: Folder, part: str) -> Folder | None:
+    """The folder itself if it is one of DCP, or the one in it that Accelerate made for the part."""
+    name, _, number = part.partition(".")
+    below = f"{_ACCELERATE.get(name, name)}_{number or 0}/"
+    for folder in (found, found.below(below)):
+        if dcp.METADATA in folder.files:
+            return folder
+        if any(key.endswith(dcp.SUFFIX) and "/" not in key for key in folder.files):
+            raise DamagedError(
+                f"{folder.where}/{dcp.METADATA} is missing, which says what is in the {dcp.SUFFIX} files. "
+                "It is written last: this save was cut off. Merge an older one."
+            )
+    return None
+
+
+def _distributed(folder: Folder, part: str) -> dict[str, PiecedTensor]:
+    where = folder.where
+    metadata = folder.opened(dcp.METADATA).read(0, folder.files[dcp.METADATA])
+    contents = dcp.read_metadata(metadata, f"{where}/{dcp.METADATA}")
+    chosen = _chosen(contents, part, where)
+    names = unwrapped(chosen.tensors)
+    folder.check(dcp.needed_files(chosen.tensors.values()))
+    if chosen.others:
+        _log.warning("%s: left out, because they are no tensors: %s.", where, ", ".join(sorted(chosen.others)))
+    tensors = {names[name]: one.pieced(name, folder.opened, where) for name, one in chosen.tensors.items()}
+    check_complete(tensors, where)
+    return tensors
+
+
+def _chosen(contents: dcp.Contents, part: str, where: str) -> dcp.Contents:
+    """What lies under the part's key. Where nothing is nested, the whole folder is the model."""
+    chosen = contents.of_part(part.partition(".")[0])
+    if chosen.tensors:
+        return chosen
+    if contents.tensors and not contents.parts():
+        return contents
+    known = ", ".join(contents.parts()) or "none"
+    raise MissingError(f"{where} has no tensors of a part {part!r}. Parts with tensors: {known}.")

@@ -1,0 +1,162 @@
+"""Checkpoints that Accelerate wrote, as a manager reads its own: under the keys of its parts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckpt.data.progress import Progress
+from ckpt.errors import ConfigError, DamagedError
+from ckpt.formats.foreign import accelerate
+from ckpt.formats.layout import Box
+from ckpt.formats.native.block_hash import digest
+from ckpt.formats.native.manifest import FILE_NAME, Manifest
+from ckpt.formats.native.tensor_file import copy_into
+from ckpt.load.accelerate_state import Foreign, ForeignPart, split_name
+from ckpt.load.reader import Opened, Tensors
+from ckpt.root.catalog import MARKER, read_manifest
+from ckpt.root.folder import Folder
+from ckpt.storage import Storage
+
+ROOT = ""  # what goes for the name of a folder that is a root itself
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForeignManifest(Manifest):
+    """What a manifest would say of a folder that has none."""
+
+    folder: Folder
+
+
+def read_any(storage: Storage, name: str) -> Manifest:
+    """The manifest of a checkpoint, or what stands for it where Accelerate wrote one; the root itself has no name."""
+    if name:
+        try:
+            return read_manifest(storage, name)
+        except DamagedError:
+            if not is_foreign(storage, name):
+                raise
+    folder = _folder(storage, name)
+    return ForeignManifest(
+        name=folder.name,
+        id=f"{accelerate.NAME}:{folder.name}",
+        run=digest(folder.where.encode()),
+        sequence=0,
+        created="",
+        files=(),
+        world_size=accelerate.Saved(folder).world_size,
+        progress=Progress().to_json(),
+        origin=accelerate.NAME,
+        folder=folder,
+    )
+
+
+def folder_of(storage: Storage, manifest: Manifest) -> str:
+    """The path or URL of a checkpoint."""
+    return manifest.folder.where if isinstance(manifest, ForeignManifest) else f"{storage.url}/{manifest.name}"
+
+
+def is_foreign(storage: Storage, name: str) -> bool:
+    """Whether a folder of the root was written by Accelerate, and not by ckpt."""
+    return _is_foreign(_folder(storage, name).files)
+
+
+def _is_foreign(files: Iterable[str]) -> bool:
+    return not {FILE_NAME, MARKER}.intersection(files) and accelerate.is_one(files)
+
+
+def foreign_names(storage: Storage) -> list[str]:
+    """The folders in the root that Accelerate wrote, the newest first; the root itself is the one without a name."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for entry in storage.list():
+        name, _, rest = entry.key.partition("/")
+        files[ROOT].append(entry.key)
+        files[name].append(rest)
+    if _is_foreign(files[ROOT]):
+        return [ROOT]
+    found = sorted(name for name, inside in files.items() if _is_foreign(inside))
+    if len({split_name(name)[0] for name in found}) > 1:
+        raise ConfigError(
+            f"{storage.url} holds what Accelerate saved as {', '.join(found)}, and no name says which is the newest. "
+            f"Say which: load_state({found[-1]!r})."
+        )
+    return sorted(found, key=lambda name: split_name(name)[1] or 0, reverse=True)
+
+
+def _folder(storage: Storage, name: str) -> Folder:
+    return Folder.listed(storage, f"{name}/" if name else "", f"{storage.url}/{name}".rstrip("/"))
+
+
+def open_any(storage: Storage, manifest: Manifest, rank: int, live: Iterable[str]) -> Opened:
+    """A checkpoint, for the parts of a manager."""
+    if isinstance(manifest, ForeignManifest):
+        return _TakenOver(Foreign(manifest.folder, live), manifest, rank)
+    return Opened(storage, manifest, rank)
+
+
+@dataclass(frozen=True)
+class _Later:
+    """A tensor that will be read when all have been asked for."""
+
+    size: int
+    read: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """The tensors of a part that are read from foreign files, straight to where they go."""
+
+    part: ForeignPart
+    want: Callable[[_Later], None]
+
+    def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        return self.part.about(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        dtype, shape = self.about(name)
+        target = torch.empty(shape, dtype=dtype)
+        self.fill(name, target, Box((0,) * len(shape), shape))
+        return target
+
+    def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
+        self.want(_Later(target.nbytes, lambda: copy_into(self.part.read(name, box), target.detach())))
+
+
+class _TakenOver(Opened):
+    """A folder of Accelerate that is being read. There are no hashes in it that could be compared."""
+
+    def __init__(self, foreign: Foreign, manifest: ForeignManifest, rank: int) -> None:
+        self._foreign = foreign
+        super().__init__(manifest.folder.storage, manifest, rank)
+
+    def _read_documents(self) -> None:
+        self.parts = {key: {"class": "", "state": part.values} for key, part in self._foreign.parts.items()}
+        self.own = {}
+        self.state = self.rank_state(self.rank if self.rank < self.manifest.world_size else 0)
+
+    def rank_state(self, rank: int) -> dict[str, Any]:
+        return self._foreign.rank_state(rank)
+
+    def has_tensors(self, key: str) -> bool:
+        return bool(self._foreign.parts[key].tensors)
+
+    @property
+    def wanted(self) -> tuple[list[Any], list[Any]]:
+        """Nothing that ranks could read for each other."""
+        return [], []
+
+    def verify_live(self) -> None:
+        """Nothing to compare with."""
+
+    def _open(self, key: str) -> Tensors:
+        return _Tensors(self._foreign.parts[key], self._asked.append)
+
+    def _read(self, transfers: list[Any], how: Callable[..., None]) -> None:
+        with self._bar("loading", transfers) as advance, torch.no_grad():
+            for one in transfers:
+                one.read()
+                advance(one.size)

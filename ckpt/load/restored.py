@@ -1,0 +1,59 @@
+"""What a load has brought back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ckpt.data.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What was restored, what could only be approximated, what was left out, and from where.
+
+    `resharded` names the parts that lay spread over ranks in another way when they were saved.
+
+    `passed_over` names the newer checkpoints that could not be used, each with the reason.
+    """
+
+    name: str
+    url: str
+    run: str
+    progress: Progress
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    restored: tuple[str, ...] = ()
+    resharded: Mapping[str, str] = field(default_factory=dict)
+    approximated: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    passed_over: Mapping[str, str] = field(default_factory=dict)
+    begins_at: str = ""  # where the next `for` over each loader begins
+    on_read: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)  # of `epoch`, or of `step`
+
+    @property
+    def step(self) -> int:
+        self.on_read()
+        return self.progress.step
+
+    @property
+    def epoch(self) -> int:
+        self.on_read()
+        return self.progress.epoch
+
+    def __str__(self) -> str:
+        at = self.progress
+        lines = [f"resumed from {self.url}: step {at.step}, epoch {at.epoch}, batch {at.batch}, {at.samples} samples"]
+        lines.append(f"  restored      {', '.join(self.restored) or 'nothing'}")
+        if self.begins_at:
+            lines.append(f"  goes on       the next `for` begins at {self.begins_at}")
+        tables = (
+            ("resharded", self.resharded),
+            ("approximated", self.approximated),
+            ("skipped", self.skipped),
+            ("passed over", self.passed_over),
+        )
+        for title, table in tables:
+            lines += [
+                f"  {title:<13} {why if why.startswith(what) else f'{what}: {why}'}" for what, why in table.items()
+            ]
+        return "\n".join(lines)

@@ -1,0 +1,71 @@
+"""A folder that somebody else may have written: its files, whatever they are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.errors import DamagedError
+from ckpt.root.verified_file import StoredFile
+from ckpt.storage import Storage, open_storage
+from ckpt.util.console import size
+
+
+def open_url(root: str | os.PathLike[str] | Storage, options: Mapping[str, Any] | None) -> Storage:
+    """The storage at one of two sides, of which only URLs take options."""
+    is_url = not isinstance(root, Storage) and "://" in os.fspath(root)
+    return open_storage(root, **(options or {} if is_url else {}))
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The objects of a storage whose keys begin with a prefix: their sizes, by the rest of the key."""
+
+    storage: Storage
+    prefix: str
+    where: str
+    files: Mapping[str, int]
+
+    @property
+    def name(self) -> str:
+        return os.path.basename(self.where if "://" in self.where else os.path.abspath(self.where))
+
+    @classmethod
+    def at(cls, source: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Folder:
+        """What is at a path or URL. Storages without folders have it below a root that ends earlier."""
+        where = os.fspath(source).rstrip("/")
+        found = cls.listed(open_url(source, options), "", where)
+        root, _, name = where.rpartition("/")
+        if not found.files and "://" in root:
+            return cls.listed(open_url(root, options), f"{name}/", where)
+        return found
+
+    @classmethod
+    def listed(cls, storage: Storage, prefix: str, where: str) -> Folder:
+        """The folder of a storage whose name is the prefix, which ends with a slash; the root if it is empty."""
+        entries = storage.list(prefix.rstrip("/"))
+        return cls(storage, prefix, where, {entry.key.removeprefix(prefix): entry.size for entry in entries})
+
+    def below(self, name: str) -> Folder:
+        inside = {key.removeprefix(name): length for key, length in self.files.items() if key.startswith(name)}
+        return Folder(self.storage, self.prefix + name, f"{self.where}/{name}".rstrip("/"), inside)
+
+    def opened(self, path: str) -> StoredFile:
+        return StoredFile(self.storage, self.prefix + path)
+
+    def reader(self, path: str) -> Callable[[], bytes]:
+        """What reads a whole file."""
+        return lambda: self.storage.read(self.prefix + path)
+
+    def check(self, needed: Mapping[str, int]) -> None:
+        """Raise one error that names every file that is missing, or shorter than it must be."""
+        wrong = [f"{path} is missing" for path in needed if path not in self.files]
+        for path, length in needed.items():
+            if self.files.get(path, length) < length:
+                wrong.append(f"{path} is {size(self.files[path])} of {size(length)} ({self.files[path]} bytes)")
+        if wrong:
+            raise DamagedError(
+                f"{self.where} is damaged: {'; '.join(sorted(wrong))}. Copy the files of every rank there."
+            )

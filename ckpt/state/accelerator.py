@@ -1,0 +1,201 @@
+"""What a Hugging Face accelerator has prepared, as a manager's objects."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ckpt.data import sampling
+from ckpt.errors import StateError, UnsupportedError
+from ckpt.root.retention import Keep
+from ckpt.state import rng
+from ckpt.state.fsdp1 import is_fsdp1
+from ckpt.state.objects import Found
+
+_log = logging.getLogger("ckpt")
+
+
+class Accelerated:
+    """Finds everything that an accelerator has prepared, also what it prepares later, without Accelerate's wrappers.
+
+    Hooks that were registered on the accelerator are called, with the arguments that Accelerate gives them. A model
+    that a hook takes out of its list is the hook's: it is neither saved nor loaded.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
+        self._seen: dict[int, tuple[str, Any]] = {}  # held, so that no later object can have its identity
+        self._left_out: set[int] = set()
+        _refuse_megatron(accelerator)
+
+    @property
+    def root(self) -> str | None:
+        project = self._project.project_dir
+        if project is None:
+            return None
+        return os.path.join(project, "checkpoints") if self._project.automatic_checkpoint_naming else str(project)
+
+    @property
+    def keep(self) -> Keep | None:
+        """The project's `total_limit`, under Accelerate's own condition: that it names the checkpoints itself.
+
+        Checkpoints that a script names ("best") are never removed by that limit.
+        """
+        limit = self._project.total_limit
+        if limit is None:
+            return None
+        if self._project.automatic_checkpoint_naming:
+            return Keep(last=limit)
+        if self.accelerator.is_main_process:
+            _log.warning(
+                "total_limit=%d removes nothing, as with Accelerate itself: it needs automatic_checkpoint_naming=True. "
+                "To remove old checkpoints whatever their names, give keep=ckpt.Keep(last=%d).",
+                limit, limit,
+            )  # fmt: skip
+        return None
+
+    @property
+    def gradients(self) -> bool:
+        """Whether a save may come in the middle of an accumulation window. Not all give their gradients out."""
+        accumulates = self.accelerator.gradient_accumulation_steps > 1
+        gives = not (self._is_deepspeed or any(is_fsdp1(model) for model in self.accelerator._models))
+        return accumulates and gives
+
+    def find(self) -> Found:
+        models = _numbered("model", self.accelerator._models)
+        optimizers = _numbered("optimizer", [_bare(one, "optimizer") for one in self.accelerator._optimizers])
+        schedulers = _numbered("scheduler", [_bare(one, "scheduler") for one in self.accelerator._schedulers])
+        scaler = {} if self.accelerator.scaler is None else {"scaler": self.accelerator.scaler}
+        custom = {f"custom.{index}": one for index, one in enumerate(self.accelerator._custom_objects)}
+        self._refuse_gone({**models, **optimizers, **schedulers, **custom})
+        left_out = frozenset(key for key, model in models.items() if id(model) in self._left_out)
+        return Found(models, optimizers, {**schedulers, **scaler}, custom, left_out)
+
+    def loaders(self) -> dict[str, Any]:
+        return {f"dataloader.{index}": one for index, one in enumerate(self.accelerator._dataloaders)}
+
+    def name(self) -> str | None:
+        project = self._project
+        return f"checkpoint_{project.iteration}" if project.automatic_checkpoint_naming else None
+
+    def before_save(self, folder: str) -> None:
+        self._require_something("save")
+        self._left_out.clear()
+        hooks = self.accelerator._save_model_state_pre_hook.values()
+        if not hooks:
+            return
+        models = [] if self._is_sharded else list(self.accelerator._models)
+        weights = [self.accelerator.get_state_dict(model, unwrap=False) for model in models]
+        before = list(zip(models, weights, strict=True))
+        if "://" not in folder:
+            os.makedirs(folder, exist_ok=True)  # hooks write files of their own into it
+        for hook in hooks:
+            hook(self.accelerator._models, weights, folder)
+        self._leave_out(model for model, one in before if not any(one is kept for kept in weights))
+
+    def after_save(self) -> None:
+        self._project.iteration += 1
+        self._left_out.clear()
+
+    def before_load(self, folder: str) -> None:
+        self._require_something("load into")
+        models = [] if self._is_sharded else list(self.accelerator._models)
+        before = list(models)
+        for hook in self.accelerator._load_model_state_pre_hook.values():
+            hook(models, folder)
+        self._leave_out(model for model in before if not any(model is kept for kept in models))
+
+    def state(self) -> dict[str, Any]:
+        """Counters of the accelerator, and of its loaders, which count their epochs themselves."""
+        return {
+            "step": self.accelerator.step,
+            "sync_gradients": self.accelerator.sync_gradients,
+            "saves": self._project.iteration + 1,  # this one is not counted yet
+            "loaders": {key: _loader_state(loader) for key, loader in self.loaders().items()},
+        }
+
+    def go_back(self, state: dict[str, Any]) -> None:
+        self._left_out.clear()
+        if not state:  # saved without an accelerator
+            return
+        self.accelerator.step = state["step"]
+        self.accelerator.gradient_state._set_sync_gradients(state["sync_gradients"])
+        self._project.iteration = state["saves"]
+        for key, loader in self.loaders().items():
+            if key in state["loaders"]:
+                _set_loader_state(loader, state["loaders"][key])
+
+    @property
+    def _project(self) -> Any:
+        return self.accelerator.project_configuration
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._is_deepspeed or bool(self.accelerator.distributed_type.value == "FSDP")
+
+    @property
+    def _is_deepspeed(self) -> bool:
+        return bool(self.accelerator.distributed_type.value == "DEEPSPEED")
+
+    def _leave_out(self, models: Iterable[Any]) -> None:
+        self._left_out = {id(model) for model in models}
+
+    def _require_something(self, what: str) -> None:
+        found = self.find()
+        if not (found.models or found.optimizers or found.others or found.custom):
+            raise StateError(
+                f"this accelerator has nothing prepared, so there is nothing to {what}. First call "
+                "accelerator.prepare(model, optimizer, ...), on the accelerator that was given to ckpt."
+            )
+
+    def _refuse_gone(self, found: Mapping[str, Any]) -> None:
+        """A checkpoint without what was there before would not be this run's."""
+        now = {id(one) for one in found.values()}
+        gone = [f"{key} (a {type(one).__name__})" for id_, (key, one) in self._seen.items() if id_ not in now]
+        if gone:
+            raise StateError(
+                f"{', '.join(gone)} left the accelerator since ckpt took care of it: accelerator.free_memory() or "
+                "clear() was called. Prepare what the next training needs, and then attach, or build a StateManager, "
+                "anew."
+            )
+        self._seen = {id(one): (key, one) for key, one in found.items()}
+
+
+def _refuse_megatron(accelerator: Any) -> None:
+    if accelerator.distributed_type.value == "MEGATRON_LM":
+        raise UnsupportedError(
+            "Megatron-LM keeps the state of model and optimizer to itself and writes it as pickles, which ckpt neither "
+            "writes nor executes. Use the FSDP plugin (sharded), DeepSpeed or DDP with ckpt, or save with "
+            "accelerator.save_state() unattached."
+        )
+
+
+def _numbered(kind: str, objects: list[Any]) -> dict[str, Any]:
+    """One object goes by its kind alone, so that its file is what other tools expect: `model.safetensors`."""
+    return {kind: objects[0]} if len(objects) == 1 else {f"{kind}.{index}": one for index, one in enumerate(objects)}
+
+
+def _bare(wrapped: Any, name: str) -> Any:
+    """What is inside Accelerate's wrapper, if it is one."""
+    wrapper = type(wrapped).__module__.startswith("accelerate.")
+    return getattr(wrapped, name) if wrapper else wrapped
+
+
+def _loader_state(loader: Any) -> dict[str, Any]:
+    samplers = sampling.samplers(loader)
+    return {
+        "iteration": loader.iteration,
+        "seeds": [one.initial_seed for one in samplers if hasattr(one, "initial_seed")],
+        "generators": [rng.capture_one(one) for one in sampling.generators(loader)],
+    }
+
+
+def _set_loader_state(loader: Any, state: dict[str, Any]) -> None:
+    loader.iteration = state["iteration"]
+    seeded = [one for one in sampling.samplers(loader) if hasattr(one, "initial_seed")]
+    for sampler, seed in zip(seeded, state["seeds"], strict=False):
+        sampler.initial_seed = seed
+    for generator, saved in zip(sampling.generators(loader), state["generators"], strict=False):
+        rng.restore_one(generator, saved)

@@ -1,0 +1,184 @@
+"""The state of a DeepSpeed engine, given out and taken back through its own calls.
+
+ZeRO divides master weights and the optimizer's state among the ranks: flat pieces without names. Each rank saves its
+partitions as its own, so that they fit the same number of ranks alone. The model is saved beside them, under its names,
+for everybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckpt.errors import MismatchError, StateError
+from ckpt.formats.native.block_hash import digest
+from ckpt.formats.native.documents import to_json
+from ckpt.state.parts import Notes, Read, Whole
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+_SCALER = "loss_scaler"
+_FOR_OTHER_TOOLS = ("param_slice_mappings", "universal_checkpoint_info", "zero_stage")  # objects; no load looks at them
+
+
+def refresh(engine: Any) -> None:
+    """Let an engine go on from weights that have just been loaded into its model."""
+    if hasattr(engine.optimizer, "refresh_fp32_params"):
+        engine.optimizer.refresh_fp32_params()
+    if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
+        engine.optimizer.checkpoint_event_epilogue()
+
+
+@dataclass
+class EnginePart(Whole):
+    """What all ranks of an engine have in common: its counters, its schedule, and a scaler of torch's.
+
+    Hooks around the steps of its optimizer can be registered, as with an optimizer of torch.
+    """
+
+    key: str
+    engine: Any
+    same_class: bool = False
+    can_be_spread: bool = False
+    _counted: int | None = None  # the step that hooks were called after
+
+    @property
+    def kind(self) -> str:
+        return type(self.engine).__name__
+
+    def capture(self) -> dict[str, Any]:
+        counters = {name: getattr(self.engine, name) for name in _COUNTERS}
+        parts = {name: None if one is None else one.state_dict() for name, one in self._parts().items()}
+        return {**counters, **parts, "in_window": _in_window(self.engine)}
+
+    def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
+        if _in_window(self.engine):
+            raise StateError(
+                f"{self.key}: the engine holds gradients of an accumulation window, which would mix with what is "
+                "loaded. Load when a window is done, or into a new engine."
+            )
+        parts = self._parts().items()
+        missing = [name for name, one in parts if one is not None and saved[name] is None]
+        unexpected = [name for name, one in parts if one is None and saved[name] is not None]
+        unfit = dict.fromkeys(missing, "missing in the checkpoint")
+        return unfit | dict.fromkeys(unexpected, "unexpected: the engine has none")
+
+    def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
+        notes.skipped.update({f"{self.key}.{name}": why for name, why in unfit.items()})
+        if saved["in_window"]:
+            notes.approximated["gradients"] = (
+                "saved in the middle of an accumulation window, whose gradients DeepSpeed keeps to itself: the next "
+                "update is made without them"
+            )
+        values = read()
+        return lambda: self._take(values())
+
+    def _take(self, values: Any) -> None:
+        for name in _COUNTERS:
+            setattr(self.engine, name, values[name])
+        for name, one in self._parts().items():
+            if one is not None and values[name] is not None:
+                one.load_state_dict(values[name])
+        self._counted = None
+
+    def _parts(self) -> dict[str, Any]:
+        whole, divided = "torch_autocast_z0_gradscaler", "torch_autocast_gradscaler"
+        scaler = getattr(self.engine, whole, None) or getattr(self.engine.optimizer, divided, None)
+        return {"lr_scheduler": self.engine.lr_scheduler, "grad_scaler": scaler}
+
+    @property
+    def in_window(self) -> bool:
+        """Whether the engine holds gradients that wait for the rest of an accumulation window."""
+        return _in_window(self.engine)
+
+    @property
+    def stepped(self) -> torch.optim.Optimizer | None:
+        """The optimizer inside the engine's own, which makes its steps; none if the engine has nothing around it."""
+        inner = getattr(self.engine.optimizer, "optimizer", None)
+        return inner if isinstance(inner, torch.optim.Optimizer) else None
+
+    def register_step_pre_hook(self, hook: Callable[..., None]) -> Any:
+        assert self.stepped is not None
+        return self.stepped.register_step_pre_hook(lambda *_: hook(self))
+
+    def register_step_post_hook(self, hook: Callable[..., None]) -> Any:
+        def after_step(*_: Any) -> None:
+            if self._counted != self.engine.global_steps:  # ZeRO makes one step group by group
+                self._counted = self.engine.global_steps
+                hook(self)
+
+        assert self.stepped is not None
+        return self.stepped.register_step_post_hook(after_step)
+
+
+@dataclass
+class PartitionsPart(Whole):
+    """A rank's partitions of master weights and optimizer state, as ZeRO gives them out and takes them back."""
+
+    key: str
+    engine: Any
+    same_class: bool = True
+    can_be_spread: bool = False
+
+    @property
+    def kind(self) -> str:
+        optimizer = self.engine.optimizer
+        return f"{type(optimizer).__name__} of {type(optimizer.optimizer).__name__}"
+
+    def capture(self) -> dict[str, Any]:
+        given = self.engine.optimizer.state_dict()
+        state = {name: value for name, value in given.items() if name not in (*_FOR_OTHER_TOOLS, _SCALER)}
+        return {"state": state, "scaler": _scaler_state(given.get(_SCALER)), "parameters": self._parameters()}
+
+    def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
+        if saved["parameters"] != self._parameters():
+            return {"": "the optimizer's parameters, their groups or their order are not those of the checkpoint"}
+        live = _scaler_state(getattr(self.engine.optimizer, _SCALER, None))
+        if saved["scaler"].get("class") != live.get("class"):
+            return {"": f"a {saved['scaler'].get('class')} in the checkpoint, a {live.get('class')} here"}
+        return {}
+
+    def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
+        values = read()
+        return lambda: self._take(values())
+
+    def missed(self, why: str, notes: Notes, *, strict: bool) -> None:
+        if strict:
+            raise MismatchError(
+                f"the checkpoint has no partitions of DeepSpeed's optimizer for these ranks: {why}. Nothing was "
+                "changed. Start as many processes as saved it, with the same configuration; or use strict=False, which "
+                "restores the model's weights and the counters, and lets the optimizer begin anew.",
+                (self.key,),
+            )
+        notes.skipped[self.key] = f"{why}: the optimizer begins anew, from the model's weights"
+
+    def _take(self, values: Any) -> None:
+        optimizer, state = self.engine.optimizer, values["state"]
+        scaler = getattr(optimizer, _SCALER, None)
+        if scaler is not None:
+            vars(scaler).update(values["scaler"]["values"])
+            state = {**state, _SCALER: scaler}
+        mine = {dist.get_rank(optimizer.dp_process_group): state}  # in place of a list with those of all ranks
+        if hasattr(optimizer, "checkpoint_event_prologue"):
+            optimizer.checkpoint_event_prologue()
+        optimizer.load_state_dict(mine, load_optimizer_states=True, load_from_fp32_weights=True)
+        if hasattr(optimizer, "checkpoint_event_epilogue"):
+            optimizer.checkpoint_event_epilogue()
+
+    def _parameters(self) -> str:
+        """What tells whether flat partitions belong to the same parameters, in the same order."""
+        groups = [{name: list(shape) for name, shape in one.items()} for one in self.engine._get_zero_param_shapes()]
+        return digest(to_json([list(one.items()) for one in groups]))
+
+
+def _scaler_state(scaler: Any) -> dict[str, Any]:
+    return {} if scaler is None else {"class": type(scaler).__name__, "values": dict(vars(scaler))}
+
+
+def _in_window(engine: Any) -> bool:
+    """Whether the engine holds gradients that wait for the rest of an accumulation window."""
+    told = engine._is_gradient_accumulation_boundary  # by Accelerate, before each backward; else the engine counts
+    return not told if told is not None else engine.micro_steps % engine.gradient_accumulation_steps() != 0

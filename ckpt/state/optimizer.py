@@ -1,0 +1,189 @@
+"""Optimizers: their state by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt.formats.layout import Layout, divided, empty_like, is_sharded
+from ckpt.state import fsdp1
+from ckpt.state.fsdp1 import is_fsdp1
+from ckpt.state.optimizer_names import nameless, renamed
+from ckpt.state.parts import Notes, Place, Read, SavedTensor
+from ckpt.state.replicated import Guarantee, equal_parameters
+from ckpt.state.unwrap import parameter_names, unwrap, without_checkpointing
+
+
+@dataclass
+class OptimizerPart:
+    """An optimizer's state by parameter name, so that neither order nor wrapping matters when it comes back."""
+
+    key: str
+    optimizer: torch.optim.Optimizer
+    models: Mapping[str, nn.Module]
+    same_class: bool = True
+    can_be_spread: bool = True
+
+    @property
+    def kind(self) -> str:
+        return type(self.optimizer).__name__
+
+    def frozen(self) -> frozenset[str]:
+        return frozenset()
+
+    def about(self, state: Any) -> dict[str, Any]:
+        return {}
+
+    def guaranteed(self, state: Any) -> Guarantee:
+        """What the same steps make of the same parameters and gradients is the same."""
+        equal = equal_parameters(self.models.values())
+        return Guarantee(all_equal=bool(equal) and all(id(one) in equal for one in self._parameters()))
+
+    def tied_to_ranks(self, names: Collection[str]) -> dict[str, str]:
+        return {name.rpartition(".")[0]: name for name in names}
+
+    def is_spread(self) -> bool:
+        return self._fsdp1() is not None or any(is_sharded(one) for one in self._parameters())
+
+    def layouts(self) -> frozenset[Layout]:
+        model = self._fsdp1()
+        if model is not None:
+            return frozenset({fsdp1.layout(model)})
+        return divided(self._parameters())
+
+    def capture(self) -> dict[str, Any]:
+        model = self._fsdp1()
+        if model is not None:
+            return fsdp1.optimizer_state(model, self.optimizer)
+        names = self._names()
+        raw = self.optimizer.state_dict()
+        state = {names[index] if isinstance(index, int) else index: value for index, value in raw["state"].items()}
+        groups = [{**group, "params": [names[index] for index in group["params"]]} for group in raw["param_groups"]]
+        extra = {key: value for key, value in raw.items() if key not in ("state", "param_groups")}
+        return {"state": state, "param_groups": groups, **extra}
+
+    def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
+        saved = self._named(saved)
+        saved_groups = [group["params"] for group in saved["param_groups"]]
+        if len(self.optimizer.param_groups) != len(saved_groups):
+            return {"param_groups": f"{len(saved_groups)} in the checkpoint, {len(self.optimizer.param_groups)} here"}
+        model = self._fsdp1()
+        if model is not None and fsdp1.is_flat(model):
+            return {}  # its parameters have no names of their own
+        names = self._names()
+        numbered = self.optimizer.state_dict()["param_groups"]
+        live_groups = [[names[index] for index in group["params"]] for group in numbered]
+        unfit: dict[str, str] = {}
+        for index, (live, old) in enumerate(zip(live_groups, saved_groups, strict=True)):
+            where = f"param_groups[{index}]"
+            missing, unexpected = set(live) - set(old), set(old) - set(live)
+            unfit |= {f"{where}.{name}": "missing in the checkpoint" for name in live if name in missing}
+            unfit |= {
+                f"{where}.{name}": "unexpected: the optimizer has no such parameter"
+                for name in old
+                if name in unexpected
+            }
+        comparable = self.optimizer.state and model is None  # FSDP 1 holds its state as flat pieces
+        return unfit | (self._misshapen(saved["state"], names) if comparable else {})
+
+    def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
+        notes.skipped.update({f"{self.key}.{name}": why for name, why in unfit.items()})
+        if "param_groups" in unfit:
+            return lambda: None
+        values = read(self._places(), live=bool(self.optimizer.state))
+        return lambda: self._take(values(), unfit)
+
+    def _take(self, values: Any, unfit: Mapping[str, str]) -> None:
+        values = self._named(values)
+        model = self._fsdp1()
+        if model is not None:
+            fsdp1.load_optimizer_state(model, self.optimizer, values)
+            return
+        state = {name: value for name, value in values["state"].items() if f"state.{name}" not in unfit}
+        indices = {name: index for index, name in self._names().items()}
+        known = {indices[name]: value for name, value in state.items() if name in indices}
+        live = self.optimizer.state_dict()["param_groups"]
+        groups = [
+            {**saved_group, "params": mine["params"]}
+            for saved_group, mine in zip(values["param_groups"], live, strict=True)
+        ]
+        extra = {key: value for key, value in values.items() if key not in ("state", "param_groups")}
+        self.optimizer.load_state_dict({"state": known, "param_groups": groups, **extra})
+        self._keep_dtypes(known)
+
+    def _places(self) -> Place:
+        """State goes to where there is such state already: it may be most of the memory, and must not be there twice.
+
+        Else, what has the shape of its parameter lies where the parameter does, and is spread like it.
+        """
+        followed = self._followed()  # once: it goes through all parameters
+        state = {} if self._fsdp1() is not None else self.optimizer.state
+
+        def find(one: SavedTensor) -> Any:
+            name, _, key = one.name.rpartition(".")
+            parameter = followed.get(without_checkpointing(name.removeprefix("state.")))
+            if parameter is None:
+                return None
+            there = state.get(parameter, {}).get(key) if state else None
+            if isinstance(there, torch.Tensor) and (there.dtype, tuple(there.size())) == (one.dtype, one.shape):
+                return there
+            fits = one.shape and tuple(parameter.size()) == one.shape
+            return empty_like(parameter, one.dtype) if fits else None
+
+        return find
+
+    def _followed(self) -> dict[str, Any]:
+        """Parameters by name."""
+        model = self._fsdp1()
+        if model is not None:
+            return fsdp1.model_state(model)
+        numbered = {nameless(index): one for index, one in enumerate(self._parameters())}
+        return numbered | dict(zip(self._names().values(), self._parameters(), strict=True))
+
+    def _named(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """A saved state whose parameters that went by number have names: their order says which they are."""
+        listed = [name for group in saved["param_groups"] for name in group["params"]]
+        clean = {name: without_checkpointing(name) for name in listed if isinstance(name, str)}
+        return renamed(saved, clean | {nameless(index): name for index, name in self._names().items()})
+
+    def _fsdp1(self) -> nn.Module | None:
+        return next((model for model in self.models.values() if is_fsdp1(model)), None)
+
+    def _keep_dtypes(self, saved: Mapping[int, Any]) -> None:
+        """`load_state_dict` casts state to the parameter's dtype: fp32 moments of bf16 weights would lose digits."""
+        for index, parameter in enumerate(self._parameters()):
+            for key, value in saved.get(index, {}).items() if isinstance(saved.get(index), dict) else ():
+                live = self.optimizer.state[parameter].get(key)
+                if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor) and live.dtype != value.dtype:
+                    self.optimizer.state[parameter][key] = value.to(live.device)
+
+    def _misshapen(self, state: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, str]:
+        """State whose shape is another one here. Only where the live optimizer has state to compare with."""
+        unfit = {}
+        for name, parameter in zip(names.values(), self._parameters(), strict=True):
+            live, saved = self.optimizer.state.get(parameter, {}), state.get(name, {})
+            for key in live.keys() & saved.keys() if isinstance(saved, dict) else ():
+                there, here = getattr(saved[key], "shape", None), getattr(live[key], "shape", None)
+                if there is not None and here is not None and tuple(there) != tuple(here):
+                    unfit[f"state.{name}"] = f"{key} has shape {list(there)} in the checkpoint, {list(here)} here"
+        return unfit
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """In the order by which `state_dict` numbers them."""
+        found: dict[int, torch.Tensor] = {}
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                found.setdefault(id(parameter), parameter)
+        return list(found.values())
+
+    def _names(self) -> dict[int, str]:
+        """The name of each parameter by its number; those of no managed model go by their number alone."""
+        known: dict[int, str] = {}
+        for key, model in self.models.items():
+            for identity, name in parameter_names(unwrap(model)).items():
+                known.setdefault(identity, f"{key}.{name}" if key else name)
+        return {i: known.get(id(p), nameless(i)) for i, p in enumerate(self._parameters())}

@@ -1,0 +1,148 @@
+"""Checkpoints of others become ours, and ours theirs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckpt.data.progress import Progress
+from ckpt.errors import ConfigError, MissingError, StorageError
+from ckpt.formats.foreign import accelerate
+from ckpt.formats.foreign.tied_weights import same_place
+from ckpt.formats.native import documents, tensor_file
+from ckpt.formats.native.json_values import refuse
+from ckpt.formats.native.manifest import FILE_NAME
+from ckpt.formats.pieces import PiecedTensor
+from ckpt.formats.state import Image
+from ckpt.load.accelerate_state import UNKNOWN_PROGRESS, Foreign, ForeignPart
+from ckpt.ranks.group import Alone
+from ckpt.root import cleanup
+from ckpt.root.catalog import check_name, find
+from ckpt.root.file_names import whole_file
+from ckpt.root.folder import Folder
+from ckpt.save.saver import Saver
+from ckpt.storage import open_storage
+from ckpt.tools.export_accelerate import export
+
+OURS = "ckpt"
+TARGETS = (OURS, accelerate.NAME)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Converted:
+    """What a conversion wrote, and where; what is not exactly as it was, and what has no place there."""
+
+    url: str
+    parts: tuple[str, ...]
+    approximated: Mapping[str, str] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{self.url}: {', '.join(self.parts)}"]
+        for title, table in (("approximated", self.approximated), ("skipped", self.skipped)):
+            lines += [f"  {title:<13} {what}: {why}" for what, why in table.items()]
+        return "\n".join(lines)
+
+
+def convert(
+    source: str | os.PathLike[str], destination: str | os.PathLike[str], *, to: str = OURS, name: str | None = None
+) -> Converted:
+    """Make a checkpoint of another kind out of one, and say what became of it.
+
+    To "ckpt": `source` is a folder that Accelerate's `save_state` wrote, `destination` a root; the checkpoint is named
+    like the folder, or `name`. To "accelerate": `source` is a checkpoint of ours, `destination` a folder that
+    `accelerator.load_state` will read, with as many processes as saved the checkpoint. No pickle is executed. What is
+    written appears when all of it is there. Models pass tensor by tensor; of other parts, one at a time is held.
+    """
+    if to not in TARGETS:
+        raise ConfigError(f"to={to!r} is none of {', '.join(TARGETS)}.")
+    if to == OURS:
+        return _take_over(source, destination, name)
+    if name is not None:
+        raise ConfigError("name= is for a checkpoint in a root. A folder is named by its path.")
+    url, parts, skipped = export(source, destination)
+    return Converted(url=url, parts=parts, skipped=skipped)
+
+
+def _take_over(source: str | os.PathLike[str], root: str | os.PathLike[str], name: str | None) -> Converted:
+    folder = Folder.at(source)
+    _require_accelerate(folder)
+    foreign = Foreign(folder)
+    chosen = check_name(folder.name if name is None else name)
+    images = [*_tensor_files(foreign.parts), *_documents(foreign)]
+    with closing(Saver(open_storage(root), Alone())) as saver:
+        _write(saver, chosen, images, foreign.saved.world_size)
+    return Converted(
+        url=f"{saver.storage.url}/{chosen}",
+        parts=(*foreign.parts, "rng"),
+        approximated={"progress": UNKNOWN_PROGRESS},
+        skipped=foreign.saved.left_out,
+    )
+
+
+def _require_accelerate(folder: Folder) -> None:
+    if not folder.files:
+        raise MissingError(f"there is nothing at {folder.where}. Give the folder that save_state wrote.")
+    if FILE_NAME in folder.files:
+        raise ConfigError(f"{folder.where} is a checkpoint of ckpt already. For another kind, say to='accelerate'.")
+    if not accelerate.is_one(folder.files):
+        raise ConfigError(
+            f"{folder.where} is not what Accelerate's save_state writes: there is no random_states_0.pkl in it. For "
+            "model weights alone, see ckpt.merge."
+        )
+
+
+def _write(saver: Saver, name: str, images: list[Image], world_size: int) -> None:
+    saver.hold()
+    if find(saver.storage, name).committed:
+        raise ConfigError(f"{saver.storage.url} has a checkpoint {name!r} already. Choose another name=.")
+    began = time.monotonic()
+    attempt = saver.begin(name, [image.path for image in images])
+    try:
+        files = attempt.write(saver.storage, images, {}, show=True)
+        seconds = dict.fromkeys(("written", "total"), time.monotonic() - began) | {"blocked": 0.0, "copied": 0.0}
+        facts = {"world_size": world_size, "progress": Progress().to_json(), "origin": accelerate.NAME}
+        saver.commit(attempt, files, {**facts, "seconds": seconds})
+    except BaseException:
+        with suppress(StorageError):  # what is to be told is what went wrong first
+            cleanup.clean(saver.storage, name)
+        raise
+
+
+def _tensor_files(parts: Mapping[str, ForeignPart]) -> list[Image]:
+    return [_tensor_file(key, part) for key, part in parts.items() if part.tensors]
+
+
+def _tensor_file(key: str, part: ForeignPart) -> Image:
+    """The file with a part's tensors, each of which is read when its turn comes. Tied ones are written once."""
+    tied = same_place({name: one for name, one in part.tensors.items() if isinstance(one, PiecedTensor)})
+    stored = [name for name in part.tensors if name not in tied]
+    outlines = {name: _outline(*part.about(name)) for name in stored}
+    read: Callable[[str], torch.Tensor] = part.read
+    return tensor_file.gathered_image(whole_file(key), outlines, tied, read, together=False)
+
+
+def _outline(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _documents(foreign: Foreign) -> list[Image]:
+    parts = {key: {"class": "", "state": part.values} for key, part in foreign.parts.items()}
+    ranks = range(foreign.saved.world_size)
+    return [
+        Image.of(documents.STATE, documents.to_json({"parts": parts})),
+        *(Image.of(documents.rank_document(rank), _rank_document(foreign.rank_state(rank))) for rank in ranks),
+    ]
+
+
+def _rank_document(state: Mapping[str, Any]) -> bytes:
+    problems: list[str] = []
+    encoded = {key: documents.encode_inline(value, key, problems) for key, value in state.items()}
+    refuse(problems)
+    return documents.to_json({"state": encoded, "own": {}})

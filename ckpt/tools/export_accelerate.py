@@ -1,0 +1,138 @@
+"""A checkpoint of ours becomes a folder that `accelerator.load_state` reads."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.errors import ConfigError, DamagedError
+from ckpt.export.folders import appearing
+from ckpt.export.source import open_source
+from ckpt.formats.foreign.accelerate_random import to_accelerate
+from ckpt.formats.foreign.accelerate_write import file_of, pickled_model, write_values
+from ckpt.formats.foreign.hf_safetensors import images
+from ckpt.formats.foreign.tied_weights import same_place
+from ckpt.formats.native.manifest import Manifest
+from ckpt.load.accelerate_state import kind_of
+from ckpt.load.reader import Opened
+from ckpt.root.catalog import locate, read_manifest, size_problems
+from ckpt.state.deepspeed.engine import KEY
+from ckpt.state.optimizer_names import by_number
+from ckpt.state.parts import SavedTensor
+from ckpt.storage import Storage, open_storage
+from ckpt.util.console import bar
+
+
+def export(
+    source: str | os.PathLike[str], destination: str | os.PathLike[str]
+) -> tuple[str, tuple[str, ...], dict[str, str]]:
+    """Write the folder. Returns its path, what is in it, and what of the checkpoint has no place there."""
+    path = os.fspath(destination)
+    if "://" in path:
+        raise ConfigError(f"{path} is no path: Accelerate reads folders on a disk.")
+    with _opened(source) as (storage, manifest), appearing(path) as folder:
+        writing = _Writing(storage, manifest, os.fspath(folder))
+        writing.parts()
+        writing.generators()
+    return path, (*(key for key in writing.opened.parts if key not in writing.skipped), "rng"), writing.skipped
+
+
+@contextmanager
+def _opened(source: str | os.PathLike[str]) -> Iterator[tuple[Storage, Manifest]]:
+    storage, names = locate(source)
+    if len(names) != 1:
+        listed = f"Name the one to convert: {storage.url}/{names[0]}." if names else "There is none to convert."
+        raise ConfigError(f"{os.fspath(source)} holds {len(names)} checkpoints. {listed}")
+    with storage.lock(names[0], shared=True):  # a run that goes on meanwhile must not remove what is being read
+        manifest = read_manifest(storage, names[0])
+        wrong = size_problems(storage, manifest)
+        if wrong:
+            raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}. Convert another one.")
+        yield storage, manifest
+
+
+@dataclass
+class _Writing:
+    """One checkpoint on its way into a folder. All that is read is verified."""
+
+    storage: Storage
+    manifest: Manifest
+    folder: str
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.opened = Opened(self.storage, self.manifest, 0)
+
+    def parts(self) -> None:
+        with bar(f"converting {self.manifest.name}", len(self.opened.parts)) as advance:
+            for kind, keys in self._by_kind().items():
+                for index, key in enumerate(keys):
+                    self._write_part(kind, _position(key) if kind == "dataloader" else index, key)
+                    advance(1)
+
+    def _by_kind(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = defaultdict(list)
+        for key in self.opened.parts:
+            found[kind_of(key)].append(key)
+        for key in found.pop(KEY, ()):
+            self.skipped[key] = (
+                "DeepSpeed reads no files but its own: its optimizer begins anew, from the model's weights"
+            )
+        if len(found["scaler"]) > 1:
+            raise ConfigError(f"{self.manifest.name} has {len(found['scaler'])} scalers, and Accelerate knows one.")
+        return {kind: sorted(keys, key=_position) for kind, keys in found.items()}
+
+    def _write_part(self, kind: str, number: int, key: str) -> None:
+        if kind == "model" and all(isinstance(one, SavedTensor) for one in self.opened.tree(key).values()):
+            self._stream_model(number, key)
+        elif kind == "model":
+            self._write(pickled_model(number), self._values(key))
+        else:
+            values = self._values(key)
+            numbered = kind == "optimizer" and {"state", "param_groups"} <= values.keys()  # one of torch
+            self._write(file_of(kind, number), by_number(values) if numbered else values)
+
+    def _stream_model(self, number: int, key: str) -> None:
+        with open_source(f"{self.storage.url.rstrip('/')}/{self.manifest.name}", key) as source:
+            (image,) = images(file_of("model", number), source.tensors, same_place(source.tensors))
+            open_storage(self.folder).write(image.path, image.pieces())
+
+    def _values(self, key: str) -> Any:
+        values = self.opened.ask(key)
+        self.opened.read_new()
+        return values()
+
+    def generators(self) -> None:
+        for rank in range(self.manifest.world_size):
+            state = self.opened.rank_state(rank)
+            step = state.get("source", {}).get("step", 0)
+            self._write(file_of("random_states", rank), to_accelerate(state["rng"], step))
+            self._note(state)
+
+    def _note(self, state: Mapping[str, Any]) -> None:
+        for key, part in self.opened.parts.items():
+            if "differs" in part:
+                self.skipped[f"{key} of other ranks"] = "they held another state of it: the main rank's is written"
+        if any(key.startswith("gradients") for key in self.opened.own):
+            self.skipped["gradients"] = "Accelerate keeps none: the accumulation window begins anew"
+        for key in state["generators"]:
+            self.skipped[key] = "Accelerate keeps no generators but the global ones"
+        progress = self.manifest.progress
+        if any(progress.values()):
+            self.skipped["progress"] = (
+                f"Accelerate does not keep it: go on with epoch {progress['epoch']}, and there with "
+                f"accelerator.skip_first_batches(loader, {progress['batch']})"
+            )
+
+    def _write(self, name: str, values: Any) -> None:
+        write_values(os.path.join(self.folder, name), values)
+
+
+def _position(key: str) -> int:
+    """Numbered parts come by their numbers, others as they are listed."""
+    number = key.rpartition(".")[2]
+    return int(number) if number.isdecimal() else 0

@@ -1,0 +1,108 @@
+"""A page about a run: its checkpoints, how its metrics went, and what saving has cost.
+
+Imports no torch: a shell asks for it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from itertools import pairwise
+from typing import Any
+
+from ckpt.errors import MissingError
+from ckpt.export.card import curves, plain
+from ckpt.formats.native.manifest import Manifest
+from ckpt.root import catalog
+from ckpt.root.catalog import Checkpoint
+from ckpt.storage import Storage, open_storage
+from ckpt.util.console import duration, number, size
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+_WIDEST = 60  # points of a curve
+_METRICS = ("metric", "by step", "first", "last", "lowest", "highest")
+_CHECKPOINTS = ("name", "step", "saved", "size", "metrics", "training waited", "durable after", "whole")
+
+
+def report(root: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> str:
+    """The page, in Markdown, from manifests and the sizes of files alone."""
+    storage = open_storage(root, **(options or {}))
+    found = catalog.scan(storage)
+    manifests = [one.manifest for one in reversed(found) if one.manifest is not None]
+    if not manifests:
+        raise MissingError(f"there are no checkpoints in {storage.url}.")
+    sections = (
+        ("", _table(("", ""), _summary(manifests))),
+        ("## Metrics", _table(_METRICS, _metrics(manifests))),
+        ("## Checkpoints", _table(_CHECKPOINTS, (_row(storage, one) for one in found))),
+        ("## Went back", _went_back(manifests)),
+    )
+    pages = [f"# {storage.url}", *(text for title, lines in sections if lines for text in (title, "\n".join(lines)))]
+    return "\n\n".join(filter(None, pages)) + "\n"
+
+
+def _table(columns: Sequence[str], rows: Iterator[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(map(plain, row))} |" for row in rows]
+    return [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *lines] if lines else []
+
+
+def _summary(oldest_first: Sequence[Manifest]) -> Iterator[tuple[str, str]]:
+    first, last = oldest_first[0], oldest_first[-1]
+    span = (datetime.fromisoformat(last.created) - datetime.fromisoformat(first.created)).total_seconds()
+    waited = [one.seconds.get("blocked", 0.0) for one in oldest_first]
+    durable = [one.seconds.get("total", 0.0) for one in oldest_first]
+    yield "runs", ", ".join(dict.fromkeys(one.run for one in oldest_first))
+    yield "checkpoints", f"{len(oldest_first)}, {size(sum(one.size for one in oldest_first))}"
+    yield "from", f"step {first.step:,}, {first.created}"
+    yield "to", f"step {last.step:,}, {last.created}, {duration(span)} later"
+    yield "training waited", f"{sum(waited):.2f} s for these, at most {max(waited):.2f} s for one"
+    yield "durable after", f"{sum(durable) / len(durable):.2f} s on average, at most {max(durable):.2f} s"
+    ranks = f"{last.world_size} ranks" if last.world_size > 1 else "one process"
+    yield "saved by", ", ".join(filter(None, [ranks, f"{last.layout} layout", last.hardware]))
+    yield "versions", ", ".join(f"{name} {version}" for name, version in last.versions.items())
+
+
+def _metrics(oldest_first: Sequence[Manifest]) -> Iterator[tuple[str, ...]]:
+    for name, points in curves(oldest_first).items():
+        values = [value for _, value in points]
+        finite = [value for value in values if math.isfinite(value)] or [math.nan]
+        ends = (number(one) for one in (values[0], values[-1], min(finite), max(finite)))
+        yield (name, _drawn(values), *ends)
+
+
+def _drawn(values: Sequence[float]) -> str:
+    """A curve of characters. What is no number is a gap."""
+    step = max(1, -(-len(values) // _WIDEST))
+    some = [*values[::step], *(values[-1:] if (len(values) - 1) % step else ())]
+    finite = [value for value in some if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+    return "".join(
+        _LEVELS[round((value - low) / span * (len(_LEVELS) - 1)) if span else 0] if math.isfinite(value) else " "
+        for value in some
+    )
+
+
+def _row(storage: Storage, one: Checkpoint) -> tuple[str, ...]:
+    manifest = one.manifest
+    if manifest is None:
+        return (one.name, *("-",) * 6, f"no: {one.problem}")
+    wrong = catalog.size_problems(storage, catalog.kept_here(storage, manifest))
+    waited, durable = (manifest.seconds.get(key) for key in ("blocked", "total"))
+    return (
+        one.name,
+        f"{manifest.step:,}",
+        manifest.created,
+        size(manifest.size),
+        ", ".join(f"{name} {number(value)}" for name, value in manifest.metrics.items()) or "-",
+        *("-" if seconds is None else f"{seconds:.2f} s" for seconds in (waited, durable)),
+        f"no: {'; '.join(wrong)}" if wrong else "yes",
+    )
+
+
+def _went_back(oldest_first: Sequence[Manifest]) -> list[str]:
+    """Where what was saved later is of an earlier step: steps that were trained twice."""
+    return [f"- {b.name} came after {a.name}" for a, b in pairwise(oldest_first) if b.step < a.step]

@@ -1,0 +1,200 @@
+"""What `Accelerator.save_state` of Hugging Face Accelerate wrote: which file is what, and what is in it.
+
+Most of those files are pickles. They are read as data, with a list of the names that belong into them: nothing is
+executed. Tensors are `PiecedTensor`s, which are read when they are needed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from ckpt.errors import ConfigError, DamagedError
+from ckpt.formats.foreign import dcp
+from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX, SUFFIX
+from ckpt.formats.foreign.torch_values import read_values
+from ckpt.formats.foreign.wrapper_prefixes import unwrapped
+from ckpt.formats.native.pieced import pieced
+from ckpt.formats.native.tensor_file import TensorFile
+from ckpt.formats.pieces import PiecedTensor
+from ckpt.formats.transfers import ByteReader
+
+NAME = "accelerate"
+_RANDOM, _SAMPLER, _LOADER = "random_states", "sampler", "dataloader"
+_NUMBER = r"(?:_(\d+))?"  # the first of several has none
+_FILES = {
+    "model": rf"model{_NUMBER}\.safetensors(?:\.index\.json)?|pytorch_model(?:_fsdp)?{_NUMBER}\.bin"
+    r"|pytorch_model_fsdp_(\d+)/.*",
+    "optimizer": rf"optimizer{_NUMBER}\.bin|optimizer_(\d+)/.*",
+    "scheduler": rf"scheduler{_NUMBER}\.bin",
+    "scaler": r"scaler\.pt",
+    _LOADER: rf"dl_state_dict{_NUMBER}\.bin",
+    _SAMPLER: rf"sampler{_NUMBER}\.bin",
+    "custom": r"custom_checkpoint_(\d+)\.pkl",
+    _RANDOM: r"random_states_(\d+)\.pkl",
+}
+_PATTERNS = {kind: re.compile(pattern) for kind, pattern in _FILES.items()}
+_TELLING = {"optimizer", "scheduler"}  # what is there before the random states are; models are saved by many
+# the Trainer saves with Accelerate's functions, and with others of its own
+_OF_TRAINER = re.compile(r"trainer_state\.json|training_args\.bin|scheduler\.pt|rng_state.*\.pth")
+_FOREIGN = {
+    re.compile(r".*_rank\d+\.bin"): "holds pieces of one rank as torch.save wrote them",
+    re.compile(r"pytorch_model(_\d+)?/.*"): "was written by DeepSpeed",
+}
+_SPARSE = (_LOADER, _SAMPLER)  # only some loaders have a file
+
+
+class Files(Protocol):
+    """A folder: how long its files are, and a way to read each."""
+
+    @property
+    def where(self) -> str: ...
+
+    @property
+    def files(self) -> Mapping[str, int]: ...
+
+    def opened(self, path: str) -> ByteReader: ...
+
+    def below(self, name: str) -> Files: ...
+
+    def check(self, needed: Mapping[str, int]) -> None:
+        """Raise one error that names every file that is missing, or shorter than it must be."""
+
+
+def is_one(files: Iterable[str]) -> bool:
+    """Whether `save_state` wrote these files, or began to."""
+    listed = list(files)
+    kinds = {kind for path in listed for kind, pattern in _PATTERNS.items() if pattern.fullmatch(path)}
+    return _RANDOM in kinds or (bool(kinds & _TELLING) and not any(map(_OF_TRAINER.fullmatch, listed)))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The state in a folder of Accelerate: parts by their kind, in the order in which they were prepared."""
+
+    folder: Files
+
+    @property
+    def world_size(self) -> int:
+        return len(self._paths[_RANDOM])
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """What is not read, and why."""
+        paths = [path for paths in self._paths[_SAMPLER].values() for path in paths]
+        return dict.fromkeys(paths, "a sampler that was pickled as an object, with its data: it is not looked at")
+
+    def parts(self) -> dict[str, dict[int, Any]]:
+        """The state of every part, by kind and number: of models by parameter name, of others as it was saved."""
+        return {
+            kind: {number: self._read(kind, paths) for number, paths in sorted(self._paths[kind].items())}
+            for kind in ("model", "optimizer", "scheduler", "scaler", _LOADER, "custom")
+        }
+
+    def random_states(self, rank: int) -> dict[str, Any]:
+        """The generators of one rank, and the step of its accumulation."""
+        (path,) = self._paths[_RANDOM][rank]
+        found = self._values(path)
+        if not isinstance(found, dict) or not {"random_state", "torch_manual_seed"} <= found.keys():
+            raise DamagedError(f"{self.folder.where}/{path} does not hold the states of random generators.")
+        return {key: in_memory(value) for key, value in found.items()}
+
+    @cached_property
+    def _paths(self) -> dict[str, dict[int, list[str]]]:
+        """The files of every kind, by number."""
+        found: dict[str, dict[int, list[str]]] = {kind: defaultdict(list) for kind in _FILES}
+        for path in self.folder.files:
+            for kind, pattern in _PATTERNS.items():
+                if match := pattern.fullmatch(path):
+                    number = next((group for group in match.groups() if group), "0")
+                    found[kind][int(number)].append(path)
+        _check(self.folder, found)
+        return found
+
+    def _read(self, kind: str, paths: list[str]) -> Any:
+        if "/" in paths[0]:
+            tree = self._distributed(paths[0].partition("/")[0], kind)
+        elif paths[0].endswith((SUFFIX, INDEX_SUFFIX)):
+            tree = pieced(self._tensor_file(path) for path in self._shards(paths[0]))
+        else:
+            tree = self._values(paths[0])
+        return self._named(tree, paths[0]) if kind == "model" else tree
+
+    def _named(self, tensors: Any, path: str) -> dict[str, Any]:
+        """By bare names. What Accelerate saves is never inside DDP: a `module.` is the model's own word."""
+        if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
+            raise DamagedError(f"{self.folder.where}/{path} is not the state of a model.")
+        bare = unwrapped(tensors, outside=False)
+        return {bare[name]: tensor for name, tensor in tensors.items()}
+
+    def _distributed(self, name: str, kind: str) -> Any:
+        folder = self.folder.below(f"{name}/")
+        if dcp.METADATA not in folder.files:
+            raise DamagedError(f"{folder.where}/{dcp.METADATA} is missing. It is written last: this save was cut off.")
+        data = folder.opened(dcp.METADATA).read(0, folder.files[dcp.METADATA])
+        contents = dcp.read_metadata(data, f"{folder.where}/{dcp.METADATA}").of_part(kind)
+        folder.check(contents.needed_files())
+        return contents.tree(folder.opened, folder.where).get(kind, {})
+
+    def _shards(self, path: str) -> list[str]:
+        if path.endswith(SUFFIX):
+            return [path]
+        where = f"{self.folder.where}/{path}"
+        try:
+            index = json.loads(self.folder.opened(path).read(0, self.folder.files[path]))
+            shards = sorted(set(index["weight_map"].values()))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DamagedError(f"{where} is no index of safetensors files: {error}.") from error
+        self.folder.check(dict.fromkeys(shards, 0))
+        return shards
+
+    def _tensor_file(self, path: str) -> TensorFile:
+        file = TensorFile.open(self.folder.opened(path), f"{self.folder.where}/{path}")
+        self.folder.check({path: max((one.stop for one in file.stored.values()), default=0)})
+        return file
+
+    def _values(self, path: str) -> Any:
+        return read_values(self.folder.opened(path), 0, self.folder.files[path], f"{self.folder.where}/{path}")
+
+
+def in_memory(value: Any) -> Any:
+    """A value whose tensors have been read."""
+    if isinstance(value, PiecedTensor):
+        return value.read(value.box)
+    if isinstance(value, list | tuple):
+        return type(value)(map(in_memory, value))
+    return {key: in_memory(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def _check(folder: Files, found: Mapping[str, Mapping[int, list[str]]]) -> None:
+    for pattern, why in _FOREIGN.items():
+        foreign = [path for path in folder.files if pattern.fullmatch(path)]
+        if foreign:
+            raise ConfigError(
+                f"{folder.where}/{foreign[0]} {why}, which ckpt does not read. Load it with Accelerate, and save it "
+                "with ckpt, or as SHARDED_STATE_DICT."
+            )
+    if not found[_RANDOM]:
+        raise DamagedError(f"{folder.where}/{_RANDOM}_0.pkl is missing. It is written last: this save was cut off.")
+    for kind, numbered in found.items():
+        _check_numbers(folder.where, kind, numbered)
+
+
+def _check_numbers(where: str, kind: str, numbered: Mapping[int, list[str]]) -> None:
+    missing = [number for number in range(len(numbered)) if number not in numbered]
+    if missing and kind not in _SPARSE:
+        there = ", ".join(paths[0] for paths in numbered.values())
+        raise DamagedError(
+            f"{where} is damaged: of its {kind} files number {', '.join(map(str, missing))} is missing; there are "
+            f"{there}. Copy the files of every rank there."
+        )
+    for paths in numbered.values():
+        if len({path.partition("/")[0] for path in paths}) > 1:
+            raise ConfigError(
+                f"{where} holds {' and '.join(sorted(paths))}, of two saves: remove what is not to be read."
+            )

@@ -1,0 +1,242 @@
+"""What `torch.distributed.checkpoint` wrote: a folder with `.metadata`, and the pieces of tensors in `*.distcp`.
+
+`.metadata` is a pickle. It is read as data, with a list of the names that belong into it: nothing is executed.
+Every piece in a `.distcp` file is what `torch.save` makes of one tensor.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from ckpt.errors import DamagedError
+from ckpt.formats.foreign.pickle_reader import Described, read_pickle
+from ckpt.formats.foreign.torch_save import DTYPES, find_tensor
+from ckpt.formats.foreign.torch_values import read_values
+from ckpt.formats.layout import Box
+from ckpt.formats.native import dtypes
+from ckpt.formats.pieces import Piece, PiecedTensor, Sizes, check_complete
+from ckpt.formats.transfers import ByteReader
+
+METADATA = ".metadata"
+SUFFIX = ".distcp"
+_HOME = "torch.distributed.checkpoint"
+_TENSOR = f"{_HOME}.metadata.TensorStorageMetadata"
+_SIZE = "torch.Size"
+_ALLOWED = frozenset(
+    (
+        *(
+            f"{_HOME}.metadata.{name}"
+            for name in (
+                "BytesStorageMetadata",
+                "ChunkStorageMetadata",
+                "Metadata",
+                "MetadataIndex",
+                "StorageMeta",
+                "TensorProperties",
+                "TensorStorageMetadata",
+                "_MEM_FORMAT_ENCODING",
+            )
+        ),
+        f"{_HOME}.filesystem._StorageInfo",
+        f"{_HOME}.filesystem._StoragePrefix",
+        "torch.serialization._get_layout",
+        _SIZE,
+        *DTYPES,
+        "collections.OrderedDict",
+        *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A saved piece of a tensor: which box it is, and which bytes of which file hold it."""
+
+    box: Box
+    path: str
+    start: int
+    length: int
+
+
+Keys = tuple[str | int, ...]  # those of a nested state dict, from the outside in; numbers are places in a list
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of the checkpoint. `keys` are those of the nested state dict that it was in."""
+
+    keys: Keys
+    dtype: torch.dtype
+    shape: Sizes
+    chunks: tuple[Chunk, ...]
+
+    def pieced(self, name: str, opened: Callable[[str], ByteReader], where: str) -> PiecedTensor:
+        """The same, its pieces found in the files. `opened` gives the file at a path."""
+        return PiecedTensor(self.dtype, self.shape, tuple(self._piece(name, one, opened, where) for one in self.chunks))
+
+    def _piece(self, name: str, chunk: Chunk, opened: Callable[[str], ByteReader], where: str) -> Piece:
+        file = f"{where}/{chunk.path}"
+        region = find_tensor(opened(chunk.path), chunk.start, chunk.length, file)
+        if (region.dtype, region.sizes) != (self.dtype, chunk.box.sizes):
+            claimed, found = _spelled(self.dtype, chunk.box.sizes), _spelled(region.dtype, region.sizes)
+            raise DamagedError(f"{file} does not go with {METADATA}: {name} is {found} there, not {claimed}.")
+        return Piece(chunk.box, region)
+
+
+@dataclass(frozen=True)
+class StoredValue:
+    """What is no tensor: which bytes of which file hold what `torch.save` made of it."""
+
+    keys: Keys
+    path: str
+    start: int
+    length: int
+
+    def read(self, opened: Callable[[str], ByteReader], where: str) -> Any:
+        """The value. Nothing is executed."""
+        return read_values(opened(self.path), self.start, self.length, f"{where}/{self.path}")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What is in the folder, by the names in `.metadata`: tensors, and what is none."""
+
+    tensors: Mapping[str, StoredTensor]
+    others: Mapping[str, StoredValue] = field(default_factory=dict)
+
+    def of_part(self, part: str) -> Contents:
+        """What lies under one key of the nested state dict, by the names below it."""
+        return Contents(_of_part(self.tensors, part), _of_part(self.others, part))
+
+    def parts(self) -> list[str]:
+        """The outermost keys under which tensors are nested."""
+        return sorted({str(one.keys[0]) for one in self.tensors.values() if len(one.keys) > 1})
+
+    def needed_files(self) -> dict[str, int]:
+        """The files that hold all this, and how long each must be at least."""
+        needed = defaultdict(int, needed_files(self.tensors.values()))
+        for value in self.others.values():
+            needed[value.path] = max(needed[value.path], value.start + value.length)
+        return dict(needed)
+
+    def tree(self, opened: Callable[[str], ByteReader], where: str) -> Any:
+        """The nested state dict, with `PiecedTensor`s that have not been read."""
+        tensors = {name: one.pieced(name, opened, where) for name, one in self.tensors.items()}
+        check_complete(tensors, where)
+        leaves = [(one.keys, tensors[name]) for name, one in self.tensors.items()]
+        return _nested([*leaves, *((one.keys, one.read(opened, where)) for one in self.others.values())])
+
+
+_Stored = TypeVar("_Stored", StoredTensor, StoredValue)
+
+
+def _of_part(stored: Mapping[str, _Stored], part: str) -> dict[str, _Stored]:
+    return {".".join(map(str, below)): one for one in stored.values() if (below := _below(one.keys, part))}
+
+
+def _below(keys: Keys, part: str) -> Keys:
+    return keys[keys.index(part) + 1 :] if part in keys[:-1] else ()
+
+
+def _nested(leaves: Iterable[tuple[Keys, Any]]) -> Any:
+    """Values put back under their keys; where those are numbers, into lists."""
+    below: dict[str | int, list[tuple[Keys, Any]]] = defaultdict(list)
+    for keys, value in leaves:
+        if not keys:
+            return value
+        below[keys[0]].append((keys[1:], value))
+    found = {key: _nested(inside) for key, inside in below.items()}
+    numbers = sorted(key for key in found if isinstance(key, int))
+    return [found[number] for number in numbers] if len(numbers) == len(found) else found
+
+
+def read_metadata(data: bytes, where: str) -> Contents:
+    """The contents of a DCP folder. `where` names the file in errors."""
+    found = read_pickle(data, _ALLOWED, where)
+    try:
+        return _contents(found.state)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{where} is no metadata of {_HOME}: {type(error).__name__}: {error}.") from error
+
+
+def _contents(state: Mapping[str, Any]) -> Contents:
+    paths = state.get("planner_data") or {}
+    chunks = _chunks(state["storage_data"])
+    values = _values(state["storage_data"])
+    tensors: dict[str, StoredTensor] = {}
+    others: dict[str, StoredValue] = {}
+    for name, entry in state["state_dict_metadata"].items():
+        keys = tuple(key if type(key) is int else str(key) for key in paths.get(name, (name,)))
+        if entry.name == _TENSOR:
+            tensors[name] = _stored(keys, entry.state, chunks[name])
+        else:
+            others[name] = StoredValue(keys, *_place(values[name]))
+    return Contents(tensors, others)
+
+
+def _stored(keys: Keys, state: Mapping[str, Any], chunks: Mapping[Sizes, Mapping[str, Any]]) -> StoredTensor:
+    """A tensor with its chunks. One of which no file is told is left out: it shows as a hole."""
+    boxes = {box.offsets: box for box in map(_box, state["chunks"]) if not box.is_empty}
+    listed = [_chunk(box, chunks[offsets]) for offsets, box in boxes.items() if offsets in chunks]
+    return StoredTensor(keys, DTYPES[state["properties"].state[0].name], _sizes(state["size"]), tuple(listed))
+
+
+def _box(chunk: Described) -> Box:
+    return Box(_sizes(chunk.state["offsets"]), _sizes(chunk.state["sizes"]))
+
+
+def _chunk(box: Box, info: Mapping[str, Any]) -> Chunk:
+    return Chunk(box, *_place(info))
+
+
+def _place(info: Mapping[str, Any]) -> tuple[str, int, int]:
+    """A file, and which bytes of it."""
+    if info.get("transform_descriptors"):
+        raise ValueError(f"{info['relative_path']} is transformed by {info['transform_descriptors']}; only plain ones")
+    start, length = _checked((info["offset"], info["length"]))
+    return str(info["relative_path"]), start, length
+
+
+def _chunks(storage: Mapping[Described, Described]) -> dict[str, dict[Sizes, Mapping[str, Any]]]:
+    """What is known of the file of each chunk, by the tensor's name and the chunk's offsets."""
+    found: dict[str, dict[Sizes, Mapping[str, Any]]] = defaultdict(dict)
+    for index, info in storage.items():
+        offset = index.state.get("offset")
+        if offset is not None:
+            found[index.state["fqn"]][_sizes(offset)] = info.state
+    return found
+
+
+def _values(storage: Mapping[Described, Described]) -> dict[str, Mapping[str, Any]]:
+    """What is known of the file of everything that has no chunks."""
+    return {index.state["fqn"]: info.state for index, info in storage.items() if index.state.get("offset") is None}
+
+
+def _sizes(size: Described) -> Sizes:
+    if size.name != _SIZE:
+        raise ValueError(f"{size.name} stands where a size should")
+    return _checked(size.arguments[0])
+
+
+def _checked(values: Iterable[Any]) -> Sizes:
+    listed = tuple(values)
+    if any(type(value) is not int or not 0 <= value < 1 << 63 for value in listed):
+        raise ValueError(f"{listed!r} are no sizes or offsets")
+    return listed
+
+
+def _spelled(dtype: torch.dtype, shape: Sizes) -> str:
+    return f"{dtypes.name_of(dtype)}{list(shape)}"
+
+
+def needed_files(tensors: Iterable[StoredTensor]) -> dict[str, int]:
+    """The files that hold these tensors, and how long each must be at least."""
+    needed: dict[str, int] = defaultdict(int)
+    for chunk in (chunk for tensor in tensors for chunk in tensor.chunks):
+        needed[chunk.path] = max(needed[chunk.path], chunk.start + chunk.length)
+    return dict(needed)

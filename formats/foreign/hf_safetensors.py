@@ -1,0 +1,181 @@
+"""A model as Hugging Face's tools read it: `model.safetensors`, or shards of it with an index.
+
+Headers are worked out first; the tensors' bytes pass slab by slab, and are cast on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ckpt.errors import ConfigError
+from ckpt.formats.native import dtypes
+from ckpt.formats.state import Image
+from ckpt.formats.tensor_bytes import host_bytes, on_host
+
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".index.json"
+_ALIGNMENT = 4096
+_LENGTH = struct.Struct("<Q")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+class Source(Protocol):
+    """A tensor that is somewhere: in files, in memory, or spread over ranks."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def size(self) -> int:
+        """The number of its elements."""
+
+    def slabs(self) -> Iterator[torch.Tensor]:
+        """The whole in contiguous parts on the CPU, in the order of its bytes."""
+
+
+@dataclass(frozen=True)
+class LiveTensor:
+    """A tensor of a live model, which is fetched whole when its turn to be written comes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    fetch: Callable[[], torch.Tensor]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def slabs(self) -> Iterator[torch.Tensor]:
+        yield on_host(self.fetch())
+
+
+@dataclass(frozen=True)
+class Written:
+    """A tensor on its way to a file, in the dtype that it will have there."""
+
+    source: Source
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.size * self.dtype.itemsize
+
+    def pieces(self) -> Iterator[memoryview]:
+        for slab in self.source.slabs():
+            yield host_bytes(slab.to(self.dtype))
+
+
+def images(
+    name: str,
+    tensors: Mapping[str, Source],
+    tied: Mapping[str, str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | None = None,
+) -> list[Image]:
+    """The files to write, in this order: `name` alone, or shards named after it and at last their index."""
+    written = {key: Written(tensor, _cast(tensor.dtype, dtype)) for key, tensor in tensors.items() if key not in tied}
+    shards = _shards(written, max_shard_size)
+    if len(shards) == 1:
+        return [_image(name, shards[0], tied)]
+    stem = name.removesuffix(SUFFIX)
+    paths = [f"{stem}-{number:05d}-of-{len(shards):05d}{SUFFIX}" for number in range(1, len(shards) + 1)]
+    files = [_image(path, shard, tied) for path, shard in zip(paths, shards, strict=True)]
+    return [*files, _index(name, dict(zip(paths, shards, strict=True)))]
+
+
+def _cast(saved: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and saved.is_floating_point else saved
+
+
+def _shards(written: Mapping[str, Written], limit: int | None) -> list[dict[str, Written]]:
+    """The tensors in their order, in groups of at most `limit` bytes. A tensor above it is a group of its own."""
+    shards: list[dict[str, Written]] = [{}]
+    room = limit
+    for name, tensor in written.items():
+        if limit is not None and room is not None:
+            if shards[-1] and tensor.nbytes > room:
+                shards.append({})
+                room = limit
+            room -= tensor.nbytes
+        shards[-1][name] = tensor
+    return shards
+
+
+def _image(path: str, shard: Mapping[str, Written], tied: Mapping[str, str]) -> Image:
+    order = sorted(shard, key=lambda name: -shard[name].dtype.itemsize)  # so that every element is aligned
+    header = _header({name: shard[name] for name in order}, tied)
+
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(header)
+        for name in order:
+            yield from shard[name].pieces()
+
+    return Image(path, len(header) + sum(tensor.nbytes for tensor in shard.values()), pieces)
+
+
+def _header(shard: Mapping[str, Written], tied: Mapping[str, str]) -> bytes:
+    # tied weights are noted as safetensors.torch.save_model does, so that load_model finds them
+    metadata = {"format": "pt", **{name: first for name, first in tied.items() if first in shard}}
+    entries: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in shard.items():
+        start, end = end, end + tensor.nbytes
+        shape = list(tensor.source.shape)
+        entries[name] = {"dtype": _spelling(name, tensor.dtype), "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    length = math.ceil((len(text) + _LENGTH.size) / _ALIGNMENT) * _ALIGNMENT - _LENGTH.size
+    return _LENGTH.pack(length) + text.ljust(length)
+
+
+def _spelling(name: str, dtype: torch.dtype) -> str:
+    if dtype not in dtypes.SPELLED:
+        raise ConfigError(
+            f"{name} has dtype {dtypes.name_of(dtype)}, which safetensors has no word for. "
+            f"Choose another with dtype=, if it is of floating point: {floating_names()}."
+        )
+    return dtypes.SPELLED[dtype]
+
+
+def _index(name: str, shards: Mapping[str, Mapping[str, Written]]) -> Image:
+    total = sum(tensor.nbytes for shard in shards.values() for tensor in shard.values())
+    weight_map = {key: path for path, shard in shards.items() for key in shard}
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return Image.of(name + INDEX_SUFFIX, (json.dumps(index, indent=2) + "\n").encode())
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The dtype to cast to, by its name."""
+    found = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), None)
+    if found not in dtypes.SPELLED or not found.is_floating_point:
+        raise ConfigError(f"dtype={dtype!r} is none that a model can be cast to. Choose one of {floating_names()}.")
+    return found
+
+
+def floating_names() -> str:
+    return ", ".join(dtypes.name_of(dtype) for dtype in dtypes.SPELLED if dtype.is_floating_point)
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes for `5GB`, `512MiB` or a number."""
+    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    if match:
+        number, unit, binary = match.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.upper()])
+    if isinstance(size, str) and size.strip().isdecimal():
+        size = int(size)
+    if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
+        raise ConfigError(f"max_shard_size={size!r} is no size: give a number of bytes, or text like '5GB', '500MiB'.")
+    return size

@@ -1,0 +1,185 @@
+"""What `torch.save` wrote: where the bytes of its tensors are, and what else is in it. Its pickle is not executed."""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckpt.errors import DamagedError
+from ckpt.formats.foreign.pickle_reader import PERSISTENT, Described, read_pickle
+from ckpt.formats.pieces import Region
+from ckpt.formats.transfers import ByteReader
+
+_ENDS = 4096  # bytes at either end that hold all of the archive but the data, as a rule
+_LOCAL_HEADER = struct.Struct("<26xHH")  # the lengths of the name and of the extra field, behind what is of no use here
+_REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
+_PARAMETER = "torch._utils._rebuild_parameter"
+_UNTYPED = "torch.storage.UntypedStorage"
+_STORAGES = {
+    "torch.FloatStorage": torch.float32,
+    "torch.DoubleStorage": torch.float64,
+    "torch.HalfStorage": torch.float16,
+    "torch.BFloat16Storage": torch.bfloat16,
+    "torch.LongStorage": torch.int64,
+    "torch.IntStorage": torch.int32,
+    "torch.ShortStorage": torch.int16,
+    "torch.CharStorage": torch.int8,
+    "torch.ByteStorage": torch.uint8,
+    "torch.BoolStorage": torch.bool,
+    "torch.ComplexFloatStorage": torch.complex64,
+    "torch.ComplexDoubleStorage": torch.complex128,
+}
+DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+TENSORS = frozenset((*_REBUILD, _PARAMETER, _UNTYPED, *_STORAGES, *DTYPES, "collections.OrderedDict"))
+
+
+def find_tensor(reader: ByteReader, start: int, length: int, where: str) -> Region:
+    """Where the one tensor is that `torch.save` wrote to these bytes of a file. Reads a few kB, whatever its size."""
+    with opened(reader, start, length, where, "no tensor of torch.save") as saved:
+        return saved.region(saved.described(TENSORS))
+
+
+def is_tensor(found: Any) -> bool:
+    """Whether something in a pickle describes a tensor."""
+    return isinstance(found, Described) and found.name in (*_REBUILD, _PARAMETER)
+
+
+@contextmanager
+def opened(reader: ByteReader, start: int, length: int, where: str, is_none: str) -> Iterator[Saved]:
+    """What `torch.save` wrote to these bytes of a file. Whatever is wrong with it is one error: it holds `is_none`."""
+    window = _Window(reader, start, length)
+    try:
+        with zipfile.ZipFile(window) as archive:
+            yield Saved(window, archive, where)
+    except (zipfile.BadZipFile, struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{where} holds {is_none} at byte {start}: {error}.") from error
+
+
+class Saved:
+    """An archive of `torch.save`: a pickle, and beside it the bytes of every storage."""
+
+    def __init__(self, window: _Window, archive: zipfile.ZipFile, where: str) -> None:
+        self._window = window
+        self._archive = archive
+        self._where = where
+        self._root = archive.namelist()[0].partition("/")[0]
+        order = f"{self._root}/byteorder"
+        if order in archive.namelist() and archive.read(order) != b"little":
+            raise ValueError("its bytes are in the order of another kind of machine")
+
+    def described(self, allowed: Container[str]) -> Any:
+        """What the pickle describes. `allowed` are the names that it may hold."""
+        entry = self._archive.getinfo(f"{self._root}/data.pkl")
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise ValueError("its pickle is compressed, and could be of any size")
+        return read_pickle(self._archive.read(entry), allowed, self._where)
+
+    def region(self, found: Any) -> Region:
+        """Where the bytes of a tensor are that the pickle describes."""
+        saved = _Tensor.described(found)
+        entry = self._archive.getinfo(f"{self._root}/data/{saved.key}")
+        if saved.stop > entry.file_size or entry.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"{entry.file_size} bytes, compressed or not, do not hold its tensor of {saved.stop}")
+        data = self._window.start + self._window.data_of(entry.header_offset, entry.file_size)
+        return Region(self._window.reader, self._where, saved.dtype, data + saved.start, saved.sizes, saved.strides)
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """What the pickle says of a tensor: which storage, and which elements of it."""
+
+    key: str
+    dtype: torch.dtype
+    first: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def described(cls, found: Described) -> _Tensor:
+        if found.name == _PARAMETER:
+            found = found.arguments[0]
+        if found.name not in _REBUILD:
+            raise ValueError(f"it describes {found.name}, not a tensor")
+        storage, first, sizes, strides, _, _, *rest = found.arguments
+        if storage.name != PERSISTENT:
+            raise ValueError(f"its storage is a {storage.name}")
+        _, kind, key, _, _ = storage.arguments[0]
+        dtype = _dtype(kind.name, rest, typed=found.name == _REBUILD[0])
+        return cls(str(key), dtype, *_checked(first, sizes, strides))
+
+    @property
+    def start(self) -> int:
+        return self.first * self.dtype.itemsize
+
+    @property
+    def stop(self) -> int:
+        if 0 in self.sizes:
+            return self.start
+        reach = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
+        return self.start + (reach + 1) * self.dtype.itemsize
+
+
+def _dtype(storage: str, rest: list[Any], *, typed: bool) -> torch.dtype:
+    if typed:
+        if any(rest):
+            raise ValueError("it is conjugated or negated when it is used")
+        return _STORAGES[storage]
+    return DTYPES[rest[0].name]
+
+
+def _checked(first: Any, sizes: Any, strides: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    if len(sizes) != len(strides) or any(type(one) is not int or one < 0 for one in (first, *sizes, *strides)):
+        raise ValueError(f"a tensor of sizes {sizes!r} and strides {strides!r} from {first!r} cannot be")
+    return first, tuple(sizes), tuple(strides)
+
+
+class _Window:
+    """A part of a file, for a zip reader. Both its ends are read once: a small archive is in them."""
+
+    def __init__(self, reader: ByteReader, start: int, length: int) -> None:
+        self.start = start
+        self.reader = reader
+        self._length = length
+        self._at = 0
+        self._tail_at = max(0, length - _ENDS)
+        self._tail = reader.read(start + self._tail_at, start + length)
+        self._head = reader.read(start, start + min(length, _ENDS))
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        if self._at < 0:
+            raise ValueError("it leads before its first byte")
+        return self._at
+
+    def read(self, count: int = -1) -> bytes:
+        stop = self._length if count < 0 else min(self._length, self._at + count)
+        found = self._between(self._at, stop)
+        self._at = max(self._at, stop)
+        return found
+
+    def _between(self, start: int, stop: int) -> bytes:
+        if start >= self._tail_at:
+            return self._tail[start - self._tail_at : stop - self._tail_at]
+        if stop <= len(self._head):
+            return self._head[start:stop]
+        return self.reader.read(self.start + start, self.start + stop)
+
+    def data_of(self, header: int, length: int) -> int:
+        """Where the data of an entry begins."""
+        name, extra = _LOCAL_HEADER.unpack(self._between(header, header + _LOCAL_HEADER.size))
+        data: int = header + _LOCAL_HEADER.size + name + extra
+        if data + length > self._length:
+            raise ValueError("it ends too early")
+        return data

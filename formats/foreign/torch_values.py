@@ -1,0 +1,140 @@
+"""Plain data that `torch.save` wrote, as the values that were saved. Its pickle is not executed.
+
+Containers, numbers, text, NumPy arrays and what torch has for dtypes, devices and sizes come back; tensors come as
+`PiecedTensor`s, which are read when they are needed. Any other name in the pickle is refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ckpt.errors import DamagedError
+from ckpt.formats.foreign.pickle_reader import CONTAINERS, FACTORIES, Described
+from ckpt.formats.foreign.torch_save import DTYPES, TENSORS, Saved, is_tensor, opened
+from ckpt.formats.layout import Box
+from ckpt.formats.pieces import Piece, PiecedTensor
+from ckpt.formats.transfers import ByteReader
+
+_ARRAY = ("numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct")
+_SCALAR = ("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar")
+_DTYPE = "numpy.dtype"
+_KINDS = "biufcSU"  # of NumPy: numbers and text; never objects
+
+
+def read_values(reader: ByteReader, start: int, length: int, where: str) -> Any:
+    """What was saved to these bytes of a file."""
+    with opened(reader, start, length, where, "no plain data of torch.save") as saved:
+        try:
+            return _Values(saved).built(saved.described(ALLOWED))
+        except RecursionError:
+            raise DamagedError(f"{where} holds something that is inside itself, or nested beyond measure.") from None
+
+
+class _Values:
+    """Makes values of what a pickle describes: each thing once, however often it is referred to."""
+
+    def __init__(self, saved: Saved) -> None:
+        self._saved = saved
+        self._done: dict[int, Any] = {}
+        self._kept: list[Any] = []  # or another thing could get the identity of one that is gone
+
+    def built(self, value: Any) -> Any:
+        if id(value) not in self._done:
+            self._kept.append(value)
+            self._done[id(value)] = self._build(value)
+        return self._done[id(value)]
+
+    def _build(self, value: Any) -> Any:
+        if is_tensor(value):
+            return self._tensor(value)
+        if isinstance(value, Described):
+            return _named(Described(value.name, self.built(value.arguments), self.built(value.state)))
+        if isinstance(value, defaultdict):
+            return defaultdict(value.default_factory, self._items(value))
+        if isinstance(value, dict):  # of which an OrderedDict and a Counter are kinds
+            return type(value)(self._items(value))
+        if isinstance(value, deque):
+            return deque(map(self.built, value), value.maxlen)
+        if isinstance(value, list | tuple | set | frozenset):
+            return type(value)(map(self.built, value))
+        return value
+
+    def _items(self, value: dict[Any, Any]) -> dict[Any, Any]:
+        return {self.built(key): self.built(one) for key, one in value.items()}
+
+    def _tensor(self, found: Described) -> PiecedTensor:
+        region = self._saved.region(found)
+        whole = Box((0,) * len(region.sizes), region.sizes)
+        return PiecedTensor(region.dtype, region.sizes, () if whole.is_empty else (Piece(whole, region),))
+
+
+def _named(found: Described) -> Any:
+    if found.name in DTYPES:
+        return DTYPES[found.name]
+    if found.name in _MADE:
+        return _MADE[found.name](found)
+    return found  # what only serves to describe something else: a class of NumPy
+
+
+def _encoded(found: Described) -> bytes:
+    text, encoding = found.arguments
+    if encoding not in ("latin1", "latin-1"):
+        raise ValueError(f"it encodes bytes as {encoding!r}")
+    data: bytes = text.encode("latin-1")
+    return data
+
+
+def _bytes(found: Described) -> Any:
+    if any(isinstance(one, int) for one in found.arguments):
+        raise ValueError("it asks for bytes by their number")  # which could be more than there is memory
+    return (bytearray if found.name.endswith("bytearray") else bytes)(*found.arguments)
+
+
+def _array_dtype(found: Described) -> Any:
+    import numpy as np
+
+    dtype = np.dtype(found.arguments[0])
+    if dtype.kind not in _KINDS:
+        raise ValueError(f"it has an array of {dtype}, which is more than numbers and text")
+    order = found.state[1] if found.state else "|"
+    return dtype.newbyteorder(order) if order in "<>" else dtype
+
+
+def _array(found: Described) -> Any:
+    import numpy as np
+
+    _, shape, dtype, by_columns, data = found.state
+    array = np.frombuffer(data, dtype=dtype).reshape(shape, order="F" if by_columns else "C")
+    return array.copy()  # one of its own, that can be written to
+
+
+def _scalar(found: Described) -> Any:
+    import numpy as np
+
+    dtype, data = found.arguments
+    return np.frombuffer(data, dtype=dtype)[0]
+
+
+def _call(kind: Callable[..., Any]) -> Callable[[Described], Any]:
+    return lambda found: kind(*found.arguments)
+
+
+_PLAIN: dict[str, Callable[..., Any]] = {
+    f"{home}.{kind.__name__}": kind for home in ("builtins", "__builtin__") for kind in (complex, frozenset, slice)
+} | {"builtins.range": range, "__builtin__.xrange": range}
+_BYTES = [f"{home}.{name}" for home in ("builtins", "__builtin__") for name in ("bytes", "bytearray")]
+_MADE: dict[str, Callable[[Described], Any]] = {
+    **{name: _call(kind) for name, kind in _PLAIN.items()},
+    **dict.fromkeys(_BYTES, _bytes),
+    "torch.Size": _call(torch.Size),
+    "torch.device": _call(torch.device),
+    "_codecs.encode": _encoded,
+    _DTYPE: _array_dtype,
+    **dict.fromkeys(_ARRAY, _array),
+    **dict.fromkeys(_SCALAR, _scalar),
+}
+ALLOWED = frozenset((*TENSORS, *CONTAINERS, *FACTORIES, *_MADE, "numpy.ndarray"))

@@ -1,0 +1,70 @@
+"""JSON documents: `state.json` with the values of all parts, and one document per rank with what is that rank's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ckpt.errors import DamagedError
+from ckpt.formats.native import dtypes
+from ckpt.formats.native.json_values import Decoder, Encoder, from_base64, to_base64
+from ckpt.formats.native.shard_table import SpreadState, spread
+from ckpt.formats.state import PartState, Shard
+from ckpt.formats.tensor_bytes import host_bytes, on_host
+
+STATE = "state.json"
+
+
+def rank_document(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def to_json(data: Any) -> bytes:
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).encode()
+
+
+def from_json(data: bytes, where: str) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise DamagedError(f"{where} is not JSON: {error}.") from error
+
+
+def encode_part(kind: str, value: Any, prefix: str, problems: list[str]) -> PartState:
+    """A part's state, its tensors apart. What cannot be held is added to `problems` with its path."""
+    encoder = Encoder(prefix=prefix, problems=problems)
+    values = encoder.encode(value)
+    return PartState(kind, values, {name: Shard.whole(tensor) for name, tensor in encoder.tensors.items()})
+
+
+def encode_spread(kind: str, value: Any, prefix: str, problems: list[str], world_size: int) -> SpreadState:
+    """The state of a part whose tensors are spread over ranks. Every rank has the same values, and its own pieces."""
+    encoder = Encoder(prefix=prefix, problems=problems, spread=True)
+    values = encoder.encode(value)
+    return SpreadState(kind, values, spread(encoder.tensors, world_size), encoder.tensors)
+
+
+def encode_inline(value: Any, prefix: str, problems: list[str]) -> Any:
+    """A value whose tensors stand beside it as text: for small state that should be one document."""
+    encoder = Encoder(prefix=prefix, problems=problems)
+    values = encoder.encode(value)
+    return {"values": values, "tensors": {name: _tensor_to_json(t) for name, t in encoder.tensors.items()}}
+
+
+def decode_inline(data: Mapping[str, Any]) -> Any:
+    return Decoder(lambda name: _tensor_from_json(data["tensors"][name])).decode(data["values"])
+
+
+def _tensor_to_json(tensor: torch.Tensor) -> dict[str, Any]:
+    plain = on_host(tensor)
+    text = to_base64(bytes(host_bytes(plain)))
+    return {"dtype": dtypes.name_of(plain.dtype), "shape": list(plain.shape), "bytes": text}
+
+
+def _tensor_from_json(fields: Mapping[str, Any]) -> torch.Tensor:
+    tensor = torch.empty(fields["shape"], dtype=dtypes.by_name(fields["dtype"]))
+    host_bytes(tensor)[:] = from_base64(fields["bytes"])
+    return tensor

@@ -1,0 +1,135 @@
+"""The manifest: versioned JSON that lists every file with its hashes. Writing it is the commit.
+
+Its first two lines are fixed, so that no changed byte goes unnoticed:
+
+    {
+     "digest": "xxh3-128:<of every byte after this line>",
+     "format": "ckpt",
+     ...
+
+A reader refuses a version newer than its own, and ignores fields it does not know. Within a version fields are added,
+never removed or given another meaning.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ckpt.errors import DamagedError, VersionError
+from ckpt.formats.native.block_hash import ALGORITHM, BLOCK_SIZE, digest
+
+FILE_NAME = "manifest.json"
+FORMAT = "ckpt"
+VERSION = 1
+
+_HEAD = f'{{\n "digest": "{ALGORITHM}:'.encode()
+_HEAD_END = b'",\n'
+_HEX = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """One file of a checkpoint: what it is, where it is, how long, and a hash for each of its blocks.
+
+    `name` says what it holds (`model.safetensors`). `path` is the same, but for the files of a checkpoint that has
+    replaced another one of its name.
+    """
+
+    name: str
+    path: str
+    size: int
+    blocks: tuple[str, ...]
+    block_size: int = BLOCK_SIZE
+    head: tuple[int, str] | None = None  # how many bytes at its start are read by themselves, and their hash
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> FileRecord:
+        known = {key: value for key, value in fields.items() if key in cls.__dataclass_fields__}
+        head = tuple(known["head"]) if known.get("head") else None
+        return cls(**{**known, "blocks": tuple(known["blocks"]), "head": head})
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host with a root of its own, which has what its ranks wrote."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """All that is known of a checkpoint without opening its other files."""
+
+    name: str
+    id: str
+    sequence: int
+    created: str
+    run: str
+    files: tuple[FileRecord, ...]
+    world_size: int = 1
+    layout: str = "full"
+    parent: str | None = None
+    origin: str = ""  # the tool whose checkpoint this was, if it was converted
+    progress: Mapping[str, int] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    hardware: str = ""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    hosts: tuple[Host, ...] = ()  # where they share no root
+
+    @property
+    def size(self) -> int:
+        """Bytes in all files together."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def step(self) -> int:
+        return self.progress.get("step", 0)
+
+    def to_bytes(self) -> bytes:
+        fields = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        fields["metrics"] = {key: _json_number(value) for key, value in self.metrics.items()}
+        lines = json.dumps(fields, indent=1, allow_nan=False).encode().removeprefix(b"{\n")
+        return _HEAD + digest(lines).encode() + _HEAD_END + lines
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Manifest:
+        """Read a manifest. `where` names it in errors."""
+        start = len(_HEAD) + _HEX + len(_HEAD_END)
+        claimed, lines = data[len(_HEAD) : start - len(_HEAD_END)], data[start:]
+        if data[:start] != _HEAD + claimed + _HEAD_END or digest(lines).encode() != claimed:
+            raise DamagedError(f"{where} was altered: its bytes do not match its digest.")
+        try:
+            fields = json.loads(b"{" + lines)
+            _check_version(fields, where)
+            return cls(**_known(cls, fields))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedError(f"{where} is no manifest of ckpt: {error}.") from error
+
+
+def _check_version(fields: Mapping[str, Any], where: str) -> None:
+    if fields["format"] != FORMAT:
+        raise ValueError(f"its format is {fields['format']!r}")
+    if fields["version"] > VERSION:
+        writer = fields.get("versions", {}).get("ckpt", "?")
+        raise VersionError(
+            f"{where} has format version {fields['version']}, written by ckpt {writer}; this ckpt reads up to "
+            f"{VERSION}. Upgrade with 'pip install -U torch-ckpt', or load an older checkpoint by its name."
+        )
+
+
+def _known(cls: type[Manifest], fields: dict[str, Any]) -> dict[str, Any]:
+    known = {key: value for key, value in fields.items() if key in cls.__dataclass_fields__}
+    known["files"] = tuple(FileRecord.from_json(file) for file in known["files"])
+    known["hosts"] = tuple(Host(one["name"], tuple(one["ranks"])) for one in known.get("hosts", ()))
+    known["metrics"] = {key: float(value) for key, value in known["metrics"].items()}
+    return known
+
+
+def _json_number(value: float) -> float | str:
+    """JSON has no NaN and no infinities: those are written as the strings that float() reads."""
+    return value if value - value == 0 else str(value)

@@ -1,0 +1,61 @@
+"""The tensors of our own files, whole or in pieces, over all the files of a part."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from ckpt.errors import DamagedError
+from ckpt.formats.layout import Box
+from ckpt.formats.native.header import is_bare
+from ckpt.formats.native.tensor_file import TensorFile
+from ckpt.formats.pieces import Piece, PiecedTensor, Region, Sizes, dense_strides
+
+_Found = tuple[torch.dtype, Sizes, Piece]
+
+
+def pieced(files: Iterable[TensorFile]) -> dict[str, PiecedTensor]:
+    """Every tensor in the files. One of which several files hold pieces is put together of them."""
+    found: dict[str, list[_Found]] = defaultdict(list)
+    for file in files:
+        for name, one in _in_file(file):
+            found[name].append(one)
+    return {name: _together(name, listed) for name, listed in found.items()}
+
+
+def _in_file(file: TensorFile) -> Iterator[tuple[str, _Found]]:
+    for name, region in _regions(file):
+        shape = file.shapes.get(name, region.sizes)
+        box = Box(_offsets(file, name, len(shape)), region.sizes)
+        yield name, (region.dtype, shape, Piece(box, region))
+
+
+def _offsets(file: TensorFile, name: str, dims: int) -> Sizes:
+    """Where a piece belongs: a view of a piece, where that one does."""
+    base = file.views[name].of if name in file.views and name in file.shapes else name
+    return file.offsets.get(name) or file.offsets.get(base) or (0,) * dims
+
+
+def _regions(file: TensorFile) -> Iterator[tuple[str, Region]]:
+    """The bytes of every tensor; bare storages that only serve as the bases of views are none."""
+    bases = {view.of for view in file.views.values() if is_bare(view.of)}
+    for name, saved in file.stored.items():
+        if name not in bases:
+            strides = dense_strides(saved.shape)
+            yield name, Region(file.reader, file.where, saved.dtype, saved.start, saved.shape, strides)
+    for name, view in file.views.items():
+        start = file.stored[view.of].start + view.start
+        yield name, Region(file.reader, file.where, view.dtype, start, view.shape, view.stride)
+
+
+def _together(name: str, found: list[_Found]) -> PiecedTensor:
+    dtype, shape, first = found[0]
+    for other_dtype, other_shape, piece in found:
+        if (other_dtype, other_shape) != (dtype, shape) or len(piece.box.offsets) != len(shape):
+            raise DamagedError(
+                f"the files disagree about {name}: {first.region.where} says {dtype} of shape {list(shape)}, "
+                f"{piece.region.where} says {other_dtype} of shape {list(other_shape)}."
+            )
+    return PiecedTensor(dtype, shape, tuple(piece for *_, piece in found if not piece.box.is_empty))

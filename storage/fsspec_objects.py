@@ -1,0 +1,207 @@
+"""Objects in whatever fsspec has a filesystem for: gs://, az://, hf:// and others."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+from weakref import WeakValueDictionary
+
+from ckpt.errors import AbsentError, ConfigError, DeniedError, StorageError, TransientError
+from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed
+from ckpt.storage.multipart import PART, cut
+
+_turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
+_guard = threading.Lock()
+_NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+
+
+class FilesystemObjects:
+    """`scheme://prefix`, through fsspec. Retries are the filesystem's own.
+
+    A small object that must be new is made by the filesystem's own means for that. Otherwise versions are compared,
+    then written over: fsspec has no way to do both at once, so this tells two writers in two processes apart only if
+    one has ended before the other begins.
+    """
+
+    def __init__(self, scheme: str, prefix: str, options: Mapping[str, Any]) -> None:
+        self._scheme = scheme
+        self._shown = prefix
+        self._fs = _open(scheme, options)
+        self._prefix = self._fs._strip_protocol(prefix)
+
+    @property
+    def url(self) -> str:
+        return f"{self._scheme}://{self._shown}"
+
+    def put(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> str:
+        if over == ANY:
+            with self._explained("write", key):
+                self._stream(self._path(key), pieces)
+            return ""
+        with _turn(f"{self.url}/{key}"), self._explained("write", key):
+            self._expect(key, over)
+            if over is None and isinstance(pieces, list) and sum(map(len, pieces)) < PART:
+                self._create(key, b"".join(pieces))
+            else:
+                self._stream(self._path(key), pieces, lambda: self._expect(key, over))
+            return self.version(key) or ""
+
+    def _expect(self, key: str, version: str | None) -> None:
+        if self.version(key) != version:
+            raise changed(f"{self.url}/{key}")
+
+    def version(self, key: str) -> str | None:
+        with self._explained("read", key):
+            try:
+                facts = self._fs.info(self._path(key), refresh=True)
+            except _NOTHING_THERE:
+                return None
+            return None if facts["type"] == "directory" else str(self._fs.ukey(self._path(key)))
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        with self._explained("read", key):
+            size = self._fs.size(self._path(key))
+            stop = size if stop is None else min(stop, size)
+            return bytes(self._fs.cat_file(self._path(key), start, stop)) if start < stop else b""
+
+    def fill(self, key: str, start: int, buffers: list[memoryview]) -> int:
+        missing = 0
+        for buffer in buffers:
+            found = self.get(key, start, start + len(buffer))
+            buffer[: len(found)] = found
+            missing += len(buffer) - len(found)
+            start += len(buffer)
+        return missing
+
+    def copy(self, source: str, target: str) -> None:
+        with self._explained("copy", source):
+            if not self._fs.isfile(self._path(source)):
+                raise FileNotFoundError(source)
+            self._with_folder(self._path(target), lambda path: self._fs.cp_file(self._path(source), path))
+
+    def entries(self, prefix: str) -> Iterator[Entry]:
+        self._fs.invalidate_cache()
+        with self._explained("list", prefix):
+            found = self._fs.find(f"{self._prefix}/{prefix}".rstrip("/"), detail=True)
+        for path, facts in found.items():
+            key = path.removeprefix(f"{self._prefix}/")
+            if key.startswith(prefix):
+                yield Entry(key, facts["size"])
+
+    def remove(self, keys: list[str]) -> None:
+        for key in keys:
+            with self._explained("delete", key), suppress(*_NOTHING_THERE):
+                if self._fs.isfile(self._path(key)):
+                    self._fs.rm_file(self._path(key))
+
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        """None that one could know of."""
+        return iter(())
+
+    def abort(self, prefix: str, age: float) -> None:
+        """Nothing to do: filesystems have no words for it. What is unfinished is not listed."""
+
+    def _path(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+    def _create(self, key: str, data: bytes) -> None:
+        try:
+            self._with_folder(self._path(key), lambda there: self._fs.pipe_file(there, data, mode="create"))
+        except FileExistsError:
+            raise changed(f"{self.url}/{key}") from None
+
+    def _stream(self, path: str, pieces: Iterable[Buffer], confirm: Callable[[], None] = lambda: None) -> None:
+        """Write parts as they come. The object appears when all are there and `confirm` raises nothing, or never."""
+        try:
+            file = self._with_folder(path, lambda there: self._fs.open(there, "wb", block_size=PART, autocommit=False))
+        except NotImplementedError:
+            raise DeniedError(
+                f"{self.url} can only be read: fsspec has no way to let an object appear there as a whole. To write to "
+                "the Hub, use hub://."
+            ) from None
+        try:
+            for part in cut(pieces):
+                for view in part:
+                    file.write(view)
+            file.close()
+            confirm()  # to write may have taken long
+        except BaseException:
+            with suppress(AttributeError):
+                file.closed = True  # or it would be finished when it is collected
+            file.discard()
+            raise
+        self._with_folder(path, lambda there: file.commit())
+
+    def _with_folder(self, path: str, call: Any) -> Any:
+        """Call with a path, in a folder that is made where the filesystem needs one."""
+        try:
+            return call(path)
+        except FileNotFoundError:
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            return call(path)
+
+    @contextmanager
+    def _explained(self, what: str, key: str) -> Iterator[None]:
+        try:
+            yield
+            return
+        except StorageError:
+            raise
+        except Exception as error:
+            problem = _problem(error, what, f"{self.url}/{key}")
+            if problem is None:  # not the filesystem's
+                raise
+        raise problem
+
+
+def _turn(name: str) -> threading.Lock:
+    """The lock under which this process compares and writes one object.
+
+    Each has its own: a lease is renewed while a large file is being uploaded.
+    """
+    with _guard:
+        return _turns.setdefault(name, threading.Lock())
+
+
+def _problem(error: Exception, what: str, where: str) -> StorageError | None:
+    """An error of ours for one of a filesystem's; none for others'. Not every client raises the system's kinds."""
+    status = _status(error)
+    begin = f"could not {what} {where}"
+    if isinstance(error, _NOTHING_THERE):
+        return AbsentError(f"{where} does not exist.")
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return DeniedError(f"{begin}: the credentials are missing or do not allow it.")
+    if status >= 500 or status == 429:
+        return TransientError(f"{begin}: the server says {status}.")
+    if isinstance(error, _network()):
+        return TransientError(f"{begin}: the connection failed ({type(error).__name__}).")
+    if isinstance(error, OSError) or status:
+        return StorageError(f"{begin}: {getattr(error, 'strerror', '') or type(error).__name__}.")
+    return None
+
+
+def _status(error: Exception) -> int:
+    """What a server has answered, as clients call it; 0 if it has not."""
+    found = (getattr(error, name, None) for name in ("status_code", "status", "code"))
+    return next((one for one in found if isinstance(one, int) and 400 <= one < 600), 0)
+
+
+def _network() -> tuple[type[Exception], ...]:
+    aiohttp = sys.modules.get("aiohttp")  # there, if the filesystem uses it
+    return (ConnectionError, TimeoutError, asyncio.TimeoutError, *([aiohttp.ClientError] if aiohttp else ()))
+
+
+def _open(scheme: str, options: Mapping[str, Any]) -> Any:
+    from fsspec import filesystem
+
+    try:
+        return filesystem(scheme, **{"use_listings_cache": False, **options})
+    except ImportError as error:
+        raise ConfigError(f"{scheme}:// needs a package that is not installed: {error}.") from None
+    except (TypeError, ValueError) as error:
+        kind = type(error).__name__
+        raise ConfigError(f"{scheme}:// does not take these storage_options ({kind}): {', '.join(options)}.") from None

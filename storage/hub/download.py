@@ -1,0 +1,100 @@
+"""Copies of repositories in Hugging Face's cache: verified by their hashes, and of use without the network.
+
+Imports no torch: a shell asks for them too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ckpt.errors import DamagedError, TransientError
+from ckpt.storage.hub.errors import explained
+from ckpt.storage.hub.repo import HubRepo, bars
+from ckpt.util.console import bar, say
+
+_HASHED = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # the names of blobs: git's hash, or sha256 of large files
+_PIECE = 8 << 20
+
+
+def unreachable(repo: HubRepo) -> TransientError | None:
+    """Why the Hub cannot be reached; none if it can. Raises if there is no such repository or revision."""
+    try:
+        repo.head()
+    except TransientError as error:
+        return error
+    return None
+
+
+def fetched(repo: HubRepo, patterns: Sequence[str] | None, offline: TransientError | None) -> Path:
+    """The folder in the cache with the files that match, all of them intact.
+
+    What is not there is downloaded; where the Hub cannot be reached, what is there is taken, and it says so.
+    """
+    if offline is None:
+        folder = _downloaded(repo, patterns)
+    else:
+        folder = _cached(repo, patterns, offline)
+        say(f"the Hub cannot be reached: {repo.url} is taken from the cache, as it was at commit {folder.name[:8]}")
+    verify(folder, patterns)
+    return folder
+
+
+def _downloaded(repo: HubRepo, patterns: Sequence[str] | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    with explained("download", repo.url), bars(show=sys.stderr.isatty()):
+        endpoint = repo.api.endpoint
+        found = snapshot_download(
+            repo.id,
+            revision=repo.revision,
+            allow_patterns=None if patterns is None else [*patterns],
+            token=repo.token,
+            endpoint=endpoint,
+        )
+    return Path(found)
+
+
+def _cached(repo: HubRepo, patterns: Sequence[str] | None, unreachable: TransientError) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(
+            repo.id,
+            revision=repo.revision,
+            allow_patterns=None if patterns is None else [*patterns],
+            local_files_only=True,
+        )
+    except LocalEntryNotFoundError:
+        raise TransientError(f"{unreachable} The cache has no whole copy of {repo.url} either.") from None
+    return Path(found)
+
+
+def verify(folder: Path, patterns: Sequence[str] | None = None) -> None:
+    """Compare the files of a snapshot that match with the hashes that name their blobs."""
+    from huggingface_hub.utils import filter_repo_objects
+
+    files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    chosen = filter_repo_objects(files, allow_patterns=None if patterns is None else [*patterns])
+    blobs = dict.fromkeys(Path(os.path.realpath(folder / path)) for path in chosen)
+    hashed = [blob for blob in blobs if _HASHED.fullmatch(blob.name)]
+    with bar(f"verifying {folder.name[:8]}", sum(blob.stat().st_size for blob in hashed), in_bytes=True) as advance:
+        altered = [blob for blob in hashed if _hash(blob, advance) != blob.name]
+    if altered:
+        names = "; ".join(str(blob) for blob in altered)
+        raise DamagedError(f"these files do not match their hashes: {names}. Remove them, and they are fetched again.")
+
+
+def _hash(blob: Path, advance: Callable[[float], None]) -> str:
+    size = blob.stat().st_size
+    hasher = hashlib.sha256() if len(blob.name) == 64 else hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    with open(blob, "rb") as file:
+        while piece := file.read(_PIECE):
+            hasher.update(piece)
+            advance(len(piece))
+    return hasher.hexdigest()

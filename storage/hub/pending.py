@@ -1,0 +1,144 @@
+"""Changes to a repository on their way into a commit. Those that come soon after a commit wait for the next one."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckpt.errors import CkptError
+from ckpt.storage.hub.repo import HubRepo
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+_log = logging.getLogger("ckpt")
+_LOOK = 0.2  # seconds after which a waiting thread looks whether the program has ended
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What the Hub needs to be told of a file whose bytes it has, or those of a small one that go with the commit."""
+
+    size: int
+    oid: str = ""
+    content: str = ""  # base64
+
+    def to_text(self) -> str:
+        return json.dumps({key: value for key, value in vars(self).items() if value or key == "size"})
+
+    @classmethod
+    def from_text(cls, text: str) -> Receipt:
+        return cls(**json.loads(text))
+
+    def addition(self, path: str) -> CommitOperationAdd:
+        from huggingface_hub import CommitOperationAdd
+        from huggingface_hub.lfs import UploadInfo
+
+        if not self.oid:
+            return CommitOperationAdd(path, base64.b64decode(self.content))
+        # as `preupload_lfs_files(free_memory=True)` leaves it, perhaps in another process
+        addition = CommitOperationAdd(path, b"")
+        addition.upload_info = UploadInfo(self.size, b"", bytes.fromhex(self.oid))
+        addition._upload_mode, addition._should_ignore, addition._is_uploaded = "lfs", False, True
+        return addition
+
+
+Changes = dict[str, Receipt | None]  # by path; None for what shall be gone
+
+
+class Pending:
+    """What is yet to be committed. Commits are made at most every `interval` seconds, but for `settle`."""
+
+    def __init__(self, repo: HubRepo, interval: float, committed: Callable[[], None]) -> None:
+        self._repo = repo
+        self._interval = interval
+        self._committed = committed  # called after each commit
+        self._changes: Changes = {}
+        self._last = float("-inf")
+        self._guard = threading.RLock()
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def changes(self) -> Changes:
+        return dict(self._changes)
+
+    def add(self, changes: Mapping[str, Receipt | None]) -> None:
+        """Have changes committed: now, if the last commit is long ago. If that fails they are forgotten."""
+        with self._guard:
+            before, self._changes = self._changes, {**self._changes, **changes}
+            if time.monotonic() < self._last + self._interval:
+                self._commit_later()
+                return
+            try:
+                self._commit()
+            except BaseException:
+                self._changes = before
+                raise
+
+    def settle(self) -> None:
+        """Commit what is waiting."""
+        with self._guard:
+            self._commit()
+            self._wake.set()
+
+    def _commit_later(self) -> None:
+        if self._thread is None:
+            # no daemon: what was saved is committed when the program ends, however it does in good order
+            self._thread = threading.Thread(target=self._commit_when_due, name="ckpt-hub")
+            self._thread.start()
+
+    def _commit_when_due(self) -> None:
+        due = self._last + self._interval
+        while True:
+            goes_on = self._wait(due)
+            with self._guard:
+                if goes_on and self._changes and time.monotonic() < self._last + self._interval:
+                    due = self._last + self._interval  # somebody else has committed, and there is more since
+                    continue
+                try:
+                    self._commit()
+                except CkptError as error:  # it is tried again, here and by `settle`, which raises
+                    fate = "wait to be" if goes_on else "were not"
+                    _log.warning("changes %s committed to %s: %s", fate, self._repo.url, error)
+                    due = time.monotonic() + self._interval
+                if not self._changes or not goes_on:
+                    self._thread = None
+                    return
+
+    def _wait(self, due: float) -> bool:
+        """Wait, but not for what `settle` has done already. Returns whether the program goes on."""
+        while time.monotonic() < due and not self._wake.wait(_LOOK):
+            if not threading.main_thread().is_alive():
+                return False
+        self._wake.clear()
+        return True
+
+    def _commit(self) -> None:
+        if not self._changes:
+            return
+        self._repo.commit_on_head(self._operations, self._message())
+        self._changes = {}
+        self._last = time.monotonic()
+        self._committed()
+
+    def _operations(self, head: str) -> list[CommitOperationAdd | CommitOperationDelete]:
+        from huggingface_hub import CommitOperationDelete
+
+        gone = [path for path, receipt in self._changes.items() if receipt is None]
+        there = self._repo.files(head) if gone else {}
+        added = [receipt.addition(path) for path, receipt in self._changes.items() if receipt is not None]
+        return [*added, *(CommitOperationDelete(path) for path in gone if path in there)]
+
+    def _message(self) -> str:
+        added = sum(receipt is not None for receipt in self._changes.values())
+        counts = {"add": added, "remove": len(self._changes) - added}
+        folders = sorted({path.rpartition("/")[0].rpartition("/")[2] for path in self._changes} - {""})
+        where = f" in {', '.join(folders)}" if len(folders) < 4 else ""
+        return "ckpt: " + ", ".join(f"{word} {count} files" for word, count in counts.items() if count) + where

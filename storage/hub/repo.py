@@ -1,0 +1,258 @@
+"""One repository on the Hub, through `huggingface_hub`: its files at a commit, and new commits on top of one."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote
+
+from ckpt.errors import ConfigError, StorageError, TransientError
+from ckpt.storage.hub.errors import MovedError, asked_to_wait, cause_of, explained, may_help, status_of
+from ckpt.storage.retry import Patience
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    Operation = CommitOperationAdd | CommitOperationDelete
+
+Result = TypeVar("Result")
+
+MAIN_BRANCH = "main"
+_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_MAY_NOT = 403
+_EXISTS = 409
+_CONFLICTS = (_EXISTS, 412)
+_PAUSES = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # seconds, after others have committed
+_log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file in a repository: its size, and the hash of what is in it: sha256 of large files, git's of others."""
+
+    path: str
+    size: int
+    oid: str
+
+
+@dataclass
+class Hub:
+    """How long the Hub is asked again where that may help: less long before it has ever answered."""
+
+    patience: Patience = field(default_factory=lambda: Patience(shortest=1.0))
+    reached: bool = False
+
+    def tried(self, call: Callable[[], Result]) -> Result:
+        """Make a call, again where that helps, and as late as the Hub asks."""
+        patience = self.patience if self.reached else self.patience.until_reached()
+        for pause in patience.pauses():
+            try:
+                result = call()
+            except Exception as error:
+                cause = cause_of(error)
+                self.reached = self.reached or status_of(cause) > 0
+                if not may_help(cause):
+                    raise
+                wait = asked_to_wait(cause) or pause
+                _log.warning("the Hub is asked again in %.1f s: %s", wait, status_of(cause) or type(cause).__name__)
+                time.sleep(wait)
+            else:
+                self.reached = True
+                return result
+        return call()
+
+
+@dataclass(frozen=True)
+class HubRepo:
+    """A repository and one of its branches. The token comes from `HF_TOKEN` or a login, if none is given."""
+
+    id: str
+    revision: str = MAIN_BRANCH
+    token: str | None = field(default=None, repr=False)
+    hub: Hub = field(default_factory=Hub, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not _ID.fullmatch(self.id):
+            raise ConfigError(f"{self.id!r} is not the id of a repository: write user/name, the end of its page's URL.")
+
+    @property
+    def url(self) -> str:
+        return f"hub://{self.id}" + (f"@{quote(self.revision, safe='')}" if self.revision != MAIN_BRANCH else "")
+
+    @property
+    def page(self) -> str:
+        """Where a browser finds it."""
+        return f"{self.api.endpoint}/{self.id}"
+
+    @cached_property
+    def api(self) -> HfApi:
+        from huggingface_hub import HfApi
+
+        return HfApi(token=self.token, library_name="torch-ckpt")
+
+    def create(self, *, private: bool | None = None) -> bool:
+        """Make the repository and the branch, where they are not there yet; no pull request (`refs/pr/1`).
+
+        Returns whether this call has certainly made the repository.
+        """
+        made = self._ask("create", lambda: self._made(private=private))
+        if self.revision != MAIN_BRANCH and not self.revision.startswith("refs/"):
+            self._ask("create", lambda: self.api.create_branch(self.id, branch=self.revision, exist_ok=True))
+
+        return made
+
+    def _made(self, *, private: bool | None) -> bool:
+        try:
+            self.api.create_repo(self.id, private=private)
+        except Exception as error:
+            status = status_of(cause_of(error))
+            if status not in (_EXISTS, _MAY_NOT):
+                raise
+            if status == _MAY_NOT and not self.api.repo_exists(self.id):  # if it is there, the token may still push
+                raise
+            return False
+        return True
+
+    def remove_if_untouched(self) -> bool:
+        """Remove a repository that has nothing but its first commit. Returns whether it is gone."""
+        with suppress(StorageError):
+            commits = self._ask("look at", lambda: self.api.list_repo_commits(self.id))
+            branches = self._ask("look at", lambda: self.api.list_repo_refs(self.id)).branches
+            files = self.files(self.head()) if len(commits) <= 1 and len(branches) <= 1 else {"others have committed"}
+            if not set(files) - {".gitattributes"}:
+                self._ask("remove", lambda: self.api.delete_repo(self.id))
+                return True
+        return False
+
+    def is_private(self) -> bool:
+        return bool(self._ask("look at", lambda: self.api.repo_info(self.id)).private)
+
+    def head(self) -> str:
+        """The commit that the branch stands at."""
+        return str(self._ask("look at", lambda: self.api.repo_info(self.id, revision=self.revision)).sha)
+
+    def files(self, commit: str, folder: str = "") -> dict[str, HubFile]:
+        """Every file of a commit below a folder, by its path. A folder that is not there has none."""
+        from huggingface_hub.errors import EntryNotFoundError
+
+        def listed() -> list[Any]:
+            try:
+                return list(self.api.list_repo_tree(self.id, folder or None, recursive=True, revision=commit))
+            except EntryNotFoundError:
+                return []
+
+        found = (_file(entry) for entry in self._ask("list", listed) if hasattr(entry, "blob_id"))
+        return {file.path: file for file in found}
+
+    def read(self, path: str, commit: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Bytes of a file at a commit. `stop` must not lie beyond its end."""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+
+        url = hf_hub_url(self.id, path, revision=commit, endpoint=self.api.endpoint)
+        headers = build_hf_headers(token=self.token, library_name="torch-ckpt")
+        if start or stop is not None:
+            headers["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
+
+        def fetched() -> bytes:
+            response = http_backoff("GET", url, headers=headers)
+            hf_raise_for_status(response)
+            content: bytes = response.content
+            return content
+
+        found = self._ask("read", fetched, f"{self.url}/{path}")
+        if stop is not None and len(found) != stop - start:
+            raise StorageError(
+                f"could not read {self.url}/{path}: asked for {stop - start} bytes, the Hub sent {len(found)}. A proxy "
+                "on the way may not know ranges."
+            )
+        return found
+
+    def upload(self, additions: Sequence[CommitOperationAdd]) -> None:
+        """Send the bytes of large files ahead of their commit, and forget them here. What the Hub has is not sent."""
+
+        def send() -> None:
+            self.api.preupload_lfs_files(self.id, additions, revision=self.revision, free_memory=True)
+
+        with bars(show=False):  # training goes on meanwhile
+            self._ask("upload to", send)
+
+    def commit_on_head(self, make: Callable[[str], Sequence[Operation]], message: str) -> tuple[str, int]:
+        """Commit what `make` says is to be done, given the head; again on the new head when others were first.
+
+        Returns the commit that then has all of it, and the number of changes: none if nothing was to be done.
+        """
+        for pause in _PAUSES:
+            head = self.head()
+            operations = make(head)
+            try:
+                return self._commit(operations, message, head) if operations else head, len(operations)
+            except MovedError:
+                time.sleep(pause)
+        raise TransientError(
+            f"{self.url}: others commit there again and again, so nothing was changed. Try again later, or use a "
+            "branch of your own."
+        )
+
+    def _commit(self, operations: Sequence[Operation], message: str, parent: str) -> str:
+        """One commit on top of `parent`. If the branch is elsewhere, it raises `MovedError` and nothing has changed.
+
+        Where the answer to a commit was lost, the mark in its description tells whether it was made.
+        """
+        mark = f"ckpt {secrets.token_hex(8)}"
+
+        def send() -> Any:
+            return self.api.create_commit(
+                self.id,
+                operations,
+                commit_message=message,
+                commit_description=mark,
+                revision=self.revision,
+                parent_commit=parent,
+            )
+
+        with explained("commit to", self.url), bars(show=sys.stderr.isatty()):
+            try:
+                return str(self.hub.tried(send).oid)
+            except OSError as error:
+                if status_of(error) not in _CONFLICTS:
+                    raise
+            made = self._marked(mark)
+        if made is None:
+            raise MovedError(f"{self.url} has moved on from {parent[:8]}: somebody else has committed.")
+        return made
+
+    def _marked(self, mark: str) -> str | None:
+        commits = self.hub.tried(lambda: self.api.list_repo_commits(self.id, revision=self.revision))
+        return next((one.commit_id for one in commits if mark in one.message), None)
+
+    def _ask(self, verb: str, call: Callable[[], Result], where: str = "") -> Result:
+        with explained(verb, where or self.url):
+            return self.hub.tried(call)
+
+
+@contextmanager
+def bars(*, show: bool) -> Iterator[None]:
+    """Whether the client shows its bars, of which there is one for every file."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if show or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+def _file(entry: Any) -> HubFile:
+    return HubFile(entry.path, entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id)

@@ -1,0 +1,210 @@
+"""Locks on files and folders below a directory. The kernel releases them when their process dies."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.errors import LockedError, StorageError
+from ckpt.storage.base import LostError
+from ckpt.storage.local.durable_directories import NO_LOCKS, make_directories
+
+_log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A lock that this process holds."""
+
+    key: str
+    path: Path
+    descriptor: int
+    noted: bool  # a lock file, which contains its holder's note
+    made: bool  # an empty folder, to be removed with the lock
+
+    def is_in_place(self) -> bool:
+        """Whether the path still leads to what is locked. A lock on what has been removed excludes nobody."""
+        try:
+            there = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return os.path.samestat(there, os.fstat(self.descriptor))
+
+
+class LocalLocks:
+    """The locks of one local storage that this process holds.
+
+    A name that begins with a dot is a lock file, made if it is missing. Any other key is locked itself, be it a folder
+    or a file; if nothing is there, an empty folder is made for as long as the lock lasts. A file would be in the way of
+    what is saved under that name later.
+    """
+
+    def __init__(self, root: Path, shown: str) -> None:
+        self._root = root
+        self._shown = shown
+        self._alone: list[Held] = []  # lock files of the holders in this storage
+
+    def take(self, key: str, path: Path, *, shared: bool, note: str) -> Held | None:
+        """Lock what is at `path`. None where the filesystem has no locks."""
+        while True:
+            with no_fork:
+                held = self._locked(key, path, shared=shared, note=note)
+                if held is None:
+                    return None
+                with _closed_on_error(held.descriptor):
+                    in_place = held.is_in_place()
+                if in_place:
+                    _held.add(held.descriptor)
+                    break
+                close(held.descriptor)  # its holder removed it before he released it
+        if held.noted:
+            self._alone.append(held)
+            try:
+                os.ftruncate(held.descriptor, 0)
+                os.pwrite(held.descriptor, note.encode(), 0)
+            except BaseException:
+                self.release(held)
+                raise
+        return held
+
+    def release(self, held: Held) -> None:
+        with no_fork:
+            if held.descriptor not in _held:  # a forked child has closed its copy already
+                return
+            _held.discard(held.descriptor)
+            try:
+                self._leave(held)
+            finally:
+                close(held.descriptor)
+
+    def _leave(self, held: Held) -> None:
+        """Remove the traces of a lock. One that stays harms nobody, and nobody could do anything about it."""
+        if held.noted:
+            self._alone.remove(held)
+            with suppress(OSError):
+                os.ftruncate(held.descriptor, 0)  # the next holder may leave no note
+        with suppress(OSError):  # it is not empty any more
+            if held.made and held.is_in_place():
+                held.path.rmdir()
+
+    def confirm(self) -> None:
+        """Refuse to go on if the file by which this process holds the root is gone: others may hold it by now."""
+        for held in self._alone:
+            if held.descriptor in _held and not self._is_in_place(held):  # a forked child has closed its copy
+                raise LostError(
+                    f"{self._shown}/{held.key} was removed, alone or with all of {self._shown}, while this run held "
+                    "it: nothing kept others from writing there."
+                )
+
+    def _is_in_place(self, held: Held) -> bool:
+        try:
+            return held.is_in_place()
+        except OSError as error:
+            raise StorageError(
+                f"could not look at {self._shown}/{held.key}, by which this run holds {self._shown}: "
+                f"{error.strerror or error}. Nothing was changed there. Try again."
+            ) from error
+
+    def _locked(self, key: str, path: Path, *, shared: bool, note: str) -> Held | None:
+        descriptor, made = self._opened(path, shared=shared)
+        with _closed_on_error(descriptor):
+            return self._flocked(key, path, descriptor, shared=shared, note=note, made=made)
+
+    def _flocked(self, key: str, path: Path, descriptor: int, *, shared: bool, note: str, made: bool) -> Held | None:
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = "" if path.is_dir() else os.pread(descriptor, 4096, 0).decode(errors="replace")
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise LockedError(f"{self._shown}/{key} is held: {holder or 'by somebody else.'}") from None
+            if made:
+                with suppress(OSError):
+                    path.rmdir()
+            if error.errno in NO_LOCKS:
+                _warn_without_locks(str(self._root))
+                close(descriptor)
+                return None
+            raise
+        noted = bool(note) and not shared and _is_lock_file(path) and stat.S_ISREG(os.fstat(descriptor).st_mode)
+        return Held(key, path, descriptor, noted=noted, made=made)
+
+    def _opened(self, path: Path, *, shared: bool) -> tuple[int, bool]:
+        """A descriptor of what is to be locked, and whether a folder was made for it."""
+        if _is_lock_file(path) and not shared and not path.is_dir():
+            make_directories(path.parent, self._root)
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), False
+        made = False
+        if not shared and not path.exists():
+            make_directories(path.parent, self._root)
+            with suppress(FileExistsError):
+                path.mkdir()
+                made = True
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC), made
+
+
+def close(descriptor: int) -> None:
+    """Close what was locked. The descriptor is gone even where that reports an error, which says nothing of a lock."""
+    with suppress(OSError):
+        os.close(descriptor)
+
+
+@contextmanager
+def _closed_on_error(descriptor: int) -> Iterator[None]:
+    """Or the lock would last as long as the process."""
+    try:
+        yield
+    except BaseException:
+        close(descriptor)
+        raise
+
+
+def _is_lock_file(path: Path) -> bool:
+    return path.name.startswith(".")
+
+
+_held: set[int] = set()
+no_fork = threading.RLock()  # or a child would get a copy of a lock that `_held` does not know
+
+
+def _let_go_in_child() -> None:
+    # A data loader's worker is a fork that may outlive a killed trainer for seconds. With a copy of the descriptor it
+    # would keep the lock, and the restarted trainer would be refused.
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+    no_fork.release()
+
+
+os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=_let_go_in_child)
+
+_warned: set[str] = set()
+
+
+def _warn_without_locks(root: str) -> None:
+    if root not in _warned:
+        _warned.add(root)
+        _log.warning("%s: this filesystem has no locks. See to it that only one run writes there at a time.", root)
+
+
+@contextmanager
+def waited_for(folder: Path) -> Iterator[None]:
+    """Hold a directory alone, when whoever holds it now has released it."""
+    with no_fork:  # a child must not get a copy of the lock
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+            yield
+        finally:
+            close(descriptor)

@@ -1,0 +1,273 @@
+"""Files below a directory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import accumulate
+from pathlib import Path
+
+from ckpt.errors import (
+    AbsentError,
+    ConfigError,
+    DeniedError,
+    FullError,
+    NotDurableError,
+    StorageError,
+    TransientError,
+    TruncatedError,
+)
+from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed, check_key
+from ckpt.storage.local.direct_read import read_scattered
+from ckpt.storage.local.direct_write import write_durably
+from ckpt.storage.local.durable_directories import make_directories, sync_directory
+from ckpt.storage.local.locks import LocalLocks, waited_for
+
+TEMPORARY = ".ckpt-tmp"
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
+# what says nothing about the bytes themselves: a failing disk, a server that is away, a limit of this process
+_PASSING = {
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR,
+    errno.EBUSY, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED,
+    errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EREMOTEIO, errno.ENOLINK,
+}  # fmt: skip
+_NO_LINKS = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
+_NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_COPIED_AT_ONCE = 8 << 20
+_SNAPSHOT = re.compile(r"(.*/models--[^/]+)/snapshots/[0-9a-f]{40}(?:/.*)?")
+
+
+class LocalStorage:
+    """A directory, made when the first object is written."""
+
+    near = True
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = Path(os.path.abspath(os.fspath(root)))
+        self._shown = os.path.normpath(os.fspath(root))
+        # a snapshot in Hugging Face's cache is made of links to the blobs of its repository
+        snapshot = _SNAPSHOT.fullmatch(str(self._root))
+        self._bounds = snapshot.group(1) if snapshot else str(self._root)
+        self._size = os.stat if snapshot else os.lstat
+        if os.path.exists(self._root) and not os.path.isdir(self._root):
+            raise ConfigError(f"{self._shown} is a file. The root of checkpoints must be a directory: choose another.")
+        self._locks = LocalLocks(self._root, self._shown)
+
+    @property
+    def url(self) -> str:
+        return self._shown
+
+    @property
+    def place(self) -> str:
+        """The same for every spelling of this root: relative, absolute, or through symbolic links."""
+        return os.path.realpath(self._root)
+
+    def __repr__(self) -> str:
+        return f"LocalStorage({self._shown!r})"
+
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+        self._make(key, lambda path: _write_file(path, pieces), over=over)
+
+    def version(self, key: str) -> str | None:
+        path = self._path(key, followed=True)
+        with self._explained("read", key):
+            try:
+                status = os.stat(path)
+            except _NOTHING_THERE:
+                return None
+        if stat.S_ISDIR(status.st_mode):
+            return None
+        return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
+
+    def link(self, source: str, target: str) -> None:
+        """A hard link: the bytes are there once, until the last of their names is removed."""
+        there = self._path(source, followed=True)
+        with self._explained("read", source):
+            os.stat(there)
+        try:
+            self._make(target, lambda path: os.link(os.path.realpath(there), path))
+        except StorageError as error:
+            if getattr(error.__cause__, "errno", None) not in _NO_LINKS:
+                raise
+            self.write(target, self._pieces(source))
+
+    def _make(self, key: str, make: Callable[[Path], None], *, over: str | None = ANY) -> None:
+        """Make a file under another name, and give it its own when it is whole."""
+        path = self._path(key)
+        with self._explained("write", key):
+            self._locks.confirm()
+            make_directories(path.parent, self._root)
+            temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY}")
+            try:
+                make(temporary)
+                self._locks.confirm()
+                if over == ANY:
+                    os.replace(temporary, path)
+                else:
+                    self._replace(temporary, key, over)
+            finally:
+                # left by an error or a KeyboardInterrupt, or where both are links to one file already; only a killed
+                # process leaves it to `sweep`
+                with suppress(OSError):
+                    temporary.unlink()
+            self._sync_folder(path.parent, key)
+
+    def _sync_folder(self, folder: Path, key: str) -> None:
+        try:
+            sync_directory(folder)
+        except OSError as error:
+            raise NotDurableError(
+                f"{self._shown}/{key} was written, but its folder could not be synced: {error.strerror or error}."
+            ) from error
+
+    def _replace(self, temporary: Path, key: str, over: str | None) -> None:
+        """Give a file its name if that is still the one of `over`. One at a time, by an flock on the root."""
+        with waited_for(self._root):
+            if self.version(key) != over:
+                raise changed(f"{self._shown}/{key}")
+            os.replace(temporary, self._path(key))
+
+    def _pieces(self, key: str) -> Iterator[bytes]:
+        with self._explained("read", key), open(self._path(key, followed=True), "rb", buffering=0) as file:
+            while piece := file.read(_COPIED_AT_ONCE):
+                yield piece
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        with self._explained("read", key), open(self._path(key, followed=True), "rb") as file:
+            file.seek(start)
+            return file.read(-1 if stop is None else max(0, stop - start))
+
+    def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
+        with self._explained("read", key):
+            path = self._path(key, followed=True)
+            views = [memoryview(buffer).cast("B") for buffer in buffers]
+            missing = read_scattered(str(path), start, views, cached=again)
+            if missing:
+                raise TruncatedError(f"{self._shown}/{key} ends {missing} bytes too early.")
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        with self._explained("list", prefix):
+            for folder, names in self._walk(prefix):
+                for name in names:
+                    path = os.path.join(folder, name)
+                    with suppress(FileNotFoundError):  # removed while we walk
+                        if not name.endswith(TEMPORARY):
+                            yield Entry(path[len(str(self._root)) + 1 :], self._size(path).st_size)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self._locks.confirm()
+        for key in keys:
+            path = self._path(key)
+            with self._explained("delete", key), suppress(*_NOTHING_THERE):
+                path.unlink()
+            self._drop_empty(path.parent)
+
+    def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
+        with self._explained("list", prefix):
+            for folder, names in self._walk(prefix):
+                for path in (os.path.join(folder, name) for name in names if name.endswith(TEMPORARY)):
+                    with suppress(FileNotFoundError):  # finished while we walk
+                        status = os.lstat(path)
+                        key = path[len(str(self._root)) + 1 :]
+                        yield Unfinished(key, status.st_size, time.time() - status.st_mtime)
+
+    def sweep(self, prefix: str = "", *, age: float | None = None) -> None:
+        self._locks.confirm()
+        with self._explained("sweep", prefix):
+            for left in list(self.unfinished(prefix)):
+                if age is None or left.age >= age:
+                    path = self._root / left.key
+                    with suppress(FileNotFoundError):
+                        path.unlink()
+                    self._drop_empty(path.parent)
+
+    @contextmanager
+    def lock(self, key: str, *, shared: bool = False, note: str = "") -> Iterator[None]:
+        """An flock on the file or directory itself: the kernel lets go of it when the process dies.
+
+        A lock file's content is the note of the one who holds it alone. Directories and readers leave none.
+        """
+        path = self._path(key, followed=True)
+        with self._explained("lock", key):
+            held = self._locks.take(key, path, shared=shared, note=note)
+        try:
+            yield
+        finally:
+            if held is not None:
+                self._locks.release(held)
+
+    def _path(self, key: str, *, followed: bool = False) -> Path:
+        """Where `key` is. Unless it is `followed`, a link by that name is itself what is replaced or removed."""
+        path = self._root / check_key(key)
+        words = key.split("/") if followed else key.split("/")[:-1]
+        if self._has_links(words) and not self._stays_below(os.path.realpath(path if followed else path.parent)):
+            raise ConfigError(f"{self._shown}/{key} leads out of the root through a symbolic link. It is not touched.")
+        return path
+
+    def _has_links(self, words: Iterable[str]) -> bool:
+        return any(os.path.islink(one) for one in accumulate(words, "{}/{}".format, initial=str(self._root)))
+
+    def _stays_below(self, real: str) -> bool:
+        root = os.path.realpath(self._bounds)
+        return os.path.commonpath([root, real]) == root
+
+    def _walk(self, prefix: str) -> Iterator[tuple[str, Iterable[str]]]:
+        """The folders below `prefix`, deepest first, with the names of their files. One it may not read is an error."""
+
+        def failed(error: OSError) -> None:
+            if not isinstance(error, _NOTHING_THERE):  # or a run would start anew beside its checkpoints
+                raise error
+
+        top = self._path(prefix, followed=True) if prefix else self._root
+        for folder, _, names in os.walk(top, topdown=False, onerror=failed):
+            yield folder, names
+
+    def _drop_empty(self, folder: Path) -> None:
+        while folder != self._root and self._root in folder.parents:
+            try:
+                folder.rmdir()
+            except OSError:
+                return
+            folder = folder.parent
+
+    @contextmanager
+    def _explained(self, verb: str, key: str) -> Iterator[None]:
+        """Turn the system's errors into ours: what, where, why, what to do."""
+        where = f"{self._shown}/{key}"
+        try:
+            yield
+        except StorageError:
+            raise
+        except OSError as error:
+            if isinstance(error, _NOTHING_THERE) and verb != "write":
+                raise AbsentError(f"{where} does not exist.") from error
+            if error.errno in _FULL:
+                raise FullError(f"could not {verb} {where}: {error.strerror}. {self._room()}") from error
+            if error.errno in _DENIED:
+                access = "readable" if verb in ("read", "list") else "writable"
+                raise DeniedError(
+                    f"could not {verb} {where}: {error.strerror}. "
+                    f"Make {self._shown} {access} for this user, or choose another root."
+                ) from error
+            kind = TransientError if error.errno in _PASSING else StorageError
+            raise kind(f"could not {verb} {where}: {error.strerror or error}.") from error
+
+    def _room(self) -> str:
+        try:
+            status = os.statvfs(self._root)
+        except OSError:
+            return "Free some space, then save again."
+        free = status.f_bavail * status.f_frsize
+        return f"{free / 1e9:.2f} GB are free there. Free some space (or lower Keep(last=...)), then save again."
+
+
+def _write_file(path: Path, pieces: Iterable[Buffer]) -> None:
+    with open(path, "xb", buffering=0) as file:
+        write_durably(file.fileno(), pieces)

@@ -1,0 +1,196 @@
+"""Calls to S3 through s3fs: from any thread, tried again, and never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ckpt.errors import ConfigError, StorageError, TransientError
+from ckpt.storage.retry import FIRST_CONTACT, Patience
+from ckpt.storage.s3.errors import UnreachedError, explained
+
+if TYPE_CHECKING:
+    from s3fs import S3FileSystem
+
+_T = TypeVar("_T")
+_AT_ONCE = 8
+
+
+class Moved:
+    """Bytes that one try of a request has moved so far."""
+
+    count = 0
+
+
+class Connection:
+    """A bucket, through the event loop that s3fs runs in a thread of its own."""
+
+    def __init__(self, bucket: str, options: Mapping[str, Any]) -> None:
+        given = dict(options)
+        self.patience = Patience(**{name: given.pop(name) for name in ("deadline", "stall") if name in given})
+        self.bucket = bucket
+        self.fs = _open(given, self.patience)
+        self.at_once: int = self.fs.max_concurrency
+        self._slots = asyncio.Semaphore(self.at_once)
+        self._reached = False
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run to the end. If this thread is interrupted, the work is stopped first."""
+        tasks: set[asyncio.Task[Any]] = set()
+        future = self.start(work, tasks)
+        try:
+            return future.result()
+        except BaseException:
+            self.stop(tasks)
+            raise
+
+    def start(self, work: Coroutine[Any, Any, _T], tasks: set[asyncio.Task[Any]]) -> Future[_T]:
+        """Begin work in the loop, as one of `tasks`."""
+        return asyncio.run_coroutine_threadsafe(_among(tasks, work), self.fs.loop)
+
+    def stop(self, tasks: set[asyncio.Task[Any]]) -> None:
+        """Cancel the tasks. When this returns, none of them touches anybody's memory any more."""
+        asyncio.run_coroutine_threadsafe(_stop(tasks), self.fs.loop).result()
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        """One request."""
+        answer = await self.fs._call_s3(method, Bucket=self.bucket, **arguments)
+        self._reached = True
+        return answer
+
+    async def tried(self, what: str, where: str, attempt: Callable[[Moved], Awaitable[_T]]) -> _T:
+        """The result of an attempt. What may pass is tried again until the deadline; all else is raised at once."""
+        problem: StorageError | ConfigError
+        pauses: Iterator[float] = iter(())
+        tries, began = 0, 0.0
+        while True:
+            async with self._slots:
+                if not tries:  # of a large read most requests wait for their turn: that time is not theirs
+                    began, pauses = time.monotonic(), self.patience.pauses()
+                tries += 1
+                try:
+                    return await self._watched(attempt)
+                except Exception as error:
+                    problem = explained(error, what, where, self.bucket)
+            pause = next(pauses, None)
+            if pause is None or not isinstance(problem, TransientError):
+                break
+            self._reached = self._reached or not isinstance(problem, UnreachedError)
+            if not self._reached and time.monotonic() - began + pause > FIRST_CONTACT:
+                break
+            await asyncio.sleep(pause)
+        if isinstance(problem, TransientError):
+            problem = TransientError(f"{problem} Tried {tries} times.")
+        raise problem  # not where the other one was caught: what is chained might quote a secret
+
+    async def _watched(self, attempt: Callable[[Moved], Awaitable[_T]]) -> _T:
+        """One attempt, given up when nothing has moved for a while."""
+        moved = Moved()
+        task = asyncio.ensure_future(attempt(moved))
+        try:
+            while True:
+                before = moved.count
+                await asyncio.wait({task}, timeout=self.patience.stall)
+                if task.done():
+                    return task.result()
+                if moved.count == before:
+                    raise asyncio.TimeoutError
+        finally:
+            await _stop({task})
+
+
+async def together(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """The results of all. If one fails, the others are stopped first."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await _stop(tasks)
+
+
+async def _among(tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, _T]) -> _T:
+    task = asyncio.current_task()
+    assert task is not None
+    tasks.add(task)
+    try:
+        return await work
+    finally:
+        tasks.discard(task)
+
+
+async def _stop(tasks: Iterable[Any]) -> None:
+    left = [task for task in tasks if not task.done()]
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+
+
+def _open(options: dict[str, Any], patience: Patience) -> S3FileSystem:
+    from s3fs import S3FileSystem
+
+    ours = {
+        "retries": {"total_max_attempts": 1},  # `tried` does it, with a deadline
+        "read_timeout": patience.stall,
+        "connect_timeout": min(10.0, patience.stall),
+        "connector_args": {"resolver": _resolver()},
+    }
+    if "@" in str(options.get("endpoint_url", "")):
+        raise ConfigError("the endpoint_url has a name or a password in it. Give them as key and secret.")
+    options.setdefault("max_concurrency", _AT_ONCE)
+    config = {"max_pool_connections": 2 * options["max_concurrency"], **ours, **options.pop("config_kwargs", {})}
+    try:
+        fs = S3FileSystem(**options, config_kwargs=config, use_listings_cache=False, skip_instance_cache=True)
+    except (TypeError, ValueError, KeyError) as error:
+        kind = type(error).__name__
+        names = ", ".join(sorted(options))
+        raise ConfigError(f"s3fs does not take these storage_options ({kind}): {names}.") from None
+    fs.retries = 1
+    return fs
+
+
+def _resolver() -> Any:
+    """Looks names up in threads that a program which is about to end still starts: its last save goes on."""
+    from aiohttp.abc import AbstractResolver
+
+    class Resolver(AbstractResolver):
+        async def resolve(self, host: str, port: int = 0, family: int = socket.AF_UNSPEC) -> list[Any]:
+            found = await _in_thread(lambda: socket.getaddrinfo(host, port, family, socket.SOCK_STREAM))
+            return [
+                {"hostname": host, "host": one[4][0], "port": port, "family": one[0], "proto": one[2], "flags": 0}
+                for one in found
+            ]
+
+        async def close(self) -> None:
+            """Nothing is kept."""
+
+    return Resolver()
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def work() -> None:
+        try:
+            result = call()
+        except OSError as error:
+            loop.call_soon_threadsafe(_settle, done, None, error)
+        else:
+            loop.call_soon_threadsafe(_settle, done, result, None)
+
+    threading.Thread(target=work, name="ckpt-resolve", daemon=True).start()
+    return await done
+
+
+def _settle(done: asyncio.Future[Any], result: Any, error: OSError | None) -> None:
+    if done.cancelled():
+        return
+    if error is not None:
+        done.set_exception(error)
+    else:
+        done.set_result(result)

@@ -1,0 +1,193 @@
+"""Objects in a bucket of S3, or of anything that speaks its language."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from functools import partial
+from typing import Any
+
+from ckpt.errors import AbsentError
+from ckpt.storage.base import ANY, Buffer, Entry, Unfinished
+from ckpt.storage.multipart import cut
+from ckpt.storage.s3 import write as s3_write
+from ckpt.storage.s3.connection import Connection, Moved, together
+from ckpt.storage.s3.errors import code_of, not_deleted
+from ckpt.storage.s3.write import Write
+
+_DELETED_AT_ONCE = 1000
+_READ_AT_ONCE = 8 << 20
+_CHUNK = 1 << 20
+
+
+class S3Objects:
+    """`s3://bucket/prefix`."""
+
+    def __init__(self, bucket: str, prefix: str, options: Mapping[str, Any]) -> None:
+        self._bucket = bucket
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._s3 = Connection(bucket, options)
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
+
+    def put(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> str:
+        parts = cut(pieces)
+        first = next(parts, [])
+        second = next(parts, None)
+        write = Write(self._s3, self._prefix + key, self._where(key), over)
+        if second is None:
+            return self._s3.run(write.at_once(first))
+        return write.in_parts(first, second, parts)
+
+    def version(self, key: str) -> str | None:
+        try:
+            return str(self._head(key)["ETag"])
+        except AbsentError:
+            return None
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        if stop is not None and stop <= start:
+            self._head(key)
+            return b""
+
+        async def attempt(moved: Moved) -> bytes:
+            found = [chunk async for chunk in self._chunks(key, start, stop, moved)]
+            return b"".join(found)
+
+        return self._s3.run(self._s3.tried("read", self._where(key), attempt))
+
+    def fill(self, key: str, start: int, buffers: list[memoryview]) -> int:
+        return self._s3.run(self._fill_all(key, start, buffers))
+
+    def copy(self, source: str, target: str) -> None:
+        size = int(self._head(source)["ContentLength"])
+        origin: dict[str, Any] = {"CopySource": {"Bucket": self._bucket, "Key": self._prefix + source}}
+        write = Write(self._s3, self._prefix + target, self._where(target), ANY)
+        if size <= s3_write.COPIED_AT_ONCE:
+            self._s3.run(self._request("copy_object", target, **origin))
+        else:
+            write.copied(origin, size)
+
+    def entries(self, prefix: str) -> Iterator[Entry]:
+        more: dict[str, str] = {}
+        while True:
+            page = self._s3.run(self._request("list_objects_v2", "", "list", Prefix=self._prefix + prefix, **more))
+            for one in page.get("Contents", ()):
+                if not one["Key"].endswith("/"):  # stands for a folder, as consoles make them: no key of ours
+                    yield Entry(one["Key"].removeprefix(self._prefix), one["Size"])
+            if not page.get("IsTruncated"):
+                return
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def remove(self, keys: list[str]) -> None:
+        for start in range(0, len(keys), _DELETED_AT_ONCE):
+            some = keys[start : start + _DELETED_AT_ONCE]
+            self._s3.run(self._s3.tried("delete", self.url, partial(self._remove, some)))
+
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        for key, upload, begun in self._uploads(self._prefix + prefix):
+            with suppress(AbsentError):  # finished while we look
+                yield Unfinished(key, self._size_of(key, upload), begun)
+
+    def _size_of(self, key: str, upload: str) -> int:
+        """How many bytes of an upload have arrived."""
+        size, more = 0, dict[str, int]()
+        while True:
+            page = self._s3.run(self._request("list_parts", key, "list", UploadId=upload, **more))
+            size += sum(int(part["Size"]) for part in page.get("Parts", ()))
+            if not page.get("IsTruncated"):
+                return size
+            more = {"PartNumberMarker": page["NextPartNumberMarker"]}
+
+    def abort(self, prefix: str, age: float) -> None:
+        for key, upload, begun in list(self._uploads(self._prefix + prefix)):
+            if begun >= age:
+                with suppress(AbsentError):
+                    self._s3.run(self._request("abort_multipart_upload", key, UploadId=upload))
+
+    def _uploads(self, top: str) -> Iterator[tuple[str, str, float]]:
+        """Unfinished uploads: their keys, their ids, and how many seconds ago they began, by the server's clock."""
+        more: dict[str, str] = {}
+        while True:
+            page = self._s3.run(self._request("list_multipart_uploads", "", "list", Prefix=top, **more))
+            for one in page.get("Uploads", ()):
+                if one["Key"].startswith(top):
+                    begun = (_date(page) - one["Initiated"]).total_seconds()
+                    yield one["Key"].removeprefix(self._prefix), one["UploadId"], begun
+            if not page.get("IsTruncated"):
+                return
+            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def _where(self, key: str) -> str:
+        return f"{self.url}/{key}".rstrip("/")
+
+    def _head(self, key: str) -> Any:
+        return self._s3.run(self._request("head_object", key, "read"))
+
+    async def _request(self, method: str, key: str, what: str = "write", **arguments: Any) -> Any:
+        if key:
+            arguments["Key"] = self._prefix + key
+
+        async def attempt(moved: Moved) -> Any:
+            return await self._s3.call(method, **arguments)
+
+        return await self._s3.tried(what, self._where(key), attempt)
+
+    async def _remove(self, keys: list[str], moved: Moved) -> None:
+        listed = {"Objects": [{"Key": self._prefix + key} for key in keys], "Quiet": True}
+        answer = await self._s3.call("delete_objects", Delete=listed)
+        if answer.get("Errors"):
+            raise not_deleted(answer["Errors"], self.url)
+
+    async def _chunks(self, key: str, start: int, stop: int | None, moved: Moved) -> AsyncIterator[bytes]:
+        """The bytes as they come. None where the object has ended before `start`."""
+        span = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"} if start or stop is not None else {}
+        try:
+            answer = await self._s3.call("get_object", Key=self._prefix + key, **span)
+        except Exception as error:
+            if code_of(error) in ("InvalidRange", "416"):
+                return
+            raise
+        async with answer["Body"] as body:
+            while chunk := await body.read(_CHUNK):
+                moved.count += len(chunk)
+                yield chunk
+
+    async def _fill_all(self, key: str, start: int, buffers: list[memoryview]) -> int:
+        """Several ranges at the same time. How many bytes are missing at the end."""
+        requests, at = [], start
+        for views in cut(buffers, _READ_AT_ONCE):
+            requests.append(self._fill_one(key, at, views))
+            at += sum(map(len, views))
+        return sum(await together(requests))
+
+    async def _fill_one(self, key: str, start: int, views: list[memoryview]) -> int:
+        size = sum(map(len, views))
+
+        async def attempt(moved: Moved) -> int:
+            left, got = list(views), 0
+            async for chunk in self._chunks(key, start, start + size, moved):
+                left, got = _scatter(chunk, left), got + len(chunk)
+            return size - got
+
+        return await self._s3.tried("read", self._where(key), attempt)
+
+
+def _scatter(chunk: bytes, views: list[memoryview]) -> list[memoryview]:
+    """Copy bytes to the beginning of the views. Returns what is left of them."""
+    data = memoryview(chunk)
+    while data:
+        count = min(len(data), len(views[0]))
+        views[0][:count] = data[:count]
+        data = data[count:]
+        views = views[1:] if count == len(views[0]) else [views[0][count:], *views[1:]]
+    return views
+
+
+def _date(answer: Mapping[str, Any]) -> datetime:
+    """What time it is for the server."""
+    return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])

@@ -1,0 +1,152 @@
+"""One object written to S3: at once, in parts, or copied by the server."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from ckpt.errors import StorageError
+from ckpt.storage.base import ANY, changed
+from ckpt.storage.multipart import Body
+from ckpt.storage.s3.connection import Connection, Moved, together
+from ckpt.storage.s3.errors import code_of
+
+if TYPE_CHECKING:
+    import asyncio
+
+COPIED_AT_ONCE = 256 << 20
+_TOKEN = "ckpt-write"  # noqa: S105  # names a write, so that one whose answer was lost is known again
+
+
+class Write:
+    """One write of one object, which is known again when an answer was lost."""
+
+    def __init__(self, s3: Connection, key: str, where: str, over: str | None) -> None:
+        self._s3 = s3
+        self._key = key
+        self._where = where
+        self._token = uuid.uuid4().hex
+        self._condition = {} if over == ANY else {"IfNoneMatch": "*"} if over is None else {"IfMatch": over}
+        self._tries = 0
+
+    async def at_once(self, views: list[memoryview]) -> str:
+        async def attempt(moved: Moved) -> str:
+            body = Body(views, moved) if views else b""
+            named = {"Metadata": {_TOKEN: self._token}, **self._condition}
+            return await self._settled("put_object", Body=body, **named)
+
+        return await self._s3.tried("write", self._where, attempt)
+
+    def in_parts(self, first: list[memoryview], second: list[memoryview], rest: Iterable[list[memoryview]]) -> str:
+        upload = self._begin()
+        try:
+            parts = self._uploaded(upload, first, second, rest)
+            return self._s3.run(self._complete(upload, parts))
+        except BaseException:
+            self._give_up(upload)
+            raise
+
+    def copied(self, origin: dict[str, Any], size: int) -> None:
+        upload = self._begin()
+        try:
+            parts = self._s3.run(self._copy_parts(upload, origin, size))
+            self._s3.run(self._complete(upload, parts))
+        except BaseException:
+            self._give_up(upload)
+            raise
+
+    def _begin(self) -> str:
+        named = {"Metadata": {_TOKEN: self._token}}
+        return str(self._s3.run(self._request("create_multipart_upload", **named))["UploadId"])
+
+    def _uploaded(
+        self, upload: str, first: list[memoryview], second: list[memoryview], rest: Iterable[list[memoryview]]
+    ) -> list[dict[str, Any]]:
+        """Upload parts as they come, a few at the same time. Nothing is on its way when this returns or raises."""
+        tasks: set[asyncio.Task[Any]] = set()
+        running: set[Future[dict[str, Any]]] = set()
+        done: list[dict[str, Any]] = []
+        try:
+            for number, views in enumerate(_chained(first, second, rest), 1):
+                running.add(self._s3.start(self._upload_part(upload, number, views), tasks))
+                if len(running) >= self._s3.at_once:
+                    running = _collected(running, done)
+            while running:
+                running = _collected(running, done)
+        except BaseException:
+            self._s3.stop(tasks)
+            raise
+        return sorted(done, key=lambda part: int(part["PartNumber"]))
+
+    async def _upload_part(self, upload: str, number: int, views: list[memoryview]) -> dict[str, Any]:
+        async def attempt(moved: Moved) -> dict[str, Any]:
+            place = {"Key": self._key, "UploadId": upload, "PartNumber": number}
+            return _part(number, await self._s3.call("upload_part", Body=Body(views, moved), **place))
+
+        return await self._s3.tried("write", self._where, attempt)
+
+    async def _copy_parts(self, upload: str, origin: dict[str, Any], size: int) -> list[dict[str, Any]]:
+        async def one(number: int, start: int) -> dict[str, Any]:
+            span = f"bytes={start}-{min(size, start + COPIED_AT_ONCE) - 1}"
+            place = {"UploadId": upload, "PartNumber": number, "CopySourceRange": span}
+            answer = await self._request("upload_part_copy", **place, **origin)
+            return _part(number, answer["CopyPartResult"])
+
+        starts = range(0, size, COPIED_AT_ONCE)
+        return await together(one(number, start) for number, start in enumerate(starts, 1))
+
+    async def _complete(self, upload: str, parts: list[dict[str, Any]]) -> str:
+        async def attempt(moved: Moved) -> str:
+            whole = {"UploadId": upload, "MultipartUpload": {"Parts": parts}, **self._condition}
+            return await self._settled("complete_multipart_upload", **whole)
+
+        return await self._s3.tried("write", self._where, attempt)
+
+    async def _settled(self, method: str, **arguments: Any) -> str:
+        """The version after a request that counts once. If an earlier one has been heeded, that is no conflict."""
+        self._tries += 1
+        try:
+            return str((await self._s3.call(method, Key=self._key, **arguments))["ETag"])
+        except Exception as error:
+            failure, code = error, code_of(error)
+        if self._tries > 1 and code in ("PreconditionFailed", "412", "NoSuchUpload", "404"):
+            there = await self._s3.call("head_object", Key=self._key)
+            if there.get("Metadata", {}).get(_TOKEN) == self._token:
+                return str(there["ETag"])
+        if code in ("NoSuchKey", "404") and "IfMatch" in self._condition:  # removed; others say 412 then
+            raise changed(self._where)
+        raise failure
+
+    def _give_up(self, upload: str) -> None:
+        with suppress(StorageError):  # what is left is swept later
+            self._s3.run(self._request("abort_multipart_upload", UploadId=upload))
+
+    async def _request(self, method: str, **arguments: Any) -> Any:
+        async def attempt(moved: Moved) -> Any:
+            return await self._s3.call(method, Key=self._key, **arguments)
+
+        return await self._s3.tried("write", self._where, attempt)
+
+
+def _part(number: int, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """What completes a part: its tag, and the checksum that the server has compared."""
+    sums = {name: value for name, value in answer.items() if name.startswith("Checksum") and name != "ChecksumType"}
+    return {"PartNumber": number, "ETag": answer["ETag"], **sums}
+
+
+def _chained(
+    first: list[memoryview], second: list[memoryview], rest: Iterable[list[memoryview]]
+) -> Iterator[list[memoryview]]:
+    yield first
+    yield second
+    yield from rest
+
+
+def _collected(running: set[Future[dict[str, Any]]], done: list[dict[str, Any]]) -> set[Future[dict[str, Any]]]:
+    """Wait for at least one, keep the results, and return those that go on."""
+    ended, left = wait(running, return_when=FIRST_COMPLETED)
+    done.extend(one.result() for one in ended)
+    return left

@@ -1,0 +1,131 @@
+"""`ckpt demo`: real training, a real SIGKILL, and the verdict it prints."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt.cli import demo
+from ckpt.errors import CkptError, ConfigError, LockedError
+from ckpt.root.catalog import list_checkpoints
+from ckpt.storage import LocalStorage
+
+STEPS = 48
+
+
+def run_demo(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ckpt.cli", "demo", "--root", str(root), "--steps", str(STEPS)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo") / "runs" / "demo"
+
+
+@pytest.fixture(scope="module")
+def done(root: Path) -> subprocess.CompletedProcess[str]:
+    return run_demo(root)
+
+
+def test_a_killed_and_resumed_run_ends_bit_identical(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"BIT-IDENTICAL: weights, optimizer, generators and all {STEPS} losses." in done.stdout
+    assert "step-00000030 was cut off; the new process resumed from step-00000024." in done.stdout
+    assert done.stderr == ""
+
+
+def test_the_demo_shows_the_checkpoint_that_was_cut_off(done: subprocess.CompletedProcess[str]) -> None:
+    assert re.search(r"^step-00000030 .* no: was never committed$", done.stdout, re.MULTILINE)
+    assert re.search(r"kB  model\.safetensors$", done.stdout, re.MULTILINE)
+    assert re.search(r"bytes  \.optimizer\.safetensors\.\w+\.ckpt-tmp$", done.stdout, re.MULTILINE)
+
+
+def test_the_demo_shows_both_losses_side_by_side(done: subprocess.CompletedProcess[str]) -> None:
+    rows = re.findall(r"^ +(\d+) +(\d+\.\d{8}) +(\d+\.\d{8})", done.stdout, re.MULTILINE)
+    assert [int(step) for step, _, _ in rows] == [1, 6, 12, 18, 24, 30, 36, 42, 48]
+    assert all(one == other for _, one, other in rows)
+    assert re.search(r"^ +24 .*<- resumed from here$", done.stdout, re.MULTILINE)
+    assert re.search(r"^ +30 .*<- killed while saving this$", done.stdout, re.MULTILINE)
+
+
+def test_the_demo_is_plain_in_a_pipe(done: subprocess.CompletedProcess[str]) -> None:
+    assert "\x1b" not in done.stdout
+
+
+def test_the_bytes_of_both_last_checkpoints_are_the_same(root: Path, done: subprocess.CompletedProcess[str]) -> None:
+    one, other = (list_checkpoints(root / name)[0] for name in (demo.STRAIGHT, demo.INTERRUPTED))
+    assert one.manifest is not None
+    assert other.manifest is not None
+    assert one.manifest.files == other.manifest.files
+    assert one.manifest.step == STEPS
+
+
+def test_a_difference_is_loud(
+    root: Path, done: subprocess.CompletedProcess[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = demo.Run({step: 1.0 / step for step in range(1, STEPS + 1)})
+    other = demo.Run(same.losses | {STEPS: 0.0})
+    assert not demo._report(demo.Plan(str(root), STEPS), same, same, other)
+    assert "NOT IDENTICAL" in capsys.readouterr().out
+
+
+def test_a_flipped_bit_in_the_weights_is_a_difference(
+    root: Path, done: subprocess.CompletedProcess[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = root / demo.INTERRUPTED / f"step-{STEPS:08d}-end" / "model.safetensors"
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    try:
+        assert not demo._show_last(demo.Plan(str(root), STEPS))
+    finally:
+        weights.write_bytes(kept)
+    assert re.search(r"model\.safetensors .* DIFFERENT", capsys.readouterr().out)
+
+
+def test_the_demo_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / demo.MARKER).touch()
+    (tmp_path / "mine.txt").write_text("stays")
+    (tmp_path / demo.STRAIGHT / "old").mkdir(parents=True)
+    demo._check_root(str(tmp_path))
+    demo._clear(demo.Plan(str(tmp_path), STEPS))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [demo.MARKER, "mine.txt"]
+
+
+def test_the_demo_touches_no_directory_that_is_not_its_own(tmp_path: Path) -> None:
+    (tmp_path / demo.STRAIGHT).mkdir()
+    refused = run_demo(tmp_path)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(f"ckpt: {tmp_path} is not empty and not from an earlier demo.")
+    assert (tmp_path / demo.STRAIGHT).is_dir()
+
+
+def test_the_demo_follows_no_link_when_it_clears(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    root = tmp_path / "demo"
+    root.mkdir()
+    (root / demo.STRAIGHT).symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match="cannot be removed"):
+        demo._clear(demo.Plan(str(root), STEPS))
+    assert elsewhere.is_dir()
+
+
+def test_the_demo_refuses_a_url() -> None:
+    with pytest.raises(ConfigError, match="plain directory"):
+        demo.run("memory://demo", STEPS)
+
+
+def test_two_demos_do_not_run_in_one_place(tmp_path: Path) -> None:
+    with LocalStorage(tmp_path).lock(demo.MARKER), pytest.raises(LockedError):
+        demo.run(str(tmp_path), STEPS)
+
+
+def test_a_training_that_fails_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(CkptError, match="ended with status 1, not 0"):
+        demo._expect(demo.Run(said="out of luck", status=1), 0)
+    assert capsys.readouterr().err == "out of luck\n"

@@ -1,0 +1,238 @@
+"""The command `ckpt`, as a shell runs it."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import nn
+
+import ckpt
+from ckpt.cli.main import main
+from ckpt.root.catalog import MARKER
+from ckpt.util.console import age
+
+Invoke = Callable[..., Result]
+
+_WITHOUT_TORCH = """
+import sys
+from ckpt.cli.main import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    assert not end.code, end.code
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.fixture
+def invoke() -> Invoke:
+    return lambda *arguments: CliRunner().invoke(main, [str(one) for one in arguments])
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Three checkpoints: step-00000001, step-00000002 and last."""
+    root = tmp_path / "run"
+    model = nn.Linear(300, 100)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ckpt.StateManager(root, model=model, optimizer=optimizer) as manager:
+        manager.resume()
+        for loss in (0.5, 0.25):
+            model(torch.ones(300)).sum().backward()
+            optimizer.step()
+            manager.step(metrics={"loss": loss})
+            manager.save_state()
+        manager.save_state("last", metrics={"accuracy": 0.875})
+    return root
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def leave_uncommitted(root: Path, name: str) -> None:
+    (root / name).mkdir()
+    (root / name / MARKER).write_text("{}")
+
+
+def lines_of(text: str) -> dict[str, str]:
+    """The lines of a listing by their first word."""
+    return {line.split()[0]: line for line in text.splitlines()}
+
+
+def run_ckpt(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ckpt.cli", *map(str, arguments)], capture_output=True, text=True, timeout=170
+    )
+
+
+def on_a_terminal(*arguments: object) -> str:
+    """What the command prints where standard output is a terminal."""
+    main_end, child_end = pty.openpty()
+    environment = {**os.environ, "COLUMNS": "100", "TERM": "xterm"}
+    command = [sys.executable, "-m", "ckpt.cli", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=child_end, env=environment) as process:
+        os.close(child_end)
+        shown = b""
+        try:
+            while piece := os.read(main_end, 4096):
+                shown += piece
+        except OSError:  # the other end was closed
+            pass
+    os.close(main_end)
+    assert process.returncode == 0
+    return shown.decode()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["ls"], ["ls", "--verify"], ["verify"], ["show"], ["prune"], ["report"], ["demo", "--help"]],
+)
+def test_the_command_answers_without_importing_torch(root: Path, arguments: list[str]) -> None:
+    where = [] if "--help" in arguments else [str(root)]
+    subprocess.run([sys.executable, "-c", _WITHOUT_TORCH, *arguments, *where], check=True, timeout=170)
+
+
+def test_ls_shows_what_is_known_of_each_checkpoint_the_newest_first(root: Path, invoke: Invoke) -> None:
+    result = invoke("ls", root)
+    header, *rows, footer = result.output.splitlines()
+    assert header.split() == ["name", "step", "age", "size", "metrics", "world", "intact"]
+    assert [row.split()[0] for row in rows] == ["last", "step-00000002", "step-00000001"]
+    assert re.fullmatch(r"step-00000001 +1 +\d+ s +\d+\.\d kB +loss=0\.5 +1 +yes", rows[2])
+    assert "accuracy=0.875" in rows[0]
+    assert footer == "sizes checked; --verify reads every byte"
+    assert result.exit_code == 0
+
+
+def test_a_truncated_file_shows_in_ls(root: Path, invoke: Invoke) -> None:
+    truncate(root / "step-00000002" / "optimizer.safetensors")
+    result = invoke("ls", root)
+    lines = lines_of(result.output)
+    assert re.search(r"no: optimizer\.safetensors is \d+\.\d kB of \d+\.\d kB", lines["step-00000002"])
+    assert lines["step-00000001"].endswith("yes")
+    assert result.exit_code == 0
+
+
+def test_a_missing_file_shows_in_ls(root: Path, invoke: Invoke) -> None:
+    (root / "last" / "model.safetensors").unlink()
+    assert lines_of(invoke("ls", root).output)["last"].endswith("no: model.safetensors is missing")
+
+
+def test_a_flipped_bit_shows_only_where_every_byte_is_read(root: Path, invoke: Invoke) -> None:
+    flip_a_bit(root / "step-00000002" / "model.safetensors")
+    assert lines_of(invoke("ls", root).output)["step-00000002"].endswith("yes")
+    verified = invoke("ls", root, "--verify").output
+    assert "no: model.safetensors was altered (bytes 0 to " in lines_of(verified)["step-00000002"]
+    assert verified.endswith("every byte checked\n")
+
+
+def test_a_checkpoint_that_was_never_committed_comes_last_in_ls(root: Path, invoke: Invoke) -> None:
+    leave_uncommitted(root, "step-00000003")
+    *_, row, _footer = invoke("ls", root).output.splitlines()
+    assert re.fullmatch(r"step-00000003 .* no: was never committed", row)
+
+
+def test_an_altered_manifest_shows_in_ls(root: Path, invoke: Invoke) -> None:
+    flip_a_bit(root / "last" / "manifest.json")
+    assert lines_of(invoke("ls", root).output)["last"].endswith("no: manifest.json was altered")
+
+
+def test_ls_of_one_checkpoint_shows_that_one(root: Path, invoke: Invoke) -> None:
+    assert list(lines_of(invoke("ls", root / "last").output)) == ["name", "last", "sizes"]
+
+
+def test_ls_of_an_empty_root_says_so_and_succeeds(tmp_path: Path, invoke: Invoke) -> None:
+    result = invoke("ls", tmp_path)
+    assert result.output == f"There are no checkpoints in {tmp_path}.\n"
+    assert result.exit_code == 0
+
+
+def test_ls_in_a_pipe_is_plain_however_long_its_lines_are(root: Path) -> None:
+    for path in (root / "last").glob("*.safetensors"):
+        truncate(path)
+    shown = run_ckpt("ls", root).stdout
+    assert shown.isascii()
+    assert shown.replace("\n", "").isprintable()
+    assert len(shown.splitlines()) == 5
+    assert len(lines_of(shown)["last"]) > 120
+
+
+def test_ls_on_a_terminal_has_colours_and_a_rule(root: Path) -> None:
+    truncate(root / "last" / "model.safetensors")
+    shown = on_a_terminal("ls", root)
+    assert "\x1b[32myes" in shown
+    assert "\x1b[31mno: " in shown
+    assert "─" in shown
+
+
+def test_verify_gives_a_line_to_each_checkpoint(root: Path, invoke: Invoke) -> None:
+    result = invoke("verify", root)
+    assert [re.sub(r"\d+\.\d", "#", line) for line in result.output.splitlines()] == [
+        "last           intact  # kB",
+        "step-00000002  intact  # kB",
+        "step-00000001  intact  # kB",
+    ]
+    assert result.exit_code == 0
+
+
+def test_verify_fails_if_one_of_many_is_damaged(root: Path, invoke: Invoke) -> None:
+    flip_a_bit(root / "step-00000001" / "model.safetensors")
+    truncate(root / "last" / "state.json")
+    leave_uncommitted(root, "step-00000003")
+    result = invoke("verify", root)
+    lines = lines_of(result.output)
+    assert lines["step-00000001"].startswith("step-00000001  DAMAGED  model.safetensors was altered (bytes 0 to ")
+    assert lines["last"].startswith("last           DAMAGED  state.json is ")
+    assert lines["step-00000002"].startswith("step-00000002  intact  ")
+    assert lines["step-00000003"].startswith("step-00000003  DAMAGED  was never committed")
+    assert result.exit_code == 1
+
+
+def test_verify_of_one_checkpoint_looks_at_no_other(root: Path, invoke: Invoke) -> None:
+    flip_a_bit(root / "last" / "model.safetensors")
+    assert invoke("verify", root / "step-00000001").exit_code == 0
+    assert invoke("verify", root / "last").exit_code == 1
+
+
+@pytest.mark.parametrize("command", ["ls", "verify"])
+@pytest.mark.parametrize("where", ["nothing/here", "gopher://nowhere/run"])
+def test_an_error_is_one_line_and_no_traceback(tmp_path: Path, command: str, where: str) -> None:
+    done = run_ckpt(command, where if "://" in where else tmp_path / where)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert re.fullmatch(r"ckpt: .+\n", done.stderr)
+    assert where.partition(":")[0] in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["ls"], ["verify"], ["ls", ".", "--nonsense"], ["nonsense"]])
+def test_bad_usage_exits_with_2(arguments: list[str], invoke: Invoke) -> None:
+    assert invoke(*arguments).exit_code == 2
+
+
+def test_the_installed_command_knows_its_version(invoke: Invoke) -> None:
+    assert invoke("--version").output == f"ckpt, version {ckpt.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(-5, "0 s"), (59, "59 s"), (200, "3 min"), (7300, "2 h"), (100_000, "27 h"), (200_000, "2 d"), (4e6, "46 d")],
+)
+def test_ages_are_for_people(seconds: float, shown: str) -> None:
+    created = datetime.now(timezone.utc) - timedelta(seconds=seconds)
+    assert age(created.isoformat(timespec="milliseconds")) == shown

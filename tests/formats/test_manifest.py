@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+
+import pytest
+import xxhash
+
+from ckpt.errors import DamagedError, VersionError
+from ckpt.formats.native import manifest as manifests
+from ckpt.formats.native.block_hash import BLOCK_SIZE, BlockHasher, digest
+from ckpt.formats.native.manifest import FileRecord, Manifest
+
+SMALL = Manifest(
+    name="step-00000002",
+    id="5f",
+    sequence=2,
+    created="2025-01-01T00:00:00.000+00:00",
+    run="r",
+    files=(FileRecord(name="m", path="m", size=3, blocks=("ab",), block_size=8),),
+    versions={"ckpt": "0.1"},
+)
+
+
+def signed(lines: bytes) -> bytes:
+    """A manifest's bytes with a digest that is right, whatever they say."""
+    return b'{\n "digest": "xxh3-128:' + xxhash.xxh3_128_hexdigest(lines).encode() + b'",\n' + lines
+
+
+def altered(manifest: Manifest, **fields: object) -> bytes:
+    """The bytes of a manifest with other fields, and a digest that is right."""
+    lines = b"{\n" + manifest.to_bytes().split(b"\n", 2)[2]
+    return signed(json.dumps({**json.loads(lines), **fields}, indent=1).encode().removeprefix(b"{\n"))
+
+
+class TestRoundTrip:
+    def test_every_field_comes_back(self) -> None:
+        manifest = Manifest(
+            name="über-1",
+            id="0123",
+            sequence=7,
+            created="2025-01-01T00:00:00.000+00:00",
+            run="run",
+            files=(
+                FileRecord(name="model.safetensors", path="model.5f.safetensors", size=1 << 40, blocks=("a", "b")),
+                FileRecord(name="empty.json", path="empty.json", size=0, blocks=(), block_size=16),
+            ),
+            world_size=8,
+            layout="sharded",
+            parent="parent",
+            progress={"step": 500, "epoch": 2},
+            metrics={"loss": 0.1, "tiny": 5e-324, "negative": -0.0},
+            versions={"ckpt": "0.1", "torch": "2.8"},
+            seconds={"total": 1.5},
+        )
+        again = Manifest.from_bytes(manifest.to_bytes(), "manifest.json")
+        assert again == manifest
+        assert again.to_bytes() == manifest.to_bytes()
+        assert all(isinstance(file, FileRecord) for file in again.files)
+        assert (again.step, again.size) == (500, 1 << 40)
+        assert math.copysign(1, again.metrics["negative"]) == -1
+
+    def test_what_is_not_given_has_a_default(self) -> None:
+        again = Manifest.from_bytes(SMALL.to_bytes(), "manifest.json")
+        assert again == SMALL
+        assert (again.step, again.parent, again.world_size) == (0, None, 1)
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_metrics_that_json_cannot_say_survive(self, value: float) -> None:
+        data = dataclasses.replace(SMALL, metrics={"loss": value, "accuracy": 0.5}).to_bytes()
+        metrics = Manifest.from_bytes(data, "manifest.json").metrics
+        assert repr(metrics["loss"]) == repr(value)
+        assert metrics["accuracy"] == 0.5
+        json.loads(data, parse_constant=pytest.fail)  # any reader of JSON reads it
+
+    def test_it_is_json_whose_digest_covers_all_that_follows(self) -> None:
+        data = SMALL.to_bytes()
+        fields = json.loads(data)
+        assert (fields["format"], fields["version"]) == ("ckpt", manifests.VERSION)
+        head, claim, rest = data.split(b"\n", 2)
+        assert head == b"{"
+        assert claim == f' "digest": "xxh3-128:{xxhash.xxh3_128_hexdigest(rest)}",'.encode()
+
+
+class TestDamage:
+    def test_every_single_flipped_bit_is_noticed(self) -> None:
+        data = bytearray(SMALL.to_bytes())
+        for index in range(len(data)):
+            for bit in range(8):
+                data[index] ^= 1 << bit
+                with pytest.raises(DamagedError, match=r"step/manifest\.json was altered"):
+                    Manifest.from_bytes(bytes(data), "step/manifest.json")
+                data[index] ^= 1 << bit
+        assert Manifest.from_bytes(bytes(data), "step/manifest.json") == SMALL
+
+    def test_every_truncation_is_noticed(self) -> None:
+        data = SMALL.to_bytes()
+        for length in range(len(data)):
+            with pytest.raises(DamagedError, match="was altered"):
+                Manifest.from_bytes(data[:length], "manifest.json")
+
+    @pytest.mark.parametrize("more", [b"\n", b" ", b"\0", b"{}", SMALL.to_bytes()])
+    def test_whatever_is_appended_or_prepended_is_noticed(self, more: bytes) -> None:
+        for data in (SMALL.to_bytes() + more, more + SMALL.to_bytes()):
+            with pytest.raises(DamagedError, match="was altered"):
+                Manifest.from_bytes(data, "manifest.json")
+
+    @pytest.mark.parametrize(
+        "lines",
+        [
+            b"",
+            b"}",
+            b"not JSON",
+            b'"format": "another"}',
+            b'"version": 1}',
+            b'"format": "ckpt"}',
+            b'"format": "ckpt", "version": 1}',
+            b'"format": "ckpt", "version": "1"}',
+            b'"format": "ckpt", "version": 1, "files": 5}',
+            b'"format": "ckpt", "version": 1, "files": [{}]}',
+            b"\xff\xff",
+        ],
+    )
+    def test_bytes_that_match_their_digest_and_are_no_manifest_are_damaged(self, lines: bytes) -> None:
+        with pytest.raises(DamagedError, match=r"step/manifest\.json is no manifest of ckpt"):
+            Manifest.from_bytes(signed(lines), "step/manifest.json")
+
+
+class TestVersions:
+    def test_a_newer_version_is_refused_with_the_way_to_upgrade(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with monkeypatch.context() as newer:
+            newer.setattr(manifests, "VERSION", manifests.VERSION + 1)
+            data = dataclasses.replace(SMALL, versions={"ckpt": "9.0"}).to_bytes()
+        with pytest.raises(VersionError) as raised:
+            Manifest.from_bytes(data, "step-00000002/manifest.json")
+        message = str(raised.value)
+        assert f"step-00000002/manifest.json has format version {manifests.VERSION + 1}" in message
+        assert "written by ckpt 9.0" in message
+        assert "pip install -U torch-ckpt" in message
+
+    def test_a_newer_version_is_refused_though_nothing_else_is_known_of_it(self) -> None:
+        with pytest.raises(VersionError, match="format version 99"):
+            Manifest.from_bytes(signed(b'"format": "ckpt", "version": 99}'), "manifest.json")
+
+    def test_fields_it_does_not_know_are_ignored(self) -> None:
+        file = {**dataclasses.asdict(SMALL.files[0]), "colour": "red"}
+        data = altered(SMALL, files=[file], weather={"sky": [1, None]})
+        assert b"weather" in data
+        assert b"colour" in data
+        assert Manifest.from_bytes(data, "manifest.json") == SMALL
+
+
+class TestBlockHasher:
+    @pytest.mark.parametrize("seed", range(20))
+    def test_it_equals_hashing_block_by_block(self, seed: int) -> None:
+        chance = random.Random(seed)
+        block = chance.choice([1, 7, 64, 1000])
+        data = chance.randbytes(chance.choice([0, block - 1, block, block + 1, 5 * block, chance.randrange(9 * block)]))
+        cuts = sorted(chance.randrange(len(data) + 1) for _ in range(chance.randrange(20)))
+        pieces = [data[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+        hasher = BlockHasher(block)
+        assert b"".join(hasher.through(pieces)) == data
+        assert hasher.size == len(data)
+        assert hasher.digests == tuple(
+            xxhash.xxh3_128_hexdigest(data[start : start + block]) for start in range(0, len(data), block)
+        )
+
+    def test_it_counts_bytes_whatever_the_items_of_a_piece_are(self) -> None:
+        data = bytes(range(64))
+        hasher = BlockHasher(24)
+        assert b"".join(hasher.through([memoryview(data).cast("Q"), bytearray(b"end")])) == data + b"end"
+        assert hasher.size == 67
+        assert hasher.digests == (digest(data[:24]), digest(data[24:48]), digest(data[48:] + b"end"))
+
+    def test_digests_can_be_asked_for_in_between(self) -> None:
+        hasher = BlockHasher(4)
+        seen = [[*hasher.digests]]
+        for piece in (b"abc", b"de"):
+            hasher.update(memoryview(piece))
+            seen.append([*hasher.digests])
+        assert seen == [[], [digest(b"abc")], [digest(b"abcd"), digest(b"e")]]
+
+    def test_blocks_are_tens_of_megabytes_unless_told_otherwise(self) -> None:
+        hasher = BlockHasher()
+        list(hasher.through([bytes(BLOCK_SIZE), b"x"]))
+        assert 10 << 20 <= BLOCK_SIZE < 100 << 20
+        assert hasher.digests == (digest(bytes(BLOCK_SIZE)), digest(b"x"))

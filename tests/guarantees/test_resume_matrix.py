@@ -1,0 +1,60 @@
+"""A run that is killed and resumed equals one that was never interrupted, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.places import Place
+from tests.helpers.processes import run_ranks
+from tests.helpers.training import SAMPLES, Job, records, train
+
+KILLS = ("boundary", "mid-epoch", "mid-accumulation")
+
+
+def _batches_per_epoch(data: str, world_size: int) -> int:
+    share = -(-SAMPLES // world_size) if data == "distributed" else SAMPLES
+    return -(-share // 4)
+
+
+def _doomed(job: Job, kill: str, per_epoch: int) -> Job:
+    if kill == "boundary":  # killed after a save at the very end of the first epoch
+        return Job(**{**vars(job), "save_every": per_epoch, "kill": (per_epoch, "after")})
+    if kill == "mid-epoch":  # killed one step after a save: that step is done again
+        return Job(**{**vars(job), "save_every": 2, "kill": (3, "after")})
+    # killed between backward and optimizer, in a window of which a part is saved
+    return Job(**{**vars(job), "save_every": 1, "kill": (5, "before")})
+
+
+@pytest.mark.parametrize("numerics", ["fp32", "scaler", "accumulation"])
+@pytest.mark.parametrize("data", ["shuffle", "distributed", "stateful", "workers"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_killed_and_resumed_equals_uninterrupted(
+    root: Place, tmp_path: Path, world_size: int, data: str, numerics: str
+) -> None:
+    _compare(str(root), tmp_path, world_size, data, numerics, KILLS)
+
+
+@pytest.mark.parametrize(("world_size", "data", "numerics"), [(1, "workers", "scaler"), (2, "distributed", "fp32")])
+def test_the_same_holds_on_s3(s3: str, tmp_path: Path, world_size: int, data: str, numerics: str) -> None:
+    """Two of all; with CKPT_ROOT=s3 the test above does all of them there."""
+    _compare(s3, tmp_path, world_size, data, numerics, ("mid-epoch",))
+
+
+def _compare(root: str, tmp_path: Path, world_size: int, data: str, numerics: str, kills: tuple[str, ...]) -> None:
+    straight = Job(f"{root}/straight", data, numerics, record=str(tmp_path / "record"))
+    assert run_ranks(world_size, train, straight) == [0] * world_size
+    expected = records(str(tmp_path / "record"), world_size)
+    for kill in kills:
+        job = Job(f"{root}/{kill}", data, numerics, record=str(tmp_path / kill))
+        doomed = _doomed(job, kill, _batches_per_epoch(data, world_size))
+        assert run_ranks(world_size, train, doomed) == [-9] * world_size
+        assert run_ranks(world_size, train, Job(**{**vars(doomed), "kill": None})) == [0] * world_size
+        for was, now in zip(expected, records(str(tmp_path / kill), world_size), strict=True):
+            assert doomed.kill is not None
+            assert 0 < len(now["steps"]) < len(was["steps"]), kill
+            assert now["steps"] == {step: was["steps"][step] for step in now["steps"]}, kill
+            assert now["final"] == was["final"], kill
+            assert now["samples"] == was["samples"], kill
+            assert now["approximated"] == {}, kill

@@ -1,0 +1,123 @@
+"""What happens twice: crashes of saves under one name, ranks that are asked to stop, hosts that copy to one mirror."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from torch import nn
+
+import ckpt
+from ckpt.formats.native.block_hash import BlockHasher
+from ckpt.formats.native.manifest import FileRecord, Manifest
+from ckpt.ranks.preemption import Preemption
+from ckpt.root.cleanup import leave_mark, read_mark
+from ckpt.root.copy import Copies
+from ckpt.save.transaction import Save
+from ckpt.storage import MemoryStorage, Storage, open_storage
+from tests.helpers.places import Place, committed
+
+
+def test_what_two_crashed_saves_of_one_name_left_is_cleaned_up_by_the_third(root: Place) -> None:
+    """The second crashed before it could clean up after the first: its mark names what both have left."""
+    storage = open_storage(root)
+    for number, path in enumerate(("first.safetensors", "second.safetensors")):
+        leave_mark(storage, "a", [path], [], f"id-{number}")
+        storage.write(f"a/{path}", [b"x"])
+    mark = read_mark(storage, "a")
+    assert mark is not None
+    assert set(mark.files) == {"first.safetensors", "second.safetensors"}
+    with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
+        manager.save_state("a", wait=True)
+    assert committed(root) == {"a"}
+    assert not {"first.safetensors", "second.safetensors"} & set((root / "a").files())
+
+
+class _Rank:
+    """One of two ranks, with what both have told."""
+
+    world_size = 2
+
+    def __init__(self, rank: int, told: dict[str, Any]) -> None:
+        self.rank, self.told = rank, told
+
+    def note(self, key: str, value: str) -> None:
+        self.told.setdefault(f"note/{key}", {})[self.rank] = value
+
+    def notes(self, key: str) -> dict[int, str]:
+        return dict(self.told.get(f"note/{key}", {}))
+
+    def publish(self, key: str, value: str) -> None:
+        self.told[key] = value
+
+    def published(self, key: str) -> str | None:
+        found: str | None = self.told.get(key)
+        return found
+
+    def settle(self, key: str, value: str) -> str:
+        settled: str = self.told.setdefault(f"settled/{key}", value)
+        return settled
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_step_that_a_rank_has_passed_is_no_step_to_stop_at(ahead: int) -> None:
+    """Ranks that nothing brings together: one is far ahead when both are told to stop."""
+    told: dict[str, Any] = {}
+    ranks = [Preemption(_Rank(rank, told)) for rank in range(2)]  # type: ignore[arg-type]
+    steps, stopped = [10, 10], dict[int, int]()
+    steps[ahead] = 100
+    for one in ranks:
+        one.asked = True
+    for _ in range(5000):
+        for rank, one in enumerate(ranks):
+            if rank not in stopped:
+                steps[rank] += 1
+                if one.due(steps[rank]):
+                    stopped[rank] = steps[rank]
+        if len(stopped) == 2:
+            break
+    assert len(stopped) == 2
+    assert stopped[0] == stopped[1]
+
+
+def stored(storage: Storage, *names: str) -> tuple[FileRecord, ...]:
+    records = []
+    for name in names:
+        hasher = BlockHasher()
+        hasher.update(memoryview(name.encode()))
+        storage.write(f"a/{name}", [name.encode()])
+        records.append(FileRecord(name=name, path=name, size=hasher.size, blocks=hasher.digests))
+    return tuple(records)
+
+
+def test_a_copy_is_committed_only_when_all_hosts_have_sent_their_files(anywhere: str) -> None:
+    name = anywhere.removeprefix("memory://")
+    hosts, far = [MemoryStorage(f"{name}-{host}") for host in range(2)], MemoryStorage(f"{name}-far")
+    common = "state.json"
+    files = [stored(storage, common, f"model/{host:05d}.safetensors") for host, storage in enumerate(hosts)]
+    manifest = Manifest(
+        name="a", id="id", sequence=1, created="now", run="run", files=(files[0][0], files[0][1], files[1][1])
+    )
+    copies = [Copies(near, far, alone=False, leads=host == 0) for host, near in enumerate(hosts)]
+    for host, one in enumerate(copies):
+        one.look([])
+        assert ckpt.list_checkpoints(far) == [] or not ckpt.list_checkpoints(far)[0].committed
+        one.copy(manifest)
+        assert [found.committed for found in ckpt.list_checkpoints(far)] == [host == 1]
+    assert ckpt.verify(f"memory://{name}-far") == {"a": []}
+    for one in copies:
+        one.close()
+
+
+def test_a_file_that_two_ranks_wrote_with_other_bytes_is_refused_before_the_commit() -> None:
+    """State is compared before anything is written; what the disk got is compared once more."""
+
+    def report(*blocks: str) -> list[dict[str, Any]]:
+        record = {"name": "model.safetensors", "path": "model.safetensors", "size": 3, "blocks": list(blocks)}
+        return [{"file": record, "receipt": None}]
+
+    reports = cast(Any, Save)._stored
+    (once,) = reports(None, [report("aa"), report("aa")])
+    assert once.file.blocks == ("aa",)
+    with pytest.raises(ckpt.RanksError, match=r"model\.safetensors on rank 1"):
+        reports(None, [report("aa"), report("bb")])

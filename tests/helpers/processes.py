@@ -1,0 +1,146 @@
+"""Real processes for tests: ranks of a job, forked from a server that has imported torch once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+DEADLINE = 120.0
+
+_context: ForkServerContext = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch._dynamo", "numpy", "tests.helpers.processes", "tests.helpers.training", "ckpt.manager"]
+)
+
+
+def run_ranks(world_size: int, function: Callable[..., None], *args: Any) -> list[int]:
+    """Run `function(rank, *args)` in as many processes, and return their exit codes (-9 for a killed one)."""
+    # the store lives here, as it lives in torchrun's agent: it outlasts any rank
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = [start_rank(rank, world_size, store.port, folder, function, *args) for rank in range(world_size)]
+        try:
+            codes = [_exit_code(job) for job in jobs]
+        finally:
+            for job in jobs:
+                job.kill()
+        failures = [path.read_text() for path in sorted(Path(folder).glob("failure-*"))]
+    assert not failures, "\n".join(failures)
+    return codes
+
+
+def run_alone(function: Callable[..., None], *args: Any) -> int:
+    """Run `function(rank, *args)` in one process, without a process group."""
+    return run_ranks(1, function, *args)[0]
+
+
+def run_here(function: Callable[..., None], *args: Any) -> int:
+    """Run `function(0, *args)` in this process as `run_alone` would: where a new one would import for long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    seed_everything(0)
+    try:
+        function(0, *args)
+    finally:
+        torch.set_num_threads(threads)
+    return 0
+
+
+def start_alone(folder: str, function: Callable[..., None], *args: Any) -> BaseProcess:
+    """Start `function(rank, *args)` in one process, and return it running."""
+    return start_rank(0, 1, 0, folder, function, *args)
+
+
+def start_rank(
+    rank: int, world_size: int, port: int, folder: str, function: Callable[..., None], *args: Any
+) -> BaseProcess:
+    # the server was started earlier, so that its environment may be another
+    storage = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    job = _context.Process(target=_main, args=(storage, rank, world_size, port, folder, function, *args))
+    job.start()
+    return job
+
+
+def fork(function: Callable[..., None], *args: Any) -> BaseProcess:
+    """Start `function(*args)` in a process forked from the server, as it is: without seeds or a process group."""
+    job = _context.Process(target=function, args=args)
+    job.start()
+    return job
+
+
+def interrupt(call: Callable[[], object], and_then: Callable[[], object] = lambda: None) -> None:
+    """Make a call that waits for something, and interrupt it after a moment, as Ctrl-C does."""
+
+    def handler(*_: Any) -> None:
+        and_then()
+        raise KeyboardInterrupt
+
+    def begin() -> None:
+        timer.start()
+        call()
+
+    previous = signal.signal(signal.SIGUSR1, handler)
+    timer = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGUSR1))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            begin()
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGUSR1, previous)
+
+
+def _exit_code(job: BaseProcess) -> int:
+    job.join(DEADLINE)
+    assert job.exitcode is not None, f"a process did not end within {DEADLINE:g} s"
+    return job.exitcode
+
+
+def _main(
+    storage: dict[str, str],
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: str,
+    function: Callable[..., None],
+    *args: Any,
+) -> None:
+    os.environ.update(storage)
+    torch.set_num_threads(1)
+    seed_everything(rank)
+    try:
+        if world_size > 1:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            store = TCPStore("127.0.0.1", port, is_master=False)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        function(rank, *args)
+        if world_size > 1:
+            dist.destroy_process_group()
+    except SystemExit:
+        raise
+    except BaseException:
+        Path(folder, f"failure-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        sys.exit(1)
+
+
+def seed_everything(rank: int) -> None:
+    """Every rank its own streams, so that a rank that took another's would be noticed."""
+    torch.manual_seed(100 + rank)
+    random.seed(100 + rank)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(100 + rank)

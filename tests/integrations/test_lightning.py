@@ -1,0 +1,220 @@
+"""Lightning's Trainer and Fabric with `CkptIO`, in real processes: killed, resumed, and compared."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import OrderedDict
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import ckpt
+from ckpt.integrations.lightning import CkptGenerators, CkptIO
+from tests.helpers.processes import run_here, run_ranks, seed_everything
+from tests.helpers.training import exact
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+STEPS = 48
+
+
+class Regression(lightning.LightningModule):  # type: ignore[misc]
+    """A curve through random points, with dropout and a schedule. Records every loss, and may be killed."""
+
+    def __init__(self, record: str = "", killed_at: int = -1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.curve = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        if self.global_step == self.hparams.killed_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = nn.functional.mse_loss(self.curve(batch[0]), batch[1])
+        if self.hparams.record:
+            with open(self.hparams.record, "a") as file:
+                file.write(f"{self.global_step} {float(loss).hex()}\n")
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("error", nn.functional.mse_loss(self.curve(batch[0]), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+def points() -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    return TensorDataset(torch.randn(48, 4, generator=generator), torch.randn(48, 1, generator=generator))
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(points(), batch_size=4, shuffle=True)
+
+
+def fit(rank: int, folder: str, kind: str, world_size: int, killed_at: int) -> None:
+    """Train from the newest intact checkpoint on, or afresh, until the end or the kill."""
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    together: dict[str, Any] = {"devices": world_size, "strategy": "ddp"} if world_size > 1 else {}
+    plugins: list[Any] = [CkptIO()]
+    if world_size > 1:
+        os.environ.update({key: str(value) for key, value in ranks.items()})
+        plugins.append(TorchElasticEnvironment())
+    model = Regression(str(Path(folder, f"losses-{rank}")), killed_at)
+    often = {"every_n_train_steps": 5} if kind == "in the middle" else {}
+    callbacks = [ModelCheckpoint(Path(folder, "checkpoints"), save_top_k=2, monitor="step", mode="max", **often)]
+    one = lightning.Trainer(
+        max_epochs=4 * world_size, plugins=plugins, callbacks=[*callbacks, CkptGenerators()], **together, **QUIET
+    )
+    data = StatefulDataLoader(points(), batch_size=4, shuffle=True) if often else loader()
+    validation = DataLoader(points(), batch_size=16) if kind == "after validation" else None
+    one.fit(model, data, validation, ckpt_path=CkptIO.newest(Path(folder, "checkpoints")))
+    Path(folder, f"weights-{rank}").write_text(exact(model.state_dict()))
+
+
+def fit_and_be_killed(rank: int, straight: str, killed: str, kind: str, world_size: int) -> None:
+    """Both in the same process: to import Lightning takes longer than to train with it."""
+    fit(rank, straight, kind, world_size, -1)
+    seed_everything(rank)
+    fit(rank, killed, kind, world_size, 32)
+
+
+def last_of_each_step(folder: Path, rank: int) -> dict[str, str]:
+    return dict(line.split() for line in (folder / f"losses-{rank}").read_text().splitlines())
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [("at the end of an epoch", 1), ("after validation", 1), ("in the middle", 1), ("at the end of an epoch", 2)],
+)
+def test_a_fit_that_was_killed_and_resumes_equals_one_that_was_not(tmp_path: Path, kind: str, world_size: int) -> None:
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    for folder in (straight, killed):
+        folder.mkdir()
+    both = (str(straight), str(killed), kind, world_size)
+    assert run_ranks(world_size, fit_and_be_killed, *both) == [-signal.SIGKILL] * world_size
+    assert CkptIO.newest(killed / "checkpoints") is not None
+    again = (fit, str(killed), kind, world_size, -1)
+    assert (run_ranks(world_size, *again) if world_size > 1 else [run_here(*again)]) == [0] * world_size
+    for rank in range(world_size):
+        assert last_of_each_step(killed, rank) == last_of_each_step(straight, rank)
+        assert len(last_of_each_step(straight, rank)) == STEPS
+        assert (killed / f"weights-{rank}").read_text() == (straight / f"weights-{rank}").read_text()
+    assert all(problems == [] for problems in ckpt.verify(killed / "checkpoints").values())
+
+
+def test_what_is_let_go_goes_when_its_successor_is_committed(tmp_path: Path) -> None:
+    one = lightning.Trainer(
+        max_epochs=3,
+        plugins=[CkptIO()],
+        callbacks=[ModelCheckpoint(tmp_path, filename="{epoch}", save_last=True)],
+        **QUIET,
+    )
+    one.fit(Regression(), loader())
+    assert {item.name for item in ckpt.list_checkpoints(tmp_path)} == {"epoch=2.ckpt", "last.ckpt"}
+    assert ckpt.verify(tmp_path) == {"epoch=2.ckpt": [], "last.ckpt": []}
+    (newest, _) = ckpt.list_checkpoints(tmp_path)
+    assert newest.step == 36
+    other = Regression()
+    other.load_state_dict(CkptIO().load_checkpoint(tmp_path / "last.ckpt")["state_dict"])
+    assert exact(other.state_dict()) == exact(one.lightning_module.state_dict())
+
+
+ODD: dict[Any, Any] = {
+    "state_dict": OrderedDict(weight=torch.arange(6.0).reshape(2, 3), bias=torch.ones(2, dtype=torch.bfloat16)),
+    "epoch": 3,
+    "loops": {0: (1, 2), "nested": [{"a": None, "b": float("inf")}]},
+    "scalar": torch.tensor(4),
+    "callbacks": {"ModelCheckpoint{'monitor': 'x'}": {"best": torch.tensor(0.5), "paths": {"a/b.ckpt": {1, 2}}}},
+    "version": "2.6",
+}
+
+
+@pytest.mark.parametrize("more", [{}, {"Outer.<locals>.Data": {"a": torch.ones(2)}}, {7: 8}, {"model": {"x": 1}}])
+def test_a_checkpoint_comes_back_with_its_types_and_in_its_order(tmp_path: Path, more: dict[Any, Any]) -> None:
+    plugin = CkptIO()
+    plugin.save_checkpoint({**ODD, **more}, tmp_path / "a.ckpt")
+    loaded = plugin.load_checkpoint(tmp_path / "a.ckpt")
+    plugin.teardown()
+    assert exact(loaded) == exact({**ODD, **more})
+    assert list(loaded) == [*ODD, *more]
+    assert type(loaded["state_dict"]) is OrderedDict
+    assert type(loaded["loops"][0]) is tuple
+    assert loaded["callbacks"]["ModelCheckpoint{'monitor': 'x'}"]["paths"]["a/b.ckpt"] == {1, 2}
+
+
+class Colour(Enum):
+    RED = 1
+
+
+def test_what_cannot_be_held_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    plugin = CkptIO()
+    bad = {"epoch": 1, "hyper_parameters": {"colour": Colour.RED}, "callbacks": {"mine": {"call": print}}}
+    with pytest.raises(ckpt.UnsupportedError, match=r"(?s)hyper_parameters.*colour.*Colour.*callbacks.*mine.*hparams"):
+        plugin.save_checkpoint(bad, tmp_path / "a.ckpt")
+    plugin.teardown()
+    assert not (tmp_path / "a.ckpt").exists()
+
+
+def test_a_state_is_taken_when_the_call_is_made(tmp_path: Path) -> None:
+    plugin = CkptIO()
+    weight = torch.zeros(1 << 20)
+    plugin.save_checkpoint({"state_dict": {"weight": weight}}, tmp_path / "a.ckpt")
+    weight.fill_(1)
+    loaded = plugin.load_checkpoint(tmp_path / "a.ckpt", map_location="cpu")
+    plugin.teardown()
+    assert not loaded["state_dict"]["weight"].any()
+
+
+def test_the_newest_is_one_that_is_intact(tmp_path: Path) -> None:
+    for name in ("random_states_0.pkl", "optimizer.bin"):  # of Accelerate, which is no checkpoint of Lightning
+        (tmp_path / "checkpoint_0").mkdir(exist_ok=True)
+        (tmp_path / "checkpoint_0" / name).touch()
+    assert CkptIO.newest(tmp_path) is None
+    plugin = CkptIO(background=False)
+    for name in ("a.ckpt", "b.ckpt"):
+        plugin.save_checkpoint(ODD, tmp_path / name)
+    assert CkptIO.newest(tmp_path) == f"{tmp_path}/b.ckpt"
+    for name in ("b.ckpt", "a.ckpt"):
+        file = tmp_path / name / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+        if name == "b.ckpt":
+            assert CkptIO.newest(tmp_path) == f"{tmp_path}/a.ckpt"
+    with pytest.raises(ckpt.DamagedError, match=r"no checkpoint in .* is intact"):
+        CkptIO.newest(tmp_path)
+    with pytest.raises(ckpt.DamagedError, match=r"a\.ckpt"):
+        plugin.load_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(ckpt.MissingError, match=r"There are: b\.ckpt, a\.ckpt"):
+        plugin.load_checkpoint(tmp_path / "c.ckpt")
+    plugin.teardown()
+
+
+def test_fabric_saves_and_loads_its_objects(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", plugins=[CkptIO()])
+
+    def objects(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 1)
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+        return {"model": model, "optimizer": optimizer, "step": 10 * seed}
+
+    trained, fresh = objects(1), objects(2)
+    fabric.backward(trained["model"](torch.ones(2, 4)).sum())
+    trained["optimizer"].step()
+    fabric.save(tmp_path / "one.ckpt", trained)
+    fabric.load(tmp_path / "one.ckpt", fresh)
+    fabric.strategy.teardown()
+    for key in ("model", "optimizer"):
+        assert exact(fresh[key].state_dict()) == exact(trained[key].state_dict())
+    assert fresh["step"] == 10
+    assert ckpt.verify(tmp_path) == {"one.ckpt": []}

@@ -1,0 +1,281 @@
+"""Hugging Face Trainer with `CkptCallback`, in real processes: killed, resumed, and compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import ckpt
+from tests.helpers.processes import run_here, run_ranks, seed_everything
+from tests.helpers.training import exact
+
+STEPS = 21  # three epochs of seven
+VARIES = ("runtime", "per_second", "train_loss", "total_flos")
+
+
+class Sentences(Dataset[Any]):
+    """Random words, and whether their sum is odd."""
+
+    def __init__(self, count: int) -> None:
+        self._words = torch.randint(0, 50, (count, 8), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        words = self._words[index]
+        return {"input_ids": words, "labels": words.sum() % 2}
+
+
+def classifier() -> Any:
+    """A BERT with dropout, too small to be good."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(1)
+    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    return BertForSequenceClassification(BertConfig(vocab_size=50, num_labels=2, **size))
+
+
+def trainer(folder: Path, *callbacks: Any, world_size: int = 1, **arguments: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    usual = {
+        "num_train_epochs": 3,
+        "per_device_train_batch_size": 4 // world_size,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 2,
+        "save_steps": 3,  # between two logs, every other time
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    args = TrainingArguments(str(folder / "output"), **{**usual, **arguments})
+    data = {"train_dataset": Sentences(56), "eval_dataset": Sentences(16)}
+    return Trainer(classifier(), args, callbacks=list(callbacks), **data)
+
+
+def kept(root: Path, **options: Any) -> Any:
+    from ckpt.integrations.transformers import CkptCallback
+
+    return CkptCallback(root, **options)
+
+
+def signalling(step: int, number: int) -> Any:
+    from transformers import TrainerCallback
+
+    class Signalling(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == step:
+                os.kill(os.getpid(), number)
+
+    return Signalling()
+
+
+def interrupting(step: int) -> Any:
+    """Not by SIGINT: whoever starts the tests in the background has it ignored."""
+    from transformers import TrainerCallback
+
+    class Interrupting(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == step:
+                raise KeyboardInterrupt
+
+    return Interrupting()
+
+
+def logged(one: Any) -> list[dict[str, float]]:
+    """What was logged, but for what depends on how fast it went and on where this run began."""
+    kept = [{key: v for key, v in line.items() if not any(word in key for word in VARIES)} for line in one]
+    return [line for line in kept if line.keys() - {"step", "epoch"}]
+
+
+def names(root: Path) -> list[str]:
+    return [one.name for one in ckpt.list_checkpoints(root) if one.committed]
+
+
+def train(rank: int, folder: str, world_size: int, killed_at: int) -> None:
+    """Train, resuming if there is something to resume, until the end or the kill."""
+    if world_size > 1:
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    evaluated: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "load_best_model_at_end": True,
+        "save_total_limit": 2,
+    }
+    callbacks = (kept(Path(folder, "root"), timeout=60), signalling(killed_at, signal.SIGKILL))
+    one = trainer(Path(folder), *callbacks, world_size=world_size, **evaluated)
+    one.train(resume_from_checkpoint=True)
+    Path(folder, f"log-{rank}").write_text(json.dumps(logged(one.state.log_history), sort_keys=True))
+    Path(folder, f"weights-{rank}").write_text(exact(one.model.state_dict()))
+
+
+def train_and_be_killed(rank: int, straight: str, killed: str, world_size: int) -> None:
+    """Both in the same process: to import transformers takes longer than to train with it."""
+    train(rank, straight, world_size, -1)
+    seed_everything(rank)
+    train(rank, killed, world_size, 11)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_trainer_that_was_killed_and_resumes_equals_one_that_was_not(tmp_path: Path, world_size: int) -> None:
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    for folder in (straight, killed):
+        folder.mkdir()
+    both = (str(straight), str(killed), world_size)
+    assert run_ranks(world_size, train_and_be_killed, *both) == [-signal.SIGKILL] * world_size
+    assert names(killed / "root")[0] in ("step-00000006", "step-00000009")
+    again = (train, str(killed), world_size, -1)
+    assert (run_ranks(world_size, *again) if world_size > 1 else [run_here(*again)]) == [0] * world_size
+    results = [f"{kind}-{rank}" for kind in ("log", "weights") for rank in range(world_size)]
+    assert [name for name in results if (killed / name).read_bytes() != (straight / name).read_bytes()] == []
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        files = [folder / "root" / f"step-{STEPS:08d}" / name for folder in (straight, killed)]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    assert list((killed / "output").glob("*")) == []  # the Trainer wrote nothing of its own
+
+
+@pytest.fixture
+def scored() -> Any:
+    """A score at each evaluation: the second is the best."""
+    scores = iter([0.1, 0.9, 0.5, 0.9, 0.2, 0.3, 0.4])
+    return lambda prediction: {"score": next(scores)}
+
+
+def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path, scored: Any) -> None:
+    from safetensors.torch import load_file
+
+    best: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "load_best_model_at_end": True,
+        "save_total_limit": 2,
+    }
+    one = trainer(tmp_path, kept(tmp_path / "root"), metric_for_best_model="score", **best)
+    one.compute_metrics = scored
+    one.train()
+    assert names(tmp_path / "root") == ["step-00000021", "step-00000006"]
+    assert one.state.best_model_checkpoint == f"{tmp_path}/root/step-00000006"
+    assert exact(one.model.state_dict()) == exact(load_file(tmp_path / "root" / "step-00000006" / "model.safetensors"))
+    metrics = {item.name: item.manifest.metrics for item in ckpt.list_checkpoints(tmp_path / "root") if item.manifest}
+    assert metrics["step-00000006"]["eval_score"] == 0.9
+    assert metrics["step-00000006"].keys() >= {"loss", "grad_norm", "learning_rate"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        ({"save_strategy": "epoch"}, [21, 14, 7]),
+        ({"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 3}, [6, 3]),
+        ({"save_strategy": "no"}, []),
+        ({"save_total_limit": 1}, [21]),
+    ],
+)
+def test_it_saves_when_the_arguments_say_so(
+    tmp_path: Path, scored: Any, strategy: dict[str, Any], expected: list[int]
+) -> None:
+    one = trainer(tmp_path, kept(tmp_path / "root"), metric_for_best_model="score", **strategy)
+    one.compute_metrics = scored
+    one.train()
+    assert names(tmp_path / "root") == [f"step-{step:08d}" for step in expected]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A training that was not interrupted, by the Trainer alone."""
+    one = trainer(tmp_path_factory.mktemp("straight"))
+    one.train()
+    return one
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert logged(one.state.log_history) == logged(other.state.log_history)
+    assert exact(one.model.state_dict()) == exact(other.model.state_dict())
+
+
+def test_told_to_terminate_it_saves_that_step_and_the_next_run_goes_on_from_there(
+    tmp_path: Path, straight: Any
+) -> None:
+    with pytest.raises(ckpt.Preempted) as stopped:
+        trainer(tmp_path, kept(tmp_path / "root"), signalling(10, signal.SIGTERM)).train()
+    assert stopped.value.code == 128 + signal.SIGTERM
+    assert names(tmp_path / "root")[0] in ("step-00000010", "step-00000011")
+    one = trainer(tmp_path, kept(tmp_path / "root"))
+    one.train(resume_from_checkpoint=True)
+    assert_same(one, straight)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_a_named_one_is_taken(
+    tmp_path: Path, straight: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    trainer(tmp_path, kept(tmp_path / "root")).train()
+    damaged = tmp_path / "root" / f"step-{STEPS:08d}" / "optimizer.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+    one = trainer(tmp_path, kept(tmp_path / "root"))
+    one.train(resume_from_checkpoint=True)
+    assert f"resumed from {tmp_path}/root/step-00000018" in capfd.readouterr().err
+    assert_same(one, straight)
+    again = trainer(tmp_path, kept(tmp_path / "root"))
+    again.train(resume_from_checkpoint=str(tmp_path / "root" / "step-00000015"))  # logged before, and after
+    assert f"resumed from {tmp_path}/root/step-00000015" in capfd.readouterr().err
+    assert_same(again, straight)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_folder_that_a_trainer_wrote_is_taken_over(tmp_path: Path, straight: Any, named: bool) -> None:
+    usual = trainer(tmp_path, interrupting(12), save_steps=6)
+    with pytest.raises(KeyboardInterrupt):
+        usual.train()
+    one = trainer(tmp_path, kept(tmp_path / "root"), save_steps=6)
+    one.train(resume_from_checkpoint=str(tmp_path / "output" / "checkpoint-6") if named else True)
+    assert exact(one.model.state_dict()) == exact(straight.model.state_dict())
+    assert names(tmp_path / "root") == [f"step-{step:08d}" for step in (21, 18, 12)]
+    assert [path.name for path in (tmp_path / "output").iterdir()] == ["checkpoint-6"]
+
+
+def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
+    trainer(tmp_path, kept(tmp_path / "root"), max_steps=3).train()
+    with pytest.raises(ckpt.MissingError, match=r"no checkpoint 'step-9' in .* There are: step-00000003"):
+        trainer(tmp_path, kept(tmp_path / "root")).train(resume_from_checkpoint="step-9")
+    with pytest.raises(ckpt.ConfigError, match=r"other/step-9 is no checkpoint in .*root, and none that a Trainer"):
+        trainer(tmp_path, kept(tmp_path / "root")).train(resume_from_checkpoint=str(tmp_path / "other" / "step-9"))
+
+
+def test_a_fresh_start_where_checkpoints_are_is_refused_before_training(tmp_path: Path) -> None:
+    trainer(tmp_path, kept(tmp_path / "root"), max_steps=3).train()
+    one = trainer(tmp_path, kept(tmp_path / "root"), max_steps=3)
+    with pytest.raises(ckpt.ConfigError, match=r"step-00000003 is the newest.*resume_from_checkpoint=True"):
+        one.train()
+    assert one.state.global_step == 0
+
+
+def test_a_built_trainer_is_attached_to_and_a_callback_that_was_only_added_says_so(tmp_path: Path) -> None:
+    one = trainer(tmp_path, max_steps=3)
+    one.add_callback(kept(tmp_path / "root"))
+    with pytest.raises(ckpt.ConfigError, match=r"attach\(trainer\)"):
+        one.train()
+    other = trainer(tmp_path, max_steps=3)
+    kept(tmp_path / "root").attach(other)
+    other.train()
+    assert names(tmp_path / "root") == ["step-00000003"]
+
+
+def test_options_that_are_the_arguments_to_say_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ckpt.ConfigError, match=r"no option save_every\. It takes .*TrainingArguments"):
+        kept(tmp_path, save_every=3)
+
+
+def test_a_checkpoint_of_another_loop_is_refused_by_name(tmp_path: Path) -> None:
+    with ckpt.StateManager(tmp_path / "root", model=torch.nn.Linear(1, 1)) as manager:
+        manager.save_state("mine")
+    with pytest.raises(ckpt.MismatchError, match="mine has no trainer_state"):
+        trainer(tmp_path, kept(tmp_path / "root")).train(resume_from_checkpoint=True)

@@ -1,0 +1,149 @@
+"""Ranks that read or write together: one that fails, freezes or differs is named, and the first error is raised."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.formats.native.shard_table import SpreadState
+from ckpt.load import broadcast
+from ckpt.storage import ANY, Buffer, LocalStorage
+from tests.helpers.hosted import ended, hosted_ranks
+from tests.helpers.places import PassedOn, Place
+from tests.helpers.processes import run_ranks
+from tests.helpers.sharded import MODELS
+from tests.helpers.training import exact
+from tests.load.test_broadcast import large, save
+
+pytestmark = pytest.mark.not_on_s3("is about ranks")
+
+
+def _differ_in_what_is_live(rank: int, root: str, saved: str) -> None:
+    broadcast._DEADLINE = timedelta(seconds=30)  # or the ranks would wait longer than the test
+    model = large(2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if rank == 1:  # its state is read into where it is, the other's into new memory
+        model(torch.ones(1, 600)).sum().backward()
+        optimizer.step()
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, broadcast=True, timeout=60) as manager:
+        manager.load_state("x")
+    assert exact([model.state_dict(), optimizer.state_dict()["state"]]) == saved
+
+
+def test_ranks_that_differ_in_what_they_read_in_place_load_and_do_not_wait_for_each_others_broadcasts(
+    root: Place,
+) -> None:
+    saved = save(root)
+    assert run_ranks(2, _differ_in_what_is_live, str(root), saved) == [0, 0]
+
+
+def _fail_while_reading_together(rank: int, root: str) -> None:
+    read_into = broadcast._PassedOn.read_into
+
+    def fails(self: Any, start: int, *buffers: memoryview) -> None:
+        if self.stored.key.endswith("optimizer.safetensors") and rank == 1:
+            raise MemoryError("no room on this rank")
+        read_into(self, start, *buffers)
+
+    broadcast._PassedOn.read_into = fails  # type: ignore[method-assign]
+    model = large(2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    began = time.monotonic()
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, broadcast=True, timeout=60) as manager:
+        with pytest.raises(ckpt.CkptError, match="rank 1: MemoryError: no room on this rank") as raised:
+            manager.load_state("x")
+        assert "given up" not in str(raised.value)
+    assert time.monotonic() - began < 50
+
+
+def test_a_rank_that_fails_while_all_read_together_is_named_at_once(root: Place) -> None:
+    save(root)
+    assert run_ranks(2, _fail_while_reading_together, str(root)) == [0, 0]
+
+
+def _freeze_while_reading_together(rank: int, root: str) -> None:
+    read_into = broadcast._PassedOn.read_into
+
+    def freezes(self: Any, start: int, *buffers: memoryview) -> None:
+        if self.stored.key.endswith("optimizer.safetensors") and rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        read_into(self, start, *buffers)
+
+    broadcast._PassedOn.read_into = freezes  # type: ignore[method-assign]
+    model = large(2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager = ckpt.StateManager(root, model=model, optimizer=optimizer, broadcast=True, timeout=4)
+    with pytest.raises(ckpt.RanksError, match="rank 1 gave no sign of life for 4 s"):
+        manager.load_state("x")
+    manager.close()
+
+
+def test_a_rank_that_freezes_while_all_read_together_is_named_within_timeout(root: Place) -> None:
+    save(root)
+    with hosted_ranks(2, _freeze_while_reading_together, str(root)) as jobs:
+        assert ended(jobs[0], within=60) == 0
+        assert jobs[1].exitcode is None
+
+
+class _FullDisk(PassedOn):
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+        if key.endswith("model.safetensors"):
+            next(iter(pieces))
+            raise ckpt.FullError("no space left on this disk")
+        super().write(key, pieces, over=over)
+
+
+def _lose_a_rank_beside_a_full_disk(rank: int, root: str) -> None:
+    gather = SpreadState.gather
+
+    def dies(self: SpreadState, name: str) -> torch.Tensor:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return gather(self, name)
+
+    model = MODELS["fsdp2"](1)
+    manager = ckpt.StateManager(_FullDisk(root), model=model, layout="full", timeout=4)
+    manager.resume()
+    SpreadState.gather = dies  # type: ignore[method-assign]
+    with pytest.raises(ckpt.FullError, match="no space left on this disk"):
+        manager.save_state("x", wait=True)
+    os._exit(0)  # without a farewell to the dead rank
+
+
+def test_a_full_disk_is_told_even_if_a_rank_dies_while_the_rest_is_gathered(root: Place) -> None:
+    assert run_ranks(2, _lose_a_rank_beside_a_full_disk, str(root)) == [0, -9]
+
+
+def _export_beside_a_dead_rank(rank: int, folder: str) -> None:
+    gather = SpreadState.gather
+
+    def dies(self: SpreadState, name: str) -> torch.Tensor:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return gather(self, name)
+
+    model = MODELS["fsdp2"](1)
+    manager = ckpt.StateManager(Path(folder, "run"), model=model, timeout=4)
+    SpreadState.gather = dies  # type: ignore[method-assign]
+
+    def full(self: Any, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+        raise ckpt.FullError("no space left on this disk")
+
+    LocalStorage.write = full  # type: ignore[method-assign]
+    with pytest.raises(ckpt.FullError, match="no space left on this disk"):
+        manager.save_model(Path(folder, "model"))
+    os._exit(0)
+
+
+def test_the_same_for_a_model_that_is_exported(tmp_path: Path) -> None:
+    assert run_ranks(2, _export_beside_a_dead_rank, str(tmp_path)) == [0, -9]
+    assert not (tmp_path / "model").exists()

@@ -1,0 +1,399 @@
+"""Saves behind the training's back: what is saved is the state at the save, and what goes wrong is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from ckpt.save.snapshot import Snapshot
+from ckpt.save.staging_copy import Copy, copy_on_host
+from ckpt.storage import ANY, Buffer
+from ckpt.util.threads import Beside
+from tests.helpers.places import PassedOn, Place
+from tests.helpers.processes import interrupt, run_ranks
+from tests.helpers.training import exact
+
+
+class GatedStorage(PassedOn):
+    """A disk that writes tensors only while its gate is open, and fails if it is told to."""
+
+    def __init__(self, root: Place | str) -> None:
+        super().__init__(root)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.full = False
+        self.broken = False
+
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+        if key.endswith(".safetensors"):
+            assert self.gate.wait(60)
+            if self.full:
+                raise ckpt.FullError("no space left")
+            if self.broken:
+                raise RuntimeError("a mistake")
+        super().write(key, pieces, over=over)
+
+
+class Run:
+    """A model with buffers, its optimizer, a scheduler and an object of the user's own."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Linear(40, 2))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
+        self.average = torch.optim.swa_utils.AveragedModel(self.model)
+
+    def manager(self, root: Any, **options: Any) -> ckpt.StateManager:
+        parts: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        manager = ckpt.StateManager(root, **parts, **options)
+        manager.register(average=self.average)
+        return manager
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 6)).pow(2).sum().backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.average.update_parameters(self.model)
+
+    def state(self) -> str:
+        return exact([one.state_dict() for one in (self.model, self.optimizer, self.scheduler, self.average)])
+
+
+def loaded(root: Place, name: str) -> str:
+    other = Run(99)
+    with other.manager(root) as manager:
+        manager.load_state(name)
+    return other.state()
+
+
+@pytest.fixture
+def gated(root: Place) -> Iterator[GatedStorage]:
+    storage = GatedStorage(root)
+    yield storage
+    storage.gate.set()
+
+
+@pytest.mark.also_on_s3
+def test_training_goes_on_while_a_checkpoint_is_written(root: Place, gated: GatedStorage) -> None:
+    run = Run(1)
+    with run.manager(gated) as manager:
+        run.step()
+        gated.gate.clear()
+        manager.save_state("a")
+        saved = run.state()
+        for _ in range(3):
+            run.step()
+        assert not (root / "a" / "manifest.json").exists()
+        gated.gate.set()
+        manager.wait()
+        assert (root / "a" / "manifest.json").exists()
+    assert loaded(root, "a") == saved != run.state()
+
+
+def test_leaving_the_context_finishes_what_is_under_way(root: Place, gated: GatedStorage) -> None:
+    gated.gate.clear()
+    with Run(1).manager(gated) as manager:
+        manager.save_state("a")
+        threading.Timer(0.2, gated.gate.set).start()
+    assert ckpt.verify(root) == {"a": []}
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError('a mistake')"])
+def test_a_program_that_ends_in_whatever_way_finishes_its_save(root: Place, end: str) -> None:
+    script = f"""
+        import sys, time, torch, ckpt
+        from tests.helpers.places import PassedOn
+        class Slow(PassedOn):
+            def write(self, key, pieces, *, over="*"):
+                time.sleep(0.1)
+                super().write(key, pieces, over=over)
+        manager = ckpt.StateManager(Slow({str(root)!r}), model=torch.nn.Linear(2, 2))
+        manager.save_state("a")
+        {end}
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, timeout=170)
+    assert ended.returncode == {"": 0, "sys.exit(3)": 3}.get(end, 1)
+    assert ckpt.verify(root) == {"a": []}
+
+
+@pytest.mark.parametrize("call", ["wait", "step", "save_state", "load_state", "close"])
+def test_what_failed_behind_is_raised_by_the_next_call(root: Place, gated: GatedStorage, call: str) -> None:
+    manager = Run(1).manager(gated)
+    manager.save_state("good", wait=True)
+    gated.full = True
+    manager.save_state("bad")
+    if call == "step":  # it does not wait: it tells what is known
+        while manager._saver.busy:
+            pass
+    with pytest.raises(ckpt.FullError, match="no space left"):
+        getattr(manager, call)()
+    gated.full = False
+    if call != "close":
+        manager.save_state("better", wait=True)
+        manager.close()
+    assert ckpt.verify(root) == {"good": []} | ({"better": []} if call != "close" else {})
+
+
+@pytest.mark.parametrize("how", ["full", "broken"])
+def test_the_error_of_the_loop_comes_before_that_of_a_save(gated: GatedStorage, how: str) -> None:
+    setattr(gated, how, True)
+
+    def train() -> None:
+        with Run(1).manager(gated) as manager:
+            manager.save_state("bad")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+
+
+def test_a_second_save_waits_for_the_first(root: Place, gated: GatedStorage) -> None:
+    run = Run(1)
+    with run.manager(gated) as manager:
+        gated.gate.clear()
+        manager.save_state("a")
+        first = run.state()
+        run.step()
+        threading.Timer(0.2, gated.gate.set).start()
+        manager.save_state("b")
+        assert (root / "a" / "manifest.json").exists()
+        second = run.state()
+        run.step()
+    assert [loaded(root, name) for name in ("a", "b")] == [first, second]
+
+
+def test_a_save_goes_on_when_whoever_waits_for_it_is_interrupted(root: Place, gated: GatedStorage) -> None:
+    run = Run(1)
+    manager = run.manager(gated)
+    gated.gate.clear()
+    manager.save_state("a")
+    first = run.state()
+    run.step()
+    for call in (manager.wait, lambda: manager.save_state("b"), manager.close):
+        interrupt(call)
+        assert manager._saver.busy
+    threading.Timer(0.2, gated.gate.set).start()
+    manager.save_state("b")
+    second = run.state()
+    run.step()
+    manager.close()
+    assert [loaded(root, name) for name in ("a", "b")] == [first, second]
+
+
+def test_a_second_save_is_left_out_if_that_is_wanted(
+    root: Place, gated: GatedStorage, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Run(1).manager(gated, when_busy="skip") as manager, caplog.at_level(logging.INFO, "ckpt"):
+        gated.gate.clear()
+        assert manager.save_state("a") == "a"
+        assert manager.save_state("b") is None
+        gated.gate.set()
+        manager.wait()
+        assert manager.save_state("c") == "c"
+    assert ckpt.verify(root) == {"c": [], "a": []}
+    assert "b is not saved" in caplog.text
+
+
+def test_the_final_state_is_never_left_out(root: Place, gated: GatedStorage) -> None:
+    run = Run(1)
+    with run.manager(gated, when_busy="skip", save_every=1) as manager:
+        for _ in manager.epochs(1):
+            for number in manager.batches(range(3)):
+                run.step()
+                gated.gate.clear()
+                manager.step()
+                if number == 2:
+                    threading.Timer(0.2, gated.gate.set).start()
+    assert ckpt.verify(root) == {"step-00000003": [], "step-00000001": []}
+    assert loaded(root, "step-00000003") == run.state()
+
+
+def test_memory_is_not_made_ready_anew_while_a_save_uses_what_there_is(
+    gated: GatedStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt.save.snapshot._LITTLE", 0)
+    run = Run(1)
+    with run.manager(gated) as manager:
+        arena = manager._saver.snapshots._arena
+        gated.gate.clear()
+        manager.save_state("a")
+        before = arena.size
+        run.step()
+        manager.step()
+        assert arena.size == before
+        gated.gate.set()
+        manager.wait()
+        manager.step()
+        assert arena.size > before
+
+
+def test_without_memory_for_a_copy_training_waits_and_is_told_once(
+    root: Place, gated: GatedStorage, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(1)
+    with run.manager(gated, host_memory=1000) as manager:
+        for name in ("a", "b"):
+            run.step()
+            manager.save_state(name)
+            assert (root / name / "manifest.json").exists()
+    assert loaded(root, "b") == run.state()
+    assert caplog.text.count("host_memory= sets how much may be used") == 1
+
+
+def test_a_manifest_says_how_long_training_waited(root: Place, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ckpt"), Run(1).manager(root) as manager:
+        manager.save_state("a")
+    seconds = json.loads((root / "a" / "manifest.json").read_bytes())["seconds"]
+    assert set(seconds) == {"blocked", "copied", "written", "total"}
+    assert 0 < seconds["blocked"] <= seconds["total"]
+    assert "training waited" in caplog.text
+    assert "durable after" in caplog.text
+
+
+def test_an_unsupported_value_is_refused_at_once(root: Place) -> None:
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"odd": object()}
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    with Run(1).manager(root) as manager:
+        manager.register(odd=Odd())
+        with pytest.raises(ckpt.UnsupportedError, match=r"odd\.odd"):
+            manager.save_state("a")
+
+
+def test_every_kept_checkpoint_is_the_state_at_its_step(root: Place) -> None:
+    """Five hundred steps, a save at each, with second saves, edits in place and exceptions in between."""
+    rng = random.Random(1)
+    run = Run(1)
+    states: dict[str, str] = {}
+    with run.manager(root, keep=ckpt.Keep(last=20)) as manager:
+        manager.resume()
+        for number in range(500):
+            try:
+                run.step()
+                manager.step()
+                kind = rng.choice(["plain", "twice", "edit", "data", "error", "wait"])
+                if kind == "edit":
+                    with torch.no_grad():
+                        run.model[0].weight.mul_(0.99)  # type: ignore[operator]
+                name = f"step-{number:05d}"
+                states[name] = run.state()
+                manager.save_state(name, wait=kind == "wait")
+                if kind == "twice":
+                    states[f"{name}-again"] = states[name]
+                    manager.save_state(f"{name}-again")
+                if kind == "data":  # behind the back of autograd, right after the save
+                    run.model[0].weight.data.mul_(1.01)  # type: ignore[operator]
+                if kind == "error":
+                    raise ValueError("a batch that cannot be read")
+            except ValueError:
+                continue
+    kept = [one.name for one in ckpt.list_checkpoints(root)]
+    assert len(kept) == 20
+    assert ckpt.verify(root) == {name: [] for name in kept}
+    assert all(loaded(root, name) == states[name] for name in kept)
+
+
+class Arrival:
+    """Stands for the event after copies from a device: training goes on until they have arrived."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        self.synchronize = meanwhile
+
+
+@pytest.mark.not_on_s3("nothing is written")
+@pytest.mark.parametrize("by_a_step", [False, True])
+def test_what_is_changed_in_place_before_its_copy_has_arrived_is_refused(by_a_step: bool) -> None:
+    weight = torch.zeros(3)
+    arrival = Arrival(lambda: weight.add_(1))
+    sending = Beside(lambda: {weight.device: arrival}, "ckpt-copy")
+    snapshot = Snapshot({}, [(Copy("model.safetensors", "weight", weight, 0), weight._version)], sending)
+    if by_a_step:
+        snapshot.settle()  # its hook does this, and lets it wait for the copies on the device
+        snapshot.wait()
+    else:
+        with pytest.raises(ckpt.StateError, match=r"changed in place while .*weight"):
+            snapshot.wait()
+
+
+@pytest.mark.not_on_s3("nothing is written")
+def test_what_is_on_the_host_can_be_copied_while_the_program_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Executors refuse work then, and a save that began just before still has this to do."""
+    monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
+    sources = [torch.randn(3 << 20) for _ in range(3)]
+    memory = torch.zeros(3 * sources[0].nbytes, dtype=torch.uint8)
+    copy_on_host([Copy("", "", one, index * one.nbytes) for index, one in enumerate(sources)], memory)
+    assert torch.equal(memory.view(torch.float32), torch.cat(sources))
+
+
+def _save_on_two_ranks(rank: int, root: str) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(1)
+    model = nn.Linear(50, 50)
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    states: dict[Any, str] = {}
+    with ckpt.StateManager(root, model=wrapped, optimizer=optimizer, timeout=30, layout="sharded") as manager:
+        for number in range(5):
+            optimizer.zero_grad()
+            wrapped(torch.randn(3, 50)).pow(2).sum().backward()
+            optimizer.step()
+            states[manager.save_state(f"step-{number}")] = exact([model.state_dict(), optimizer.state_dict()])
+        for name in reversed(states):
+            manager.load_state(name)
+            assert exact([model.state_dict(), optimizer.state_dict()]) == states[name]
+
+
+def test_ranks_save_behind_their_backs_while_they_train(root: Place) -> None:
+    assert run_ranks(2, _save_on_two_ranks, str(root)) == [0, 0]
+    assert len(ckpt.list_checkpoints(root)) == 5
+
+
+def _fail_on_rank_1(rank: int, root: str) -> None:
+    storage = GatedStorage(root)
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
+    with ckpt.StateManager(storage, model=model, timeout=30, layout="sharded") as manager:
+        manager.save_state("good", wait=True)
+        storage.full = rank == 1
+        manager.save_state("bad")
+        with pytest.raises(ckpt.FullError, match="rank 1: no space left"):
+            manager.wait()
+        storage.full = False
+        manager.save_state("better")
+
+
+def test_what_fails_on_one_rank_is_told_on_all(root: Place) -> None:
+    assert run_ranks(2, _fail_on_rank_1, str(root)) == [0, 0]
+    assert ckpt.verify(root) == {"better": [], "good": []}
+
+
+def _skip_on_two_ranks(rank: int, root: str) -> None:
+    storage = GatedStorage(root)
+    with ckpt.StateManager(storage, model=nn.Linear(4, 4), timeout=30, when_busy="skip") as manager:
+        storage.gate.clear()
+        assert manager.save_state("a") == "a"
+        assert manager.save_state("b") is None
+        storage.gate.set()
+        manager.wait()
+
+
+def test_all_ranks_leave_out_the_same_saves(root: Place) -> None:
+    assert run_ranks(2, _skip_on_two_ranks, str(root)) == [0, 0]
+    assert ckpt.verify(root) == {"a": []}

@@ -1,0 +1,141 @@
+"""DeepSpeed: an engine goes on exactly where it was killed, and its model is there for everybody."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpt
+from tests.helpers.processes import run_alone, run_ranks
+from tests.helpers.training import exact
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+BATCHES = 2  # that were trained when everything was saved
+
+
+def _trained_and_killed(rank: int, folder: str) -> None:
+    from tests.helpers.engines import CASES, Loop
+
+    seen = {case: Loop(f"{folder}/{case}", case, rank).run(save=BATCHES) for case in CASES}
+    most = list(CASES)[-1]  # every parameter is gathered for a save, and divided again
+    assert Loop(f"{folder}/not saved", most, rank).run()[0] == seen[most][0]
+    assert Loop(f"{folder}/back", most, rank).run(save=BATCHES, back=True)[0] == seen[most][0]
+    Path(folder, f"seen-{rank}.json").write_text(json.dumps(seen))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _seen(folder: str, rank: int) -> Any:
+    return json.loads(Path(folder, f"seen-{rank}.json").read_text())
+
+
+def _resumed(rank: int, folder: str) -> None:
+    from tests.helpers.engines import Loop
+
+    for case, (straight, _) in _seen(folder, rank).items():
+        resumed, _ = Loop(f"{folder}/{case}", case, rank).run(run=1)
+        for before, after in zip(straight[BATCHES:], resumed, strict=True):
+            assert after == before, case
+
+
+def _resumed_by_one(rank: int, folder: str) -> None:
+    """The number of ranks is another one: nothing is loaded, or the model alone, and masters that follow it."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    from ckpt.integrations.accelerate import attach
+    from tests.helpers.engines import CASES, new_accelerator, prepared, weights
+
+    for case in [one for one in CASES if "ZeRO 2" in one or "ZeRO 3" in one]:
+        accelerator = new_accelerator(0, 1, CASES[case])
+        _, engine, *_ = prepared(accelerator, CASES[case])
+        fresh = exact(weights(engine))
+        manager = attach(accelerator, f"{folder}/{case}")
+        with pytest.raises(ckpt.MismatchError, match=r"\(2, and there are 1 here\).*as many processes.*strict=False"):
+            manager.resume()
+        assert exact(weights(engine)) == fresh
+        restored = manager.load_state("here", strict=False)
+        assert "begins anew" in restored.skipped["deepspeed-00000"]
+        saved = weights(engine)
+        assert fresh != exact(saved) == _seen(folder, 0)[case][1]
+        for name, one in engine.module.named_parameters():
+            assert not one.requires_grad or exact(safe_get_full_fp32_param(one).to(one.dtype)) == exact(saved[name])
+        manager.close()
+
+
+def _model_of(folder: Path, case: str) -> None:
+    """The model of such a checkpoint, read by those who know nothing of DeepSpeed."""
+    from tests.helpers.engines import build
+
+    then = _seen(str(folder), 0)[case][1]
+    net = build()
+    dtype = torch.bfloat16 if "bf16" in case else torch.float16 if "fp16" in case else torch.float32
+    for parameter in net.parameters():
+        parameter.data = parameter.data.to(dtype)
+    ckpt.load_model(folder / case / "here", net)
+    assert exact(net.state_dict()) == then, case
+    ckpt.merge(folder / case / "here", folder / f"{case}.safetensors")
+    for file in (folder / f"{case}.safetensors", folder / f"{case}-model" / "model.safetensors"):
+        found = load_file(file)
+        tied = found.get("words.weight", found.get("head.weight"))
+        assert exact({**found, "words.weight": tied, "head.weight": tied}) == then, case
+
+
+def test_a_killed_engine_goes_on_exactly_and_its_model_is_there_for_everybody(tmp_path: Path) -> None:
+    from tests.helpers.engines import CASES
+
+    assert run_ranks(2, _trained_and_killed, str(tmp_path)) == [-9, -9]
+    for case in CASES:
+        _model_of(tmp_path, case)
+    assert run_alone(_resumed_by_one, str(tmp_path)) == 0
+    assert run_ranks(2, _resumed, str(tmp_path)) == [0, 0]
+
+
+def _given_what_cannot_be_kept(rank: int, folder: str) -> None:
+    from tests.helpers.engines import WIDTH, WORDS, new_accelerator, prepared, train_on, weights
+
+    config = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2}
+    accelerator = new_accelerator(0, 1, config)
+    _, engine, *others = prepared(accelerator, config)
+    with pytest.raises(ckpt.ConfigError, match=r"model is trained by a DeepSpeed engine.*deepspeed.initialize\(\)"):
+        ckpt.StateManager(f"{folder}/bare", model=engine.module)
+    with pytest.raises(ckpt.UnsupportedError, match=r"gradients-00000: DeepSpeed keeps gradients to itself"):
+        ckpt.StateManager(f"{folder}/gradients", model=engine, gradients=True).save_state(wait=True)
+    engine.pipeline_parallelism = engine.has_moe_layers = True  # neither runs on two cores
+    with pytest.raises(ckpt.UnsupportedError, match=r"pipeline parallelism, nor mixtures of experts\. Train without"):
+        ckpt.StateManager(f"{folder}/pipeline", model=engine)
+    engine.pipeline_parallelism = engine.has_moe_layers = False
+
+    batch = torch.arange(4) % WORDS, torch.ones(4)
+    with ckpt.StateManager(f"{folder}/run", model=engine) as manager:  # an engine alone brings all that it has
+        train_on(batch, accelerator, engine, *others)
+        manager.save_state("inside-a-window", wait=True)
+        with pytest.raises(ckpt.StateError, match=r"holds gradients of an accumulation window.*Load when"):
+            manager.load_state("inside-a-window")
+        train_on(batch, accelerator, engine, *others)
+        assert "without them" in manager.load_state("inside-a-window").approximated["gradients"]
+        assert (engine.global_steps, manager.progress.step) == (0, 0)
+
+    other = {"zero_optimization": {"stage": 3}}
+    accelerator = new_accelerator(0, 1, other)
+    _, engine, *_ = prepared(accelerator, other)
+    manager = ckpt.StateManager(f"{folder}/run", accelerator=accelerator)
+    with pytest.raises(ckpt.MismatchError, match=r"a DeepSpeedZeroOptimizer of AdamW in the checkpoint, a Deep"):
+        manager.resume()
+
+    before, bias = weights(engine), torch.full((WIDTH,), 2.0)
+    Path(folder, "some").mkdir()
+    save_file({"hidden.0.bias": bias}, f"{folder}/some/model.safetensors")
+    ckpt.load_model(f"{folder}/some", engine, strict=False)
+    assert exact(weights(engine)) == exact({**before, "hidden.0.bias": bias})  # what is not there stays as it was
+
+
+def test_what_cannot_be_kept_of_an_engine_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    assert run_alone(_given_what_cannot_be_kept, str(tmp_path)) == 0

@@ -1,0 +1,367 @@
+"""Ranks that hold different plain state: each has its own bytes back, and other ranks are not given rank 0's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ckpt
+from ckpt.formats.layout import is_sharded, local_tensor
+from ckpt.save.checksums import weighted_sum
+from tests.helpers.places import Place
+from tests.helpers.processes import run_alone, run_ranks
+from tests.helpers.training import exact
+
+Built = tuple[dict[str, Any], Callable[[], None]]  # what a manager is given, and a step of training
+
+
+def _stepper(model: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> Callable[[], None]:
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.rand(3, width) + dist.get_rank()).pow(2).mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def _pipeline(seed: int) -> Built:
+    """A stage for each rank: names, shapes and all are other ones."""
+    torch.manual_seed(seed)
+    rank = dist.get_rank()
+    stage = nn.Module()
+    stage.add_module(f"layer{rank}", nn.Linear(3 + rank, 4 + rank))
+    optimizer = torch.optim.AdamW(stage.parameters())
+    step = _stepper(getattr(stage, f"layer{rank}"), optimizer, 3 + rank)
+    return {"model": stage, "optimizer": optimizer}, step
+
+
+def _experts(seed: int) -> Built:
+    """Names and shapes are the same on every rank, bytes are not: but for what both ranks have frozen alike."""
+    torch.manual_seed(seed)
+    shared = nn.Linear(4, 4)
+    torch.manual_seed(seed + 10 * (1 + dist.get_rank()))
+    model = nn.Sequential(shared.requires_grad_(False), nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model[1:].parameters())
+    return {"model": model, "optimizer": optimizer}, _stepper(model, optimizer, 4)
+
+
+def _experts_beside_ddp(seed: int) -> Built:
+    torch.manual_seed(seed + 10 * (1 + dist.get_rank()))
+    model = nn.ModuleDict({"dense": DistributedDataParallel(nn.Linear(4, 4)), "expert": nn.Linear(4, 2)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    chained = nn.Sequential(model["dense"], model["expert"])
+    return {"model": model, "optimizer": optimizer}, _stepper(chained, optimizer, 4)
+
+
+def _ignored_parameters(seed: int) -> Built:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(seed + 10 * (1 + dist.get_rank()))
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    fully_shard(model, ignored_params=set(model[1].parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {"model": model, "optimizer": optimizer}, _stepper(model, optimizer, 4)
+
+
+def _batch_norm_under_fsdp(seed: int) -> Built:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {"model": model, "optimizer": optimizer}, _stepper(model, optimizer, 4)
+
+
+def _batch_norm_under_fsdp1(seed: int) -> Built:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    torch.manual_seed(seed)
+    bare = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    model = FullyShardedDataParallel(bare, use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {"model": model, "optimizer": optimizer}, _stepper(model, optimizer, 4)
+
+
+def _buffers_of_their_own_under_ddp(seed: int) -> Built:
+    torch.manual_seed(seed)
+    bare = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    model = DistributedDataParallel(bare, broadcast_buffers=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {"model": model, "optimizer": optimizer}, _stepper(model, optimizer, 4)
+
+
+def _fsdp_on_stages(seed: int, *, same_names: bool) -> Built:
+    """FSDP 2 on `mesh["dp"]` of a ("pp", "dp") mesh: another stage on each row of it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
+    stage = mesh["pp"].get_local_rank()
+    torch.manual_seed(seed + 10 * stage)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    holder = nn.Module()
+    holder.add_module("stage" if same_names else f"stage{stage}", model)
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(holder.parameters())
+    return {"model": holder, "optimizer": optimizer}, _stepper(model, optimizer, 4)
+
+
+def _stages_with_other_names(seed: int) -> Built:
+    return _fsdp_on_stages(seed, same_names=False)
+
+
+def _stages_with_the_same_names(seed: int) -> Built:
+    return _fsdp_on_stages(seed, same_names=True)
+
+
+def _other_learning_rates(seed: int) -> Built:
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    optimizer.param_groups[0]["tag"] = seed * (1 + dist.get_rank())
+    return {"model": model, "optimizer": optimizer}, _stepper(model, optimizer, 4)
+
+
+def _a_part_on_one_rank_only(seed: int) -> Built:
+    torch.manual_seed(seed + dist.get_rank())
+    models = {"all": DistributedDataParallel(nn.Linear(4, 2))}
+    if dist.get_rank() == 1:
+        models["critic"] = nn.Linear(2, 2)  # type: ignore[assignment]
+    optimizer = torch.optim.AdamW([one for model in models.values() for one in model.parameters()])
+    return {"model": models, "optimizer": optimizer}, _stepper(models["all"], optimizer, 4)
+
+
+CASES = {
+    "pipeline": (2, _pipeline),
+    "experts": (2, _experts),
+    "experts beside DDP": (2, _experts_beside_ddp),
+    "ignored_params": (2, _ignored_parameters),
+    "BatchNorm under FSDP 2": (2, _batch_norm_under_fsdp),
+    "BatchNorm under FSDP 1": (2, _batch_norm_under_fsdp1),
+    "broadcast_buffers=False": (2, _buffers_of_their_own_under_ddp),
+    "FSDP 2 on stages, other names": (4, _stages_with_other_names),
+    "FSDP 2 on stages, same names": (4, _stages_with_the_same_names),
+    "other learning rates": (2, _other_learning_rates),
+    "a part on one rank only": (2, _a_part_on_one_rank_only),
+}
+
+
+def _mine(objects: dict[str, Any]) -> str:
+    """What this rank holds, byte for byte."""
+    models = objects["model"] if isinstance(objects["model"], dict) else {"": objects["model"]}
+    tensors = {
+        f"{key}.{name}": local_tensor(one) if is_sharded(one) else one
+        for key, model in models.items()
+        for name, one in model.state_dict().items()
+    }
+    state = objects["optimizer"].state_dict()
+    moments = {
+        str(index): {key: local_tensor(one) if is_sharded(one) else one for key, one in values.items()}
+        for index, values in state["state"].items()
+    }
+    return exact([tensors, moments, state["param_groups"]])
+
+
+def _save(rank: int, root: str, case: str, background: bool, layout: str) -> None:
+    objects, step = CASES[case][1](1)
+    with ckpt.StateManager(root, **objects, layout=layout, timeout=60, follow=False) as manager:
+        manager.save_state("before")  # what differs later may be the same now
+        for number in range(2):
+            step()
+            manager.save_state(f"step-{number}", wait=not background)
+            Path(f"{root}-{rank}").write_text(_mine(objects))
+        step()
+
+
+def _load(rank: int, root: str, case: str, layout: str) -> None:
+    objects, step = CASES[case][1](2)
+    step()
+    with ckpt.StateManager(root, **objects, layout=layout, timeout=60, follow=False) as manager:
+        restored = manager.load_state("step-1")
+        assert not restored.skipped, restored.skipped
+        assert not restored.approximated, restored.approximated
+        assert layout == "full" or not restored.resharded, restored.resharded
+        assert _mine(objects) == Path(f"{root}-{rank}").read_text()
+        manager.save_state("again", wait=True)
+        assert ckpt.verify(root)["again"] == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_has_its_own_bytes_back(root: Place, case: str) -> None:
+    ranks = CASES[case][0]
+    assert run_ranks(ranks, _save, str(root), case, True, "auto") == [0] * ranks
+    assert run_ranks(ranks, _load, str(root), case, "auto") == [0] * ranks
+
+
+@pytest.mark.parametrize("case", ["experts", "ignored_params", "FSDP 2 on stages, other names"])
+def test_it_has_where_training_waits_for_the_save(root: Place, case: str) -> None:
+    ranks = CASES[case][0]
+    assert run_ranks(ranks, _save, str(root), case, False, "auto") == [0] * ranks
+    assert run_ranks(ranks, _load, str(root), case, "auto") == [0] * ranks
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        ("pipeline", "sharded"),
+        ("experts", "sharded"),
+        ("ignored_params", "full"),
+        ("BatchNorm under FSDP 1", "full"),
+        ("FSDP 2 on stages, other names", "full"),
+        ("FSDP 2 on stages, same names", "full"),
+        ("FSDP 2 on stages, same names", "sharded"),
+    ],
+)
+def test_it_has_in_the_other_layouts(root: Place, case: str, layout: str) -> None:
+    ranks = CASES[case][0]
+    assert run_ranks(ranks, _save, str(root), case, True, layout) == [0] * ranks
+    assert run_ranks(ranks, _load, str(root), case, layout) == [0] * ranks
+
+
+def _load_alone(rank: int, root: str, builder: str) -> None:
+    """One process where there were two."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    if builder == "BatchNorm":
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    optimizer = torch.optim.AdamW(model[1:].parameters() if builder == "experts" else model.parameters())
+    before = exact(model.state_dict())
+    with ckpt.StateManager(root, model=model, optimizer=optimizer) as manager:
+        if builder == "BatchNorm":
+            restored = manager.load_state("step-1")
+            assert "each of the 2 ranks" in restored.approximated["model"]
+            assert "model" in str(restored)
+            return
+        with pytest.raises(
+            ckpt.MismatchError, match=r"model: 1\.weight: each of the 2 ranks that saved it had its own"
+        ):
+            manager.load_state("step-1")
+        assert exact(model.state_dict()) == before
+        restored = manager.load_state("step-1", strict=False)
+    assert restored.skipped.keys() >= {"model.1.weight", "model.2.bias", "optimizer.state.1.weight"}
+    assert "model.0.weight" not in restored.skipped  # what all ranks had alike is there for any number of them
+
+
+def test_another_number_of_ranks_is_refused_and_not_given_the_first_ranks_experts(root: Place) -> None:
+    assert run_ranks(2, _save, str(root), "experts", True, "auto") == [0, 0]
+    assert run_alone(_load_alone, str(root), "experts") == 0
+
+
+def test_another_number_of_ranks_is_told_that_running_statistics_are_the_first_ranks(root: Place) -> None:
+    assert run_ranks(2, _save, str(root), "BatchNorm under FSDP 2", True, "auto") == [0, 0]
+    assert run_alone(_load_alone, str(root), "BatchNorm") == 0
+
+
+def _equal_by_hand(rank: int, root: str) -> None:
+    """Data parallelism without a wrapper: the same on all ranks, and written once."""
+    torch.manual_seed(1)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, timeout=60) as manager:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        manager.save_state("a")
+
+
+def test_ranks_that_hold_the_same_write_it_once(root: Place) -> None:
+    assert run_ranks(2, _equal_by_hand, str(root)) == [0, 0]
+    names = {name for name in (root / "a").files() if name.endswith("safetensors")}
+    assert names == {"model.safetensors", "optimizer.safetensors"}
+    assert "differs" not in (root / "a" / "state.json").read_bytes().decode()
+
+
+def _ddp_that_drifted(rank: int, root: str, wait: bool) -> None:
+    torch.manual_seed(1)
+    bare = nn.Linear(4, 2)
+    model = DistributedDataParallel(bare)
+    with torch.no_grad():
+        bare.weight += rank  # after the wrapper has made them equal
+    with ckpt.StateManager(root, model=model, timeout=60) as manager:
+        if not wait:
+            manager.save_state("a")
+            with pytest.raises(ckpt.RanksError, match=r"model\.weight: rank 1 has another one than rank 0"):
+                manager.wait()
+            assert not ckpt.list_checkpoints(root)
+        mine = exact(bare.state_dict())
+        manager.save_state("b", wait=wait)  # what is known to differ is kept from now on
+        manager.wait()
+        nn.init.zeros_(bare.weight)
+        manager.load_state("b")
+        assert exact(bare.state_dict()) == mine
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_weights_that_differ_under_ddp_are_kept_or_refused_by_name_before_anything_is_written(
+    root: Place, wait: bool
+) -> None:
+    assert run_ranks(2, _ddp_that_drifted, str(root), wait) == [0, 0]
+
+
+def test_checksums_of_devices_tell_constants_and_orders_apart() -> None:
+    rows = [torch.ones(4), torch.full((4,), 2.0), torch.tensor([1.0, 2, 3, 4]), torch.tensor([2.0, 1, 3, 4])]
+    rows += [torch.zeros(4), torch.ones(4, dtype=torch.uint8), torch.ones(3, dtype=torch.uint8)]
+    assert len({int(weighted_sum(one)) for one in rows}) == len(rows)
+    assert int(weighted_sum(torch.ones(4))) == int(weighted_sum(torch.ones(4)))
+
+
+class _Counter:
+    def __init__(self, number: int) -> None:
+        self.seen, self.history = number, torch.full((3,), float(number))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "history": self.history}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen, self.history = state["seen"], state["history"]
+
+
+def _with_counter(rank: int, root: str, load: bool) -> None:
+    model = nn.Linear(2, 2)
+    counter = _Counter(-1 if load else 10 + rank)
+    several = dist.is_initialized()
+    with ckpt.StateManager(root, model=DistributedDataParallel(model) if several else model, timeout=60) as manager:
+        manager.register(counter=counter)
+        if not load:
+            manager.save_state("a")
+            return
+        restored = manager.load_state("a")
+    assert counter.seen == 10 + rank
+    assert torch.equal(counter.history, torch.full((3,), 10.0 + rank))
+    assert ("counter" in restored.approximated) is not several
+
+
+def test_objects_whose_state_differs_come_back_to_each_rank_and_are_named_for_other_ranks(root: Place) -> None:
+    assert run_ranks(2, _with_counter, str(root), False) == [0, 0]
+    assert run_ranks(2, _with_counter, str(root), True) == [0, 0]
+    assert run_alone(_with_counter, str(root), True) == 0
+
+
+def test_merging_a_pipeline_has_the_layers_of_all_stages(root: Place, tmp_path: Path) -> None:
+    assert run_ranks(2, _save, str(root), "pipeline", True, "auto") == [0, 0]
+    ckpt.merge(f"{root}/step-1", tmp_path / "all.safetensors")
+    found = load_file(tmp_path / "all.safetensors")
+    assert {name: list(one.shape) for name, one in found.items()} == {
+        "layer0.weight": [4, 3],
+        "layer0.bias": [4],
+        "layer1.weight": [5, 4],
+        "layer1.bias": [5],
+    }
+
+
+def test_merging_experts_says_that_they_are_the_first_ranks(
+    root: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run_ranks(2, _save, str(root), "experts", True, "auto") == [0, 0]
+    with caplog.at_level("WARNING", "ckpt"):
+        ckpt.merge(f"{root}/step-1", tmp_path / "all.safetensors")
+    assert "1.weight" in caplog.text
+    assert "0.weight" not in caplog.text
+    assert "rank 0" in caplog.text

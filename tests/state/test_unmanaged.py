@@ -1,0 +1,187 @@
+"""Runs that forget to save, or to give the manager what they train: told once, in the log and on the console."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ckpt
+from ckpt.integrations.accelerate import attach
+from tests.helpers.accelerated import new_accelerator
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
+
+
+def _loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.ones(6, 1)), 2)
+
+
+def _update(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 1)).pow(2).mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@contextmanager
+def _run(root: str, **options: Any) -> Iterator[tuple[ckpt.StateManager, nn.Module, torch.optim.Optimizer]]:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ckpt.StateManager(root, **{"model": model, "optimizer": optimizer, **options}) as manager:
+        yield manager, model, optimizer
+
+
+def _lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records]
+
+
+class TestNothingIsSaved:
+    def test_without_save_every_and_save_state(self, anywhere: str, caplog: pytest.LogCaptureFixture) -> None:
+        with _run(anywhere) as (manager, model, optimizer):
+            for epoch in manager.epochs(3):
+                for _ in manager.batches(_loader()):
+                    _update(model, optimizer)
+                    manager.step()
+                    assert len(caplog.records) == (epoch > 0)
+        assert [one.partition(":")[0] for one in _lines(caplog)] == [
+            "an epoch of training is over and nothing was saved",
+            "training is over and nothing was saved",
+        ]
+        assert "no save_every= was given, and save_state() was not called" in caplog.text
+
+    def test_save_every_without_step(self, anywhere: str, caplog: pytest.LogCaptureFixture) -> None:
+        with _run(anywhere, save_every=2) as (manager, model, optimizer):
+            for _ in range(2):
+                for _ in manager.batches(_loader()):
+                    _update(model, optimizer)
+        assert len(caplog.records) == 2
+        assert "save_every=2 counts the calls of manager.step(), and there was none" in caplog.text
+
+    def test_a_manager_that_is_never_called(self, anywhere: str, caplog: pytest.LogCaptureFixture) -> None:
+        with _run(anywhere, save_every=2) as (_, model, optimizer):
+            for _ in _loader():
+                _update(model, optimizer)
+        assert len(caplog.records) == 1
+        assert "manager.step()" in caplog.text
+
+    def test_fewer_steps_than_save_every(self, anywhere: str, caplog: pytest.LogCaptureFixture) -> None:
+        with _run(anywhere, save_every=20) as (manager, model, optimizer):
+            for _ in range(2):
+                for _ in manager.batches(_loader()):
+                    _update(model, optimizer)
+                    manager.step()
+        assert "save_every=20, and there were 6 steps" in caplog.text
+
+    def test_an_accelerator_that_never_saves(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        accelerator = new_accelerator()
+        model = _model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, _loader())
+        attach(accelerator, tmp_path).resume()
+        for _ in range(2):
+            for _ in loader:
+                _update(model, optimizer)
+        accelerator.end_training()
+        assert len(caplog.records) == 2
+
+    @pytest.mark.parametrize("when", ["in the loop", "after the inner loop", "at the end", "save_every"])
+    def test_whoever_saves_hears_nothing(self, anywhere: str, caplog: pytest.LogCaptureFixture, when: str) -> None:
+        with _run(anywhere, save_every=2 if when == "save_every" else None) as (manager, model, optimizer):
+            for _ in manager.epochs(1 if when == "at the end" else 2):
+                for _ in manager.batches(_loader()):
+                    _update(model, optimizer)
+                    manager.step()
+                    if when == "in the loop":
+                        manager.save_state()
+                if when == "after the inner loop":
+                    manager.save_state()
+            if when == "at the end":
+                manager.save_state()
+        assert _lines(caplog) == []
+
+
+class TestSomethingIsNotManaged:
+    def test_no_object_at_all(self, anywhere: str, caplog: pytest.LogCaptureFixture) -> None:
+        with ckpt.StateManager(anywhere, save_every=1) as manager:
+            for _ in manager.batches(_loader()):
+                manager.step()
+        assert len(caplog.records) == 1
+        assert "no object is managed" in caplog.text
+
+    def test_no_optimizer(self, anywhere: str, caplog: pytest.LogCaptureFixture) -> None:
+        model = _model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ckpt.StateManager(anywhere, model=model, save_every=1) as manager:
+            for _ in manager.batches(_loader()):
+                _update(model, optimizer)
+                manager.step()
+        assert len(caplog.records) == 1
+        assert "SGD of 4 tensors trains the model and is not managed" in caplog.text
+        with ckpt.StateManager(anywhere, model=_model()) as manager:
+            assert "optimizer" in manager.load_state().approximated["unmanaged optimizer"]
+
+    def test_a_second_optimizer_that_was_forgotten(self, anywhere: str, caplog: pytest.LogCaptureFixture) -> None:
+        with _run(anywhere, save_every=1) as (manager, model, optimizer):
+            other = torch.optim.Adam(list(model.parameters())[2:], lr=0.1)
+            for _ in manager.batches(_loader()):
+                _update(model, optimizer, other)
+                manager.step()
+        assert len(caplog.records) == 1
+        assert "Adam of 2 tensors" in caplog.text
+
+    def test_a_parameter_that_no_optimizer_has_and_that_changed(
+        self, anywhere: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = _model()
+        optimizer = torch.optim.SGD(list(model.parameters())[:2], lr=0.1)
+        with ckpt.StateManager(anywhere, model=model, optimizer=optimizer, save_every=1) as manager:
+            for _ in manager.batches(_loader()):
+                model(torch.ones(2, 1)).sum().backward()
+                optimizer.step()
+                with torch.no_grad():  # an optimizer of one's own
+                    for one in list(model.parameters())[2:]:
+                        assert one.grad is not None
+                        one.sub_(one.grad, alpha=0.1)
+                manager.step()
+        assert len(caplog.records) == 1
+        assert "model: 1.weight, model: 1.bias changed" in caplog.text
+
+    def test_an_optimizer_of_another_model(self, anywhere: str, caplog: pytest.LogCaptureFixture) -> None:
+        with _run(anywhere, model=_model(), save_every=1) as (manager, model, optimizer):
+            for _ in manager.batches(_loader()):
+                _update(model, optimizer)
+                manager.step()
+        assert len(caplog.records) == 1
+        assert "optimizer: none of its parameters is one of the model's" in caplog.text
+
+    def test_averages_registered_optimizers_and_inference_hear_nothing(
+        self, anywhere: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model, second = _model(), _model()
+        optimizer, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, second))
+        average = copy.deepcopy(model)
+        models = {"net": model, "second": second, "ema": average}
+        with ckpt.StateManager(anywhere, model=models, optimizer=optimizer, save_every=1) as manager:
+            manager.register(other=other)
+            for _ in manager.batches(_loader()):
+                _update(model, optimizer)
+                _update(second, other)
+                with torch.no_grad():
+                    for one, mine in zip(average.parameters(), model.parameters(), strict=True):
+                        one.lerp_(mine, 0.5)
+                manager.step()
+        with ckpt.StateManager(anywhere, model=models) as manager:
+            manager.load_state(strict=False)
+            for _ in _loader():
+                model(torch.ones(2, 1))
+        assert _lines(caplog) == []

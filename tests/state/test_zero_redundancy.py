@@ -1,0 +1,105 @@
+"""ZeroRedundancyOptimizer and PowerSGD: state that every rank has of its own."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import ckpt
+from tests.helpers.places import Place
+from tests.helpers.processes import run_alone, run_ranks
+from tests.helpers.training import exact
+
+
+def _built(seed: int) -> tuple[Any, Any, Any]:
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+def _train(model: nn.Module, optimizer: Any, scheduler: Any, steps: range) -> None:
+    for number in steps:
+        optimizer.zero_grad()
+        model(torch.linspace(0, 1, 8).reshape(2, 4) * (1 + number)).pow(2).mean().backward()
+        optimizer.step()
+        scheduler.step()
+
+
+def _mine(model: nn.Module, optimizer: Any) -> str:
+    return exact([model.state_dict(), optimizer.optim.state_dict(), [one["lr"] for one in optimizer.param_groups]])
+
+
+def _straight(rank: int, folder: str) -> None:
+    model, optimizer, scheduler = _built(1)
+    with ckpt.StateManager(
+        f"{folder}/runs", model=model, optimizer=optimizer, scheduler=scheduler, timeout=60, follow=False
+    ) as manager:
+        manager.save_state("start")
+        _train(model, optimizer, scheduler, range(3))
+        manager.save_state("middle")
+        _train(model, optimizer, scheduler, range(3, 6))
+    Path(folder, f"end-{rank}").write_text(_mine(model, optimizer))
+
+
+def _resumed(rank: int, folder: str) -> None:
+    model, optimizer, scheduler = _built(2)
+    with ckpt.StateManager(
+        f"{folder}/runs", model=model, optimizer=optimizer, scheduler=scheduler, timeout=60, follow=False
+    ) as manager:
+        restored = manager.load_state("middle")
+        assert not restored.approximated, restored
+        _train(model, optimizer, scheduler, range(3, 6))
+    assert _mine(model, optimizer) == Path(folder, f"end-{rank}").read_text()
+
+
+def _alone(rank: int, folder: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with (
+        ckpt.StateManager(f"{folder}/runs", model=model, optimizer=optimizer) as manager,
+        pytest.raises(ckpt.MismatchError, match="optimizer: a ZeroRedundancyOptimizer in the checkpoint"),
+    ):
+        manager.load_state("middle")
+
+
+def _three(rank: int, folder: str) -> None:
+    model, optimizer, _ = _built(2)
+    with ckpt.StateManager(f"{folder}/runs", model=model, optimizer=optimizer, timeout=60) as manager:
+        with pytest.raises(ckpt.MismatchError, match="optimizer: each of the 2 ranks that saved it had its own"):
+            manager.load_state("middle")
+        restored = manager.load_state("middle", strict=False)
+        assert "each of the 2 ranks" in restored.skipped["optimizer"]
+
+
+def test_a_zero_redundancy_optimizer_goes_on_exactly_and_fits_no_other_number_of_ranks(tmp_path: Path) -> None:
+    assert run_ranks(2, _straight, str(tmp_path)) == [0, 0]
+    assert run_ranks(2, _resumed, str(tmp_path)) == [0, 0]
+    assert run_ranks(3, _three, str(tmp_path)) == [0, 0, 0]
+    assert run_alone(_alone, str(tmp_path)) == 0
+
+
+def _with_power_sgd(rank: int, root: str) -> None:
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    model.register_comm_hook(powersgd.PowerSGDState(None), powersgd.powerSGD_hook)
+    said: list[str] = []
+    logging.getLogger("ckpt").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    with ckpt.StateManager(root, model=model, timeout=60, follow=False) as manager:
+        manager.save_state("a")
+        manager.save_state("b")
+        restored = manager.load_state("b")
+    assert "begin anew" in restored.approximated["model.powerSGD"]
+    assert sum("PowerSGD" in text for text in said) == (rank == 0)
+
+
+def test_power_sgds_state_is_named_as_not_kept(root: Place) -> None:
+    assert run_ranks(2, _with_power_sgd, str(root)) == [0, 0]

@@ -1,0 +1,173 @@
+"""Locks on fsspec's filesystems: the holder stays the holder, whatever uploads and lost answers come in between."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+import ckpt
+from ckpt.storage import ANY, leases
+from ckpt.storage.fsspec_objects import FilesystemObjects
+from ckpt.storage.object_storage import ObjectStorage
+
+
+class Unreliable(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A filesystem of fsspec where uploads wait to be let go, and answers get lost after what was asked for is done."""
+
+    protocol = "unreliable"
+    cachable = False
+    go: threading.Event
+    begun: threading.Event
+    lose: Callable[[str], Exception | None]
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        file = super().open(path, mode, **options)
+        if "large" in path and "w" in mode:
+            Unreliable.begun.set()
+            assert Unreliable.go.wait(60)
+        elif "w" in mode:
+            commit = file.commit
+
+            def losing() -> None:
+                commit()
+                self._answer(path)
+
+            file.commit = losing
+        return file
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        super().pipe_file(path, value, mode=mode, **options)
+        self._answer(path)
+
+    def _answer(self, path: str) -> None:
+        error = Unreliable.lose(path)
+        if error is not None:
+            raise error
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    fsspec.register_implementation("unreliable", Unreliable, clobber=True)
+    Unreliable.go, Unreliable.begun = threading.Event(), threading.Event()
+    Unreliable.lose = staticmethod(lambda path: None)
+    monkeypatch.setattr(leases, "_LOOK", 0.05)
+    monkeypatch.setattr(leases, "BEAT", 0.2)
+    yield
+    Unreliable.go.set()
+
+
+def storage(folder: Path) -> ObjectStorage:
+    return ObjectStorage(FilesystemObjects("unreliable", str(folder), {"auto_mkdir": True}))
+
+
+def sign(folder: Path) -> bytes:
+    (path,) = (folder / ".locks" / "alone").iterdir()
+    return path.read_bytes()
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("over", [None, ANY])
+def test_a_second_run_does_not_take_the_root_while_the_first_is_in_a_long_upload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: str | None
+) -> None:
+    monkeypatch.setattr(leases, "_is_gone", lambda sign: None)  # as if the two were on different machines
+    monkeypatch.setattr(leases, "LIFE", 20.0)
+    first, second = storage(tmp_path), storage(tmp_path)
+    with first.lock(".lock", note="the first run"):
+        pieces = iter([b"large"])
+        upload = threading.Thread(target=lambda: first.write("step/large", pieces, over=over))
+        upload.start()
+        assert Unreliable.begun.wait(60)
+        before = sign(tmp_path)
+        with pytest.raises(ckpt.LockedError, match="the first run"), second.lock(".lock"):
+            pass
+        wait_until(lambda: sign(tmp_path) != before)
+        Unreliable.go.set()
+        upload.join()
+        first.write("step/manifest.json", [b"{}"], over=None)
+    assert first.read("step/large") == b"large"
+
+
+def once(error: Exception) -> Callable[[str], Exception | None]:
+    """Lose the next answer about a lock."""
+    left = [error]
+    return staticmethod(lambda path: left.pop() if left and ".locks" in path else None)
+
+
+LOST = [ConnectionError("reset"), FileExistsError("the client has tried it again"), TimeoutError("no answer")]
+
+
+@pytest.mark.parametrize("error", LOST, ids=lambda one: type(one).__name__)
+def test_a_lock_whose_answer_was_lost_does_not_lock_its_own_holder_out(tmp_path: Path, error: Exception) -> None:
+    first = storage(tmp_path)
+    Unreliable.lose = once(error)
+    with first.lock(".lock", note="mine"):
+        first.write("object", [b"mine"])
+        with pytest.raises(ckpt.LockedError, match="mine"), storage(tmp_path).lock(".lock"):
+            pass
+    with storage(tmp_path).lock(".lock"):
+        pass
+
+
+def test_a_lock_that_could_not_be_taken_for_sure_can_be_tried_again(tmp_path: Path) -> None:
+    def lose(path: str) -> Exception | None:
+        return ConnectionError("reset") if ".locks" in path else None
+
+    first = storage(tmp_path)
+    Unreliable.lose = staticmethod(lose)
+    get = FilesystemObjects.get
+    try:
+        FilesystemObjects.get = lambda *_: (_ for _ in ()).throw(ckpt.TransientError("away"))  # type: ignore[method-assign]
+        with pytest.raises(ckpt.TransientError), first.lock(".lock"):
+            pass
+    finally:
+        FilesystemObjects.get = get  # type: ignore[method-assign]
+    Unreliable.lose = staticmethod(lambda path: None)
+    with first.lock(".lock"):
+        pass
+
+
+def test_a_sign_of_life_whose_answer_was_lost_is_not_taken_for_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = storage(tmp_path)
+    lost: list[str] = []
+
+    def lose(path: str) -> Exception | None:
+        if ".locks" in path and len(lost) < 2:
+            lost.append(path)
+            return ConnectionError("reset")
+        return None
+
+    with first.lock(".lock"):
+        before = sign(tmp_path)
+        Unreliable.lose = staticmethod(lose)
+        wait_until(lambda: len(lost) == 2)
+        after = sign(tmp_path)
+        assert after != before
+        wait_until(lambda: sign(tmp_path) != after)
+        first.write("object", [b"still mine"])
+    assert not list((tmp_path / ".locks" / "alone").iterdir())
+
+
+def test_a_reader_whose_answer_was_lost_is_in_nobodys_way(tmp_path: Path) -> None:
+    first = storage(tmp_path)
+    Unreliable.lose = once(ConnectionError("reset"))
+    with pytest.raises(ckpt.TransientError), first.lock("step", shared=True):
+        pass
+    wait_until(lambda: not list((tmp_path / ".locks" / "shared").rglob("*/*")))
+    with storage(tmp_path).lock("step"):
+        pass

@@ -1,0 +1,472 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt.errors import ConfigError, FullError, LockedError, StorageError
+from ckpt.storage import LocalStorage, Storage
+from tests.helpers.storage_contract import StorageContract, sizes
+
+NOBODY = 65534
+
+
+def child(script: str, *arguments: object) -> subprocess.Popen[str]:
+    """A real process. It ends at the latest when its standard input is closed, so that none is ever left behind."""
+    command = [sys.executable, "-c", f"import os, sys\nfrom ckpt.storage import LocalStorage\n{script}"]
+    return subprocess.Popen(
+        [*command, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    """The next line that a child prints. Empty if it has died."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def outcome(script: str, *arguments: object) -> list[str]:
+    """Run a script that ends by itself; what it printed as JSON."""
+    with child(script, *arguments) as process:
+        printed, errors = process.communicate(timeout=30)
+    assert process.returncode == 0, errors
+    answer = json.loads(printed)
+    assert isinstance(answer, list)
+    return answer
+
+
+def everything(root: Path) -> set[str]:
+    """Every file below a directory, whether a storage lists it or not."""
+    return {str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir()}
+
+
+ATTEMPT = """
+import json
+def attempt(action):
+    try:
+        action()
+    except Exception as error:
+        print(json.dumps([type(error).__name__, str(error)]))
+    else:
+        print(json.dumps(["nothing", "was raised"]))
+"""
+
+# Permissions do not bind root: a child that is nobody stands for a user without rights.
+AS_NOBODY = f"""
+if os.getuid() == 0:
+    os.setgroups([])
+    os.setgid({NOBODY})
+    os.setuid({NOBODY})
+"""
+
+
+class TestLocalStorage(StorageContract):
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> Storage:
+        return LocalStorage(tmp_path / "made" / "when" / "needed")
+
+    def test_a_root_is_made_by_the_first_write_only(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path / "root")
+        assert sizes(storage) == {}
+        storage.delete(["absent"])
+        storage.sweep()
+        assert not (tmp_path / "root").exists()
+        storage.write("object", [b"x"])
+        assert everything(tmp_path) == {"root/object"}
+
+    def test_a_relative_root_stays_where_it_was(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        storage = LocalStorage("runs")
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        storage.write("object", [b"x"])
+        assert everything(tmp_path) == {"runs/object"}
+        assert storage.url == "runs"
+
+    def test_a_root_that_is_a_file_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_bytes(b"mine")
+        with pytest.raises(ConfigError, match=r"file is a file\. .* choose another"):
+            LocalStorage(tmp_path / "file")
+        assert (tmp_path / "file").read_bytes() == b"mine"
+
+    def test_a_root_below_a_file_cannot_be_written(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_bytes(b"mine")
+        storage = LocalStorage(tmp_path / "file" / "root")
+        assert sizes(storage) == {}
+        with pytest.raises(StorageError, match=r"could not write .*Not a directory"):
+            storage.write("object", [b"x"])
+
+    def test_deleting_the_last_object_of_a_folder_removes_the_folder_but_not_the_root(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path / "root")
+        for key in ("a/b/one", "a/two"):
+            storage.write(key, [b"x"])
+        storage.delete(["a/b/one"])
+        assert [path.name for path in (tmp_path / "root" / "a").iterdir()] == ["two"]
+        storage.delete(["a/two"])
+        assert list((tmp_path / "root").iterdir()) == []
+
+
+class TestLinks:
+    """A symbolic link that leads out of the root is never followed."""
+
+    @pytest.fixture
+    def outside(self, tmp_path: Path) -> Path:
+        outside = tmp_path / "outside"
+        outside.mkdir()
+        (outside / "object").write_bytes(b"mine")
+        (outside / ".left.ckpt-tmp").write_bytes(b"mine too")
+        return outside
+
+    @pytest.fixture
+    def storage(self, tmp_path: Path, outside: Path) -> LocalStorage:
+        root = tmp_path / "root"
+        root.mkdir()
+        (root / "folder").symlink_to(outside)
+        (root / "file").symlink_to(outside / "object")
+        return LocalStorage(root)
+
+    def test_a_folder_that_leads_out_is_refused(self, storage: LocalStorage, outside: Path) -> None:
+        refused = pytest.raises(ConfigError, match="leads out of the root through a symbolic link")
+        with refused:
+            storage.write("folder/new", [b"x"])
+        with refused:
+            storage.read("folder/object")
+        with refused:
+            storage.delete(["folder/object"])
+        with refused:
+            list(storage.list("folder"))
+        with refused:
+            storage.sweep("folder")
+        with refused, storage.lock("folder"):
+            pass
+        assert everything(outside) == {"object", ".left.ckpt-tmp"}
+
+    def test_a_file_that_leads_out_is_neither_read_nor_locked(self, storage: LocalStorage, outside: Path) -> None:
+        refused = pytest.raises(ConfigError, match="leads out of the root through a symbolic link")
+        with refused:
+            storage.read("file")
+        with refused:
+            storage.read_into("file", 0, memoryview(bytearray(1)))
+        with refused, storage.lock("file", note="not into somebody's file"):
+            pass
+        assert (outside / "object").read_bytes() == b"mine"
+
+    def test_a_write_or_delete_takes_the_link_not_what_it_leads_to(self, storage: LocalStorage, outside: Path) -> None:
+        storage.write("file", [b"ours"])
+        assert storage.read("file") == b"ours"
+        storage.delete(["file"])
+        assert (outside / "object").read_bytes() == b"mine"
+
+    def test_listing_and_sweeping_the_root_do_not_go_out(self, storage: LocalStorage, outside: Path) -> None:
+        assert set(sizes(storage)) == {"file"}
+        storage.sweep()
+        assert everything(outside) == {"object", ".left.ckpt-tmp"}
+
+    def test_a_root_that_is_a_link_itself_is_followed(self, tmp_path: Path, outside: Path) -> None:
+        (tmp_path / "link").symlink_to(outside)
+        storage = LocalStorage(tmp_path / "link")
+        storage.write("folder/new", [b"x"])
+        assert (outside / "folder" / "new").read_bytes() == b"x"
+        assert set(sizes(storage)) == {"object", "folder/new"}
+
+
+def test_where_there_are_no_hard_links_a_link_is_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*paths: object) -> None:
+        raise OSError(errno.EPERM, "not here")
+
+    storage = LocalStorage(tmp_path)
+    storage.write("a", [b"content"])
+    monkeypatch.setattr(os, "link", refuse)
+    storage.link("a", "b")
+    assert storage.read("b") == b"content"
+    assert (tmp_path / "a").stat().st_ino != (tmp_path / "b").stat().st_ino
+    assert everything(tmp_path) == {"a", "b"}
+
+
+class TestKills:
+    def test_a_write_that_is_killed_leaves_nothing_listed_and_sweep_removes_the_rest(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path)
+        storage.write("folder/object", [b"the old one"])
+        script = """
+def pieces():
+    yield b"x" * 1_000_000
+    print("in the middle", flush=True)
+    sys.stdin.read()
+LocalStorage(sys.argv[1]).write(sys.argv[2], pieces())
+"""
+        for key in ("folder/object", "folder/new", "fresh/new"):
+            with child(script, tmp_path, key) as writer:
+                assert line(writer) == "in the middle"
+                writer.send_signal(signal.SIGKILL)
+                assert writer.wait(30) == -signal.SIGKILL
+        assert len(everything(tmp_path)) == 4  # three unfinished files
+        assert sizes(storage) == {"folder/object": 11}
+        assert storage.read("folder/object") == b"the old one"
+        left = {one.key: one.size for one in storage.unfinished()}
+        assert sorted(key.partition("/")[0] for key in left) == ["folder", "folder", "fresh"]
+        assert left == {key: (tmp_path / key).stat().st_size for key in left}
+        storage.sweep(age=3600)
+        assert len(everything(tmp_path)) == 4
+        storage.sweep("folder")
+        assert len(everything(tmp_path / "folder")) == 1
+        assert len(everything(tmp_path / "fresh")) == 1
+        storage.sweep()
+        assert everything(tmp_path) == {"folder/object"}
+        assert not (tmp_path / "fresh").exists()
+
+    def test_a_killed_holder_lets_go_of_its_lock_though_a_forked_child_lives_on(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path)
+        script = """
+with LocalStorage(sys.argv[1]).lock(".lock", note="the killed one"):
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)  # not the parent: the child may begin later
+        sys.stdin.read()
+        os._exit(0)
+    sys.stdin.read()
+"""
+        with child(script, tmp_path) as holder:
+            forked = int(line(holder))
+            with pytest.raises(LockedError, match="the killed one"), storage.lock(".lock"):
+                pass
+            holder.send_signal(signal.SIGKILL)
+            holder.wait(30)
+            os.kill(forked, 0)  # it lives on
+            with storage.lock(".lock", note="the next one"):
+                os.kill(forked, 0)
+
+    def test_a_forked_child_may_leave_the_lock_that_its_parent_goes_on_to_hold(self, tmp_path: Path) -> None:
+        script = f"""
+{ATTEMPT}
+storage = LocalStorage(sys.argv[1])
+with storage.lock(".lock", note="the parent"):
+    if (forked := os.fork()):
+        assert os.waitpid(forked, 0)[1] == 0
+        attempt(lambda: storage.lock(".lock").__enter__())
+"""
+        kind, message = outcome(script, tmp_path)
+        assert kind == "LockedError"
+        assert "the parent" in message
+
+
+class TestNoRoom:
+    def test_a_file_size_limit_is_a_full_error_and_leaves_the_old_object(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path)
+        storage.write("object", [b"the old one"])
+        script = f"""
+{ATTEMPT}
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+attempt(lambda: LocalStorage(sys.argv[1]).write("object", [b"x" * 1_000_000]))
+"""
+        kind, message = outcome(script, tmp_path)
+        assert kind == "FullError"
+        assert "could not write" in message
+        assert f"{tmp_path}/object" in message
+        assert "Free some space" in message
+        assert everything(tmp_path) == {"object"}
+        assert storage.read("object") == b"the old one"
+
+    @pytest.fixture
+    def tiny(self, tmp_path: Path) -> Iterator[Path]:
+        if os.geteuid() != 0:
+            pytest.skip("only root may mount a filesystem of its own")
+        tiny = tmp_path / "tiny"
+        tiny.mkdir()
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tiny], capture_output=True, text=True, check=False
+        )
+        if mounted.returncode:
+            pytest.skip(f"could not mount a tmpfs: {mounted.stderr.strip()}")
+        yield tiny
+        subprocess.run(["umount", tiny], check=True)
+
+    def test_a_full_disk_is_a_full_error_and_leaves_the_old_object(self, tiny: Path) -> None:
+        storage = LocalStorage(tiny)
+        storage.write("folder/object", [b"the old one"])
+        with pytest.raises(FullError, match=r"No space left on device.* GB are free there.*Free some space"):
+            storage.write("folder/object", (b"x" * 4096 for _ in range(256)))
+        assert everything(tiny) == {"folder/object"}
+        assert storage.read("folder/object") == b"the old one"
+        storage.write("folder/object", [b"there is room for less"])
+
+
+class TestPermissions:
+    @pytest.fixture
+    def root(self) -> Iterator[Path]:
+        """A root that another user can reach: pytest's own directories are closed to others."""
+        with tempfile.TemporaryDirectory() as folder:
+            root = Path(folder)
+            LocalStorage(root).write("folder/object", [b"x"])
+            root.chmod(0o555)
+            (root / "folder").chmod(0o555)
+            yield root
+            root.chmod(0o755)
+            (root / "folder").chmod(0o755)
+
+    def refused(self, root: Path, action: str) -> str:
+        script = f"{ATTEMPT}{AS_NOBODY}storage = LocalStorage(sys.argv[1])\nattempt(lambda: {action})"
+        kind, message = outcome(script, root)
+        assert kind == "DeniedError"
+        return message
+
+    @pytest.mark.parametrize("key", ["object", "folder/object", "new/object"])
+    def test_a_directory_that_is_read_only_is_an_error_that_says_what_to_do(self, root: Path, key: str) -> None:
+        message = self.refused(root, f'storage.write("{key}", [b"new"])')
+        assert message.startswith(f"could not write {root}/{key}: Permission denied.")
+        assert message.endswith(f"Make {root} writable for this user, or choose another root.")
+        assert LocalStorage(root).read("folder/object") == b"x"
+
+    def test_what_may_not_be_removed_or_locked_is_an_error(self, root: Path) -> None:
+        assert "could not delete" in self.refused(root, 'storage.delete(["folder/object"])')
+        assert "could not lock" in self.refused(root, 'storage.lock(".lock", note="me").__enter__()')
+
+    def test_a_folder_that_may_not_be_looked_into_is_an_error_not_an_empty_one(self, root: Path) -> None:
+        (root / "folder").chmod(0o000)
+        message = self.refused(root, "list(storage.list())")
+        assert "could not list" in message
+        assert f"Make {root} readable" in message
+        (root / "folder").chmod(0o600)
+        assert f"Make {root} readable" in self.refused(root, 'storage.read("folder/object")')
+
+    def test_a_root_that_may_not_be_reached_is_an_error_of_ours(self, root: Path) -> None:
+        root.chmod(0o000)
+        script = f'{ATTEMPT}{AS_NOBODY}attempt(lambda: list(LocalStorage(sys.argv[1] + "/folder/below").list()))'
+        assert outcome(script, root)[0] == "DeniedError"
+
+
+def test_a_write_is_durable_when_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, synced, root = os.fsync, [], tmp_path / "root"
+
+    def recording(descriptor: int) -> None:
+        real(descriptor)
+        status = os.fstat(descriptor)
+        synced.append((status.st_ino, stat.S_ISDIR(status.st_mode), (root / "a" / "object").exists(), status.st_size))
+
+    monkeypatch.setattr(os, "fsync", recording)
+    LocalStorage(root).write("a/object", [b"12", b"34"])
+
+    def inode(path: Path) -> int:
+        return path.stat().st_ino
+
+    # the file with all its bytes, before it has its name
+    assert (inode(root / "a" / "object"), False, False, 4) in synced
+    # its folder, after it has its name
+    assert any(entry[:3] == (inode(root / "a"), True, True) for entry in synced)
+    # every folder in which a new folder was made
+    assert {inode(tmp_path), inode(root)} <= {entry[0] for entry in synced}
+
+
+def test_a_filesystem_without_locks_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    storage = LocalStorage(tmp_path)
+    with storage.lock(".lock", note="me"), storage.lock(".lock", note="me too"):
+        pass
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "has no locks" in caplog.text
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    storage = LocalStorage(tmp_path)
+    storage.write("a/object", [b"x"])
+    storage.read("a/object")
+    with storage.lock("a", shared=True), pytest.raises(LockedError), storage.lock("a"):
+        pass
+    with storage.lock(".lock", note="me"):
+        pass
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+class TestLocksOnNames:
+    def test_a_lock_on_a_name_under_which_nothing_is_leaves_nothing(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path)
+        with storage.lock("step-1"):
+            assert (tmp_path / "step-1").is_dir()
+        assert list(tmp_path.iterdir()) == []
+
+    def test_such_a_lock_keeps_out_those_who_lock_the_folder_when_it_is_there(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path)
+        with storage.lock("step-1"):
+            storage.write("step-1/object", [b"x"])
+            with pytest.raises(LockedError), storage.lock("step-1", shared=True):
+                pass
+        assert storage.read("step-1/object") == b"x"
+        with storage.lock("step-1", shared=True):
+            pass
+
+    @pytest.mark.parametrize("key", ["folder", ".lock"])
+    def test_what_is_removed_while_it_is_being_locked_is_not_what_is_locked(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+    ) -> None:
+        storage, real, calls = LocalStorage(tmp_path), fcntl.flock, 0
+        storage.write("folder/object", [b"x"])
+        (tmp_path / ".lock").touch()
+
+        def flock(descriptor: int, operation: int) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 1:  # its holder removes it, lets go, and somebody makes it anew
+                (tmp_path / key).rename(tmp_path / "gone")
+                (tmp_path / key).mkdir() if key == "folder" else (tmp_path / key).touch()
+            real(descriptor, operation)
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+        with storage.lock(key):
+            assert calls == 2
+            with pytest.raises(LockedError), storage.lock(key):
+                pass
+
+    def test_a_lock_that_cannot_be_noted_is_not_held(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*_: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        storage = LocalStorage(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full)
+            with pytest.raises(FullError), storage.lock(".lock", note="me"):
+                pass
+        with storage.lock(".lock", note="me"):
+            pass
+
+    def test_an_object_is_never_written_to_by_whoever_locks_it(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path)
+        storage.write("object", [b"content"])
+        with storage.lock("object", note="me"):
+            assert storage.read("object") == b"content"
+        assert storage.read("object") == b"content"
+
+    def test_nothing_is_written_once_the_lock_file_is_gone(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path / "root")
+        with storage.lock(".lock", note="me"):
+            storage.write("a", [b"x"])
+            (tmp_path / "root" / ".lock").unlink()
+            calls: list[Callable[[], None]] = [
+                lambda: storage.write("b", [b"x"]),
+                lambda: storage.link("a", "b"),
+                lambda: storage.delete(["a"]),
+                lambda: storage.sweep(),
+            ]
+            for call in calls:
+                with pytest.raises(LockedError, match=r"\.lock was removed, alone or with all of"):
+                    call()
+            assert everything(tmp_path) == {"root/a"}
+        storage.write("b", [b"x"])

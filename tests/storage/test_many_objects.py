@@ -1,0 +1,45 @@
+"""More objects than a server lists or removes at once, and the order in which they go."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ckpt.storage import ObjectStorage, open_storage
+from ckpt.storage.s3.objects import S3Objects
+from tests.helpers.seaweed import BUCKET, Server
+
+
+def test_more_objects_than_a_page_holds_are_all_listed_and_all_removed(server: Server, s3: str) -> None:
+    import boto3
+
+    client = boto3.client("s3")
+    prefix, names = s3.removeprefix(f"s3://{BUCKET}/"), [f"{number:04}" for number in range(1010)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: client.put_object(Bucket=BUCKET, Key=f"{prefix}/{name}", Body=b"x"), names))
+    storage = open_storage(s3)
+    assert sorted(entry.key for entry in storage.list()) == names
+    storage.delete(names)
+    assert list(storage.list()) == []
+
+
+def test_the_first_of_many_is_removed_before_all_others_and_the_last_after_them(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove, left = S3Objects.remove, list[set[str]]()
+    storage = open_storage(s3)
+    assert isinstance(storage, ObjectStorage)
+    names = ["manifest.json", "a", "b", "c", ".saving"]
+    for name in names:
+        storage.write(f"step/{name}", [b"x"])
+
+    def watched(self: S3Objects, keys: list[str]) -> None:
+        left.append({entry.key.removeprefix("step/") for entry in storage.list()})
+        remove(self, keys)
+
+    monkeypatch.setattr(S3Objects, "remove", watched)
+    storage.delete([f"step/{name}" for name in names])
+    assert list(storage.list()) == []
+    assert left[0] == set(names)
+    assert all("manifest.json" not in some and ".saving" in some for some in left[1:])

@@ -1,0 +1,214 @@
+"""`ckpt selftest` and `ckpt.testing`: programs that resume exactly pass; mistakes are found, and their cause named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import ckpt
+from ckpt.cli.main import main
+from ckpt.selftest.check import Report, check
+from ckpt.selftest.child import main as carry_out
+from ckpt.selftest.runs import Program, kill_steps, last_lines
+from ckpt.selftest.trace import End, Saved, Step, Trace
+from ckpt.testing import InexactResumeError, assert_exact_resume
+from tests.helpers.processes import fork
+from tests.selftest_scripts.habits import HABITS
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "selftest_scripts"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _sums_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def forked(program: Program, plan: Path, log: Path) -> tuple[int | None, str]:
+    """As a process of its own, but forked from one that has imported torch: the same in a tenth of the time."""
+    job = fork(_carry_out, str(plan), str(log))
+    job.join(program.timeout)
+    job.kill()
+    return job.exitcode, last_lines(log)
+
+
+def _carry_out(plan: str, log: str) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    torch.set_num_threads(1)
+    carry_out(plan)
+
+
+def run_script(script: str, *arguments: str, kills: int = 1) -> Report:
+    return check(Program(target=str(SCRIPTS / script), arguments=arguments, kills=kills, seed=1, start=forked))
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [("nanogpt_like.py", ()), ("dcgan_like.py", ()), ("diffusers_like.py", ("--output_dir", "{root}"))],
+)
+def test_a_loop_that_resumes_exactly_passes(script: str, arguments: tuple[str, ...]) -> None:
+    report = run_script(script, *arguments)
+    assert report.exact, str(report)
+    assert "exact: every batch" in str(report)
+    ((killed, resumed),) = report.resumed
+    assert 0 < resumed < killed <= report.steps
+
+
+@pytest.mark.parametrize(
+    ("script", "trap", "what", "likely"),
+    [
+        ("nanogpt_like.py", "rate", "rates", "learning rate is not restored"),
+        ("nanogpt_like.py", "generator", "inputs", "manager.register(generator=g)"),
+        ("nanogpt_like.py", "optimizer", "parameters", "optimizer is not managed"),
+        ("nanogpt_like.py", "accumulation", "gradients", "gradients=True"),
+        ("nanogpt_like.py", "text", "inputs", "made at random when the program starts"),
+        ("nanogpt_like.py", "average", "losses", "manager.register(name=...)"),
+        ("dcgan_like.py", "enumerate", "order", "manager.enumerate(loader)"),
+        ("dcgan_like.py", "epochs", "extra steps", "manager.epochs(n)"),
+        ("dcgan_like.py", "noise", "nondeterministic", "operating system's entropy"),
+        ("dcgan_like.py", "generator", "inputs", "another model"),
+        ("diffusers_like.py", "average", "losses", "not managed"),
+    ],
+)
+def test_a_planted_mistake_is_found_and_its_cause_is_named(script: str, trap: str, what: str, likely: str) -> None:
+    arguments = ("--output_dir", "{root}") if script.startswith("diffusers") else ()
+    report = run_script(script, "--trap", trap, *arguments, kills=4 if trap == "epochs" else 1)
+    assert report.difference is not None, str(report)
+    assert (report.difference.what, likely in report.cause) == (what, True), str(report)
+    assert likely in " ".join(str(report).split())
+
+
+def test_a_script_that_skips_by_hand_what_its_loader_left_out_already_is_handed_what_it_expects() -> None:
+    report = run_script("diffusers_like.py", "--trap", "skip", "--output_dir", "{root}")
+    assert report.exact, str(report)
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_a_habit_of_users_resumes_exactly_or_ckpt_itself_says_that_it_does_not(habit: str) -> None:
+    report = run_script("habits.py", habit)
+    assert not report.failure, str(report)
+    assert report.exact or report.named, str(report)
+
+
+def test_ranks_are_compared_each_with_itself() -> None:
+    report = check(Program(target=str(EXAMPLES / "train_fsdp.py"), arguments=("--epochs", "1"), kills=1, processes=2))
+    assert report.exact, str(report)
+
+
+def test_the_command_says_what_it_found_and_its_status_tells() -> None:
+    done = CliRunner().invoke(main, ["selftest", "--kills", "1", str(SCRIPTS / "nanogpt_like.py"), "--trap", "rate"])
+    assert done.exit_code == 1
+    assert "first differs at step" in done.output
+    assert "scheduler=..." in done.output
+
+
+def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "here"))  # torch makes it when it is imported
+    command = [sys.executable, "-m", "ckpt.cli", "selftest", "--kills", "1", str(SCRIPTS / "nanogpt_like.py")]
+    here = tmp_path / "here"
+    here.mkdir()
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    assert os.listdir(here) == []
+
+
+def train(root: str) -> None:
+    """Found by its name in this file, in a process of its own."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, save_every=2) as manager:
+        for _ in manager.epochs(1):
+            for batch in manager.batches(torch.arange(12.0).view(6, 1, 2)):
+                model(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                manager.step()
+
+
+def train_with_a_count_of_its_own(root: str) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ckpt.StateManager(root, model=model, optimizer=optimizer) as manager:
+        manager.resume()
+        for step in range(6):
+            model(torch.full((1, 2), float(step))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            manager.step()
+            manager.save_state(f"at-{manager.progress.step}")
+
+
+class TestFunctions:
+    def test_one_that_resumes_exactly_passes(self) -> None:
+        assert assert_exact_resume(train, kills=1).exact
+
+    def test_one_that_does_not_raises_with_the_step(self) -> None:
+        with pytest.raises(InexactResumeError, match="first differs at step") as caught:
+            assert_exact_resume(train_with_a_count_of_its_own, kills=1)
+        assert caught.value.report.difference is not None
+        assert caught.value.report.difference.what == "inputs"
+
+    def test_one_inside_another_is_refused(self) -> None:
+        def inner(root: str) -> None: ...
+
+        with pytest.raises(ckpt.ConfigError, match="top level"):
+            assert_exact_resume(inner)
+
+    def test_arguments_are_for_scripts(self) -> None:
+        with pytest.raises(ckpt.ConfigError, match="for scripts"):
+            assert_exact_resume(train, "--epochs", "2")
+
+
+class TestNothingToCompare:
+    def refused(self, tmp_path: Path, text: str) -> str:
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        done = CliRunner().invoke(main, ["selftest", str(script)])
+        assert done.exit_code == 2
+        return done.output
+
+    def test_a_program_without_an_optimizer(self, tmp_path: Path) -> None:
+        assert "no optimizer.step() was seen" in self.refused(tmp_path, "print('done')")
+
+    def test_a_program_that_fails_by_itself_shows_its_own_error(self, tmp_path: Path) -> None:
+        output = self.refused(tmp_path, "raise ValueError('no such data')")
+        assert "ended with status 1" in output
+        assert "no such data" in output
+
+    def test_a_program_that_never_saves(self, tmp_path: Path) -> None:
+        text = "import torch\np = torch.nn.Parameter(torch.ones(1))\ntorch.optim.SGD([p], 0.1).step()\n"
+        assert "--save-every" in self.refused(tmp_path, text)
+
+    def test_every_wrong_option_is_named_at_once(self) -> None:
+        with pytest.raises(ckpt.ConfigError, match=r"is not a file; kills=0: at least 1 is needed; timeout=0"):
+            Program(target="no-such.py", kills=0, timeout=0)
+
+
+def test_it_dies_after_steps_that_follow_different_saves() -> None:
+    def step(number: int) -> Step:
+        return Step(number, "SGD 0", True, [], [], [], {}, [], {}, {})
+
+    def save(number: int) -> Saved:
+        return Saved(number, f"step-{number}", {}, [], [], [], {})
+
+    records: list[Any] = [step(number) for number in range(1, 21)]
+    trace = Trace([*records, *(save(number) for number in (4, 8, 12, 16, 20)), End(20, {})])
+    for seed in range(20):
+        kills = kill_steps(trace, 3, seed)
+        assert len({(kill - 1) // 4 for kill in kills}) == 3
+        assert all(4 < kill <= 20 for kill in kills)
+    assert kill_steps(trace, 9, 0)[-1] > 16  # no more than there are saves in the middle
+    assert len(kill_steps(trace, 9, 0)) == 4
