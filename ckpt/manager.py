@@ -19,15 +19,15 @@ from ckpt.data.batches import Batches
 from ckpt.data.loop import Loop
 from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, MissingError, Preempted, StorageError
-from ckpt.export.card import Training
+from ckpt.export.card import Training, curves
 from ckpt.export.hub_commit import Card, Target
 from ckpt.export.push import Pusher
 from ckpt.export.save_model import SHARD_SIZE, Wanted, belongings, save_live
-from ckpt.load.load_state import Loading
+from ckpt.load.load_state import StateLoader
 from ckpt.load.restored import Restored
 from ckpt.metrics import as_numbers, checked_metrics
 from ckpt.options import check_mirror, check_options, required_root
-from ckpt.ranks.consensus import together
+from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN, find_ranks
 from ckpt.ranks.hosts import find_hosts, may_differ
 from ckpt.ranks.preemption import EXIT_STATUS, Preemption
@@ -36,12 +36,13 @@ from ckpt.root.copy import Copies
 from ckpt.root.mirror import Mirror
 from ckpt.root.open import open_tiers, refuse_checkpoint, try_out_tiers
 from ckpt.root.retention import Keep
-from ckpt.save.capture import Capture, Captured
+from ckpt.save.capture import Capture, CapturedState
+from ckpt.save.environment import device_name, versions
 from ckpt.save.saver import Saver
 from ckpt.state import rng
 from ckpt.state.objects import KINDS, find_source
-from ckpt.state.registry import Managed
-from ckpt.state.unmanaged import Oversights, weakly
+from ckpt.state.registry import StateRegistry
+from ckpt.state.unmanaged import UnmanagedWatch, weakly
 from ckpt.state.unwrap import unwrap
 from ckpt.storage import MemoryStorage, Storage, place_of
 from ckpt.util.console import say
@@ -158,17 +159,26 @@ class StateManager:
         self._keep = keep
         self._layout = layout
         self._loop = Loop(self._ranks, self._source.loaders, follow=follow, others=accelerator is None)
-        self._managed = Managed(
+        self._managed = StateRegistry(
             self._source.find,
             (self._saver.snapshots.watch, self._loop.watch),
             gradients=(self._source.gradients or None) if gradients is None else gradients,
         )
-        self._loading = Loading(
-            self._ranks, self._source, self._managed, self._loop, self._saver, self._tiers, broadcast, storage_options
+        self._loading = StateLoader(
+            self._ranks,
+            self._source,
+            self._managed,
+            self._loop,
+            hosts,
+            self._saver.snapshots.paused,
+            self._saver.follow,
+            self._tiers,
+            broadcast,
+            storage_options,
         )
         self._managed.look()
         self._follow_loaders(follow=follow)
-        self._oversights = Oversights(self._managed, self._loop.habits.remarks, save_every)
+        self._oversights = UnmanagedWatch(self._managed, self._loop.habits.remarks, save_every)
         self._loop.on_training = weakly(self._oversights.trained)
         self._metrics: dict[str, Any] = {}
         self._warned: set[str] = set()
@@ -431,11 +441,19 @@ class StateManager:
         target = Target.of(repo_id, revision, token, private, commit_message, card)
         model, wanted = self._managed.model_part(part), Wanted.of(dtype, max_shard_size)
         beside = belongings(tokenizer=tokenizer, processor=processor)
-        return self._pusher.push(model, target, wanted, beside, self._told, wait=wait)
+        return self._pusher.push(model, target, wanted, beside, self._training_facts, wait=wait)
 
-    def _told(self) -> Training:
+    def _training_facts(self) -> Training:
         """What a model card can say of this run."""
-        return self._saver.told(self._loop.progress.to_json(), as_numbers(self._metrics))
+        return Training(
+            progress=self._loop.progress.to_json(),
+            metrics=as_numbers(self._metrics),
+            versions=versions(),
+            hardware=device_name(),
+            world_size=self._ranks.world_size,
+            lineage={"run": self._saver.run},
+            curves=curves(self._saver.manifests_of_run()),
+        )
 
     def _start(self) -> None:
         self._saver.owner.require("epochs() or batches()")
@@ -505,7 +523,7 @@ class StateManager:
         self._saved_at = self._where()
         return name
 
-    def _capture(self, name: str, metrics: Mapping[str, float]) -> Captured:
+    def _capture(self, name: str, metrics: Mapping[str, float]) -> CapturedState:
         if self._keep is not None:
             self._keep.check(metrics, name)
         generators = {key: rng.capture_one(one) for key, one in self._managed.generators.items()}
@@ -532,7 +550,7 @@ class StateManager:
 
     def _load(self, name: str | None, *, strict: bool) -> Restored | None:
         self._saver.owner.require("load_state()")
-        together(self._ranks, "load_state() (saves done)", self.wait)
+        run_on_all_ranks(self._ranks, "load_state() (saves done)", self.wait)
         precious = self._saved_at is not None or self._loop.progress.step > 0
         try:
             restored = self._loading.load(name, strict=strict, precious=precious)

@@ -37,7 +37,7 @@ class PartState:
 
 
 @dataclass(frozen=True)
-class Image:
+class FilePlan:
     """The bytes of a file that is to be written: how many, and a way to go through them once more.
 
     A `steady` one is likely to be the same as in the checkpoint before. `contents` are what it is made of, in order:
@@ -54,5 +54,5 @@ class Image:
     head: int = 0  # bytes at its start that readers want by themselves
 
     @classmethod
-    def of(cls, path: str, data: bytes) -> Image:
+    def of(cls, path: str, data: bytes) -> FilePlan:
         return cls(path, len(data), lambda: iter((memoryview(data),)), contents=(data,), settled=True)

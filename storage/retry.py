@@ -14,7 +14,7 @@ _dice = random.SystemRandom()  # the global generator is part of what is trained
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class RetryPolicy:
     """For how many seconds a request is tried again (`deadline`), and one that moves no byte is borne (`stall`)."""
 
     deadline: float = 300.0
@@ -26,7 +26,7 @@ class Patience:
         if not (self.deadline >= 0 and self.stall > 0):
             raise ConfigError(f"deadline={self.deadline!r} and stall={self.stall!r} must be numbers of seconds.")
 
-    def until_reached(self) -> Patience:
+    def until_reached(self) -> RetryPolicy:
         """The same for a server that was never reached."""
         return replace(self, deadline=min(FIRST_CONTACT, self.deadline))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.storage.retry import Patience
+from ckpt.storage.retry import RetryPolicy
 from tests.helpers import hub_server
 from tests.helpers.hub_server import HubServer
 from tests.helpers.places import Folder, Place, Prefix
@@ -94,7 +94,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What fails is tried again twice, at once."""
-    monkeypatch.setattr(Patience, "pauses", lambda self: iter((0.0, 0.0)))
+    monkeypatch.setattr(RetryPolicy, "pauses", lambda self: iter((0.0, 0.0)))
 
 
 def _tell_where(server: Server, patch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from ckpt.state.fsdp1 import is_fsdp1
 CERTAIN = 4  # batches: fewer without training may be those that a script found unfit, or had read ahead
 
 
-class Signs:
+class BatchUsage:
     """Looks out for the first sign of training in one pass: a gradient, a forward of a sharded model, or `note`.
 
     Sharded models and engines keep the gradients of an accumulation window to themselves. The roots of sharded models
@@ -75,7 +75,7 @@ class Handed:
     left out already. `trusted`: the script is known not to read ahead, so that what it does not train on is dropped.
     """
 
-    def __init__(self, left_out: int, signs: Signs, *, trusted: bool = False) -> None:
+    def __init__(self, left_out: int, signs: BatchUsage, *, trusted: bool = False) -> None:
         self.left_out = left_out  # by the loader, before the first of these
         self.unused = 0
         self.skipped = 0  # by hand: the loader is to be taken back

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from ckpt.data import sampling
 from ckpt.data.position import Position
+from ckpt.state import samplers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ def saved_layout(position: Position, now: Layout, ranks: int, *, shared: bool) -
 
 def layout_of(loader: Any) -> Layout:
     """The current layout of a loader on this rank."""
-    reader = sampling.reader(loader)
+    reader = samplers.reader(loader)
     batch = _batch_size(reader)
     if reader is not loader:
         return _of_accelerate(loader, reader, batch)
@@ -61,7 +61,7 @@ def layout_of(loader: Any) -> Layout:
 
 def _of_accelerate(loader: Any, reader: Any, batch: int | None) -> Layout:
     dealer = next((one for one in (reader.batch_sampler, reader.dataset) if hasattr(one, "process_index")), None)
-    dealer = sampling.unsteered(dealer)
+    dealer = samplers.unwrapped(dealer)
     if dealer is None:  # one rank reads: alone, or for all
         ranks = loader.state.num_processes if hasattr(loader, "split_batches") and not loader.split_batches else 1
         return Layout(batch=batch, window=batch and batch * ranks, piece=batch or 1)
@@ -83,8 +83,8 @@ def _batch_size(reader: Any) -> int | None:
 
 def dealing_sampler(loader: Any) -> DistributedSampler[Any] | None:
     """The DistributedSampler that the loader batches directly. One inside another sampler does not fix the order."""
-    outer = sampling.unsteered(getattr(loader, "batch_sampler", None))
-    found = sampling.unsteered(getattr(loader if outer is None else outer, "sampler", None))
+    outer = samplers.unwrapped(getattr(loader, "batch_sampler", None))
+    found = samplers.unwrapped(getattr(loader if outer is None else outer, "sampler", None))
     return found if isinstance(found, DistributedSampler) else None
 
 
@@ -93,7 +93,7 @@ def batcher_of(reader: Any) -> Any:
     None for a custom batch sampler, which may group samples or have copied the order already."""
     if reader.batch_sampler is None:
         return reader
-    found = sampling.unsteered(reader.batch_sampler)
+    found = samplers.unwrapped(reader.batch_sampler)
     while hasattr(found, "batch_sampler"):  # Accelerate puts its own around it
         found = found.batch_sampler
     known = isinstance(found, BatchSampler) and type(found).__module__.partition(".")[0] in ("torch", "torchdata")

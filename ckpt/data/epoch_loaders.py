@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 from ckpt.data import sampling
 from ckpt.data.loader_info import size_of
 from ckpt.data.loader_matching import likeness
-from ckpt.data.tracked_loader import Feed
+from ckpt.data.tracked_loader import TrackedLoader
 from ckpt.ranks.group import Ranks
-from ckpt.state import rng
+from ckpt.state import rng, samplers
 from ckpt.util.console import say
 
 PLAIN = "plain"  # the name of loaders that a script goes through without a word to the manager
@@ -31,7 +31,7 @@ class Waiting:
     told: bool = False  # what was restored has been told: what a loader that comes later adds is told at once
     _arrived: bool = False
 
-    def place(self, key: str, feed: Feed) -> dict[str, Any] | None:
+    def place(self, key: str, feed: TrackedLoader) -> dict[str, Any] | None:
         """Bring a loader to its position, if one waits for it: that position."""
         saved: dict[str, Any] | None = self.positions.pop(key, None)
         if saved is not None:
@@ -73,7 +73,7 @@ class Feeds:
     """
 
     def __init__(self, ranks: Ranks, named: Callable[[], Mapping[str, Any]]) -> None:
-        self.by_key: dict[str, Feed] = {}
+        self.by_key: dict[str, TrackedLoader] = {}
         self.waiting = Waiting()
         self._ranks = ranks
         self._named = named  # the loaders that go by a name, as they are now
@@ -81,7 +81,7 @@ class Feeds:
         self._steered: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
 
     @property
-    def open(self) -> list[Feed]:
+    def open(self) -> list[TrackedLoader]:
         """Those that the loop is inside of."""
         return [feed for feed in self.by_key.values() if feed.is_open]
 
@@ -97,7 +97,7 @@ class Feeds:
     def is_named(self, loader: Any) -> bool:
         return any(one is loader for one in self._named().values())
 
-    def over(self, loader: Any) -> dict[str, Feed]:
+    def over(self, loader: Any) -> dict[str, TrackedLoader]:
         """The times through a loader that have ended, or were left."""
         return {
             key: feed
@@ -105,7 +105,7 @@ class Feeds:
             if feed.loader is loader and not feed.is_open and not feed.waits
         }
 
-    def drop(self, *feeds: Feed) -> None:
+    def drop(self, *feeds: TrackedLoader) -> None:
         self.by_key = {key: one for key, one in self.by_key.items() if not any(one is feed for feed in feeds)}
 
     def waits_for(self, loader: Any) -> int | None:
@@ -126,14 +126,14 @@ class Feeds:
         ended = saved.get("done") or saved.get("exhausted")
         return bool(ended or (size is not None and saved.get("batches", 0) >= size > 0))
 
-    def next(self, loader: Any, *, announced: bool) -> tuple[str, Feed, dict[str, Any] | None]:
+    def next(self, loader: Any, *, announced: bool) -> tuple[str, TrackedLoader, dict[str, Any] | None]:
         """What the next pass through a loader goes by and goes through, and the position that it begins at, if any."""
         key = self._key(loader, announced=announced)
         feed = self.by_key[key] if key in self.by_key else self.add(key, loader)
         return key, feed, self._taken.pop(key, None)
 
-    def add(self, key: str, loader: Any) -> Feed:
-        feed = self.by_key[key] = Feed(loader, self._ranks.rank, self._ranks.world_size)
+    def add(self, key: str, loader: Any) -> TrackedLoader:
+        feed = self.by_key[key] = TrackedLoader(loader, self._ranks.rank, self._ranks.world_size)
         saved = self.waiting.place(key, feed)
         if saved is not None:
             self._taken[key] = saved
@@ -141,7 +141,7 @@ class Feeds:
             self._steered.add(loader)
         return feed
 
-    def put_back(self, key: str, feed: Feed, saved: dict[str, Any]) -> None:
+    def put_back(self, key: str, feed: TrackedLoader, saved: dict[str, Any]) -> None:
         """What took a position was no training: let the next pass through such a loader have it."""
         self.drop(feed)
         self.waiting.put_back(key, saved)
@@ -150,10 +150,10 @@ class Feeds:
 
     def give_up(self, skipping: Any) -> None:
         """A loader that skips by itself is gone through: the one with the same data need not, in an epoch to come."""
-        data = getattr(sampling.reader(skipping), "dataset", None)
-        self.drop(*(one for one in self.by_key.values() if one.waits and sampling.reader(one.loader).dataset is data))
+        data = getattr(samplers.reader(skipping), "dataset", None)
+        self.drop(*(one for one in self.by_key.values() if one.waits and samplers.reader(one.loader).dataset is data))
 
-    def state(self, unused: Callable[[Feed], int]) -> dict[str, Any]:
+    def state(self, unused: Callable[[TrackedLoader], int]) -> dict[str, Any]:
         """The position of each loader that this epoch has come to, or that waits for it to come."""
         now = {
             key: {**feed.state(), "likeness": likeness(feed.loader), "unused": unused(feed)}

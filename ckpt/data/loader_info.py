@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ckpt.data import sampling
+from ckpt.state import samplers
 from ckpt.state.parts import has_state
 
 
@@ -16,7 +16,7 @@ def goes_by_index(loader: Any) -> TypeGuard[DataLoader[Any]]:
     """Whether a loader is brought back by its indices: map-style data, unless the loader keeps its parts' state."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
-    parts = [loader.dataset, *sampling.samplers(loader)]
+    parts = [loader.dataset, *samplers.samplers(loader)]
     return not (has_state(loader) and any(has_state(part) for part in parts))
 
 
@@ -53,7 +53,7 @@ def _steps(stream: Any) -> Iterator[Any]:
 
 
 def stateful_samplers(loader: Any) -> list[Any]:
-    return [sampler for sampler in sampling.samplers(loader) if has_state(sampler)]
+    return [sampler for sampler in samplers.samplers(loader) if has_state(sampler)]
 
 
 def splits(loader: Any) -> bool:

@@ -7,8 +7,8 @@ import sys
 from types import FrameType
 from typing import Any
 
-from ckpt.data import sampling
 from ckpt.data.loader_info import size_of
+from ckpt.state import samplers
 
 _EPOCH_NAMES = ("epoch", "epoch_idx", "epoch_index", "epoch_number", "current_epoch", "cur_epoch", "ep", "_epoch")
 _DEEPEST = 8  # frames above the loop that are looked at for its variable
@@ -20,16 +20,16 @@ def likeness(loader: Any) -> str:
 
     The batch size is no part of it: it may change from one run to the next.
     """
-    reader = sampling.reader(loader)
+    reader = samplers.reader(loader)
     dataset = getattr(reader, "dataset", None)
-    samplers = [type(one).__name__ for one in sampling.samplers(loader)]
+    names_of_samplers = [type(one).__name__ for one in samplers.samplers(loader)]
     kinds = f"{type(loader).__name__} of {type(dataset).__name__}"
-    return f"{kinds} ({size_of(dataset)}), {', '.join(samplers)}"
+    return f"{kinds} ({size_of(dataset)}), {', '.join(names_of_samplers)}"
 
 
 def skips_by_itself(loader: Any) -> bool:
     """Whether a loader leaves batches out already: what `accelerate.skip_first_batches` returns."""
-    names = (type(one).__name__ for one in (loader, *sampling.samplers(loader)))
+    names = (type(one).__name__ for one in (loader, *samplers.samplers(loader)))
     return any(name in ("SkipBatchSampler", "SkipDataLoader") for name in names)
 
 

@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ckpt.data.batch_usage import Handed, Signs
+from ckpt.data.batch_usage import BatchUsage, Handed
 from ckpt.data.batches import Batches, is_enumerated
 from ckpt.data.epoch_loaders import PLAIN, Feeds, Waiting
 from ckpt.data.loader_hook import Own
 from ckpt.data.loader_matching import epoch_variable, skips_by_itself
-from ckpt.data.loop_patterns import NESTED, NO_TRAINING, OTHER_LOADER, READ_AHEAD, Habits
+from ckpt.data.loop_patterns import NESTED, NO_TRAINING, OTHER_LOADER, READ_AHEAD, LoopPatterns
 from ckpt.data.progress import Progress
-from ckpt.data.tracked_loader import Feed
+from ckpt.data.tracked_loader import TrackedLoader
 from ckpt.errors import ConfigError
 from ckpt.ranks.group import MAIN, Ranks
-from ckpt.state.caveats import Remarks
+from ckpt.state.caveats import Caveats
 
 T = TypeVar("T")
 Handout = TypeVar("Handout")
@@ -33,7 +33,7 @@ class Pass:
     """One time through a loader, from the loop's side."""
 
     key: str
-    feed: Feed
+    feed: TrackedLoader
     saved: dict[str, Any] | None  # the position that it began at
     handed: Handed
     announced: bool
@@ -68,7 +68,7 @@ class Loop:
         self.models: Callable[[], Iterable[nn.Module]] = lambda: ()
         self.on_training: Callable[[int], None] = lambda epoch: None  # after every step, given the epoch
         self.has_data: Callable[[], bool] = lambda: False  # generators of the script's own, from which it may make data
-        self.habits = Habits(Remarks(aloud=ranks.rank == MAIN), quiet=not follow)
+        self.habits = LoopPatterns(Caveats(aloud=ranks.rank == MAIN), quiet=not follow)
         self._ranks = ranks
         self._follow = follow
         self._others = follow and others
@@ -289,7 +289,7 @@ class Loop:
         """`handed`: what the script was given before its loader was taken back."""
         key, feed, saved = self._next_feed(loader, announced=announced)
         trusted = (saved or {}).get("unused") == 0
-        handed = handed or Handed(feed.batches if saved else 0, Signs(self.models()), trusted=trusted)
+        handed = handed or Handed(feed.batches if saved else 0, BatchUsage(self.models()), trusted=trusted)
         one = Pass(key, feed, saved, handed, announced, found, self.progress.batch)
         if not (announced or self._in_epochs or self._passes):
             one.counted = epoch_variable()
@@ -311,7 +311,7 @@ class Loop:
             if not again:
                 self.habits.remarks.tell("put back", NO_TRAINING.format(one.batch))
 
-    def _next_feed(self, loader: Any, *, announced: bool) -> tuple[str, Feed, dict[str, Any] | None]:
+    def _next_feed(self, loader: Any, *, announced: bool) -> tuple[str, TrackedLoader, dict[str, Any] | None]:
         found = self._feeds.next(loader, announced=announced)
         if not found[1].waits and not self._feeds.open:
             self.progress.batch = 0
@@ -332,7 +332,7 @@ class Loop:
     def state(self) -> dict[str, Any]:
         """The position of each loader that this epoch has come to, or that waits for it to come."""
 
-        def unused(feed: Feed) -> int:
+        def unused(feed: TrackedLoader) -> int:
             return sum(one.handed.unused for one in self._passes if one.feed is feed)
 
         return {} if self.saved_progress() is not self.progress else self._feeds.state(unused)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt.data.batch_usage import Handed
 from ckpt.data.progress import Progress
-from ckpt.state.caveats import Remarks
+from ckpt.state.caveats import Caveats
 
 NOT_FOLLOWED = (
     "the data: this loop takes its batches from nothing that ckpt follows, so after a resume its data begins anew. Go "
@@ -50,13 +50,13 @@ TAKEN_BACK = (
 
 
 @dataclass
-class Habits:
+class LoopPatterns:
     """What has been seen of the loop so far. Its `remarks` are for the user, and for whoever resumes.
 
     `quiet`: the script finds its place in the data itself, and needs no remarks about that.
     """
 
-    remarks: Remarks
+    remarks: Caveats
     quiet: bool = False
     plain_epochs: int = 0  # counted for passes that nobody announced
     asked: bool = False  # the script has looked at where the checkpoint was

@@ -38,7 +38,7 @@ class Past:
 
 
 @dataclass
-class Rest:
+class RemainingIndices:
     """The order after `start` global samples. Stands in for the sampler of `owner`, the batch sampler.
 
     `advance` must run while the generators are in their state of the epoch's start, because samplers draw from them.

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from ckpt.data import sampling
 from ckpt.data.epoch_layout import Layout, batcher_of, dealing_sampler, layout_of, saved_layout
 from ckpt.data.loader_info import goes_by_index, keeper_of, size_of, splits
 from ckpt.data.position import Position
-from ckpt.data.remaining_order import Past, Rest
+from ckpt.data.remaining_order import Past, RemainingIndices
+from ckpt.state import samplers
 from ckpt.state.parts import has_state
 
 _DRAWN = "Augmentations and dropout are drawn per rank and batch, so they differ from an unchanged run"
@@ -28,7 +28,7 @@ class Regrouping:
     past: Past | None = None  # what this rank consumed under the saved layout, to verify the order against
 
     def __post_init__(self) -> None:
-        self.reader = sampling.reader(self.loader)
+        self.reader = samplers.reader(self.loader)
         self.now = layout_of(self.loader)
         self._ahead = self.reader is not self.loader
         self._sampler = None if self._ahead else dealing_sampler(self.loader)
@@ -55,7 +55,7 @@ class Regrouping:
         """Whether a custom batch sampler makes the batches, whose length may have changed: samples are skipped then."""
         return self.reader.batch_sampler is not None and batcher_of(self.reader) is None and not self._ahead
 
-    def rest(self, position: Position) -> Rest | None:
+    def rest(self, position: Position) -> RemainingIndices | None:
         """The order after the samples that earlier layouts consumed in this epoch; None if the layout never changed."""
         if not position.start:
             return None
@@ -63,12 +63,14 @@ class Regrouping:
         owner = self._owner() if batcher is None else batcher
         if owner is None:
             return None  # another kind of loader than the one that was saved
-        sampler = sampling.unsteered(owner.sampler)
-        return Rest(owner, sampler, position.start, self._sampler is sampler, self.past, unsure=batcher is None)
+        sampler = samplers.unwrapped(owner.sampler)
+        return RemainingIndices(
+            owner, sampler, position.start, self._sampler is sampler, self.past, unsure=batcher is None
+        )
 
     def _owner(self) -> Any:
         """A custom batch sampler around a DistributedSampler."""
-        found = sampling.unsteered(self.reader.batch_sampler)
+        found = samplers.unwrapped(self.reader.batch_sampler)
         return found if self._sampler is not None and getattr(found, "sampler", None) is self._sampler else None
 
     def _carry_order(self, position: Position, then: Layout, ranks: int) -> dict[str, str]:
@@ -100,7 +102,7 @@ class Regrouping:
             return {}  # the course skips by samples, whatever the batches are
         position.digest, position.indices, position.ahead = "", "", 0
         if not self._ahead:
-            name = type(sampling.unsteered(self.reader.batch_sampler)).__name__
+            name = type(samplers.unwrapped(self.reader.batch_sampler)).__name__
             return {
                 "data": f"{name} is a custom batch sampler: which samples {ranks} ranks consumed is unknown to "
                 f"{self.world_size}, so samples of this epoch repeat or are missed. Change the number of ranks between "
@@ -112,7 +114,7 @@ class Regrouping:
         return {"data": f"the last {again} batches before the resume are seen again"} if again else {}
 
     def _order_changes(self, position: Position) -> dict[str, str]:
-        if len(sampling.generators(self.loader)) == len(position.generators):
+        if len(samplers.generators(self.loader)) == len(position.generators):
             return {}
         return {
             "order": "drawn anew: Accelerate gives a sampler its own generator where there are several ranks, and only "
@@ -121,7 +123,7 @@ class Regrouping:
 
     def _own_order(self, position: Position, ranks: int) -> str:
         """A sampler that is no DistributedSampler: by its length, each rank has all samples or a custom share."""
-        sampler = sampling.unsteered(batcher_of(self.reader).sampler)
+        sampler = samplers.unwrapped(batcher_of(self.reader).sampler)
         size, total = position.sampler_size, position.dataset_size
         if ranks == 1:
             ranks, size = self.world_size, size_of(sampler)

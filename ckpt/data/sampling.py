@@ -14,14 +14,14 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader
 
-from ckpt.state import rng
+from ckpt.state.samplers import SamplerWrapper, reader
 
 if TYPE_CHECKING:
-    from ckpt.data.remaining_order import Rest
+    from ckpt.data.remaining_order import RemainingIndices
 
 
 @dataclass
-class Course:
+class EpochPlan:
     """Which way an epoch goes: how many batches to leave out, and what to do at its begin and when they are left out.
 
     `begin` is called when the first index is asked for, and returns what to seed workers from, or None. `rest` is what
@@ -35,7 +35,7 @@ class Course:
     arrive: Callable[[], None]
     skip: int = 0
     samples: int | None = None
-    rest: Rest | None = None
+    rest: RemainingIndices | None = None
     batched: bool = True
     expected: str = ""
     expected_batches: str = ""
@@ -140,12 +140,12 @@ class SeededBatch(list[Any]):
         return SeededBatch, (self[:], self.seed)
 
 
-class SteeredSampler:
+class ResumableSampler(SamplerWrapper):
     """Stands in a loader for its batch sampler, and does as it does until a course is set for the next epoch."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.course: Course | None = None
+        self.course: EpochPlan | None = None
 
     def __iter__(self) -> Iterator[Any]:
         # A generator, so that the course is taken when the first index is asked for: a loader with workers makes one
@@ -166,7 +166,7 @@ class SteeredSampler:
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    def _follow_rest(self, course: Course, rest: Rest) -> Iterator[Any]:
+    def _follow_rest(self, course: EpochPlan, rest: RemainingIndices) -> Iterator[Any]:
         if self.inner is rest.sampler:
             yield from course.follow(rest)
             return
@@ -177,22 +177,17 @@ class SteeredSampler:
             rest.owner.sampler = rest.sampler
 
 
-def steer(loader: DataLoader[Any]) -> SteeredSampler:
-    """Put a `SteeredSampler` into the loader that reads, once, and return it."""
+def steer(loader: DataLoader[Any]) -> ResumableSampler:
+    """Put a `ResumableSampler` into the loader that reads, once, and return it."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     current = getattr(loader, name)
-    if isinstance(current, SteeredSampler):
+    if isinstance(current, ResumableSampler):
         return current
     # persistent workers go on with the sampler they began with, also for a later manager
     former = getattr(getattr(loader, "_iterator", None), "_index_sampler", None)
-    steered = former if isinstance(former, SteeredSampler) else SteeredSampler(current)
+    steered = former if isinstance(former, ResumableSampler) else ResumableSampler(current)
     object.__setattr__(loader, name, steered)  # the loader itself refuses; it means users who swap data in mid-epoch
     return steered
-
-
-def reader(loader: Any) -> Any:
-    """The loader that does the reading: the one inside, where Accelerate has put its own around it."""
-    return getattr(loader, "base_dataloader", loader)
 
 
 def release(loader: Any) -> None:
@@ -200,36 +195,5 @@ def release(loader: Any) -> None:
     loader = reader(loader)
     for name in ("sampler", "batch_sampler"):
         current = getattr(loader, name, None)
-        if isinstance(current, SteeredSampler):
+        if isinstance(current, ResumableSampler):
             object.__setattr__(loader, name, current.inner)
-
-
-def samplers(loader: Any) -> list[Any]:
-    """The loader's samplers, outermost first: each, and what it draws from."""
-    found: list[Any] = []
-    _collect_samplers(reader(loader), found)
-    return found
-
-
-def _collect_samplers(owner: Any, found: list[Any]) -> None:
-    for name in ("batch_sampler", "sampler"):
-        one = getattr(owner, name, None)
-        one = unsteered(one)
-        if one is not None and not any(one is other for other in found):
-            found.append(one)
-            _collect_samplers(one, found)
-
-
-def generators(loader: Any) -> list[Any]:
-    """The generators of the loader and its samplers."""
-    found: list[Any] = []
-    for owner in [reader(loader), *samplers(loader)]:
-        generator = getattr(owner, "generator", None)
-        if rng.is_generator(generator) and not any(generator is other for other in found):
-            found.append(generator)
-    return found
-
-
-def unsteered(sampler: Any) -> Any:
-    """The sampler itself, where a `SteeredSampler` stands for it."""
-    return sampler.inner if isinstance(sampler, SteeredSampler) else sampler

@@ -17,14 +17,14 @@ from ckpt.data.position import Position
 from ckpt.data.prefetch import Lookahead, reads_per_batch
 from ckpt.data.repartition import Regrouping
 from ckpt.data.replay import Replay, unrepeated
-from ckpt.data.sampling import Course
+from ckpt.data.sampling import EpochPlan
 from ckpt.errors import ConfigError
-from ckpt.state import rng
+from ckpt.state import rng, samplers
 
 Ready = Callable[[bool, dict[str, Any]], None]  # given whether the loader was done, and the generators before
 
 
-class Feed:
+class TrackedLoader:
     """One time through a loader. `take` goes through the epoch, from where it was left.
 
     How a loader is brought back to its position depends on what it is: by its indices where data is map-style, by its
@@ -36,7 +36,7 @@ class Feed:
     def __init__(self, loader: Iterable[Any], rank: int, world_size: int) -> None:
         self.loader = loader
         self.waits = False  # for `take`, to go on from a saved position
-        self._reader: Any = sampling.reader(loader)
+        self._reader: Any = samplers.reader(loader)
         self._reads = 1 if self._reader is loader else reads_per_batch(loader, rank)  # for each batch
         self._position = Position(world_size=world_size, split=splits(loader))
         self._rank = rank
@@ -44,7 +44,7 @@ class Feed:
         self._ready: Ready = lambda done, before: None
         self._before: dict[str, Any] = {}  # the generators, before going back to the beginning of the epoch
         self._warn: Callable[[str], None] = lambda text: None
-        self._course: Course | None = None
+        self._course: EpochPlan | None = None
         self._lookahead: Lookahead | None = None
         self._contents: Contents | None = None  # of a stream that can only be gone through again
         self._iterator: Any = None
@@ -112,7 +112,7 @@ class Feed:
         `own` makes the loader's iterator, where that is not what its class says.
         """
         self._own = own or self._own
-        for one in [self.loader, *sampling.samplers(self.loader), getattr(self.loader, "dataset", None)]:
+        for one in [self.loader, *samplers.samplers(self.loader), getattr(self.loader, "dataset", None)]:
             if announced and callable(getattr(one, "set_epoch", None)):
                 one.set_epoch(epoch)
         position = self._position
@@ -161,7 +161,7 @@ class Feed:
     def _note(self) -> None:
         """Bring the position up to what the loader and its iterator say now."""
         position = self._position
-        position.generators_now = [rng.capture_one(one) for one in sampling.generators(self.loader)]
+        position.generators_now = [rng.capture_one(one) for one in samplers.generators(self.loader)]
         if self._course is not None:
             position.digest, position.indices = "", self._course.digest.hexdigest()
         if self._contents is not None:
@@ -214,7 +214,7 @@ class Feed:
 
         if self._reads_ahead and not loader.num_workers:  # workers read with generators of their own
             self._look_ahead(position)
-        self._course = Course(
+        self._course = EpochPlan(
             begin,
             lambda: self._land(position),
             skip=position.batches * self._reads,
@@ -282,7 +282,7 @@ class Feed:
                 sampler.load_state_dict(state)
             return
         position.rng = rng.capture()
-        position.generators = [rng.capture_one(one) for one in sampling.generators(self.loader)]
+        position.generators = [rng.capture_one(one) for one in samplers.generators(self.loader)]
         position.samplers = [sampler.state_dict() for sampler in stateful_samplers(self.loader)]
         position.dataset_size = size_of(getattr(self._reader, "dataset", None))
         position.layout = asdict(layout_of(self.loader))
@@ -321,5 +321,5 @@ class Feed:
             keeper.load_state_dict(position.state)
 
     def _set_generators(self, states: list[Any]) -> None:
-        for generator, state in zip(sampling.generators(self.loader), states, strict=False):
+        for generator, state in zip(samplers.generators(self.loader), states, strict=False):
             rng.restore_one(generator, state)

@@ -18,12 +18,12 @@ from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.load.restore import Restoration
 from ckpt.load.select import choose
-from ckpt.ranks.consensus import together
+from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks, find_ranks
 from ckpt.root.catalog import locate
 from ckpt.state.model import ModelPart, tensors_in
 from ckpt.state.objects import Found
-from ckpt.state.registry import Managed
+from ckpt.state.registry import StateRegistry
 from ckpt.storage import HubStorage, Storage, open_storage
 from ckpt.storage.hub.download import fetched, unreachable
 from ckpt.util.console import say
@@ -56,12 +56,14 @@ def load_model(
     ranks = find_ranks(f"load {shown}", timeout)
     call = f"load_model({shown!r})"
     with ranks.working():
-        where = together(ranks, call, lambda: _reached(shown, storage_options))
+        where = run_on_all_ranks(ranks, call, lambda: _reached(shown, storage_options))
         options = storage_options if where == shown else None
-        storage, names = together(ranks, call, lambda: locate(where, options))
+        storage, names = run_on_all_ranks(ranks, call, lambda: locate(where, options))
         if names:
             return _load_checkpoint(storage, names, ranks, model, part, strict=strict)
-        notes = together(ranks, call, lambda: _load_tensors(where, shown, options, ranks, model, part, strict=strict))
+        notes = run_on_all_ranks(
+            ranks, call, lambda: _load_tensors(where, shown, options, ranks, model, part, strict=strict)
+        )
     if ranks.rank == MAIN:
         say(f"loaded {part} of {shown}")
     return dict(notes)
@@ -90,7 +92,7 @@ def _load_checkpoint(
     storage: Storage, names: list[str], ranks: Ranks, model: nn.Module, part: str, *, strict: bool
 ) -> Notes:
     """From a checkpoint of ours: the one that was named, or the newest intact one of a root."""
-    managed = Managed(Found, gradients=False)
+    managed = StateRegistry(Found, gradients=False)
     managed.parts[part] = ModelPart(part, model)
 
     def prepare(storage: Storage, manifest: Manifest, held: ExitStack) -> Restoration:

@@ -15,7 +15,7 @@ from ckpt.export.source import open_source
 from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX, SUFFIX, images, parse_dtype, parse_size
 from ckpt.formats.foreign.tied_weights import tied
 from ckpt.formats.native.manifest import FILE_NAME
-from ckpt.formats.state import Image
+from ckpt.formats.state import FilePlan
 from ckpt.root.folder import open_url
 from ckpt.storage import Storage
 from ckpt.util.console import bar
@@ -65,7 +65,7 @@ class _Target:
             raise ConfigError(f"{text} cannot be written to: name a file that ends with {SUFFIX}, in a folder.")
         return cls(open_url(folder or slash or ".", options), name)
 
-    def check_free(self, files: list[Image]) -> None:
+    def check_free(self, files: list[FilePlan]) -> None:
         """Refuse a place where the output would destroy a checkpoint, or be mixed up with an older output."""
         there = {entry.key for entry in self.storage.list()}
         if FILE_NAME in there:
@@ -77,7 +77,7 @@ class _Target:
             listed = " and ".join(self._url(name) for name in in_the_way)
             raise ConfigError(f"{listed} would be mixed up with the shards. Remove it, or choose another destination.")
 
-    def write(self, files: list[Image]) -> list[str]:
+    def write(self, files: list[FilePlan]) -> list[str]:
         """Write the files in their order. If one fails, those before it are removed."""
         done: list[str] = []
         with bar(f"merging into {self.name}", sum(file.size for file in files), in_bytes=True) as advance:

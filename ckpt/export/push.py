@@ -32,12 +32,12 @@ from ckpt.export.source import Source, open_source
 from ckpt.formats.foreign.tied_weights import tied
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
-from ckpt.ranks.consensus import Outcome, agree, together
+from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks, find_ranks
 from ckpt.root.catalog import locate, scan
 from ckpt.state.model import ModelPart
 from ckpt.util.console import say
-from ckpt.util.threads import Background
+from ckpt.util.threads import SerialWorker
 
 
 def push_to_hub(
@@ -80,7 +80,7 @@ def push_to_hub(
             return target.publish(ready)
 
     with ranks.working():
-        url: str = agree(ranks, f"push_to_hub({repo_id!r})", Outcome(), push)
+        url: str = decide_together(ranks, f"push_to_hub({repo_id!r})", Result(), push)
     return url
 
 
@@ -160,7 +160,7 @@ class Pusher:
     """Publishes live models, one after the other; behind the training's back if nobody waits."""
 
     ranks: Ranks
-    _background: Background = field(default_factory=lambda: Background("ckpt-push"))
+    _background: SerialWorker = field(default_factory=lambda: SerialWorker("ckpt-push"))
 
     def push(
         self,
@@ -176,11 +176,11 @@ class Pusher:
         call = f"push_to_hub({target.repo.id!r})"
         main = self.ranks.rank == MAIN
         with self.ranks.working():
-            together(self.ranks, call, self.wait)  # what went wrong with the last one is raised on all ranks
-            told = together(self.ranks, call, lambda: training() if main else None)
+            run_on_all_ranks(self.ranks, call, self.wait)  # what went wrong with the last one is raised on all ranks
+            told = run_on_all_ranks(self.ranks, call, lambda: training() if main else None)
             publish = self._prepared(call, part, target, wanted, beside, told)
             if wait:
-                url: str = agree(self.ranks, call, Outcome(), lambda _: publish())
+                url: str = decide_together(self.ranks, call, Result(), lambda _: publish())
                 return url
         if main:
             self._background.start(publish)

@@ -18,10 +18,10 @@ from ckpt.export.folders import appearing, refuse_checkpoints
 from ckpt.formats.foreign.hf_safetensors import LiveTensor, Source, images, parse_dtype, parse_size
 from ckpt.formats.foreign.tied_weights import one_of_each
 from ckpt.formats.native.dtypes import name_of
-from ckpt.formats.native.shard_table import SpreadState, spread
+from ckpt.formats.native.shard_table import ShardedState, spread
 from ckpt.formats.native.tensor_file import take_part
-from ckpt.formats.state import Image
-from ckpt.ranks.consensus import together
+from ckpt.formats.state import FilePlan
+from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.state.model import ModelPart, tensors_in
 from ckpt.storage import LocalStorage
@@ -53,7 +53,7 @@ class Wanted:
 class Exported:
     """The files of a model. `shared` ones are put together from pieces of all ranks, who go through them alike."""
 
-    files: list[Image]
+    files: list[FilePlan]
     about: Mapping[str, Any] = field(default_factory=dict)
     shared: bool = False
 
@@ -75,12 +75,12 @@ class Exported:
         """What the other ranks do while the main one writes."""
         self._go_through(self.files)
 
-    def _go_through(self, files: Iterable[Image]) -> None:
+    def _go_through(self, files: Iterable[FilePlan]) -> None:
         for file in files if self.shared else ():
             for _ in file.pieces():
                 pass
 
-    def _write_one(self, storage: LocalStorage, file: Image) -> None:
+    def _write_one(self, storage: LocalStorage, file: FilePlan) -> None:
         pieces = file.pieces()
         try:
             storage.write(file.path, pieces)
@@ -95,7 +95,7 @@ def from_live(part: ModelPart, ranks: Ranks, wanted: Wanted) -> Exported:
     state = part.capture()
     tensors = tensors_in(state)
     table = spread(tensors, ranks.world_size)
-    held = SpreadState(part.kind, None, table, tensors)
+    held = ShardedState(part.kind, None, table, tensors)
     sources: dict[str, Source] = {
         name: LiveTensor(one.dtype, one.shape, partial(held.gather, name)) for name, one in table.tensors.items()
     }
@@ -119,7 +119,7 @@ def _about(part: ModelPart, state: Any) -> dict[str, Any]:
 
 def model_files(
     about: Mapping[str, Any], tensors: Mapping[str, Source], tied: Mapping[str, str], wanted: Wanted
-) -> list[Image]:
+) -> list[FilePlan]:
     """The files of a model: its weights and configuration; of one with adapters, only theirs, as PEFT has them."""
     if "adapters" in about:
         return [file for name, one in about["adapters"].items() for file in _adapter_files(name, one, tensors, wanted)]
@@ -131,7 +131,7 @@ def model_files(
     return [*weights, *(_json(name, fields) for name, fields in documents.items() if fields)]
 
 
-def _adapter_files(name: str, adapter: Any, tensors: Mapping[str, Source], wanted: Wanted) -> list[Image]:
+def _adapter_files(name: str, adapter: Any, tensors: Mapping[str, Source], wanted: Wanted) -> list[FilePlan]:
     folder = "" if name == _DEFAULT_ADAPTER else f"{name}/"
     unknown = [key for key, inside in adapter["tensors"].items() if inside not in tensors]
     if unknown:
@@ -144,8 +144,8 @@ def _adapter_files(name: str, adapter: Any, tensors: Mapping[str, Source], wante
     return [*weights, _json(f"{folder}{ADAPTER_CONFIG}", adapter["config"])]
 
 
-def _json(path: str, fields: Any) -> Image:
-    return Image.of(path, (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode())
+def _json(path: str, fields: Any) -> FilePlan:
+    return FilePlan.of(path, (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode())
 
 
 def _dtype_name(tensors: Mapping[str, Source], wanted: Wanted) -> str:
@@ -160,11 +160,11 @@ def save_live(
     main = ranks.rank == MAIN
     with ranks.working(), ExitStack() as stack:
         # before anything is gathered: from there on a rank that gave up would keep the others waiting
-        folder = together(ranks, call, lambda: _opened(Path(directory), stack) if main else None)
-        exported: Exported = together(ranks, call, lambda: from_live(part, ranks, wanted))
-        together(ranks, call, lambda: exported.write(folder) if main else exported.help_to_write())
-        together(ranks, call, lambda: write_beside(folder, beside) if main else None)
-        together(ranks, call, stack.close)
+        folder = run_on_all_ranks(ranks, call, lambda: _opened(Path(directory), stack) if main else None)
+        exported: Exported = run_on_all_ranks(ranks, call, lambda: from_live(part, ranks, wanted))
+        run_on_all_ranks(ranks, call, lambda: exported.write(folder) if main else exported.help_to_write())
+        run_on_all_ranks(ranks, call, lambda: write_beside(folder, beside) if main else None)
+        run_on_all_ranks(ranks, call, stack.close)
     return exported
 
 

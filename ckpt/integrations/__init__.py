@@ -1,1 +1,0 @@
-"""The manager in the training code that people already have."""

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ckpt.data import sampling
-from ckpt.state import rng
+from ckpt.state import rng, samplers
 
 _NAMES = {"python": "epoch_start_python", "torch": "epoch_start_torch", "numpy": "epoch_start_numpy"}
 
@@ -35,14 +34,14 @@ class EpochStart:
         """Record the generators before the samplers draw from them."""
         self._loader = loader
         self._began = rng.capture()
-        self._own_began = [rng.capture_one(one) for one in sampling.generators(loader)]
+        self._own_began = [rng.capture_one(one) for one in samplers.generators(loader)]
 
     def begin_again(self, loader: Any, *, in_its_middle: bool) -> None:
         """Restore the generators for the first epoch of a resumed run: the one that was interrupted, or the next."""
         if in_its_middle and self._saved_globals:
             rng.restore({kind: rng.capture_one(self.generators[name]) for kind, name in self._kinds()})
         saved = self._saved.get("began" if in_its_middle else "now", [])
-        for generator, state in zip(sampling.generators(loader), saved, strict=False):
+        for generator, state in zip(samplers.generators(loader), saved, strict=False):
             rng.restore_one(generator, state)
         self.begin(loader)
 
@@ -53,7 +52,7 @@ class EpochStart:
                 rng.restore_one(self.generators[name], self._began[kind])
 
     def state_dict(self) -> dict[str, Any]:
-        now = [rng.capture_one(one) for one in sampling.generators(self._loader)] if self._loader is not None else []
+        now = [rng.capture_one(one) for one in samplers.generators(self._loader)] if self._loader is not None else []
         return {"began": self._own_began, "now": now}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

@@ -17,11 +17,11 @@ from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, DamagedError, UnsupportedError
 from ckpt.formats.native.documents import decode_inline, encode_inline
 from ckpt.formats.native.manifest import Manifest
-from ckpt.load.reader import Opened
+from ckpt.load.reader import CheckpointReader
 from ckpt.load.select import choose
-from ckpt.ranks.group import MAIN, Alone, Ranks, find_ranks
+from ckpt.ranks.group import MAIN, Ranks, SingleProcess, find_ranks
 from ckpt.root import catalog
-from ckpt.save.capture import Capture, Captured
+from ckpt.save.capture import Capture, CapturedState
 from ckpt.save.saver import Saver
 from ckpt.state import rng
 from ckpt.state.objects import is_part_name
@@ -55,7 +55,9 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         """The path of the newest checkpoint in a folder that is intact in every byte; none if there is none at all."""
         storage = open_storage(folder)
         with ExitStack() as held:
-            choice = choose((storage,), Alone(), None, lambda _, manifest, held: _verify(storage, manifest), held)
+            choice = choose(
+                (storage,), SingleProcess(), None, lambda _, manifest, held: _verify(storage, manifest), held
+            )
         return f"{storage.url}/{choice.manifest.name}" if choice else None
 
     def save_checkpoint(
@@ -80,7 +82,11 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         storage, place = open_storage(root), _placing(map_location)
         with ExitStack() as held:
             choice = choose(
-                (storage,), Alone(), name, lambda _, one, held: _loaded(Opened(storage, one, MAIN), place), held
+                (storage,),
+                SingleProcess(),
+                name,
+                lambda _, one, held: _loaded(CheckpointReader(storage, one, MAIN), place),
+                held,
             )
         assert choice is not None  # one that was named is there, or that is an error
         self._saver(root).follow(choice.manifest, ())
@@ -105,7 +111,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         place = place_of(storage)
         if place not in self._savers:
             # Lightning says where to go on from, and may begin anew in the same folder; its main rank saves alone
-            self._savers[place] = Saver(storage, Alone(), goes_on=True)
+            self._savers[place] = Saver(storage, SingleProcess(), goes_on=True)
         return self._savers[place]
 
     def _settle(self) -> None:
@@ -172,7 +178,7 @@ class Weights(Entry):
     """The model's weights, under another name than Lightning's."""
 
 
-def _captured(checkpoint: dict[str, Any]) -> Captured:
+def _captured(checkpoint: dict[str, Any]) -> CapturedState:
     entries: dict[Any, Entry] = {key: Entry(value) for key, value in checkpoint.items()}
     if _WEIGHTS in checkpoint and _MODEL not in checkpoint:
         entries = {_MODEL if key == _WEIGHTS else key: entry for key, entry in entries.items()}
@@ -181,7 +187,7 @@ def _captured(checkpoint: dict[str, Any]) -> Captured:
         entries = {_WHOLE: Entry(checkpoint)}
     parts = [ObjectPart(key, entry) for key, entry in entries.items()]
     try:
-        return Capture(Alone(), "full").take(parts, {}, {})
+        return Capture(SingleProcess(), "full").take(parts, {}, {})
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{error}\nLightning took this from hparams, a callback, or on_save_checkpoint: give plain values there "
@@ -190,7 +196,7 @@ def _captured(checkpoint: dict[str, Any]) -> Captured:
         ) from error
 
 
-def _loaded(opened: Opened, place: Callable[[SavedTensor], Any]) -> dict[str, Any]:
+def _loaded(opened: CheckpointReader, place: Callable[[SavedTensor], Any]) -> dict[str, Any]:
     values = {key: opened.ask(key, place) for key in opened.parts}
     opened.read_new()
     if values.keys() == {_WHOLE}:

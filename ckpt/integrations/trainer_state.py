@@ -11,9 +11,9 @@ from transformers.trainer_callback import ExportableState
 from ckpt.errors import DamagedError, MismatchError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.integrations.epoch_start import EpochStart
-from ckpt.load.reader import Opened
+from ckpt.load.reader import CheckpointReader
 from ckpt.load.restored import Restored
-from ckpt.ranks.consensus import Outcome, agree, together
+from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
 from ckpt.ranks.group import Ranks
 from ckpt.root import catalog
 from ckpt.root.retention import Keep
@@ -119,10 +119,10 @@ def verified_state(storage: Storage, ranks: Ranks, manifest: Manifest) -> dict[s
     to load, and could not be brought to another checkpoint then.
     """
     call = f"train({manifest.name!r})"
-    wrong = agree(ranks, call, Outcome(), lambda _: catalog.problems(storage, manifest, show=True))
+    wrong = decide_together(ranks, call, Result(), lambda _: catalog.problems(storage, manifest, show=True))
     if wrong:
         raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}.")
-    opened: Opened = together(ranks, call, lambda: Opened(storage, manifest, ranks.rank))
+    opened: CheckpointReader = run_on_all_ranks(ranks, call, lambda: CheckpointReader(storage, manifest, ranks.rank))
     if not opened.has(PART):
         raise MismatchError(
             f"{manifest.name} has no {PART}: no Trainer saved it. Load it with StateManager, or give CkptCallback "

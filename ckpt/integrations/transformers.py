@@ -22,7 +22,7 @@ from ckpt.integrations.trainer_state import PART, TrainerPart, logged_metrics, t
 from ckpt.integrations.weights import load_weights
 from ckpt.load.select import Choice, choose
 from ckpt.manager import StateManager
-from ckpt.ranks.consensus import Outcome, agree
+from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import Ranks, find_ranks
 from ckpt.ranks.preemption import EXIT_STATUS
 from ckpt.root import catalog
@@ -267,7 +267,9 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
 
 def _refuse_to_overtake(storage: Storage, ranks: Ranks) -> None:
     """What a run saves becomes the newest: known at the start, and not at the first save."""
-    there = agree(ranks, "train()", Outcome(), lambda _: [one.name for one in catalog.scan(storage) if one.committed])
+    there = decide_together(
+        ranks, "train()", Result(), lambda _: [one.name for one in catalog.scan(storage) if one.committed]
+    )
     if there:
         raise ConfigError(
             f"{storage.url} has checkpoints ({there[0]} is the newest), and this run begins afresh: what it saves "

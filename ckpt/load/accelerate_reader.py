@@ -14,15 +14,13 @@ from ckpt.errors import ConfigError, DamagedError
 from ckpt.formats.foreign import accelerate
 from ckpt.formats.layout import Box
 from ckpt.formats.native.block_hash import digest
-from ckpt.formats.native.manifest import FILE_NAME, Manifest
+from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.native.tensor_file import copy_into
 from ckpt.load.accelerate_state import Foreign, ForeignPart, split_name
-from ckpt.load.reader import Opened, Tensors
-from ckpt.root.catalog import MARKER, read_manifest
-from ckpt.root.folder import Folder
+from ckpt.load.reader import CheckpointReader, Tensors
+from ckpt.root.catalog import read_manifest
+from ckpt.root.folder import ROOT, Folder, is_foreign, written_by_accelerate
 from ckpt.storage import Storage
-
-ROOT = ""  # what goes for the name of a folder that is a root itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +38,7 @@ def read_any(storage: Storage, name: str) -> Manifest:
         except DamagedError:
             if not is_foreign(storage, name):
                 raise
-    folder = _folder(storage, name)
+    folder = Folder.of_checkpoint(storage, name)
     return ForeignManifest(
         name=folder.name,
         id=f"{accelerate.NAME}:{folder.name}",
@@ -60,15 +58,6 @@ def folder_of(storage: Storage, manifest: Manifest) -> str:
     return manifest.folder.where if isinstance(manifest, ForeignManifest) else f"{storage.url}/{manifest.name}"
 
 
-def is_foreign(storage: Storage, name: str) -> bool:
-    """Whether a folder of the root was written by Accelerate, and not by ckpt."""
-    return _is_foreign(_folder(storage, name).files)
-
-
-def _is_foreign(files: Iterable[str]) -> bool:
-    return not {FILE_NAME, MARKER}.intersection(files) and accelerate.is_one(files)
-
-
 def foreign_names(storage: Storage) -> list[str]:
     """The folders in the root that Accelerate wrote, the newest first; the root itself is the one without a name."""
     files: dict[str, list[str]] = defaultdict(list)
@@ -76,9 +65,9 @@ def foreign_names(storage: Storage) -> list[str]:
         name, _, rest = entry.key.partition("/")
         files[ROOT].append(entry.key)
         files[name].append(rest)
-    if _is_foreign(files[ROOT]):
+    if written_by_accelerate(files[ROOT]):
         return [ROOT]
-    found = sorted(name for name, inside in files.items() if _is_foreign(inside))
+    found = sorted(name for name, inside in files.items() if written_by_accelerate(inside))
     if len({split_name(name)[0] for name in found}) > 1:
         raise ConfigError(
             f"{storage.url} holds what Accelerate saved as {', '.join(found)}, and no name says which is the newest. "
@@ -87,15 +76,11 @@ def foreign_names(storage: Storage) -> list[str]:
     return sorted(found, key=lambda name: split_name(name)[1] or 0, reverse=True)
 
 
-def _folder(storage: Storage, name: str) -> Folder:
-    return Folder.listed(storage, f"{name}/" if name else "", f"{storage.url}/{name}".rstrip("/"))
-
-
-def open_any(storage: Storage, manifest: Manifest, rank: int, live: Iterable[str]) -> Opened:
+def open_any(storage: Storage, manifest: Manifest, rank: int, live: Iterable[str]) -> CheckpointReader:
     """A checkpoint, for the parts of a manager."""
     if isinstance(manifest, ForeignManifest):
         return _TakenOver(Foreign(manifest.folder, live), manifest, rank)
-    return Opened(storage, manifest, rank)
+    return CheckpointReader(storage, manifest, rank)
 
 
 @dataclass(frozen=True)
@@ -126,7 +111,7 @@ class _Tensors:
         self.want(_Later(target.nbytes, lambda: copy_into(self.part.read(name, box), target.detach())))
 
 
-class _TakenOver(Opened):
+class _TakenOver(CheckpointReader):
     """A folder of Accelerate that is being read. There are no hashes in it that could be compared."""
 
     def __init__(self, foreign: Foreign, manifest: ForeignManifest, rank: int) -> None:

@@ -6,7 +6,6 @@ others find in the page cache.
 
 from __future__ import annotations
 
-import socket
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,8 +20,9 @@ from ckpt.errors import AbsentError, CkptError, DeniedError, StorageError, Trans
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.tensor_bytes import host_bytes
 from ckpt.formats.transfers import Transfer
-from ckpt.load.broadcast_group import Circle
-from ckpt.ranks.consensus import Outcome, agree
+from ckpt.load.broadcast_group import BroadcastGroup
+from ckpt.ranks import hosts
+from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import Ranks
 from ckpt.root.verified_file import VerifiedFile
 
@@ -31,17 +31,13 @@ _DEADLINE = timedelta(minutes=10)
 _KINDS = (TransientError, DeniedError, AbsentError, TruncatedError, StorageError, CkptError)
 
 
-def host() -> str:
-    return socket.gethostname()
-
-
 @dataclass(frozen=True)
 class Sharing:
     """The files that the ranks of this host read together: for each, the rank that reads."""
 
     rank: int
     readers: Mapping[str, int] = field(default_factory=dict)
-    circle: Circle | None = None
+    circle: BroadcastGroup | None = None
 
     def is_mine(self, transfer: Transfer) -> bool:
         """Whether this rank reads it from the storage."""
@@ -74,7 +70,7 @@ class Sharing:
 class _PassedOn(VerifiedFile):
     """A file that one rank reads. All ranks of the group make the same calls in the same order."""
 
-    circle: Circle | None = None
+    circle: BroadcastGroup | None = None
     reader: int = 0
     rank: int = 0
 
@@ -105,10 +101,12 @@ def sharing(ranks: Ranks, call: str, *phases: list[Transfer]) -> Iterator[Sharin
     same ones in another phase, each of them reads alone: their broadcasts would not meet.
     """
     wanted = _described(phases)
-    plan = agree(ranks, call, Outcome({"host": host(), "files": wanted}), _plan)
+    plan = decide_together(ranks, call, Result({"host": hosts.host_name(), "files": wanted}), _plan)
     mine: dict[str, int] = next((one["files"] for one in plan if ranks.rank in one["ranks"]), {})
     groups = [dist.new_group(one["ranks"], timeout=_DEADLINE, backend="gloo") for one in plan]
-    circles = (Circle(group, ranks, one) for group, one in zip(groups, plan, strict=True) if ranks.rank in one["ranks"])
+    circles = (
+        BroadcastGroup(group, ranks, one) for group, one in zip(groups, plan, strict=True) if ranks.rank in one["ranks"]
+    )
     circle = next(circles, None)
     del circles
     groups.clear()  # the circle alone holds one

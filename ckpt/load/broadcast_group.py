@@ -26,7 +26,7 @@ _LATE = 60.0  # seconds after which nothing more comes from a rank that has read
 _FAREWELL = timedelta(seconds=5)
 
 
-class Circle:
+class BroadcastGroup:
     """The process group of a host's ranks, for as long as they share. Nobody else may hold it.
 
     What shared may be garbage that lies about when a data loader forks. A child that clears it away would end a group

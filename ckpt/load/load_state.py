@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,27 +14,26 @@ from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, StateError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load import restore
-from ckpt.load.accelerate_reader import ROOT, folder_of, is_foreign
-from ckpt.load.reader import Opened
+from ckpt.load.accelerate_reader import folder_of
+from ckpt.load.reader import CheckpointReader
 from ckpt.load.restore import Restoration
 from ckpt.load.restored import Restored
 from ckpt.load.select import Choice, choose
-from ckpt.ranks.consensus import Outcome, agree, together
+from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
-from ckpt.ranks.hosts import EVERYWHERE
+from ckpt.ranks.hosts import EVERYWHERE, Hosts
 from ckpt.root.catalog import check_name
-from ckpt.root.folder import open_url
-from ckpt.save.saver import Saver
+from ckpt.root.folder import ROOT, is_foreign, open_url
 from ckpt.state.objects import Source
 from ckpt.state.parts import Notes
-from ckpt.state.registry import Managed
+from ckpt.state.registry import StateRegistry
 from ckpt.storage import Storage, place_of
 from ckpt.util.console import say
 from ckpt.util.gc_pause import undisturbed
 
 
 @dataclass
-class Loading:
+class StateLoader:
     """Loads checkpoints into the objects of one manager, from its root or from the mirror behind it.
 
     `broadcast`: whether ranks of a host read for each other; if none, where the storage is far away. A load that failed
@@ -43,9 +42,11 @@ class Loading:
 
     ranks: Ranks
     source: Source
-    managed: Managed
+    managed: StateRegistry
     loop: Loop
-    saver: Saver
+    hosts: Hosts
+    pause_staging: Callable[[], AbstractContextManager[None]]  # so that reading does not compete with it
+    follow: Callable[[Manifest, Iterable[str], bool], None]  # told what later saves continue from
     tiers: tuple[Storage, ...]
     broadcast: bool | None
     options: Mapping[str, Any] | None = None  # for folders elsewhere
@@ -60,9 +61,9 @@ class Loading:
         with ExitStack() as held:
             held.enter_context(self.ranks.working())
             held.enter_context(undisturbed())
-            held.enter_context(self.saver.snapshots.paused())
+            held.enter_context(self.pause_staging())
             tiers, name = self._find(name)
-            hosts = self.saver.hosts if tiers is self.tiers else EVERYWHERE
+            hosts = self.hosts if tiers is self.tiers else EVERYWHERE
             prepare = functools.partial(self._prepare, strict=strict, precious=precious)
             choice = choose(tiers, self.ranks, name, prepare, held, hosts, foreign=True)
             if choice is None:
@@ -90,9 +91,9 @@ class Loading:
         if inside is not None:
             return self.tiers, check_name(inside)
         folder = open_url(name, self.options)
-        if not agree(self.ranks, f"load_state({name!r})", Outcome(), lambda _: is_foreign(folder, ROOT)):
+        if not decide_together(self.ranks, f"load_state({name!r})", Result(), lambda _: is_foreign(folder, ROOT)):
             raise ConfigError(
-                f"{name!r} cannot name a checkpoint in {self.saver.storage.url}, and is no folder that Accelerate "
+                f"{name!r} cannot name a checkpoint in {self.tiers[0].url}, and is no folder that Accelerate "
                 "saved. Give a plain name; for a checkpoint of ckpt in another root, give StateManager that root."
             )
         return (folder,), ROOT
@@ -112,7 +113,7 @@ class Loading:
         def touch() -> None:
             self._half_loaded = manifest.name
 
-        together(self.ranks, f"load_state({manifest.name!r})", lambda: self._find_for(storage, manifest))
+        run_on_all_ranks(self.ranks, f"load_state({manifest.name!r})", lambda: self._find_for(storage, manifest))
         return Restoration.prepare(
             storage,
             manifest,
@@ -130,7 +131,7 @@ class Loading:
         self.source.before_load(folder_of(storage, manifest))
         self.managed.look()
 
-    def _go_back(self, opened: Opened, notes: Notes) -> None:
+    def _go_back(self, opened: CheckpointReader, notes: Notes) -> None:
         """Restore what is this rank's own: generators, and where its loaders are."""
         self.source.go_back(opened.state.get("source", {}))
         rewind = restore.rewinder(opened, self.ranks, self.managed.generators, notes)
@@ -144,7 +145,7 @@ class Loading:
     def _tell(self, choice: Choice, parts: list[str], notes: Notes) -> Restored:
         manifest = choice.manifest
         generators = [key for key in self.managed.generators if key not in notes.skipped]
-        self.saver.follow(manifest, choice.damaged, in_root=choice.tier == 0)
+        self.follow(manifest, choice.damaged, choice.tier == 0)
         restored = Restored(
             name=manifest.name,
             url=choice.url,
@@ -164,7 +165,7 @@ class Loading:
         return restored
 
 
-def _note_loaders(opened: Opened, loaders: Iterable[str], notes: Notes) -> None:
+def _note_loaders(opened: CheckpointReader, loaders: Iterable[str], notes: Notes) -> None:
     """Where a loader was is in a folder of Accelerate only if the loader knows it, and in a way of its own."""
     for key in loaders:
         done = opened.parts.get(key, {}).get("state", {}).get("_num_yielded", "those that were done")

@@ -16,16 +16,15 @@ from ckpt.formats.layout import Box, Layout, is_sharded, layout_of, local_tensor
 from ckpt.formats.native.documents import STATE, decode_inline, from_json, rank_document
 from ckpt.formats.native.json_values import Decoder
 from ckpt.formats.native.manifest import Manifest
-from ckpt.formats.native.shard_table import SpreadTensors, Table
+from ckpt.formats.native.shard_table import ShardedTensors, ShardTable
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.transfers import Transfer
 from ckpt.load.broadcast import Sharing
 from ckpt.load.own_tensors import OwnTensors
 from ckpt.load.verified_read import read, read_verified, verify
 from ckpt.ranks.group import MAIN
-from ckpt.root.file_names import spread_file, whole_file
+from ckpt.root.file_names import own_key, spread_file, whole_file
 from ckpt.root.verified_file import StoredFile, VerifiedFile
-from ckpt.save.spare_tensors import own_key
 from ckpt.state.parts import LEFT, Place, SavedTensor
 from ckpt.storage import Storage
 from ckpt.util.console import LONG, bar
@@ -64,7 +63,7 @@ class _WholeTensors:
         raise DamagedError(f"{self.where} refers to tensor {name!r}, but has no file with it.")
 
 
-class Opened:
+class CheckpointReader:
     """A checkpoint that is being read: the values of its parts, and the tensors that were asked for.
 
     Those are read by `read_tensors`, all of them together.
@@ -79,7 +78,7 @@ class Opened:
         self._asked: list[Any] = []  # transfers
         self._live: list[Any] = []
         self._opened: dict[str, Tensors] = {}
-        self._tables: dict[str, Table] = {}
+        self._tables: dict[str, ShardTable] = {}
         self._trees: dict[str, tuple[Any, dict[str, SavedTensor]]] = {}
         self.as_then = False  # whether as many ranks read it as saved it, so that each takes what was its own
         self.parts: dict[str, Any] = {}
@@ -214,9 +213,9 @@ class Opened:
         found = self._table(key).tensors.values()
         return frozenset(one.layout for one in found if not one.layout.is_replicated)
 
-    def _table(self, key: str) -> Table:
+    def _table(self, key: str) -> ShardTable:
         if key not in self._tables:
-            self._tables[key] = Table.from_json(self._part(key)["spread"])
+            self._tables[key] = ShardTable.from_json(self._part(key)["spread"])
         return self._tables[key]
 
     def _decoded(self, key: str, find: Callable[[str], Any]) -> Any:
@@ -246,7 +245,7 @@ class Opened:
     def _open_common(self, key: str) -> Tensors:
         if self.spread(key):
             files = partial(self._files, spread_file, key)
-            return SpreadTensors(self._table(key), files, self.rank, lambda rank: self._is_here(key, rank))
+            return ShardedTensors(self._table(key), files, self.rank, lambda rank: self._is_here(key, rank))
         return _WholeTensors(self._files(whole_file, key), f"{self.manifest.name}: {key}")
 
     def _files(self, name: Callable[..., str], *about: Any) -> list[TensorFile]:

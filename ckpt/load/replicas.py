@@ -14,7 +14,7 @@ from functools import cached_property
 from ckpt.errors import CkptError
 from ckpt.formats.native.documents import STATE
 from ckpt.formats.native.manifest import FileRecord, Manifest
-from ckpt.formats.native.shard_table import EVERY, Spread, Table
+from ckpt.formats.native.shard_table import EVERY, ShardSpec, ShardTable
 from ckpt.root.file_names import part_of, rank_of, spread_file
 from ckpt.storage import Storage
 
@@ -34,7 +34,7 @@ class Replicas:
             return False
         return all(self._has_another(part_of(file.name), one, rank) for one in table.tensors.values())
 
-    def _has_another(self, part: str, one: Spread, rank: int) -> bool:
+    def _has_another(self, part: str, one: ShardSpec, rank: int) -> bool:
         if not one.layout.holds(rank):
             return True
         box = one.layout.box(one.shape, rank)
@@ -53,11 +53,11 @@ class Replicas:
         return {file.name: file for file in self.manifest.files}
 
     @cached_property
-    def _tables(self) -> dict[str, Table]:
+    def _tables(self) -> dict[str, ShardTable]:
         """For each part that is spread over ranks, its tensors; nothing if that cannot be read."""
         try:
             text = self.storage.read(f"{self.manifest.name}/{self._records[STATE].path}")
             parts = json.loads(text)["parts"].items()
-            return {key: Table.from_json(part["spread"]) for key, part in parts if "spread" in part}
+            return {key: ShardTable.from_json(part["spread"]) for key, part in parts if "spread" in part}
         except (CkptError, ValueError, LookupError, TypeError):  # whoever reads it for the load says what is wrong
             return {}

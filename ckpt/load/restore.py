@@ -15,12 +15,12 @@ from ckpt.formats.native.manifest import Manifest
 from ckpt.load.accelerate_reader import open_any
 from ckpt.load.accelerate_state import UNKNOWN_PROGRESS
 from ckpt.load.broadcast import sharing
-from ckpt.load.reader import Opened
-from ckpt.ranks.consensus import together
+from ckpt.load.reader import CheckpointReader
+from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import Ranks
 from ckpt.state import rng
 from ckpt.state.parts import GradientsPart, Notes, Part, Place
-from ckpt.state.registry import Managed
+from ckpt.state.registry import StateRegistry
 from ckpt.storage import Storage
 
 Unfit = Mapping[str, Mapping[str, str]]  # what does not fit and why, by part and key
@@ -35,7 +35,7 @@ class Restoration:
     are read straight into them, and verified on the way: `touch` is called before the first.
     """
 
-    opened: Opened
+    opened: CheckpointReader
     ranks: Ranks
     parts: Mapping[str, Part]
     notes: Notes
@@ -50,7 +50,7 @@ class Restoration:
         storage: Storage,
         manifest: Manifest,
         ranks: Ranks,
-        managed: Managed,
+        managed: StateRegistry,
         held: ExitStack,
         *,
         strict: bool,
@@ -66,7 +66,7 @@ class Restoration:
         why = _missed(manifest, ranks)
         parts = dict(managed.parts)
 
-        def look() -> tuple[Opened, dict[str, Callable[[], None]]]:
+        def look() -> tuple[CheckpointReader, dict[str, Callable[[], None]]]:
             opened = open_any(storage, manifest, ranks.rank, managed.parts)
             notes.approximated.update(opened.state.get("lacking", {}))
             own = managed.own_then(ranks.rank, opened.own)
@@ -80,15 +80,15 @@ class Restoration:
             notes.approximated.update(_taken_from_main(opened, parts))
             return opened, _ask(opened, parts, unfit, notes)
 
-        opened, takers = together(ranks, call, look)
+        opened, takers = run_on_all_ranks(ranks, call, look)
         if share and ranks.world_size > 1:
             opened.sharing = held.enter_context(sharing(ranks, call, *opened.wanted))
-        together(ranks, call, opened.read_new)
+        run_on_all_ranks(ranks, call, opened.read_new)
         if precious:
-            together(ranks, call, opened.verify_live)
+            run_on_all_ranks(ranks, call, opened.verify_live)
         else:
             touch()
-            together(ranks, call, lambda: opened.read_live(verified=False))
+            run_on_all_ranks(ranks, call, lambda: opened.read_live(verified=False))
         return cls(opened, ranks, parts, notes, precious, touch, managed.leave_windows, takers)
 
     def finish(self) -> list[str]:
@@ -96,8 +96,8 @@ class Restoration:
         call = f"load_state({self.opened.manifest.name!r})"
         if self.precious:
             self.touch()
-            together(self.ranks, call, lambda: self.opened.read_live(verified=True))
-        together(self.ranks, call, lambda: _take(self.takers))
+            run_on_all_ranks(self.ranks, call, lambda: self.opened.read_live(verified=True))
+        run_on_all_ranks(self.ranks, call, lambda: _take(self.takers))
         if not any(isinstance(self.parts[key], GradientsPart) for key in self.takers):
             self.leave_windows()
         self.notes.resharded.update(_resharded(self.opened, {key: self.parts[key] for key in self.takers}))
@@ -111,7 +111,7 @@ def _missed(manifest: Manifest, ranks: Ranks) -> str | None:
     return f"{manifest.origin} keeps none" if manifest.origin else None
 
 
-def rewinder(opened: Opened, ranks: Ranks, generators: Mapping[str, Any], notes: Notes) -> Callable[[], None]:
+def rewinder(opened: CheckpointReader, ranks: Ranks, generators: Mapping[str, Any], notes: Notes) -> Callable[[], None]:
     """What puts this rank's generators back as they were, the registered ones too; for a new rank, what seeds them."""
     then, now, rank, state = opened.manifest.world_size, ranks.world_size, ranks.rank, opened.state["rng"]
     if then != now:
@@ -133,7 +133,7 @@ def rewinder(opened: Opened, ranks: Ranks, generators: Mapping[str, Any], notes:
     return rewind
 
 
-def _check(opened: Opened, parts: Mapping[str, Part], *, strict: bool) -> Unfit:
+def _check(opened: CheckpointReader, parts: Mapping[str, Part], *, strict: bool) -> Unfit:
     """What does not fit. Reads no tensor and changes nothing; with `strict`, raises one error for all of it."""
     unfit: dict[str, dict[str, str]] = {}
     for key, part in parts.items():
@@ -148,12 +148,12 @@ def _check(opened: Opened, parts: Mapping[str, Part], *, strict: bool) -> Unfit:
     return unfit
 
 
-def _misfits(opened: Opened, key: str, part: Part) -> dict[str, str]:
+def _misfits(opened: CheckpointReader, key: str, part: Part) -> dict[str, str]:
     apart = _apart(opened, key, part)
     return apart if "" in apart else {**part.check(opened.tree(key)), **apart}
 
 
-def _apart(opened: Opened, key: str, part: Part) -> dict[str, str]:
+def _apart(opened: CheckpointReader, key: str, part: Part) -> dict[str, str]:
     """What each rank had of its own, so that other ranks have none."""
     differs = opened.differs(key).get("tensors", {})
     then = opened.manifest.world_size
@@ -163,7 +163,7 @@ def _apart(opened: Opened, key: str, part: Part) -> dict[str, str]:
     }
 
 
-def _taken_from_main(opened: Opened, parts: Mapping[str, Part]) -> dict[str, str]:
+def _taken_from_main(opened: CheckpointReader, parts: Mapping[str, Part]) -> dict[str, str]:
     """What differed between ranks, and is the main rank's now on all of them."""
     found = {}
     for key, part in parts.items():
@@ -176,14 +176,14 @@ def _taken_from_main(opened: Opened, parts: Mapping[str, Part]) -> dict[str, str
     return found
 
 
-def _numbers(opened: Opened, parts: Mapping[str, Part], key: str) -> str:
+def _numbers(opened: CheckpointReader, parts: Mapping[str, Part], key: str) -> str:
     """Where the checkpoint has another number of parts of that kind, if it has any: how many."""
     kind = key.partition(".")[0]
     then, now = (sum(one.partition(".")[0] == kind for one in keys) for keys in (opened.parts, parts))
     return f" (it has {then} of kind {kind!r}, and there are {now} here)" if then and then != now else ""
 
 
-def _require_fit(opened: Opened, unfit: Unfit) -> None:
+def _require_fit(opened: CheckpointReader, unfit: Unfit) -> None:
     problems = [_where(part, key) + why for part, keys in unfit.items() for key, why in sorted(keys.items())]
     if problems:
         lines = "\n  ".join(problems)
@@ -199,7 +199,9 @@ def _where(part: str, key: str) -> str:
 
 
 @torch.no_grad()  # a piece of a DTensor is then the piece itself
-def _ask(opened: Opened, parts: Mapping[str, Part], unfit: Unfit, notes: Notes) -> dict[str, Callable[[], None]]:
+def _ask(
+    opened: CheckpointReader, parts: Mapping[str, Part], unfit: Unfit, notes: Notes
+) -> dict[str, Callable[[], None]]:
     """Ask for what fits. Returns, for each part, what takes it when it has been read."""
     takers = {}
     for key, part in parts.items():
@@ -218,7 +220,7 @@ def _take(takers: Mapping[str, Callable[[], None]]) -> None:
         _explained(key, take)
 
 
-def _resharded(opened: Opened, parts: Mapping[str, Part]) -> dict[str, str]:
+def _resharded(opened: CheckpointReader, parts: Mapping[str, Part]) -> dict[str, str]:
     """The parts that are spread over ranks in another way than when they were saved."""
     both = {key: (opened.layouts(key), part.layouts()) for key, part in parts.items() if opened.has_tensors(key)}
     return {key: f"{_spelled(then)} -> {_spelled(now)}" for key, (then, now) in both.items() if then != now}
@@ -230,7 +232,9 @@ def _spelled(layouts: frozenset[Layout]) -> str:
     return "; ".join(dict.fromkeys(texts)) or "whole"
 
 
-def _ask_for(opened: Opened, key: str, part: Part, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
+def _ask_for(
+    opened: CheckpointReader, key: str, part: Part, unfit: Mapping[str, str], notes: Notes
+) -> Callable[[], None]:
     def read(place: Place | None = None, *, live: bool = False) -> Callable[[], Any]:
         return opened.ask(key, place, live=live)
 

@@ -22,12 +22,13 @@ from ckpt.errors import (
 )
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.load import per_host
-from ckpt.load.accelerate_reader import ROOT, folder_of, foreign_names, read_any
-from ckpt.ranks.consensus import Outcome, agree
+from ckpt.load.accelerate_reader import folder_of, foreign_names, read_any
+from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import EVERYWHERE, Hosts
 from ckpt.root import catalog
 from ckpt.root.catalog import Checkpoint
+from ckpt.root.folder import ROOT
 from ckpt.storage import Storage
 
 _log = logging.getLogger("ckpt")
@@ -80,8 +81,8 @@ def choose(
     rescans = busy_rescans = 0
     while rescans < _RESCANS:
         looking = tiers if ranks.rank == MAIN else tiers[: hosts.keeps(ranks.rank)]
-        looked = Outcome.of(lambda: _look(looking, name))  # noqa: B023
-        offer = agree(ranks, call, looked, lambda told: _offer(tiers[0], name, told, foreign=foreign))
+        looked = Result.of(lambda: _look(looking, name))  # noqa: B023
+        offer = decide_together(ranks, call, looked, lambda told: _offer(tiers[0], name, told, foreign=foreign))
         search = _Search(tiers, ranks, hosts, call, prepare, held, offer["passed_over"])
         choice = search.first_intact(offer["found"])
         if choice is not None:
@@ -167,8 +168,8 @@ class _Search:
     def _inspected(self, storage: Storage, name: str, held: ExitStack) -> Manifest:
         """The manifest of a checkpoint whose files are all there, with their sizes, as every rank sees it."""
         found: list[Manifest] = []
-        verdict = Outcome.of(lambda: _inspect(storage, name, held, found))
-        problem = agree(self.ranks, self.call, verdict, _joined)
+        verdict = Result.of(lambda: _inspect(storage, name, held, found))
+        problem = decide_together(self.ranks, self.call, verdict, _joined)
         if problem:
             self.vanished = self.vanished or problem["vanished"]
             if problem["unreached"]:
@@ -179,11 +180,11 @@ class _Search:
     def _found_apart(self, name: str, held: ExitStack) -> tuple[Manifest, Storage]:
         """A manifest that some host knows, and where this rank finds what it needs of that checkpoint."""
         keeps = self.hosts.keeps(self.ranks.rank)
-        mine = Outcome.of(lambda: _text(self.tiers[0], name) if keeps else None)
-        manifest = Manifest.from_bytes(agree(self.ranks, self.call, mine, _newest_of).encode(), name)
-        source = Outcome.of(lambda: per_host.source(self.tiers, manifest, self.ranks, held))
+        mine = Result.of(lambda: _text(self.tiers[0], name) if keeps else None)
+        manifest = Manifest.from_bytes(decide_together(self.ranks, self.call, mine, _newest_of).encode(), name)
+        source = Result.of(lambda: per_host.source(self.tiers, manifest, self.ranks, held))
         missing = source.then(lambda found: found if isinstance(found, list) else [])
-        problem = agree(self.ranks, self.call, missing, lambda told: per_host.problem(name, self.hosts, told))
+        problem = decide_together(self.ranks, self.call, missing, lambda told: per_host.problem(name, self.hosts, told))
         if problem:
             raise DamagedError(problem)
         return manifest, source.value

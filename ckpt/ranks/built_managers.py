@@ -17,7 +17,7 @@ from ckpt.ranks.store import TimedStore
 _SHOWN = 5  # of what a rank has built, in an error
 
 
-class Built:
+class BuiltManagers:
     """The managers of this rank, in order. Every rank publishes its list; nobody waits for it."""
 
     def __init__(self) -> None:
@@ -65,9 +65,9 @@ def _listed(labels: dict[str, str]) -> str:
     return ", ".join(shown[:_SHOWN]) + more if shown else "none"
 
 
-_of_groups: WeakKeyDictionary[Any, Built] = WeakKeyDictionary()
+_of_groups: WeakKeyDictionary[Any, BuiltManagers] = WeakKeyDictionary()
 
 
-def built_here() -> Built:
+def built_here() -> BuiltManagers:
     """What this process has built since it joined the process group."""
-    return _of_groups.setdefault(dist.distributed_c10d._get_default_group(), Built())
+    return _of_groups.setdefault(dist.distributed_c10d._get_default_group(), BuiltManagers())

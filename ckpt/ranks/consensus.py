@@ -17,23 +17,23 @@ class FollowingError(RanksError):
 
 
 @dataclass
-class Outcome:
+class Result:
     """A value, or an error that every rank shall raise."""
 
     value: Any = None
     error: Exception | None = None
 
     @classmethod
-    def of(cls, do: Callable[[], Any]) -> Outcome:
+    def of(cls, do: Callable[[], Any]) -> Result:
         """Do it here, and keep what it raises until the other ranks have been told."""
         try:
             return cls(do())
         except Exception as error:
             return cls(error=error)
 
-    def then(self, do: Callable[[Any], Any]) -> Outcome:
+    def then(self, do: Callable[[Any], Any]) -> Result:
         """Go on with the value; an error stays as it is."""
-        return self if self.error is not None else Outcome.of(lambda: do(self.value))
+        return self if self.error is not None else Result.of(lambda: do(self.value))
 
     def get(self) -> Any:
         """The value; raises the error if there is one."""
@@ -50,14 +50,14 @@ class Outcome:
         return json.dumps({"call": call, "kind": _kind(self.error), "text": text, "follows": follows})
 
     @classmethod
-    def from_json(cls, data: str) -> Outcome:
+    def from_json(cls, data: str) -> Result:
         told = json.loads(data)
         if "kind" not in told:
             return cls(told["value"])
         return cls(error=FollowingError(told["text"]) if told["follows"] else _made(told["kind"], told["text"]))
 
 
-def agree(ranks: Ranks, call: str, mine: Outcome, decide: Callable[[list[Any]], Any]) -> Any:
+def decide_together(ranks: Ranks, call: str, mine: Result, decide: Callable[[list[Any]], Any]) -> Any:
     """Every rank tells what came of its work, the main rank decides from the values of all, all get the decision.
 
     If anything failed on any rank, or the decision does, every rank raises it. Values and decision must be JSON.
@@ -70,10 +70,10 @@ def agree(ranks: Ranks, call: str, mine: Outcome, decide: Callable[[list[Any]], 
         raise mine.error from error  # it came first, and may be why another rank has gone
     if ranks.rank == MAIN:
         with ranks.working():  # it may clear up, or wait for a lock
-            decision = Outcome.of(lambda: decide(_joined(call, [mine.to_json(call), *told[1:]])))
+            decision = Result.of(lambda: decide(_joined(call, [mine.to_json(call), *told[1:]])))
         ranks.share(call, decision.to_json(call))
     else:
-        decision = Outcome.from_json(ranks.share(call, ""))
+        decision = Result.from_json(ranks.share(call, ""))
     if mine.error is not None and (ranks.world_size == 1 or str(mine.error) == str(decision.error)):
         raise mine.error  # it has its traceback
     if decision.error is not None:  # the same on every rank, whatever each of them met
@@ -81,11 +81,11 @@ def agree(ranks: Ranks, call: str, mine: Outcome, decide: Callable[[list[Any]], 
     return decision.value
 
 
-def together(ranks: Ranks, call: str, do: Callable[[], Any]) -> Any:
+def run_on_all_ranks(ranks: Ranks, call: str, do: Callable[[], Any]) -> Any:
     """Do something on every rank, each for itself. Returns this rank's value, or raises on all ranks alike."""
     with ranks.working():
-        mine = Outcome.of(do)
-    agree(ranks, call, Outcome(error=mine.error), lambda _: None)
+        mine = Result.of(do)
+    decide_together(ranks, call, Result(error=mine.error), lambda _: None)
     return mine.value
 
 
@@ -97,7 +97,7 @@ def _joined(call: str, told: list[str]) -> list[Any]:
         raise RanksError(
             f"the ranks do different things: {listed}. Every rank must make the same calls in the same order."
         )
-    outcomes = [Outcome.from_json(one) for one in told]
+    outcomes = [Result.from_json(one) for one in told]
     failed = {rank: one.error for rank, one in enumerate(outcomes) if one.error is not None}
     if not failed:
         return [one.value for one in outcomes]

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from ckpt.errors import RanksError
-from ckpt.ranks.built_managers import Built, built_here
+from ckpt.ranks.built_managers import BuiltManagers, built_here
 from ckpt.ranks.heartbeat import Heartbeat
 from ckpt.ranks.liveness import Watched, spelled
 from ckpt.ranks.shutdown import Unread, linger
@@ -79,7 +79,7 @@ class Ranks(Protocol):
         """
 
 
-class Alone:
+class SingleProcess:
     """One process."""
 
     rank = MAIN
@@ -90,7 +90,7 @@ class Alone:
         self._told: dict[str, str] = {}
 
     def apart(self, name: str) -> Ranks:
-        return Alone()
+        return SingleProcess()
 
     def gather(self, call: str, data: str) -> list[str]:
         return [data]
@@ -123,14 +123,14 @@ class Alone:
         return self._told.setdefault(key, value)
 
 
-class Together:
+class StoreGroup:
     """Several processes, through the store of the default process group.
 
     `job` holds what is not one manager's alone: what each rank has built, and its signs of life.
     """
 
     def __init__(
-        self, store: TimedStore, rank: int, world_size: int, timeout: float, job: TimedStore, built: Built
+        self, store: TimedStore, rank: int, world_size: int, timeout: float, job: TimedStore, built: BuiltManagers
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -149,7 +149,7 @@ class Together:
 
     def apart(self, name: str) -> Ranks:
         store = self._store.below(name)
-        child = Together(store, self.rank, self.world_size, self.timeout, self._job, self._built)
+        child = StoreGroup(store, self.rank, self.world_size, self.timeout, self._job, self._built)
         self._family.append(child)
         return child
 
@@ -295,9 +295,9 @@ def find_ranks(root: str, timeout: float, *, own_root: bool = False) -> Ranks:
                 f"this is one of {os.environ['WORLD_SIZE']} processes, but they have no process group yet: every one "
                 "would write on its own. Call torch.distributed.init_process_group() before StateManager(...)."
             )
-        return Alone()
+        return SingleProcess()
     job = TimedStore(dist.distributed_c10d._get_default_store(), timeout).below("ckpt")
     built = built_here()
     key = built.add(OWN_ROOTS if own_root else root, root)
     built.publish(job, dist.get_rank())
-    return Together(job.below(key), dist.get_rank(), dist.get_world_size(), timeout, job, built)
+    return StoreGroup(job.below(key), dist.get_rank(), dist.get_world_size(), timeout, job, built)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import uuid
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +13,18 @@ import torch.distributed as dist
 
 from ckpt.errors import AbsentError, RanksError
 from ckpt.formats.native.manifest import Host
-from ckpt.load import broadcast
 from ckpt.ranks.built_managers import built_here
-from ckpt.ranks.consensus import Outcome, agree, together
+from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
 from ckpt.ranks.group import MAIN, OWN_ROOTS, Ranks
 from ckpt.storage import Storage
 
 _log = logging.getLogger("ckpt")
 _CALL = "StateManager(...)"
+
+
+def host_name() -> str:
+    """The name of this machine: ranks that have it in common run on one host."""
+    return socket.gethostname()
 
 
 @dataclass(frozen=True)
@@ -62,11 +67,11 @@ def find_hosts(ranks: Ranks, storage: Storage, *, shared: bool | None) -> Hosts:
     if ranks.world_size == 1 or not may_differ(storage, shared=shared):
         return EVERYWHERE
     opened = {"url": storage.url, "opened": built_here().labels(OWN_ROOTS)}
-    nonce = agree(ranks, _CALL, Outcome(opened), lambda told: _compared(told, surely_apart=shared is False))
+    nonce = decide_together(ranks, _CALL, Result(opened), lambda told: _compared(told, surely_apart=shared is False))
     marks = [f".host-{nonce}-{rank}" for rank in range(ranks.world_size)]
-    together(ranks, _CALL, lambda: storage.write(marks[ranks.rank], [broadcast.host().encode()]))
-    seen = Outcome.of(lambda: {"first": _first(storage, marks), "host": broadcast.host()})
-    told = agree(ranks, _CALL, seen, lambda told: told)
+    run_on_all_ranks(ranks, _CALL, lambda: storage.write(marks[ranks.rank], [host_name().encode()]))
+    seen = Result.of(lambda: {"first": _first(storage, marks), "host": host_name()})
+    told = decide_together(ranks, _CALL, seen, lambda told: told)
     storage.delete([marks[ranks.rank]])
     hosts = Hosts(tuple(one["first"] for one in told), tuple(one["host"] for one in told))
     if hosts.apart and ranks.rank == MAIN:

@@ -36,7 +36,7 @@ _TRACE = re.compile(r"\.(?:host-[0-9a-f]{32}-\d+|try-[0-9a-f]{32})")
 
 
 @dataclass(frozen=True)
-class Mark:
+class SaveMarker:
     """What a save leaves in its folder while it is under way: the files that it writes and replaces, and its id.
 
     A removal leaves one too, with `removing` set and the id of the checkpoint that goes. Only one of the two can be
@@ -114,7 +114,7 @@ def _write_mark(
     storage.write(f"{name}/{MARKER}", [json.dumps(mark).encode()], over=over)
 
 
-def _present_mark(storage: Storage, name: str) -> tuple[Mark | None, str | None]:
+def _present_mark(storage: Storage, name: str) -> tuple[SaveMarker | None, str | None]:
     """The mark that is there, and the version to write over: none if there is none."""
     key = f"{name}/{MARKER}"
     try:
@@ -140,13 +140,15 @@ def _wait_for_removal(storage: Storage, name: str) -> None:
             time.sleep(_PAUSE)
 
 
-def read_mark(storage: Storage, name: str) -> Mark | None:
+def read_mark(storage: Storage, name: str) -> SaveMarker | None:
     """The mark in a checkpoint's folder; none if there is none, or none of ours."""
     try:
         mark = json.loads(storage.read(f"{name}/{MARKER}"))
         files = tuple(check_key(path) for path in [*mark["files"], *mark["replaces"]])
         writer = tuple(mark.get("writer", ()))
-        return Mark(files, str(mark.get("id", "")), str(mark.get("since", "")), bool(mark.get("removing")), writer)
+        return SaveMarker(
+            files, str(mark.get("id", "")), str(mark.get("since", "")), bool(mark.get("removing")), writer
+        )
     except AbsentError:
         return None
     except (ValueError, LookupError, TypeError, AttributeError):

@@ -16,10 +16,10 @@ from ckpt.root.catalog import find
 from ckpt.root.cleanup import clean, leave_mark
 from ckpt.storage import Buffer, Staging, Storage
 from ckpt.util.console import LONG, bar
-from ckpt.util.threads import Beside
+from ckpt.util.threads import ThreadCall
 
 if TYPE_CHECKING:
-    from ckpt.formats.state import Image
+    from ckpt.formats.state import FilePlan
 
 _log = logging.getLogger("ckpt")
 
@@ -62,7 +62,7 @@ class Attempt:
             leave_mark(storage, self.name, [self.path_for(path) for path in paths], self.replaces, self.id)
 
     def write(
-        self, storage: Storage, images: list[Image], earlier: Mapping[str, Earlier], *, show: bool = False
+        self, storage: Storage, images: list[FilePlan], earlier: Mapping[str, Earlier], *, show: bool = False
     ) -> list[Stored]:
         """Write files, and hash their bytes as they pass. What has not changed since `earlier` is linked."""
         size = sum(image.size for image in images)
@@ -119,7 +119,7 @@ class Attempt:
         return f"{stem}.{self.id[:8]}.{suffix}"
 
     def _link_one(
-        self, storage: Storage, image: Image, earlier: Earlier | None, advance: Callable[[float], None]
+        self, storage: Storage, image: FilePlan, earlier: Earlier | None, advance: Callable[[float], None]
     ) -> Stored | None:
         """Link a file that an earlier checkpoint has with the same bytes; none if there is none.
 
@@ -148,11 +148,11 @@ class Attempt:
             storage.write(key, pieces, over=None)
         return None
 
-    def _write_one(self, storage: Storage, image: Image, advance: Callable[[float], None]) -> Stored:
+    def _write_one(self, storage: Storage, image: FilePlan, advance: Callable[[float], None]) -> Stored:
         path = self.path_for(image.path)
         if image.settled:
             settled = list(image.pieces())
-            hashing = Beside(lambda: _digests(settled, advance), "ckpt-hash")
+            hashing = ThreadCall(lambda: _digests(settled, advance), "ckpt-hash")
             try:
                 receipt = self._put(storage, path, settled)
             finally:
@@ -187,7 +187,7 @@ def _or_failed() -> Iterator[None]:
         raise StorageError(str(error)) from error
 
 
-def _head(image: Image, first: memoryview) -> tuple[int, str] | None:
+def _head(image: FilePlan, first: memoryview) -> tuple[int, str] | None:
     """The hash of a file's head, which lies in its first piece."""
     return (image.head, digest(first[: image.head])) if image.head else None
 

@@ -20,6 +20,11 @@ def spread_file(key: str, rank: int, *, frozen: bool = False) -> str:
     return whole_file(f"{key}/{rank:05d}", frozen=frozen)
 
 
+def own_key(key: str, rank: int) -> str:
+    """The key of a rank's own state of a part, where ranks hold different state; its file is named after it."""
+    return f"{key}-own-{rank:05d}"
+
+
 def rank_of(name: str) -> int | None:
     """The rank whose tensors alone a file holds; none if it holds what all ranks have in common."""
     found = _OF_A_RANK.search(name)

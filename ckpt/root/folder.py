@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import DamagedError
+from ckpt.formats.native.manifest import FILE_NAME
+from ckpt.root.catalog import MARKER
 from ckpt.root.verified_file import StoredFile
 from ckpt.storage import Storage, open_storage
 from ckpt.util.console import size
+
+ROOT = ""  # stands for the name of a checkpoint where a root is itself a folder that Accelerate wrote
 
 
 def open_url(root: str | os.PathLike[str] | Storage, options: Mapping[str, Any] | None) -> Storage:
@@ -48,6 +52,11 @@ class Folder:
         entries = storage.list(prefix.rstrip("/"))
         return cls(storage, prefix, where, {entry.key.removeprefix(prefix): entry.size for entry in entries})
 
+    @classmethod
+    def of_checkpoint(cls, storage: Storage, name: str) -> Folder:
+        """The folder of a checkpoint in a root; the root itself if the name is `ROOT`."""
+        return cls.listed(storage, f"{name}/" if name else "", f"{storage.url}/{name}".rstrip("/"))
+
     def below(self, name: str) -> Folder:
         inside = {key.removeprefix(name): length for key, length in self.files.items() if key.startswith(name)}
         return Folder(self.storage, self.prefix + name, f"{self.where}/{name}".rstrip("/"), inside)
@@ -69,3 +78,14 @@ class Folder:
             raise DamagedError(
                 f"{self.where} is damaged: {'; '.join(sorted(wrong))}. Copy the files of every rank there."
             )
+
+
+def is_foreign(storage: Storage, name: str) -> bool:
+    """Whether a folder of the root was written by Accelerate, and not by ckpt."""
+    return written_by_accelerate(Folder.of_checkpoint(storage, name).files)
+
+
+def written_by_accelerate(files: Iterable[str]) -> bool:
+    from ckpt.formats.foreign import accelerate  # imports torch, which the command `ckpt` starts without
+
+    return not {FILE_NAME, MARKER}.intersection(files) and accelerate.is_one(files)

@@ -11,7 +11,7 @@ from ckpt.errors import CheckpointError, LockedError, StorageError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.root.copy import Copies
 from ckpt.util.console import say
-from ckpt.util.threads import Background
+from ckpt.util.threads import SerialWorker
 
 _log = logging.getLogger("ckpt")
 
@@ -46,7 +46,7 @@ class Mirror:
     _guard: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self._background = Background("ckpt-mirror")
+        self._background = SerialWorker("ckpt-mirror")
 
     @property
     def newest(self) -> Manifest | None:

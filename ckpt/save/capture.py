@@ -13,13 +13,13 @@ from ckpt.formats.layout import is_sharded
 from ckpt.formats.native import documents, tensor_file
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.json_values import refuse
-from ckpt.formats.native.shard_table import SpreadState, written_by
-from ckpt.formats.state import Image, PartState, Shard
+from ckpt.formats.native.shard_table import ShardedState, written_by
+from ckpt.formats.state import FilePlan, PartState, Shard
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.hosts import Hosts
 from ckpt.root.file_names import spread_file, whole_file
 from ckpt.save.checksums import checksum
-from ckpt.save.spare_tensors import Spare, spare_of_spread, spare_of_whole
+from ckpt.save.spare_tensors import SpareTensors, spare_of_spread, spare_of_whole
 from ckpt.state.parts import Part
 from ckpt.state.replicated import Guarantee
 
@@ -30,7 +30,7 @@ _WORTH_A_FILE = 1 << 20  # bytes of frozen tensors
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedState:
     """What this process has to save: the state of parts, its pieces of those that are spread, and what is its own.
 
     Tensors are still the live ones. `images` lays them out as files, and reads them when the files are written.
@@ -38,29 +38,29 @@ class Captured:
 
     rank: int
     parts: Mapping[str, PartState]
-    spread: Mapping[str, SpreadState]
-    gathered: Mapping[str, SpreadState]  # spread ones that the main rank writes whole, with the help of the others
+    spread: Mapping[str, ShardedState]
+    gathered: Mapping[str, ShardedState]  # spread ones that the main rank writes whole, with the help of the others
     own: Mapping[str, PartState]
     document: bytes
     keeps: bool = True  # whether this rank writes what all have in common
     guarantees: Mapping[str, Guarantee] = field(default_factory=dict)
     sums: Mapping[str, Mapping[str, Callable[[], str]]] = field(default_factory=dict)  # of what is guaranteed, once
-    spares: Mapping[str, Spare] = field(default_factory=dict)
-    kept: Sequence[Image] = ()  # out of the spares, what differs between ranks
+    spares: Mapping[str, SpareTensors] = field(default_factory=dict)
+    kept: Sequence[FilePlan] = ()  # out of the spares, what differs between ranks
     differs: Mapping[str, Any] = field(default_factory=dict)  # on the main rank: what does, on which ranks
 
     @cached_property
-    def images(self) -> list[Image]:
+    def images(self) -> list[FilePlan]:
         """The files for tensors that all ranks have in common: the main rank writes them, or one on each host."""
         return [*self._gathered_files(), *_whole_files(self.parts)]
 
     @cached_property
-    def values(self) -> Image:
+    def values(self) -> FilePlan:
         """The file for everything that is no tensor. Nothing in it is live: it may be made later."""
-        return Image.of(documents.STATE, documents.to_json({"parts": self._values()}))
+        return FilePlan.of(documents.STATE, documents.to_json({"parts": self._values()}))
 
     @cached_property
-    def own_images(self) -> list[Image]:
+    def own_images(self) -> list[FilePlan]:
         """The files that only this rank can write."""
         files = []
         for key, part in self.spread.items():
@@ -73,12 +73,12 @@ class Captured:
         return {key: written_by(part.table, part.tensors, self.rank) for key, part in self.spread.items()}
 
     @property
-    def all_images(self) -> list[Image]:
+    def all_images(self) -> list[FilePlan]:
         """The files of tensors that this rank writes."""
         return [*(self.images if self.keeps else ()), *self.own_images]
 
     @property
-    def copied_images(self) -> list[Image]:
+    def copied_images(self) -> list[FilePlan]:
         """The same, and those of which it will be known later whether they are written."""
         return [*self.all_images, *(one.image for one in self.spares.values())]
 
@@ -106,7 +106,7 @@ class Captured:
     def tables_digest(self) -> str:
         return digest(documents.to_json(self.tables))
 
-    def _gathered_files(self) -> list[Image]:
+    def _gathered_files(self) -> list[FilePlan]:
         return [
             tensor_file.gathered_image(whole_file(key), part.outlines, part.table.aliases, part.gather)
             for key, part in self.gathered.items()
@@ -135,7 +135,7 @@ class Compared:
     def doubting(self, key: str, guarantee: Guarantee) -> Guarantee:
         return replace(guarantee, doubted=frozenset(self.doubted[key])) if key in self.doubted else guarantee
 
-    def pending(self, taken: Captured) -> dict[str, dict[str, Callable[[], str]]]:
+    def pending(self, taken: CapturedState) -> dict[str, dict[str, Callable[[], str]]]:
         """Checksums of what is guaranteed to be the same and has not been compared yet: at the first save."""
         tensors: dict[str, Mapping[str, Any]] = {
             **{key: {name: one.tensor for name, one in part.tensors.items()} for key, part in taken.parts.items()},
@@ -155,7 +155,7 @@ class Compared:
             self.doubted.setdefault(key, set()).add(name)
         return bool(new)
 
-    def agreed(self, taken: Captured) -> None:
+    def agreed(self, taken: CapturedState) -> None:
         """All ranks have the same of what they compared: it is not looked at again."""
         for key, names in taken.sums.items():
             self.equal.setdefault(key, set()).update(names)
@@ -172,7 +172,7 @@ class Capture:
     problems: list[str] = field(default_factory=list)
     _guarantees: dict[str, Guarantee] = field(default_factory=dict)
 
-    def take(self, parts: Iterable[Part], own: Mapping[str, Part], rank_state: Mapping[str, Any]) -> Captured:
+    def take(self, parts: Iterable[Part], own: Mapping[str, Part], rank_state: Mapping[str, Any]) -> CapturedState:
         whole, spread = self._divided(parts)
         gathered = spread if self.layout == "full" else {}
         mine = {key: self._encoded(part) for key, part in own.items()}
@@ -180,14 +180,14 @@ class Capture:
         refuse(self.problems)
         document = {"state": state, "own": _values(mine)}
         pieces = {} if gathered else spread
-        taken = Captured(
+        taken = CapturedState(
             self.ranks.rank, whole, pieces, gathered, mine, documents.to_json(document), self._keeps, self._guarantees
         )
         if self.ranks.world_size == 1:
             return taken
         return replace(taken, spares=self._spares(taken), sums=self.compared.pending(taken))
 
-    def _spares(self, taken: Captured) -> dict[str, Spare]:
+    def _spares(self, taken: CapturedState) -> dict[str, SpareTensors]:
         """What ranks may hold otherwise than the one that writes it. Nothing is copied here."""
         rank, found = self.ranks.rank, {}
         for key, part in taken.parts.items() if not self._keeps else ():
@@ -195,13 +195,13 @@ class Capture:
         for key, one in {**taken.spread, **taken.gathered}.items():
             written, gathered = taken.pieces.get(key, {}), key in taken.gathered
             found[key] = spare_of_spread(one, written, self._guarantees[key], rank, gathered=gathered)
-        return {key: Spare.of(key, rank, shards) for key, shards in found.items() if shards}
+        return {key: SpareTensors.of(key, rank, shards) for key, shards in found.items() if shards}
 
     @property
     def _keeps(self) -> bool:
         return self.hosts.keeps(self.ranks.rank)
 
-    def _divided(self, parts: Iterable[Part]) -> tuple[dict[str, PartState], dict[str, SpreadState]]:
+    def _divided(self, parts: Iterable[Part]) -> tuple[dict[str, PartState], dict[str, ShardedState]]:
         """Parts of which the main rank writes the state, and those that are spread over all ranks."""
         whole, spread = {}, {}
         for part in parts:
@@ -222,7 +222,7 @@ class Capture:
             self._guarantees[part.key] = self.compared.doubting(part.key, part.guaranteed(live))
         return live
 
-    def _encoded_spread(self, part: Part) -> SpreadState:
+    def _encoded_spread(self, part: Part) -> ShardedState:
         live, world_size = self._state_of(part), self.ranks.world_size
         state = documents.encode_spread(part.kind, live, part.key, self.problems, world_size)
         table = state.table.with_every_copy() if self.hosts.apart else state.table
@@ -249,21 +249,21 @@ def _about(part: Part, live: Any) -> dict[str, Any]:
         return {}
 
 
-def _values(parts: Mapping[str, PartState | SpreadState]) -> dict[str, Any]:
+def _values(parts: Mapping[str, PartState | ShardedState]) -> dict[str, Any]:
     return {key: _value(part) for key, part in parts.items()}
 
 
-def _value(part: PartState | SpreadState) -> dict[str, Any]:
+def _value(part: PartState | ShardedState) -> dict[str, Any]:
     about = {"about": part.about} if part.about else {}
     return {"class": part.kind, "state": part.values, **about}
 
 
-def _whole_files(parts: Mapping[str, PartState]) -> list[Image]:
+def _whole_files(parts: Mapping[str, PartState]) -> list[FilePlan]:
     of_each = [_tensor_files(partial(whole_file, key), part.tensors, part.frozen) for key, part in parts.items()]
     return [image for images in of_each for image in images]
 
 
-def _tensor_files(name: Callable[..., str], tensors: Mapping[str, Shard], frozen: frozenset[str]) -> list[Image]:
+def _tensor_files(name: Callable[..., str], tensors: Mapping[str, Shard], frozen: frozenset[str]) -> list[FilePlan]:
     """One file; two where some tensors change and others, worth a file, do not."""
     still = {key: shard for key, shard in tensors.items() if key in frozen}
     moving = {key: shard for key, shard in tensors.items() if key not in frozen}

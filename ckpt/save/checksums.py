@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ckpt.formats.native.block_hash import digest
-from ckpt.formats.state import Image
+from ckpt.formats.state import FilePlan
 from ckpt.formats.tensor_bytes import as_bytes, host_bytes, is_dense, on_host
 
 _STEP = 1 << 23  # elements at a time: for which a device needs some hundred megabytes besides
@@ -47,7 +47,7 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def checksums(image: Image, filled: Image | None, wanted: Callable[[str], bool]) -> dict[str, str]:
+def checksums(image: FilePlan, filled: FilePlan | None, wanted: Callable[[str], bool]) -> dict[str, str]:
     """The checksums of tensors in a file that is to be written: as they lie in its copy, or live if there is none."""
     copy = next(filled.pieces()) if filled is not None else None
     found, start = {}, 0

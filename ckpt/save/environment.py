@@ -1,4 +1,4 @@
-"""What a run trains on, in words."""
+"""The environment of a run, as its manifests record it: versions, and the processor or accelerator."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import platform
 from functools import cache
 
 import torch
+
+from ckpt.version import __version__
 
 
 def device_name() -> str:
@@ -23,3 +25,7 @@ def _processor() -> str:
             return next((value.strip() for key, _, value in lines if key.strip() == "model name"), "")
     except OSError:
         return platform.processor()
+
+
+def versions() -> dict[str, str]:
+    return {"ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ckpt.util.aligned_memory import pages
-from ckpt.util.threads import Background, Beside
+from ckpt.util.threads import SerialWorker, ThreadCall
 
 _log = logging.getLogger("ckpt")
 
@@ -21,7 +21,7 @@ PIECE = 64 << 20  # bytes: to make as many ready for a device takes two millisec
 _FEW, _MANY = 2, min(16, os.cpu_count() or 1)  # threads, beside training or when training waits
 
 
-class Arena:
+class PinnedPool:
     """A row of bytes that is there when it is needed. `prepare` makes it ready in the background."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Arena:
         self._turn = threading.Lock()
         self._device: torch.device | None = None
         self._pinned: list[int] = []
-        self._work = Background("ckpt-memory")
+        self._work = SerialWorker("ckpt-memory")
         self._calm = threading.Event()
         self._calm.set()
         self._told = False
@@ -103,7 +103,7 @@ class Arena:
                 if self._device is not None:
                     self._pin(piece)
 
-        beside = [Beside(work, "ckpt-memory") for _ in range(threads - 1 if self.size > PIECE else 0)]
+        beside = [ThreadCall(work, "ckpt-memory") for _ in range(threads - 1 if self.size > PIECE else 0)]
         work()
         for one in beside:
             one.result()

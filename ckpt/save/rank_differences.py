@@ -14,11 +14,11 @@ from typing import Any
 from ckpt.formats.layout import Layout, is_sharded, local_tensor, on_part_of_mesh, own_layout
 from ckpt.formats.native import documents, dtypes
 from ckpt.formats.native.block_hash import digest
-from ckpt.formats.native.shard_table import EVERY, Spread, SpreadState, Table
-from ckpt.formats.state import Image
+from ckpt.formats.native.shard_table import EVERY, ShardedState, ShardSpec, ShardTable
+from ckpt.formats.state import FilePlan
 from ckpt.ranks.group import MAIN
 from ckpt.root.file_names import part_of
-from ckpt.save.capture import Captured
+from ckpt.save.capture import CapturedState
 from ckpt.save.checksums import checksum, checksums
 
 _TIED = "tied"  # in place of a checksum: the bytes are another tensor's
@@ -29,8 +29,8 @@ _LINES = 8
 class Description:
     """One rank's state as the others can compare it. `copies` are the files as they were copied, if they were."""
 
-    captured: Captured
-    copies: Mapping[str, Image]
+    captured: CapturedState
+    copies: Mapping[str, FilePlan]
 
     @property
     def outline(self) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Description:
         return whole | {key: self._part(key, "spread", one, {}) for key, one in self._spread.items()}
 
     @property
-    def _spread(self) -> dict[str, SpreadState]:
+    def _spread(self) -> dict[str, ShardedState]:
         return {**self.captured.spread, **self.captured.gathered}
 
     def _part(self, key: str, how: str, part: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Description:
         return found
 
 
-def _stored(image: Image) -> Iterator[tuple[str, Any]]:
+def _stored(image: FilePlan) -> Iterator[tuple[str, Any]]:
     return (content for content in image.contents or () if not isinstance(content, bytes))
 
 
@@ -171,8 +171,8 @@ class Verdict:
         return {"own": self.own, "differs": self.differs, "problems": self.problems, "doubted": self.doubted}
 
     @cached_property
-    def _tables(self) -> list[dict[str, Table]]:
-        return [{key: Table.from_json(one) for key, one in told["tables"].items()} for told in self.details]
+    def _tables(self) -> list[dict[str, ShardTable]]:
+        return [{key: ShardTable.from_json(one) for key, one in told["tables"].items()} for told in self.details]
 
     def _look_at(self, rank: int) -> None:
         parts, main = self.details[rank]["parts"], self.details[MAIN]["parts"]
@@ -215,7 +215,7 @@ class Verdict:
                 self._check_mesh(rank, key, name, entry)
         return found
 
-    def _has_other_bytes(self, rank: int, key: str, name: str, entry: Spread) -> bool:
+    def _has_other_bytes(self, rank: int, key: str, name: str, entry: ShardSpec) -> bool:
         whole = self.details[MAIN]["tables"][key]["written"] == "whole"
         writer = _writer(entry, rank, whole=whole)
         mine, theirs = (self._sum(one, key, name) for one in (rank, writer))
@@ -251,16 +251,16 @@ class Verdict:
                         if name not in names and name in self._kept(other, key):
                             names.append(name)
 
-    def _check_mesh(self, rank: int, key: str, name: str, entry: Spread) -> None:
+    def _check_mesh(self, rank: int, key: str, name: str, entry: ShardSpec) -> None:
         """A tensor may be another one on other ranks, but not on those that it is spread over."""
         layout = self._own_layout(rank, key, name, entry)
         for other in layout.ranks if layout is not None else ():
-            there = self._tables[other].get(key, Table({})).tensors.get(name)
+            there = self._tables[other].get(key, ShardTable({})).tensors.get(name)
             if there is None or (there.dtype, there.shape) != (entry.dtype, entry.shape):
                 said = [f"{_spelled(entry)} on rank {rank}", f"{_spelled(there)} on rank {other}"]
                 self.problems.append(f"{key}.{name}: {'; '.join(said if rank < other else said[::-1])}")
 
-    def _own_layout(self, rank: int, key: str, name: str, entry: Spread) -> Layout | None:
+    def _own_layout(self, rank: int, key: str, name: str, entry: ShardSpec) -> Layout | None:
         """The ranks that a tensor is spread over; none if it is a plain one."""
         narrow = self.details[rank]["layouts"].get(key, {}).get(name)
         if narrow is not None:
@@ -274,11 +274,11 @@ def _is_other(mine: list[Any], theirs: list[Any] | None) -> bool:
     return None not in (mine[2], theirs[2]) and mine[2] != theirs[2]
 
 
-def _spelled(entry: Spread | None) -> str:
+def _spelled(entry: ShardSpec | None) -> str:
     return f"{dtypes.name_of(entry.dtype)}{list(entry.shape)}" if entry else "nothing"
 
 
-def _writer(entry: Spread, rank: int, *, whole: bool) -> int:
+def _writer(entry: ShardSpec, rank: int, *, whole: bool) -> int:
     """The rank whose bytes a rank will read."""
     layout = entry.layout
     if not layout.holds(rank) or (entry.copy == EVERY and not whole):

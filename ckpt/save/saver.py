@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import platform
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
@@ -13,20 +12,19 @@ from typing import Any
 import torch
 
 from ckpt.errors import ConfigError, ConflictError, NotDurableError, StorageError, VersionError
-from ckpt.export.card import Training, curves
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
-from ckpt.load.accelerate_reader import ROOT, is_foreign
-from ckpt.ranks.consensus import Outcome, agree, together
+from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import Hosts
 from ckpt.root import cleanup
 from ckpt.root.catalog import find, scan
 from ckpt.root.commit import Attempt, Earlier, Stored
+from ckpt.root.folder import ROOT, is_foreign
 from ckpt.root.mirror import Mirror
 from ckpt.root.open import parent_instead
 from ckpt.root.retention import Keep
-from ckpt.save.capture import Captured, Compared
-from ckpt.save.environment import device_name
+from ckpt.save.capture import CapturedState, Compared
+from ckpt.save.environment import device_name, versions
 from ckpt.save.snapshot import Snapshots
 from ckpt.save.transaction import Save
 from ckpt.storage import Staging, Storage
@@ -34,8 +32,7 @@ from ckpt.storage.base import LostError
 from ckpt.util.console import size
 from ckpt.util.fork_safety import Owner
 from ckpt.util.gc_pause import undisturbed
-from ckpt.util.threads import Background
-from ckpt.version import __version__
+from ckpt.util.threads import SerialWorker
 
 _log = logging.getLogger("ckpt")
 
@@ -73,11 +70,11 @@ class Saver:
     def __post_init__(self) -> None:
         self.snapshots = Snapshots(self.host_memory)
         self.talks = self.ranks.apart("saving")  # saves run beside whatever else the ranks talk about
-        self._background = Background("ckpt-save")
+        self._background = SerialWorker("ckpt-save")
 
     def hold(self) -> None:
         """Take the root for this run, and clear away what a crashed one left. Refused if another run has it."""
-        together(self.ranks, "resume()", lambda: self._hold() if self.keeps else None)
+        run_on_all_ranks(self.ranks, "resume()", lambda: self._hold() if self.keeps else None)
         self.goes_on = True
 
     @property
@@ -92,7 +89,7 @@ class Saver:
 
     def is_busy_anywhere(self, name: str) -> bool:
         """Whether a save is under way on any rank, so that the one by this name is left out: the same on every rank."""
-        found: bool = agree(self.ranks, f"save_state({name!r})", Outcome(self.busy), any)
+        found: bool = decide_together(self.ranks, f"save_state({name!r})", Result(self.busy), any)
         if found and self.ranks.rank == MAIN:
             _log.info("%s is not saved: the save before it is still being written", name)
         return found
@@ -120,7 +117,7 @@ class Saver:
     def save(
         self,
         name: str,
-        take: Callable[[], Captured],
+        take: Callable[[], CapturedState],
         optimized: Callable[[], frozenset[int]],
         facts: Mapping[str, Any],
         *,
@@ -142,7 +139,7 @@ class Saver:
 
     def _settle_together(self, name: str) -> None:
         with self.talks.working():
-            agree(self.talks, f"save_state({name!r}) (durable)", Outcome(), lambda _: self._settle())
+            decide_together(self.talks, f"save_state({name!r}) (durable)", Result(), lambda _: self._settle())
 
     def _settle(self) -> None:
         if isinstance(self.storage, Staging):
@@ -165,7 +162,7 @@ class Saver:
             said = "" if committed else f"{self.storage.url}/{name} was not saved: "
             _log.error("%s%s", said, error)
 
-    def follow(self, manifest: Manifest, damaged: Iterable[str], *, in_root: bool = True) -> None:
+    def follow(self, manifest: Manifest, damaged: Iterable[str], in_root: bool = True) -> None:
         """What is saved from here on goes on from this checkpoint.
 
         Files can be linked only from what was read: what the root has by that name was damaged, if it was not taken.
@@ -387,18 +384,10 @@ class Saver:
                 self._enter(manifest)
             del self._unsure[name]
 
-    def told(self, progress: Mapping[str, int], metrics: Mapping[str, float]) -> Training:
-        """What a model card can say of this run, as far as it has come."""
-        found = (one.manifest for one in scan(self.storage) if one.manifest)
-        return Training(
-            progress=progress,
-            metrics=metrics,
-            versions=versions(),
-            hardware=device_name(),
-            world_size=self.ranks.world_size,
-            lineage={"run": self.run},
-            curves=curves(one for one in found if one.run == self.run),
-        )
+    def manifests_of_run(self) -> list[Manifest]:
+        """The committed checkpoints of this run, as the root lists them now."""
+        found = (checkpoint.manifest for checkpoint in scan(self.storage))
+        return [manifest for manifest in found if manifest is not None and manifest.run == self.run]
 
     def _retain(self) -> None:
         if self.keep is None or self._committed is None:
@@ -414,7 +403,3 @@ class Saver:
         with suppress(StorageError):
             if self._committed is not None:
                 cleanup.clean(self.storage, name)
-
-
-def versions() -> dict[str, str]:
-    return {"ckpt": __version__, "torch": torch.__version__, "python": platform.python_version()}

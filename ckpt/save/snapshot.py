@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from ckpt.errors import StateError
-from ckpt.formats.state import Image
+from ckpt.formats.state import FilePlan
 from ckpt.formats.tensor_bytes import host_bytes
 from ckpt.save.memory_limit import available
-from ckpt.save.pinned_pool import Arena
-from ckpt.save.staging_copy import Copy, Places, copy_on_host, send, send_all
+from ckpt.save.pinned_pool import PinnedPool
+from ckpt.save.staging_copy import StagingViews, TensorCopy, copy_on_host, send, send_all
 from ckpt.util.console import size as shown
-from ckpt.util.threads import Beside
+from ckpt.util.threads import ThreadCall
 
 _log = logging.getLogger("ckpt")
 _PAGE = 4096
@@ -38,9 +38,9 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 class Snapshot:
     """Files in memory. On an accelerator the last of their bytes arrive a little later."""
 
-    images: dict[str, Image]
-    overlapped: list[tuple[Copy, int]] = field(default_factory=list)  # with the versions that tensors had
-    sending: Beside | None = None  # gives the copies to their devices, and returns the event after the last of each
+    images: dict[str, FilePlan]
+    overlapped: list[tuple[TensorCopy, int]] = field(default_factory=list)  # with the versions that tensors had
+    sending: ThreadCall | None = None  # gives the copies to their devices, and returns the event after the last of each
     rest: Callable[[], None] | None = None  # what is still to be done, behind the training's back
     _changed: list[str] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -79,11 +79,11 @@ class Snapshots:
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
-        self._arena = Arena()
+        self._arena = PinnedPool()
         self._pending: Snapshot | None = None
         self._streams: dict[torch.device, Any] = {}
         self._hooks: list[Any] = []
-        self._places = Places(_NOTHING)
+        self._places = StagingViews(_NOTHING)
         self._told = False
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -110,7 +110,7 @@ class Snapshots:
         if size > _LITTLE and self._fits(size):
             self._arena.prepare(size, _device(found))
 
-    def take(self, images: list[Image], optimized: Callable[[], frozenset[int]]) -> Snapshot | None:
+    def take(self, images: list[FilePlan], optimized: Callable[[], frozenset[int]]) -> Snapshot | None:
         """Copy what these files will hold. `optimized` finds the memory that only steps of optimizers change.
 
         None if there is no room for it.
@@ -136,7 +136,7 @@ class Snapshots:
     def _take_on_device(self, layout: _Layout, optimized: Callable[[], frozenset[int]]) -> Snapshot:
         """Host memory takes seconds to be made ready, a copy on the device milliseconds: it is fetched later."""
         module = torch.get_device_module(layout.device)
-        held = functools.cache(lambda: Places(torch.empty(layout.size, dtype=torch.uint8, device=layout.device)))
+        held = functools.cache(lambda: StagingViews(torch.empty(layout.size, dtype=torch.uint8, device=layout.device)))
         later = replace(layout, here=[one._replace(source=one.source.clone()) for one in layout.here], away=[])
         snapshot = Snapshot({})
         self._copy_from_device(layout.away, held, optimized, snapshot)
@@ -148,7 +148,7 @@ class Snapshots:
             for event in snapshot.sending.result().values():
                 stream.wait_event(event)
             with module.stream(stream):
-                send(Copy("", "", held().memory, 0), Places(memory))
+                send(TensorCopy("", "", held().memory, 0), StagingViews(memory))
             stream.synchronize()
             snapshot.images = later.put(memory)
             snapshot.rest = None
@@ -165,12 +165,12 @@ class Snapshots:
             hook.remove()
         self._hooks = []
         self._pending = None
-        self._places = Places(_NOTHING)
+        self._places = StagingViews(_NOTHING)
         self._arena.release()
 
     def _memory(self, size: int, device: torch.device | None) -> torch.Tensor:
         if size > self._arena.size:
-            self._places = Places(_NOTHING)  # or the old memory would live on beside the new
+            self._places = StagingViews(_NOTHING)  # or the old memory would live on beside the new
         return self._arena.take(size, device)
 
     def _fits(self, size: int) -> bool:
@@ -185,8 +185,8 @@ class Snapshots:
 
     def _copy_from_device(
         self,
-        copies: list[Copy],
-        places: Callable[[], Places],
+        copies: list[TensorCopy],
+        places: Callable[[], StagingViews],
         optimized: Callable[[], frozenset[int]],
         snapshot: Snapshot,
     ) -> None:
@@ -198,13 +198,13 @@ class Snapshots:
         now = [one for one in copies if id(one) not in kept]
         done = self._send(now, places)
         snapshot.overlapped = [(one, one.source._version) for one in later]  # keeps them alive until they are copied
-        snapshot.sending = Beside(lambda: self._send(later, places), "ckpt-copy")
+        snapshot.sending = ThreadCall(lambda: self._send(later, places), "ckpt-copy")
         self._pending = snapshot
         _synchronize(done)
 
-    def _send(self, copies: list[Copy], places: Callable[[], Places]) -> dict[torch.device, Any]:
+    def _send(self, copies: list[TensorCopy], places: Callable[[], StagingViews]) -> dict[torch.device, Any]:
         """Give copies to their devices, each on a stream of its own. Returns the event after the last of each."""
-        by_device: dict[torch.device, list[Copy]] = defaultdict(list)
+        by_device: dict[torch.device, list[TensorCopy]] = defaultdict(list)
         for one in copies:
             by_device[one.source.device].append(one)
         events = {}
@@ -219,11 +219,11 @@ class Snapshots:
             self._streams[device] = torch.get_device_module(device).Stream(device)
         return self._streams[device]
 
-    def _places_in(self, memory: torch.Tensor) -> Places:
+    def _places_in(self, memory: torch.Tensor) -> StagingViews:
         """The same ones as long as snapshots are made in the same memory."""
         known = self._places.memory
         if (known.data_ptr(), len(known)) != (memory.data_ptr(), len(memory)):
-            self._places = Places(memory)
+            self._places = StagingViews(memory)
         return self._places
 
     def _before_step(self, *_: Any) -> None:
@@ -241,15 +241,15 @@ class Snapshots:
 class _Layout:
     """Where everything goes: bytes that are known, and tensors, here or away on a device."""
 
-    images: list[Image]
+    images: list[FilePlan]
     starts: list[int]
     size: int
     headers: list[tuple[int, bytes]]
-    here: list[Copy]
-    away: list[Copy]
+    here: list[TensorCopy]
+    away: list[TensorCopy]
 
     @classmethod
-    def of(cls, images: list[Image], starts: list[int], size: int) -> _Layout:
+    def of(cls, images: list[FilePlan], starts: list[int], size: int) -> _Layout:
         copies, headers = _laid_out(images, starts)
         here = [one for one in copies if one.source.is_cpu]
         away = [one for one in copies if not one.source.is_cpu]
@@ -259,7 +259,7 @@ class _Layout:
     def device(self) -> torch.device | None:
         return self.away[0].source.device if self.away else None
 
-    def put(self, memory: torch.Tensor) -> dict[str, Image]:
+    def put(self, memory: torch.Tensor) -> dict[str, FilePlan]:
         """Copy what is here, and return the files, which lie in memory now."""
         for start, header in self.headers:
             host_bytes(memory[start : start + len(header)])[:] = header
@@ -283,7 +283,7 @@ def _device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     return next((one.device for one in tensors if one.device.type != "cpu"), None)
 
 
-def _laid_out(images: list[Image], starts: list[int]) -> tuple[list[Copy], list[tuple[int, bytes]]]:
+def _laid_out(images: list[FilePlan], starts: list[int]) -> tuple[list[TensorCopy], list[tuple[int, bytes]]]:
     """Where every tensor and every other byte of the files goes."""
     copies, headers = [], []
     for image, start in zip(images, starts, strict=True):
@@ -293,11 +293,11 @@ def _laid_out(images: list[Image], starts: list[int]) -> tuple[list[Copy], list[
                 start += len(content)
             else:
                 name, tensor = content
-                copies.append(Copy(image.path, name, tensor, start))
+                copies.append(TensorCopy(image.path, name, tensor, start))
                 start += tensor.nbytes
     return copies, headers
 
 
-def _in_memory(image: Image, memory: torch.Tensor, start: int) -> Image:
+def _in_memory(image: FilePlan, memory: torch.Tensor, start: int) -> FilePlan:
     view = host_bytes(memory[start : start + image.size])
-    return Image(image.path, image.size, lambda: iter((view,)), image.steady, settled=True, head=image.head)
+    return FilePlan(image.path, image.size, lambda: iter((view,)), image.steady, settled=True, head=image.head)

@@ -10,32 +10,27 @@ import torch
 
 from ckpt.formats.layout import Layout, is_sharded, local_tensor, on_part_of_mesh
 from ckpt.formats.native import tensor_file
-from ckpt.formats.native.shard_table import SpreadState
+from ckpt.formats.native.shard_table import ShardedState
 from ckpt.formats.native.shared_storage import View, untie
-from ckpt.formats.state import Image, PartState, Shard
+from ckpt.formats.state import FilePlan, PartState, Shard
 from ckpt.ranks.group import MAIN
-from ckpt.root.file_names import whole_file
+from ckpt.root.file_names import own_key, whole_file
 from ckpt.state.replicated import Guarantee
 
 
-def own_key(key: str, rank: int) -> str:
-    """Under what a rank keeps its own state of a part; its file is named after it."""
-    return f"{key}-own-{rank:05d}"
-
-
 @dataclass(frozen=True)
-class Spare:
+class SpareTensors:
     """Live tensors of a part, laid out as the file that holds all of them."""
 
     path: str
     shards: Mapping[str, Shard]
 
     @classmethod
-    def of(cls, key: str, rank: int, shards: Mapping[str, Shard]) -> Spare:
+    def of(cls, key: str, rank: int, shards: Mapping[str, Shard]) -> SpareTensors:
         return cls(whole_file(own_key(key, rank)), shards)
 
     @cached_property
-    def image(self) -> Image:
+    def image(self) -> FilePlan:
         return tensor_file.image(self.path, self.shards)
 
     @cached_property
@@ -47,7 +42,7 @@ class Spare:
         """The tensors that come with the stored ones."""
         return [name for name in self.shards if name in stored or self._base(name) in stored]
 
-    def chosen(self, stored: Collection[str], copy: Image | None) -> Image:
+    def chosen(self, stored: Collection[str], copy: FilePlan | None) -> FilePlan:
         """The file with these tensors alone: out of the copy that was made of all of them, or live."""
         if copy is None:
             return tensor_file.image(self.path, {name: self.shards[name] for name in self.names(stored)})
@@ -65,7 +60,7 @@ class Spare:
         tensor = view.on(copied[view.of]) if view else copied[name]
         return self.shards[name]._replace(tensor=tensor)
 
-    def _copied(self, copy: Image) -> Iterator[tuple[str, torch.Tensor]]:
+    def _copied(self, copy: FilePlan) -> Iterator[tuple[str, torch.Tensor]]:
         data, start = next(copy.pieces()), 0
         for content in self.image.contents or ():
             if isinstance(content, bytes):
@@ -85,7 +80,7 @@ def spare_of_whole(part: PartState, guarantee: Guarantee) -> dict[str, Shard]:
 
 @torch.no_grad()
 def spare_of_spread(
-    part: SpreadState, written: Collection[str], guarantee: Guarantee, rank: int, *, gathered: bool
+    part: ShardedState, written: Collection[str], guarantee: Guarantee, rank: int, *, gathered: bool
 ) -> dict[str, Shard]:
     """Of a part in pieces: plain tensors that another rank writes for all, and pieces on a part of the mesh that are
     taken to be the same on the other parts of it."""

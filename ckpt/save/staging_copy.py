@@ -18,7 +18,7 @@ _SMALL, _PACKED = 1 << 20, 16 << 20  # bytes: what is packed, and into how much
 _Part = tuple[int, int, int]  # where to, where from, how many bytes
 
 
-class Copy(NamedTuple):
+class TensorCopy(NamedTuple):
     """A tensor, and the bytes in the snapshot that it is copied to."""
 
     path: str
@@ -35,7 +35,7 @@ class Copy(NamedTuple):
         return self.start + self.source.nbytes
 
 
-def copy_on_host(copies: list[Copy], memory: torch.Tensor) -> None:
+def copy_on_host(copies: list[TensorCopy], memory: torch.Tensor) -> None:
     """Copy in several threads, which do not hold the interpreter's lock."""
     base = memory.data_ptr()
     parts = []
@@ -44,7 +44,7 @@ def copy_on_host(copies: list[Copy], memory: torch.Tensor) -> None:
             at, length = one.source.data_ptr(), one.source.nbytes
             parts += [(base + one.start + b, at + b, min(_PART, length - b)) for b in range(0, length, _PART)]
         else:
-            send(one, Places(memory))
+            send(one, StagingViews(memory))
     shares = _shared_out(parts)
     if len(shares) < 2:
         _move(parts)
@@ -74,14 +74,14 @@ def _move(parts: list[_Part]) -> None:
         ctypes.memmove(*part)
 
 
-class Places:
+class StagingViews:
     """Memory of a snapshot, seen as the tensors that are copied into it. Each is made once: training waits for it."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self._made: dict[Any, torch.Tensor] = {}
 
-    def put(self, copy: Copy, source: torch.Tensor) -> None:
+    def put(self, copy: TensorCopy, source: torch.Tensor) -> None:
         key = copy.start, source.dtype, source.shape
         place = self._made.get(key)
         if place is None:
@@ -89,9 +89,9 @@ class Places:
         place.copy_(source, non_blocking=True)
 
 
-def send_all(copies: list[Copy], places: Places) -> None:
+def send_all(copies: list[TensorCopy], places: StagingViews) -> None:
     """Copy from a device. Small neighbours go together: a device takes only so many copies in its queue."""
-    run: list[Copy] = []
+    run: list[TensorCopy] = []
     for one in copies:
         if run and (one.start != run[-1].stop or run[-1].stop - run[0].start > _PACKED):
             _send_run(run, places)
@@ -106,12 +106,12 @@ def send_all(copies: list[Copy], places: Places) -> None:
     _send_run(run, places)
 
 
-def _send_run(run: list[Copy], places: Places) -> None:
+def _send_run(run: list[TensorCopy], places: StagingViews) -> None:
     if len(run) < 2:
         for one in run:
             send(one, places)
         return
-    send(Copy("", "", _packed([one.source for one in run]), run[0].start), places)
+    send(TensorCopy("", "", _packed([one.source for one in run]), run[0].start), places)
 
 
 def _packed(sources: list[torch.Tensor]) -> torch.Tensor:
@@ -129,7 +129,7 @@ def _row(source: torch.Tensor) -> torch.Tensor:
     return source.view(-1).view(torch.uint8)
 
 
-def send(copy: Copy, places: Places) -> None:
+def send(copy: TensorCopy, places: StagingViews) -> None:
     if not copy.source.nbytes:
         return
     if copy.start // PIECE == (copy.stop - 1) // PIECE:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from ckpt.errors import RanksError, StorageError
 from ckpt.formats.native.documents import rank_document
 from ckpt.formats.native.manifest import FileRecord, Manifest
-from ckpt.formats.native.shard_table import Table, disagreements
-from ckpt.formats.state import Image
-from ckpt.load.own_tensors import with_own_state
-from ckpt.ranks.consensus import Outcome, agree
+from ckpt.formats.native.shard_table import ShardTable, disagreements
+from ckpt.formats.state import FilePlan
+from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN
 from ckpt.root.commit import Attempt, Earlier, Stored
-from ckpt.save.capture import Captured
+from ckpt.save.capture import CapturedState
+from ckpt.save.own_state import with_own_state
 from ckpt.save.rank_differences import Description, Verdict, agree_outlines, listed
 from ckpt.save.snapshot import Snapshot
 
@@ -34,30 +34,32 @@ class Save:
     saver: Saver
     name: str
     facts: Mapping[str, Any]
-    captured: Outcome = field(default_factory=Outcome)
+    captured: Result = field(default_factory=Result)
     snapshot: Snapshot | None = None
     started: float = field(default_factory=time.monotonic)
     blocked: float | None = None  # seconds that training waited
     seconds: dict[str, float] = field(default_factory=dict)
-    documents: list[Image] = field(default_factory=list)  # all that are JSON, on the main rank
+    documents: list[FilePlan] = field(default_factory=list)  # all that are JSON, on the main rank
     written: list[FileRecord] = field(default_factory=list)
     attended: bool = False  # training waits for it, so that live tensors are still those that were captured
     _description: Description | None = None
-    _take: Callable[[], Captured] | None = None
+    _take: Callable[[], CapturedState] | None = None
 
     @property
     def detached(self) -> bool:
         """Whether training may go on: nothing that it changes is still needed."""
         return self.snapshot is not None
 
-    def prepare(self, take: Callable[[], Captured], optimized: Callable[[], frozenset[int]], *, snapshot: bool) -> None:
+    def prepare(
+        self, take: Callable[[], CapturedState], optimized: Callable[[], frozenset[int]], *, snapshot: bool
+    ) -> None:
         """Take the state as it is now."""
         self._take = take
-        self.captured = Outcome.of(take)
+        self.captured = Result.of(take)
         captured = self.captured.value
         if captured is not None and not captured.gathered and (snapshot or captured.on_device):
             found = self.captured.then(lambda one: self.saver.snapshots.take(one.copied_images, optimized))
-            self.snapshot, self.captured = found.value, Outcome(captured, found.error)
+            self.snapshot, self.captured = found.value, Result(captured, found.error)
         if self.snapshot is not None:
             self.blocked = time.monotonic() - self.started
 
@@ -72,7 +74,7 @@ class Save:
         elif self.captured.value is not None:
             self.saver.compared.agreed(self.captured.value)
         begun = self._begun(Attempt(**plan["attempt"]), plan)
-        written = Outcome.of(lambda: self._write(begun))
+        written = Result.of(lambda: self._write(begun))
         done = self._agree(written, lambda files: self._commit(begun, files), " (files written)")
         if self._keeps_another_root:
             self._put(begun, Manifest.from_bytes(done["manifest"].encode(), self.name))
@@ -89,9 +91,9 @@ class Save:
         if not self.saver.hosts.apart:
             return attempt
         if self._keeps_another_root:
-            self.documents = [Image.of(path, text.encode()) for path, text in plan["documents"].items()]
-        join = Outcome.of(lambda: self.saver.join(attempt, plan["paths"]) if self._keeps_another_root else attempt)
-        self._agree(Outcome(error=join.error), lambda _: None, " (begun everywhere)")
+            self.documents = [FilePlan.of(path, text.encode()) for path, text in plan["documents"].items()]
+        join = Result.of(lambda: self.saver.join(attempt, plan["paths"]) if self._keeps_another_root else attempt)
+        self._agree(Result(error=join.error), lambda _: None, " (begun everywhere)")
         begun: Attempt = join.value
         return begun
 
@@ -103,25 +105,25 @@ class Save:
             _log.warning("%s was committed, but its manifest could not be written here: %s", self.name, error)
 
     @property
-    def _copies(self) -> Mapping[str, Image]:
+    def _copies(self) -> Mapping[str, FilePlan]:
         return self.snapshot.images if self.snapshot is not None else {}
 
-    def _described(self, captured: Captured) -> Description:
+    def _described(self, captured: CapturedState) -> Description:
         if self._description is None:
             self._description = Description(captured, self._copies)
         return self._description
 
     def _keep_apart(self) -> dict[str, Any]:
         """The ranks hold different state: each keeps what is its own, or all refuse, before anything is written."""
-        captured: Captured = self.captured.value
-        mine = Outcome.of(lambda: {**self._described(captured).details, "attended": self.attended})
+        captured: CapturedState = self.captured.value
+        mine = Result.of(lambda: {**self._described(captured).details, "attended": self.attended})
         verdict = self._agree(mine, self._judge, " (state compared)")
         if self.saver.compared.doubt(verdict["doubted"]) and verdict["attended"] and self._take is not None:
-            self.captured, self.snapshot, self._description = Outcome.of(self._take), None, None
+            self.captured, self.snapshot, self._description = Result.of(self._take), None, None
             again: dict[str, Any] | None = self._agree(self.captured.then(self._hello), self._plan, " (taken anew)")
             return again or self._keep_apart()
         refuse_to_mix(verdict["problems"])
-        own = Outcome.of(lambda: with_own_state(captured, verdict["own"][captured.rank], self._copies))
+        own = Result.of(lambda: with_own_state(captured, verdict["own"][captured.rank], self._copies))
         self.captured = own.then(
             lambda one: replace(captured, document=one[0], kept=one[1], differs=verdict["differs"])
         )
@@ -150,7 +152,7 @@ class Save:
                 self.saver.ranks.world_size,
             )
 
-    def _hello(self, captured: Captured, *, compare: bool = True) -> dict[str, Any]:
+    def _hello(self, captured: CapturedState, *, compare: bool = True) -> dict[str, Any]:
         several = compare and self.saver.ranks.world_size > 1
         return {
             "document": captured.document.decode(),
@@ -159,14 +161,14 @@ class Save:
             "there": self.saver.there(self.name) if self._keeps_another_root else [],
         }
 
-    def _agree(self, mine: Outcome, decide: Callable[[list[Any]], Any], phase: str = "") -> Any:
-        return agree(self.saver.talks, f"save_state({self.name!r}){phase}", mine, decide)
+    def _agree(self, mine: Result, decide: Callable[[list[Any]], Any], phase: str = "") -> Any:
+        return decide_together(self.saver.talks, f"save_state({self.name!r}){phase}", mine, decide)
 
     def _plan(self, hellos: list[Any]) -> dict[str, Any] | None:
         """On the main rank: how the files will be named; None if the ranks hold different state."""
         if hellos[MAIN]["outline"] and not agree_outlines([one["outline"] for one in hellos]):
             return None
-        own = [Image.of(rank_document(rank), one["document"].encode()) for rank, one in enumerate(hellos)]
+        own = [FilePlan.of(rank_document(rank), one["document"].encode()) for rank, one in enumerate(hellos)]
         self.documents = [self.captured.value.values, *own]
         shared = [image.path for image in [*self.captured.value.images, *self.documents]]
         paths = [*shared, *(path for one in hellos for path in one["paths"])]
@@ -178,7 +180,7 @@ class Save:
         return plan
 
     def _write(self, attempt: Attempt) -> list[dict[str, Any]]:
-        captured: Captured = self.captured.value
+        captured: CapturedState = self.captured.value
         if not captured.keeps:
             captured.help_to_gather()
         files = [*captured.all_images, *(self.documents if captured.keeps else ())]
@@ -232,7 +234,7 @@ def refuse_to_mix(problems: list[str]) -> None:
         )
 
 
-def _arrived(captured: Captured, snapshot: Snapshot) -> Captured:
+def _arrived(captured: CapturedState, snapshot: Snapshot) -> CapturedState:
     snapshot.wait()
     return captured
 
@@ -246,7 +248,7 @@ def _disagreements(key: str, tables: list[Any]) -> list[str]:
             for how in dict.fromkeys(written)
         )
         return [f"{key}: {'; '.join(said)}"]
-    seen = {rank: Table.from_json(one[key]) for rank, one in enumerate(tables)}
+    seen = {rank: ShardTable.from_json(one[key]) for rank, one in enumerate(tables)}
     lines = [f"{key}.{name}: {'; '.join(said)}" for name, said in disagreements(seen)]
     differs = any(one[key] != tables[0][key] for one in tables)
     return lines or ([f"{key}: how its tensors are spread over the ranks"] if differs else [])

@@ -7,10 +7,9 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckpt.data import sampling
 from ckpt.errors import StateError, UnsupportedError
 from ckpt.root.retention import Keep
-from ckpt.state import rng
+from ckpt.state import rng, samplers
 from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.objects import Found
 
@@ -184,18 +183,17 @@ def _bare(wrapped: Any, name: str) -> Any:
 
 
 def _loader_state(loader: Any) -> dict[str, Any]:
-    samplers = sampling.samplers(loader)
     return {
         "iteration": loader.iteration,
-        "seeds": [one.initial_seed for one in samplers if hasattr(one, "initial_seed")],
-        "generators": [rng.capture_one(one) for one in sampling.generators(loader)],
+        "seeds": [one.initial_seed for one in samplers.samplers(loader) if hasattr(one, "initial_seed")],
+        "generators": [rng.capture_one(one) for one in samplers.generators(loader)],
     }
 
 
 def _set_loader_state(loader: Any, state: dict[str, Any]) -> None:
     loader.iteration = state["iteration"]
-    seeded = [one for one in sampling.samplers(loader) if hasattr(one, "initial_seed")]
+    seeded = [one for one in samplers.samplers(loader) if hasattr(one, "initial_seed")]
     for sampler, seed in zip(seeded, state["seeds"], strict=False):
         sampler.initial_seed = seed
-    for generator, saved in zip(sampling.generators(loader), state["generators"], strict=False):
+    for generator, saved in zip(samplers.generators(loader), state["generators"], strict=False):
         rng.restore_one(generator, saved)

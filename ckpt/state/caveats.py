@@ -9,7 +9,7 @@ from ckpt.util.console import say
 _log = logging.getLogger("ckpt")
 
 
-class Remarks:
+class Caveats:
     """Warnings of one manager, each told once: in the log, and on the console where the log goes elsewhere.
 
     `lasting` holds those that are true of its checkpoints. A resume from one names them in `Restored.approximated`.

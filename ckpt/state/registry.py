@@ -30,7 +30,7 @@ _WITHOUT = "the next update is made without them"
 Watcher = Callable[[Iterable[torch.optim.Optimizer]], None]
 
 
-class Managed:
+class StateRegistry:
     """Parts, of which the main rank's state is saved, and generators, which every rank has of its own.
 
     `find` says what there is. It is asked again at every `look`: objects may come later. The `watchers` are given the

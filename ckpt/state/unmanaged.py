@@ -10,22 +10,22 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ckpt.state.caveats import Remarks
+from ckpt.state.caveats import Caveats
 from ckpt.state.fsdp1 import is_fsdp1
-from ckpt.state.registry import Managed
+from ckpt.state.registry import StateRegistry
 
 _LOOKS = 4
 _LONG = 1000  # steps of an optimizer after which a manager that nobody has called is mentioned
 
 
-class Oversights:
+class UnmanagedWatch:
     """Follows what is trained and what is saved, and tells the difference, once each.
 
     It goes by what happens, not by what is missing: a manager for inference hears nothing. `quiet` where somebody else
     decides what is kept, and when.
     """
 
-    def __init__(self, managed: Managed, remarks: Remarks, save_every: int | None) -> None:
+    def __init__(self, managed: StateRegistry, remarks: Caveats, save_every: int | None) -> None:
         self.quiet = False
         self.resumed_from: str | None = None  # the checkpoint's name
         self._managed = managed

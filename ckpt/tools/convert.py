@@ -19,9 +19,9 @@ from ckpt.formats.native import documents, tensor_file
 from ckpt.formats.native.json_values import refuse
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
-from ckpt.formats.state import Image
+from ckpt.formats.state import FilePlan
 from ckpt.load.accelerate_state import UNKNOWN_PROGRESS, Foreign, ForeignPart
-from ckpt.ranks.group import Alone
+from ckpt.ranks.group import SingleProcess
 from ckpt.root import cleanup
 from ckpt.root.catalog import check_name, find
 from ckpt.root.file_names import whole_file
@@ -76,7 +76,7 @@ def _take_over(source: str | os.PathLike[str], root: str | os.PathLike[str], nam
     foreign = Foreign(folder)
     chosen = check_name(folder.name if name is None else name)
     images = [*_tensor_files(foreign.parts), *_documents(foreign)]
-    with closing(Saver(open_storage(root), Alone())) as saver:
+    with closing(Saver(open_storage(root), SingleProcess())) as saver:
         _write(saver, chosen, images, foreign.saved.world_size)
     return Converted(
         url=f"{saver.storage.url}/{chosen}",
@@ -98,7 +98,7 @@ def _require_accelerate(folder: Folder) -> None:
         )
 
 
-def _write(saver: Saver, name: str, images: list[Image], world_size: int) -> None:
+def _write(saver: Saver, name: str, images: list[FilePlan], world_size: int) -> None:
     saver.hold()
     if find(saver.storage, name).committed:
         raise ConfigError(f"{saver.storage.url} has a checkpoint {name!r} already. Choose another name=.")
@@ -115,11 +115,11 @@ def _write(saver: Saver, name: str, images: list[Image], world_size: int) -> Non
         raise
 
 
-def _tensor_files(parts: Mapping[str, ForeignPart]) -> list[Image]:
+def _tensor_files(parts: Mapping[str, ForeignPart]) -> list[FilePlan]:
     return [_tensor_file(key, part) for key, part in parts.items() if part.tensors]
 
 
-def _tensor_file(key: str, part: ForeignPart) -> Image:
+def _tensor_file(key: str, part: ForeignPart) -> FilePlan:
     """The file with a part's tensors, each of which is read when its turn comes. Tied ones are written once."""
     tied = same_place({name: one for name, one in part.tensors.items() if isinstance(one, PiecedTensor)})
     stored = [name for name in part.tensors if name not in tied]
@@ -132,12 +132,12 @@ def _outline(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _documents(foreign: Foreign) -> list[Image]:
+def _documents(foreign: Foreign) -> list[FilePlan]:
     parts = {key: {"class": "", "state": part.values} for key, part in foreign.parts.items()}
     ranks = range(foreign.saved.world_size)
     return [
-        Image.of(documents.STATE, documents.to_json({"parts": parts})),
-        *(Image.of(documents.rank_document(rank), _rank_document(foreign.rank_state(rank))) for rank in ranks),
+        FilePlan.of(documents.STATE, documents.to_json({"parts": parts})),
+        *(FilePlan.of(documents.rank_document(rank), _rank_document(foreign.rank_state(rank))) for rank in ranks),
     ]
 
 

@@ -18,7 +18,7 @@ from ckpt.formats.foreign.hf_safetensors import images
 from ckpt.formats.foreign.tied_weights import same_place
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.accelerate_state import kind_of
-from ckpt.load.reader import Opened
+from ckpt.load.reader import CheckpointReader
 from ckpt.root.catalog import locate, read_manifest, size_problems
 from ckpt.state.deepspeed.engine import KEY
 from ckpt.state.optimizer_names import by_number
@@ -65,7 +65,7 @@ class _Writing:
     skipped: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.opened = Opened(self.storage, self.manifest, 0)
+        self.opened = CheckpointReader(self.storage, self.manifest, 0)
 
     def parts(self) -> None:
         with bar(f"converting {self.manifest.name}", len(self.opened.parts)) as advance:

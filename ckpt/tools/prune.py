@@ -194,7 +194,7 @@ def _leftovers(storage: Storage, entries: list[Entry]) -> list[Leftover]:
 
 def _marked(storage: Storage, name: str, entries: list[Entry], unfinished: list[Unfinished]) -> Leftover:
     """A folder with a mark: the files that the mark names, and no manifest lists, and what is unfinished there."""
-    mark = cleanup.read_mark(storage, name) or cleanup.Mark(())
+    mark = cleanup.read_mark(storage, name) or cleanup.SaveMarker(())
     manifest = catalog.find(storage, name).manifest
     listed = {f"{name}/{file.path}" for file in manifest.files} if manifest else set()
     stray = {f"{name}/{path}" for path in mark.files} - listed

@@ -9,7 +9,7 @@ from typing import Any
 from ckpt.util.fork_safety import Owner
 
 
-class Beside:
+class ThreadCall:
     """A call that is made in a thread beside this one.
 
     The thread is no daemon: when the program ends, in whatever orderly way, what is under way is finished first. And it
@@ -51,12 +51,12 @@ class Beside:
             self._done.set()
 
 
-class Background:
+class SerialWorker:
     """Runs one call at a time, each in a thread beside this one."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._call: Beside | None = None
+        self._call: ThreadCall | None = None
 
     @property
     def busy(self) -> bool:
@@ -65,7 +65,7 @@ class Background:
     def start(self, call: Callable[[], object]) -> None:
         """Begin a call. The one before must be done."""
         self.wait()
-        self._call = Beside(call, self._name)
+        self._call = ThreadCall(call, self._name)
 
     def wait(self) -> None:
         """Until the call is done. What it raised is raised here, once."""

@@ -17,7 +17,7 @@ import torch
 
 from ckpt.errors import ConfigError
 from ckpt.formats.native import dtypes
-from ckpt.formats.state import Image
+from ckpt.formats.state import FilePlan
 from ckpt.formats.tensor_bytes import host_bytes, on_host
 
 SUFFIX = ".safetensors"
@@ -84,7 +84,7 @@ def images(
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int | None = None,
-) -> list[Image]:
+) -> list[FilePlan]:
     """The files to write, in this order: `name` alone, or shards named after it and at last their index."""
     written = {key: Written(tensor, _cast(tensor.dtype, dtype)) for key, tensor in tensors.items() if key not in tied}
     shards = _shards(written, max_shard_size)
@@ -114,7 +114,7 @@ def _shards(written: Mapping[str, Written], limit: int | None) -> list[dict[str,
     return shards
 
 
-def _image(path: str, shard: Mapping[str, Written], tied: Mapping[str, str]) -> Image:
+def _image(path: str, shard: Mapping[str, Written], tied: Mapping[str, str]) -> FilePlan:
     order = sorted(shard, key=lambda name: -shard[name].dtype.itemsize)  # so that every element is aligned
     header = _header({name: shard[name] for name in order}, tied)
 
@@ -123,7 +123,7 @@ def _image(path: str, shard: Mapping[str, Written], tied: Mapping[str, str]) -> 
         for name in order:
             yield from shard[name].pieces()
 
-    return Image(path, len(header) + sum(tensor.nbytes for tensor in shard.values()), pieces)
+    return FilePlan(path, len(header) + sum(tensor.nbytes for tensor in shard.values()), pieces)
 
 
 def _header(shard: Mapping[str, Written], tied: Mapping[str, str]) -> bytes:
@@ -149,11 +149,11 @@ def _spelling(name: str, dtype: torch.dtype) -> str:
     return dtypes.SPELLED[dtype]
 
 
-def _index(name: str, shards: Mapping[str, Mapping[str, Written]]) -> Image:
+def _index(name: str, shards: Mapping[str, Mapping[str, Written]]) -> FilePlan:
     total = sum(tensor.nbytes for shard in shards.values() for tensor in shard.values())
     weight_map = {key: path for path, shard in shards.items() for key in shard}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return Image.of(name + INDEX_SUFFIX, (json.dumps(index, indent=2) + "\n").encode())
+    return FilePlan.of(name + INDEX_SUFFIX, (json.dumps(index, indent=2) + "\n").encode())
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:

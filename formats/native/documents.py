@@ -11,7 +11,7 @@ import torch
 from ckpt.errors import DamagedError
 from ckpt.formats.native import dtypes
 from ckpt.formats.native.json_values import Decoder, Encoder, from_base64, to_base64
-from ckpt.formats.native.shard_table import SpreadState, spread
+from ckpt.formats.native.shard_table import ShardedState, spread
 from ckpt.formats.state import PartState, Shard
 from ckpt.formats.tensor_bytes import host_bytes, on_host
 
@@ -40,11 +40,11 @@ def encode_part(kind: str, value: Any, prefix: str, problems: list[str]) -> Part
     return PartState(kind, values, {name: Shard.whole(tensor) for name, tensor in encoder.tensors.items()})
 
 
-def encode_spread(kind: str, value: Any, prefix: str, problems: list[str], world_size: int) -> SpreadState:
+def encode_spread(kind: str, value: Any, prefix: str, problems: list[str], world_size: int) -> ShardedState:
     """The state of a part whose tensors are spread over ranks. Every rank has the same values, and its own pieces."""
     encoder = Encoder(prefix=prefix, problems=problems, spread=True)
     values = encoder.encode(value)
-    return SpreadState(kind, values, spread(encoder.tensors, world_size), encoder.tensors)
+    return ShardedState(kind, values, spread(encoder.tensors, world_size), encoder.tensors)
 
 
 def encode_inline(value: Any, prefix: str, problems: list[str]) -> Any:

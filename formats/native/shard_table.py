@@ -25,7 +25,7 @@ EVERY = -1  # in place of the number of a copy: all copies are written
 
 
 @dataclass(frozen=True)
-class Spread:
+class ShardSpec:
     """A tensor: what it is, how it is spread, and which of its copies is written."""
 
     dtype: torch.dtype
@@ -39,15 +39,15 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Table:
+class ShardTable:
     """All tensors of a part by name. A tied tensor is an alias of the one that is stored."""
 
-    tensors: dict[str, Spread]
+    tensors: dict[str, ShardSpec]
     aliases: dict[str, str] = field(default_factory=dict)
 
-    def with_every_copy(self) -> Table:
+    def with_every_copy(self) -> ShardTable:
         """The same, but for ranks that cannot read each other's files: each writes all that it holds."""
-        return Table({name: replace(one, copy=EVERY) for name, one in self.tensors.items()}, self.aliases)
+        return ShardTable({name: replace(one, copy=EVERY) for name, one in self.tensors.items()}, self.aliases)
 
     def to_json(self) -> dict[str, Any]:
         layouts = list(dict.fromkeys(one.layout for one in self.tensors.values()))
@@ -59,22 +59,22 @@ class Table:
         return {"layouts": [layout.to_json() for layout in layouts], "tensors": rows, "aliases": self.aliases}
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Table:
+    def from_json(cls, fields: Mapping[str, Any]) -> ShardTable:
         layouts = [Layout.from_json(one) for one in fields["layouts"]]
         rows = {
-            name: Spread(dtypes.by_name(dtype), tuple(shape), layouts[number], copy)
+            name: ShardSpec(dtypes.by_name(dtype), tuple(shape), layouts[number], copy)
             for name, (dtype, shape, number, copy) in fields["tensors"].items()
         }
         return cls(rows, dict(fields["aliases"]))
 
 
 @dataclass(frozen=True)
-class SpreadState:
+class ShardedState:
     """The state of a spread part on one rank: JSON with references, who has what, and this rank's live tensors."""
 
     kind: str
     values: Any
-    table: Table
+    table: ShardTable
     tensors: Mapping[str, Any]
     frozen: frozenset[str] = frozenset()  # tensors that training does not change
     about: Mapping[str, Any] = field(default_factory=dict)  # JSON: what others need to build the object again
@@ -94,16 +94,16 @@ class SpreadState:
 
 
 @torch.no_grad()  # a piece of a DTensor is then the piece itself, without a step of autograd
-def spread(tensors: Mapping[str, Any], world_size: int) -> Table:
+def spread(tensors: Mapping[str, Any], world_size: int) -> ShardTable:
     """How these live tensors are spread. Plain ones are taken to be the same on every rank."""
     aliases = _aliases(tensors)
     everywhere = Layout.replicated(world_size)
     found = {
-        name: Spread(tensor.dtype, tuple(tensor.size()), layout_of(tensor) if is_sharded(tensor) else everywhere)
+        name: ShardSpec(tensor.dtype, tuple(tensor.size()), layout_of(tensor) if is_sharded(tensor) else everywhere)
         for name, tensor in tensors.items()
         if name not in aliases
     }
-    return Table(_shared_out(found), aliases)
+    return ShardTable(_shared_out(found), aliases)
 
 
 def _aliases(tensors: Mapping[str, Any]) -> dict[str, str]:
@@ -123,7 +123,7 @@ def _aliases(tensors: Mapping[str, Any]) -> dict[str, str]:
     return aliases
 
 
-def _shared_out(tensors: Mapping[str, Spread]) -> dict[str, Spread]:
+def _shared_out(tensors: Mapping[str, ShardSpec]) -> dict[str, ShardSpec]:
     """Give each tensor that several ranks hold to the copy that has least to write so far, the largest first.
 
     Small ones are all the first copy's, so that whoever wants them finds them together.
@@ -136,12 +136,12 @@ def _shared_out(tensors: Mapping[str, Spread]) -> dict[str, Spread]:
             heap = loads.setdefault((one.layout.copies, *one.layout.ranks), [(0, n) for n in range(one.layout.copies)])
             load, copy = heapq.heappop(heap)
             heapq.heappush(heap, (load + one.size, copy))
-            chosen[name] = Spread(one.dtype, one.shape, one.layout, copy)
+            chosen[name] = ShardSpec(one.dtype, one.shape, one.layout, copy)
     return chosen
 
 
 @torch.no_grad()
-def written_by(table: Table, tensors: Mapping[str, Any], rank: int) -> dict[str, Shard]:
+def written_by(table: ShardTable, tensors: Mapping[str, Any], rank: int) -> dict[str, Shard]:
     """The pieces that a rank writes."""
     mine = {}
     for name, one in table.tensors.items():
@@ -155,10 +155,10 @@ def written_by(table: Table, tensors: Mapping[str, Any], rank: int) -> dict[str,
 
 
 @dataclass
-class SpreadTensors:
+class ShardedTensors:
     """The tensors of a spread part in a checkpoint. Only the files that hold a wanted piece are opened."""
 
-    table: Table
+    table: ShardTable
     open: Callable[[int], list[TensorFile]]  # the files that a rank has written
     rank: int = 0  # whose own files come first
     here: Callable[[int], bool] = lambda rank: True  # whether the files that a rank has written can be read
@@ -185,7 +185,7 @@ class SpreadTensors:
         for rank, piece, there in one.layout.overlaps(one.shape, self._copy(one, box), box):
             self._file(rank, name).fill(name, narrowed(target, there), piece)
 
-    def _copy(self, one: Spread, box: Box) -> int:
+    def _copy(self, one: ShardSpec, box: Box) -> int:
         """The copy to read. Where every copy was written, this rank's own; or another one that can be read here."""
         if one.copy != EVERY:
             return one.copy
@@ -195,7 +195,7 @@ class SpreadTensors:
                 return copy
         return own
 
-    def _entry(self, name: str) -> Spread:
+    def _entry(self, name: str) -> ShardSpec:
         try:
             return self.table.tensors[self.table.aliases.get(name, name)]
         except KeyError:
@@ -210,7 +210,7 @@ class SpreadTensors:
         raise DamagedError(f"rank {rank} has written no piece of tensor {name!r}, though the checkpoint says so.")
 
 
-def disagreements(tables: Mapping[int, Table]) -> Iterator[tuple[str, list[str]]]:
+def disagreements(tables: Mapping[int, ShardTable]) -> Iterator[tuple[str, list[str]]]:
     """Tensors that ranks see differently: for each, what which ranks say."""
     for name in sorted({name for table in tables.values() for name in table.tensors}):
         said: dict[str, list[str]] = defaultdict(list)

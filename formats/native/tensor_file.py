@@ -26,7 +26,7 @@ from ckpt.formats.layout import Box
 from ckpt.formats.native import dtypes
 from ckpt.formats.native.header import LENGTH, Header, sizes, understood
 from ckpt.formats.native.shared_storage import View, untie
-from ckpt.formats.state import Image, Shard
+from ckpt.formats.state import FilePlan, Shard
 from ckpt.formats.tensor_bytes import host_bytes, is_dense, is_plain, movable, on_host
 from ckpt.formats.transfers import ByteReader, Transfer, Want, at_once
 
@@ -40,7 +40,7 @@ _Outlines = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]  # name, dtype 
 _Pieces = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]  # name, shape of the whole, and offsets in it
 
 
-def image(path: str, shards: Mapping[str, Shard], *, steady: bool = False) -> Image:
+def image(path: str, shards: Mapping[str, Shard], *, steady: bool = False) -> FilePlan:
     """The file that holds these tensors. Plain tensors on the CPU are read from where they lie when it is written."""
     stored, views = untie({name: shard.tensor for name, shard in shards.items()})
     order = in_file_order(stored)
@@ -53,7 +53,7 @@ def image(path: str, shards: Mapping[str, Shard], *, steady: bool = False) -> Im
 
     contents: list[bytes | tuple[str, torch.Tensor]] = [header, *((name, stored[name]) for name in order)]
     settled = all(is_plain(stored[name]) for name in order)
-    return Image(path, len(header) + end, pieces, steady, contents, settled, head=len(header))
+    return FilePlan(path, len(header) + end, pieces, steady, contents, settled, head=len(header))
 
 
 def gathered_image(
@@ -63,7 +63,7 @@ def gathered_image(
     fetch: Callable[[str], torch.Tensor],
     *,
     together: bool = True,
-) -> Image:
+) -> FilePlan:
     """The file that holds these tensors, each of which is fetched when its turn to be written comes.
 
     `outlines` are tensors on the meta device. `fetch` is called once for each, in `in_file_order`; where ranks do it
@@ -87,7 +87,7 @@ def gathered_image(
                 take_part(fetch, left)
             raise
 
-    return Image(path, len(header) + end, pieces, head=len(header))
+    return FilePlan(path, len(header) + end, pieces, head=len(header))
 
 
 def take_part(fetch: Callable[[Any], object], left: Iterable[Any]) -> None:

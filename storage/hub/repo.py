@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from ckpt.errors import ConfigError, StorageError, TransientError
 from ckpt.storage.hub.errors import MovedError, asked_to_wait, cause_of, explained, may_help, status_of
-from ckpt.storage.retry import Patience
+from ckpt.storage.retry import RetryPolicy
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -47,7 +47,7 @@ class HubFile:
 class Hub:
     """How long the Hub is asked again where that may help: less long before it has ever answered."""
 
-    patience: Patience = field(default_factory=lambda: Patience(shortest=1.0))
+    patience: RetryPolicy = field(default_factory=lambda: RetryPolicy(shortest=1.0))
     reached: bool = False
 
     def tried(self, call: Callable[[], Result]) -> Result:

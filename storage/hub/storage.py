@@ -18,7 +18,7 @@ from ckpt.storage.hub.errors import explained
 from ckpt.storage.hub.pending import Pending, Receipt
 from ckpt.storage.hub.repo import MAIN_BRANCH, Hub, HubFile, HubRepo
 from ckpt.storage.memory import MemoryStorage
-from ckpt.storage.retry import Patience
+from ckpt.storage.retry import RetryPolicy
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
@@ -61,7 +61,7 @@ class HubStorage:
         repo, revision, path = match.groups()
         if not interval >= 0:
             raise ConfigError(f"interval={interval!r} must be a number of seconds between two commits.")
-        hub = Hub(Patience(deadline=deadline, shortest=1.0))
+        hub = Hub(RetryPolicy(deadline=deadline, shortest=1.0))
         self._repo = HubRepo(repo, unquote(revision or MAIN_BRANCH), token, hub)
         self._top = check_key(path) + "/" if path else ""
         self._pending = Pending(self._repo, interval, self._forget)

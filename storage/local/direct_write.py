@@ -14,7 +14,7 @@ from contextlib import suppress
 from ckpt.storage.base import Buffer
 from ckpt.storage.local.preallocate import reserve
 from ckpt.util.aligned_memory import ALIGNMENT, DIRECT, address, aligned, copy
-from ckpt.util.threads import Background
+from ckpt.util.threads import SerialWorker
 
 BLOCK = 8 << 20
 _WRITERS = 8
@@ -54,7 +54,7 @@ class _File:
     def __init__(self, descriptor: int, expected: int | None) -> None:
         self._descriptor = descriptor
         self._expected = expected
-        self._writers = [Background("ckpt-write") for _ in range(_WRITERS)]
+        self._writers = [SerialWorker("ckpt-write") for _ in range(_WRITERS)]
         self._buffers: list[memoryview] = []
         self._number = 0  # of the block in hand
         self._filled = 0  # bytes of it

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.errors import ConfigError, StorageError, TransientError
-from ckpt.storage.retry import FIRST_CONTACT, Patience
+from ckpt.storage.retry import FIRST_CONTACT, RetryPolicy
 from ckpt.storage.s3.errors import UnreachedError, explained
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Connection:
 
     def __init__(self, bucket: str, options: Mapping[str, Any]) -> None:
         given = dict(options)
-        self.patience = Patience(**{name: given.pop(name) for name in ("deadline", "stall") if name in given})
+        self.patience = RetryPolicy(**{name: given.pop(name) for name in ("deadline", "stall") if name in given})
         self.bucket = bucket
         self.fs = _open(given, self.patience)
         self.at_once: int = self.fs.max_concurrency
@@ -104,7 +104,7 @@ class Connection:
             await _stop({task})
 
 
-async def together(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+async def run_on_all_ranks(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     """The results of all. If one fails, the others are stopped first."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -130,7 +130,7 @@ async def _stop(tasks: Iterable[Any]) -> None:
     await asyncio.gather(*left, return_exceptions=True)
 
 
-def _open(options: dict[str, Any], patience: Patience) -> S3FileSystem:
+def _open(options: dict[str, Any], patience: RetryPolicy) -> S3FileSystem:
     from s3fs import S3FileSystem
 
     ours = {

@@ -13,7 +13,7 @@ from ckpt.errors import AbsentError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished
 from ckpt.storage.multipart import cut
 from ckpt.storage.s3 import write as s3_write
-from ckpt.storage.s3.connection import Connection, Moved, together
+from ckpt.storage.s3.connection import Connection, Moved, run_on_all_ranks
 from ckpt.storage.s3.errors import code_of, not_deleted
 from ckpt.storage.s3.write import Write
 
@@ -163,7 +163,7 @@ class S3Objects:
         for views in cut(buffers, _READ_AT_ONCE):
             requests.append(self._fill_one(key, at, views))
             at += sum(map(len, views))
-        return sum(await together(requests))
+        return sum(await run_on_all_ranks(requests))
 
     async def _fill_one(self, key: str, start: int, views: list[memoryview]) -> int:
         size = sum(map(len, views))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.errors import StorageError
 from ckpt.storage.base import ANY, changed
 from ckpt.storage.multipart import Body
-from ckpt.storage.s3.connection import Connection, Moved, together
+from ckpt.storage.s3.connection import Connection, Moved, run_on_all_ranks
 from ckpt.storage.s3.errors import code_of
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Write:
             return _part(number, answer["CopyPartResult"])
 
         starts = range(0, size, COPIED_AT_ONCE)
-        return await together(one(number, start) for number, start in enumerate(starts, 1))
+        return await run_on_all_ranks(one(number, start) for number, start in enumerate(starts, 1))
 
     async def _complete(self, upload: str, parts: list[dict[str, Any]]) -> str:
         async def attempt(moved: Moved) -> str:

@@ -415,13 +415,13 @@ class Recorded(Sampler[list[int]]):
 def test_the_digest_that_an_earlier_version_saved_is_compared_too(same: bool) -> None:
     from xxhash import xxh3_64
 
-    from ckpt.data.sampling import Course
+    from ckpt.data.sampling import EpochPlan
 
     batches = [[3, 1], [2, 0], [5, 4]]
     digest = xxh3_64()
     for batch in batches[:2]:
         digest.update(repr(batch if same else batch[::-1]).encode())
-    course = Course(lambda: None, lambda: None, skip=2, expected_batches=digest.hexdigest())
+    course = EpochPlan(lambda: None, lambda: None, skip=2, expected_batches=digest.hexdigest())
     assert list(course.follow(Recorded(batches))) == [[5, 4]]
     assert ("another order" in course.trouble("DataLoader")) is not same
 
@@ -430,16 +430,16 @@ def test_a_position_of_an_earlier_version_is_gone_on_from(anywhere: str, monkeyp
     """It has a digest of whole batches, and does not say how large they were."""
     from ckpt.data import tracked_loader
 
-    own = tracked_loader.Feed.state
+    own = tracked_loader.TrackedLoader.state
     new = ("indices", "before", "layout", "sampler_size", "contents")
 
-    def state(self: tracked_loader.Feed) -> dict[str, Any]:
+    def state(self: tracked_loader.TrackedLoader) -> dict[str, Any]:
         return {key: value for key, value in own(self).items() if key not in new}
 
     root = f"{anywhere}/run"
     torch.manual_seed(1)
     with monkeypatch.context() as patch:
-        patch.setattr(tracked_loader.Feed, "state", state)
+        patch.setattr(tracked_loader.TrackedLoader, "state", state)
         seen = _go(root, LOADERS["shuffle"](8), stop=3)[0]
         seen += _go(root, LOADERS["shuffle"](8), stop=1)[0]
     second, told = _go(root, LOADERS["shuffle"](16), stop=1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt.formats.layout import Box, Layout
-from ckpt.formats.native.shard_table import Spread, SpreadTensors, Table, spread, written_by
+from ckpt.formats.native.shard_table import ShardedTensors, ShardSpec, ShardTable, spread, written_by
 from ckpt.formats.native.tensor_file import TensorFile, image, narrowed
 from ckpt.formats.pieces import Piece, PiecedTensor, Region, dense_strides
 from ckpt.formats.state import Shard
@@ -45,7 +45,7 @@ def piece_of(layout: Layout, rank: int) -> torch.Tensor:
     return narrowed(WHOLE, layout.box(SHAPE, rank).ranges).contiguous()
 
 
-def files(table: Table, layout: Layout) -> dict[int, list[TensorFile]]:
+def files(table: ShardTable, layout: Layout) -> dict[int, list[TensorFile]]:
     """What every rank writes of the tensor `weight`."""
     found = {}
     for rank in layout.ranks:
@@ -56,20 +56,20 @@ def files(table: Table, layout: Layout) -> dict[int, list[TensorFile]]:
     return found
 
 
-def reader(table: Table, found: Mapping[int, list[TensorFile]], rank: int) -> tuple[SpreadTensors, list[int]]:
+def reader(table: ShardTable, found: Mapping[int, list[TensorFile]], rank: int) -> tuple[ShardedTensors, list[int]]:
     opened: list[int] = []
 
     def open_files(of: int) -> list[TensorFile]:
         opened.append(of)
         return found[of]
 
-    return SpreadTensors(table, open_files, rank), opened
+    return ShardedTensors(table, open_files, rank), opened
 
 
 @pytest.mark.parametrize("then", LAYOUTS)
 @pytest.mark.parametrize("now", LAYOUTS)
 def test_a_tensor_that_was_spread_in_one_way_is_read_in_another(then: Layout, now: Layout) -> None:
-    table = Table({"weight": Spread(torch.float32, SHAPE, then)})
+    table = ShardTable({"weight": ShardSpec(torch.float32, SHAPE, then)})
     written = files(table, then)
     for rank in now.ranks:
         box = now.box(SHAPE, rank)
@@ -81,7 +81,7 @@ def test_a_tensor_that_was_spread_in_one_way_is_read_in_another(then: Layout, no
 @pytest.mark.parametrize("layout", [one for one in LAYOUTS if one.copies > 1])
 def test_a_rank_that_has_every_copy_reads_its_own(layout: Layout) -> None:
     """Where hosts have roots of their own, each writes all that it holds, and reads no other host's files."""
-    table = Table({"weight": Spread(torch.float32, SHAPE, layout)}).with_every_copy()
+    table = ShardTable({"weight": ShardSpec(torch.float32, SHAPE, layout)}).with_every_copy()
     written = files(table, layout)
     for rank in layout.ranks:
         tensors, opened = reader(table, written, rank)

@@ -17,6 +17,7 @@ from torch import nn
 
 import ckpt
 from ckpt.load import broadcast as sharing
+from ckpt.ranks import hosts as host_names
 from tests.helpers.places import PassedOn, Place, at
 from tests.helpers.processes import run_ranks
 from tests.helpers.sharded import MODELS, state, step
@@ -73,7 +74,7 @@ def save(root: Place, *names: str) -> str:
 def load(
     rank: int, root: str, notes: str, storage: type[CountingStorage], broadcast: bool | None, hosts: list[str]
 ) -> None:
-    sharing.host = lambda: hosts[rank]
+    host_names.host_name = lambda: hosts[rank]
     model = large(2)
     optimizer = torch.optim.AdamW(model.parameters())
     counting = storage(root)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.formats.native.shard_table import SpreadState
+from ckpt.formats.native.shard_table import ShardedState
 from ckpt.load import broadcast
 from ckpt.storage import ANY, Buffer, LocalStorage
 from tests.helpers.hosted import ended, hosted_ranks
@@ -103,9 +103,9 @@ class _FullDisk(PassedOn):
 
 
 def _lose_a_rank_beside_a_full_disk(rank: int, root: str) -> None:
-    gather = SpreadState.gather
+    gather = ShardedState.gather
 
-    def dies(self: SpreadState, name: str) -> torch.Tensor:
+    def dies(self: ShardedState, name: str) -> torch.Tensor:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return gather(self, name)
@@ -113,7 +113,7 @@ def _lose_a_rank_beside_a_full_disk(rank: int, root: str) -> None:
     model = MODELS["fsdp2"](1)
     manager = ckpt.StateManager(_FullDisk(root), model=model, layout="full", timeout=4)
     manager.resume()
-    SpreadState.gather = dies  # type: ignore[method-assign]
+    ShardedState.gather = dies  # type: ignore[method-assign]
     with pytest.raises(ckpt.FullError, match="no space left on this disk"):
         manager.save_state("x", wait=True)
     os._exit(0)  # without a farewell to the dead rank
@@ -124,16 +124,16 @@ def test_a_full_disk_is_told_even_if_a_rank_dies_while_the_rest_is_gathered(root
 
 
 def _export_beside_a_dead_rank(rank: int, folder: str) -> None:
-    gather = SpreadState.gather
+    gather = ShardedState.gather
 
-    def dies(self: SpreadState, name: str) -> torch.Tensor:
+    def dies(self: ShardedState, name: str) -> torch.Tensor:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return gather(self, name)
 
     model = MODELS["fsdp2"](1)
     manager = ckpt.StateManager(Path(folder, "run"), model=model, timeout=4)
-    SpreadState.gather = dies  # type: ignore[method-assign]
+    ShardedState.gather = dies  # type: ignore[method-assign]
 
     def full(self: Any, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
         raise ckpt.FullError("no space left on this disk")

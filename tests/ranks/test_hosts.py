@@ -20,7 +20,7 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import main
-from ckpt.load import broadcast
+from ckpt.ranks import hosts as host_names
 from tests.helpers.processes import run_ranks
 from tests.helpers.sharded import MODELS, state, step
 
@@ -34,7 +34,7 @@ def managed(
 ) -> Iterator[tuple[ckpt.StateManager, nn.Module]]:
     """A manager as on a host of its own: with a root that only the ranks of that host see."""
     host = hosts[rank]
-    broadcast.host = lambda: f"host-{host}"
+    host_names.host_name = lambda: f"host-{host}"
     Path(folder, host).mkdir(exist_ok=True)
     os.chdir(Path(folder, host))
     model = MODELS[kind](1)

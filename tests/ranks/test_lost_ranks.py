@@ -130,14 +130,14 @@ import ckpt
 from ckpt.ranks import group
 
 dist.init_process_group("gloo")
-wait = group.Together._await
+wait = group.StoreGroup._await
 
 def late(self, keys, call):
     if dist.get_rank() and "files written" in call:
         time.sleep(12)  # longer than an interpreter takes to end
     wait(self, keys, call)
 
-group.Together._await = late
+group.StoreGroup._await = late
 
 def main():
     manager = ckpt.StateManager(sys.argv[1], model=nn.Linear(2, 2), timeout=30)

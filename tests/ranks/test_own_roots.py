@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.load import broadcast
+from ckpt.ranks import hosts
 from tests.helpers.processes import run_ranks
 
 
 def _train_apart(rank: int, folder: str, names: list[str], shared: bool | None) -> None:
-    broadcast.host = lambda: f"host-{rank}"
+    hosts.host_name = lambda: f"host-{rank}"
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     root = Path(folder, names[rank])
     for run in range(2):

@@ -18,9 +18,9 @@ from torch import nn
 
 import ckpt
 from ckpt.save.snapshot import Snapshot
-from ckpt.save.staging_copy import Copy, copy_on_host
+from ckpt.save.staging_copy import TensorCopy, copy_on_host
 from ckpt.storage import ANY, Buffer
-from ckpt.util.threads import Beside
+from ckpt.util.threads import ThreadCall
 from tests.helpers.places import PassedOn, Place
 from tests.helpers.processes import interrupt, run_ranks
 from tests.helpers.training import exact
@@ -322,8 +322,8 @@ class Arrival:
 def test_what_is_changed_in_place_before_its_copy_has_arrived_is_refused(by_a_step: bool) -> None:
     weight = torch.zeros(3)
     arrival = Arrival(lambda: weight.add_(1))
-    sending = Beside(lambda: {weight.device: arrival}, "ckpt-copy")
-    snapshot = Snapshot({}, [(Copy("model.safetensors", "weight", weight, 0), weight._version)], sending)
+    sending = ThreadCall(lambda: {weight.device: arrival}, "ckpt-copy")
+    snapshot = Snapshot({}, [(TensorCopy("model.safetensors", "weight", weight, 0), weight._version)], sending)
     if by_a_step:
         snapshot.settle()  # its hook does this, and lets it wait for the copies on the device
         snapshot.wait()
@@ -338,7 +338,7 @@ def test_what_is_on_the_host_can_be_copied_while_the_program_ends(monkeypatch: p
     monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
     sources = [torch.randn(3 << 20) for _ in range(3)]
     memory = torch.zeros(3 * sources[0].nbytes, dtype=torch.uint8)
-    copy_on_host([Copy("", "", one, index * one.nbytes) for index, one in enumerate(sources)], memory)
+    copy_on_host([TensorCopy("", "", one, index * one.nbytes) for index, one in enumerate(sources)], memory)
     assert torch.equal(memory.view(torch.float32), torch.cat(sources))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.formats.state import Image
+from ckpt.formats.state import FilePlan
 from ckpt.save.snapshot import Snapshot, Snapshots
 from ckpt.storage import ANY, Buffer
 from tests.helpers.places import PassedOn, Place
@@ -21,7 +21,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every snapshot is empty memory until it has been waited for. The paths of files that have arrived."""
     take, arrived = Snapshots.take, list[str]()
 
-    def take_late(self: Snapshots, images: list[Image], optimized: Callable[[], frozenset[int]]) -> Snapshot | None:
+    def take_late(self: Snapshots, images: list[FilePlan], optimized: Callable[[], frozenset[int]]) -> Snapshot | None:
         snapshot = take(self, images, optimized)
         assert snapshot is not None
         held = [(path, view, bytes(view)) for path, one in snapshot.images.items() for view in one.pieces()]
@@ -55,7 +55,7 @@ def test_a_save_in_the_background_writes_what_has_arrived(root: Place, late: lis
 def test_a_snapshot_that_never_arrives_is_a_save_that_fails(root: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     take = Snapshots.take
 
-    def lost(self: Snapshots, images: list[Image], optimized: Callable[[], frozenset[int]]) -> Snapshot | None:
+    def lost(self: Snapshots, images: list[FilePlan], optimized: Callable[[], frozenset[int]]) -> Snapshot | None:
         snapshot = take(self, images, optimized)
         assert snapshot is not None
 

@@ -20,7 +20,7 @@ from tests.helpers.places import Place
 from tests.helpers.processes import run_alone, run_ranks
 from tests.helpers.training import exact
 
-Built = tuple[dict[str, Any], Callable[[], None]]  # what a manager is given, and a step of training
+BuiltManagers = tuple[dict[str, Any], Callable[[], None]]  # what a manager is given, and a step of training
 
 
 def _stepper(model: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> Callable[[], None]:
@@ -32,7 +32,7 @@ def _stepper(model: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> 
     return step
 
 
-def _pipeline(seed: int) -> Built:
+def _pipeline(seed: int) -> BuiltManagers:
     """A stage for each rank: names, shapes and all are other ones."""
     torch.manual_seed(seed)
     rank = dist.get_rank()
@@ -43,7 +43,7 @@ def _pipeline(seed: int) -> Built:
     return {"model": stage, "optimizer": optimizer}, step
 
 
-def _experts(seed: int) -> Built:
+def _experts(seed: int) -> BuiltManagers:
     """Names and shapes are the same on every rank, bytes are not: but for what both ranks have frozen alike."""
     torch.manual_seed(seed)
     shared = nn.Linear(4, 4)
@@ -53,7 +53,7 @@ def _experts(seed: int) -> Built:
     return {"model": model, "optimizer": optimizer}, _stepper(model, optimizer, 4)
 
 
-def _experts_beside_ddp(seed: int) -> Built:
+def _experts_beside_ddp(seed: int) -> BuiltManagers:
     torch.manual_seed(seed + 10 * (1 + dist.get_rank()))
     model = nn.ModuleDict({"dense": DistributedDataParallel(nn.Linear(4, 4)), "expert": nn.Linear(4, 2)})
     optimizer = torch.optim.AdamW(model.parameters())
@@ -61,7 +61,7 @@ def _experts_beside_ddp(seed: int) -> Built:
     return {"model": model, "optimizer": optimizer}, _stepper(chained, optimizer, 4)
 
 
-def _ignored_parameters(seed: int) -> Built:
+def _ignored_parameters(seed: int) -> BuiltManagers:
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(seed + 10 * (1 + dist.get_rank()))
@@ -71,7 +71,7 @@ def _ignored_parameters(seed: int) -> Built:
     return {"model": model, "optimizer": optimizer}, _stepper(model, optimizer, 4)
 
 
-def _batch_norm_under_fsdp(seed: int) -> Built:
+def _batch_norm_under_fsdp(seed: int) -> BuiltManagers:
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(seed)
@@ -81,7 +81,7 @@ def _batch_norm_under_fsdp(seed: int) -> Built:
     return {"model": model, "optimizer": optimizer}, _stepper(model, optimizer, 4)
 
 
-def _batch_norm_under_fsdp1(seed: int) -> Built:
+def _batch_norm_under_fsdp1(seed: int) -> BuiltManagers:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     torch.manual_seed(seed)
@@ -91,7 +91,7 @@ def _batch_norm_under_fsdp1(seed: int) -> Built:
     return {"model": model, "optimizer": optimizer}, _stepper(model, optimizer, 4)
 
 
-def _buffers_of_their_own_under_ddp(seed: int) -> Built:
+def _buffers_of_their_own_under_ddp(seed: int) -> BuiltManagers:
     torch.manual_seed(seed)
     bare = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
     model = DistributedDataParallel(bare, broadcast_buffers=False)
@@ -99,7 +99,7 @@ def _buffers_of_their_own_under_ddp(seed: int) -> Built:
     return {"model": model, "optimizer": optimizer}, _stepper(model, optimizer, 4)
 
 
-def _fsdp_on_stages(seed: int, *, same_names: bool) -> Built:
+def _fsdp_on_stages(seed: int, *, same_names: bool) -> BuiltManagers:
     """FSDP 2 on `mesh["dp"]` of a ("pp", "dp") mesh: another stage on each row of it."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -115,15 +115,15 @@ def _fsdp_on_stages(seed: int, *, same_names: bool) -> Built:
     return {"model": holder, "optimizer": optimizer}, _stepper(model, optimizer, 4)
 
 
-def _stages_with_other_names(seed: int) -> Built:
+def _stages_with_other_names(seed: int) -> BuiltManagers:
     return _fsdp_on_stages(seed, same_names=False)
 
 
-def _stages_with_the_same_names(seed: int) -> Built:
+def _stages_with_the_same_names(seed: int) -> BuiltManagers:
     return _fsdp_on_stages(seed, same_names=True)
 
 
-def _other_learning_rates(seed: int) -> Built:
+def _other_learning_rates(seed: int) -> BuiltManagers:
     torch.manual_seed(seed)
     model = DistributedDataParallel(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
@@ -131,7 +131,7 @@ def _other_learning_rates(seed: int) -> Built:
     return {"model": model, "optimizer": optimizer}, _stepper(model, optimizer, 4)
 
 
-def _a_part_on_one_rank_only(seed: int) -> Built:
+def _a_part_on_one_rank_only(seed: int) -> BuiltManagers:
     torch.manual_seed(seed + dist.get_rank())
     models = {"all": DistributedDataParallel(nn.Linear(4, 2))}
     if dist.get_rank() == 1:

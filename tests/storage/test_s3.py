@@ -21,7 +21,7 @@ from torch import nn
 
 import ckpt
 from ckpt.storage import ObjectStorage, Storage, leases, open_storage
-from ckpt.storage.retry import Patience
+from ckpt.storage.retry import RetryPolicy
 from ckpt.storage.s3.connection import Connection, Moved
 from ckpt.storage.s3.objects import S3Objects
 from tests.helpers.faulty_proxy import FaultyProxy
@@ -581,14 +581,14 @@ class TestDeadlines:
         assert storage.read("object") == b"x"
 
     def test_requests_that_wait_for_their_turn_lose_no_time(self, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        started: list[Patience] = []
-        pauses = Patience.pauses
+        started: list[RetryPolicy] = []
+        pauses = RetryPolicy.pauses
 
-        def counted(self: Patience) -> Iterator[float]:
+        def counted(self: RetryPolicy) -> Iterator[float]:
             started.append(self)
             return pauses(self)
 
-        monkeypatch.setattr(Patience, "pauses", counted)
+        monkeypatch.setattr(RetryPolicy, "pauses", counted)
         connection = Connection(BUCKET, {"max_concurrency": 1})
         came, go = threading.Event(), threading.Event()
 
