@@ -1,51 +1,54 @@
-"""Options from a YAML file."""
+"""The options of a `StateManager` from a YAML file."""
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Collection
+from dataclasses import fields
 from typing import Any
 
 from ckpt.errors import ConfigError
+from ckpt.options import Mirror, RankOptions, SaveOptions, refuse_unknown
 from ckpt.root.retention import Keep
 
+_OBJECTS: dict[str, type] = {
+    "keep": Keep, "mirror_keep": Keep, "mirror": Mirror, "saving": SaveOptions, "ranks": RankOptions,
+}  # fmt: skip
 
-def read_config(path: str | os.PathLike[str], known: Collection[str]) -> dict[str, Any]:
-    """The options in a YAML file, `keep` already built. Every unknown one is named, with the nearest known one."""
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The options in a YAML file. Mappings become the objects that they describe: `keep: {last: 3}` a `Keep`."""
     import yaml
 
+    where = os.fspath(path)
     try:
         with open(path, encoding="utf-8") as file:
             options = yaml.safe_load(file)
     except OSError as error:
-        raise ConfigError(f"{os.fspath(path)} cannot be read: {error.strerror}.") from error
+        raise ConfigError(f"{where} cannot be read: {error.strerror}.") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{os.fspath(path)} is not YAML: {error}") from error
+        raise ConfigError(f"{where} is not YAML: {error}") from error
     if not isinstance(options, dict) or "root" not in options:
-        raise ConfigError(f"{os.fspath(path)} must be a mapping of options with at least 'root: ...'.")
-    _refuse_unknown(path, options, known)
-    for name in {"keep", "mirror_keep"} & options.keys():
-        options[name] = _keep(path, name, options[name])
-    return options
+        raise ConfigError(f"{where} must be a mapping of options with at least 'root: ...'.")
+    return {name: _built(where, name, value) for name, value in options.items()}
 
 
-def _keep(path: str | os.PathLike[str], name: str, fields: Any) -> Keep:
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{os.fspath(path)}: {name!r} must be a mapping, for example '{name}: {{last: 3}}'.")
-    _refuse_unknown(path, fields, Keep.__dataclass_fields__, f"{name}.")
-    return Keep(**fields)
+def _built(where: str, name: str, value: Any) -> Any:
+    kind = _OBJECTS.get(name)
+    if kind is None or (kind is Mirror and not isinstance(value, dict)):
+        return value
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: {name!r} must be a mapping, for example '{name}: {{{_EXAMPLES[kind]}}}'.")
+    refuse_unknown(f"{where}: {name}", value, [field.name for field in fields(kind)])
+    if "keep" in value:
+        value = {**value, "keep": _built(where, "keep", value["keep"])}
+    if kind is Mirror and "url" not in value:
+        raise ConfigError(f"{where}: 'mirror' needs a url, for example 'mirror: {{{_EXAMPLES[kind]}}}'.")
+    return kind(**value)
 
 
-def _refuse_unknown(
-    path: str | os.PathLike[str], options: dict[str, Any], known: Collection[str], prefix: str = ""
-) -> None:
-    wrong = []
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1)
-            wrong.append(f"{prefix}{name}" + (f" (did you mean {near[0]}?)" if near else ""))
-    if wrong:
-        raise ConfigError(
-            f"{os.fspath(path)} has options that do not exist: {', '.join(wrong)}. Known: {', '.join(sorted(known))}."
-        )
+_EXAMPLES = {
+    Keep: "last: 3",
+    Mirror: "url: s3://bucket/x",
+    SaveOptions: "background: false",
+    RankOptions: "timeout: 60",
+}

@@ -1,48 +1,253 @@
-"""The options of a manager, checked before anything is done with them."""
+"""The options of a `StateManager`, in objects that check themselves when they are built."""
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Iterable
-from typing import Any
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 from ckpt.errors import ConfigError
+from ckpt.root.open import open_tiers
 from ckpt.root.retention import Keep
 from ckpt.save.capture import LAYOUTS
 from ckpt.storage import Staging, Storage
+from ckpt.util.sizes import parse_size
+
+_BUSY = ("wait", "skip")
+T = TypeVar("T")
 
 
-def check_options(*, save_every: Any, keep: Any, layout: Any, timeout: Any, when_busy: Any) -> None:
+class _Checked:
+    """An option object that refuses nonsense when it is built, and names every offender at once."""
+
+    def __post_init__(self) -> None:
+        values = {option.name: getattr(self, option.name) for option in fields(self)}  # type: ignore[arg-type]
+        refuse(type(self).__name__, problems(values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions(_Checked):
+    """How checkpoints are captured and written.
+
+    `layout`: "auto" saves what is sharded as shards, each rank its own, and everything else once; "full" gathers
+    everything into whole files; "sharded" also divides among the ranks what every rank has. `gradients`: save
+    gradients too, so that a save in the middle of an accumulation window resumes exactly; None means where such a
+    window is open, or an accelerator accumulates. `background`: whether training continues while a checkpoint is
+    written, unless a save says otherwise. `when_busy`: whether a save that comes while another one is being written
+    waits for it ("wait") or is left out ("skip"). `host_memory`: how much the staging buffer may take, as `"8GB"` or in
+    bytes; where that is not enough, training waits until a checkpoint is written.
+    """
+
+    layout: str = "auto"
+    gradients: bool | None = None
+    background: bool = True
+    when_busy: str = "wait"
+    host_memory: int | str | None = None
+
+    @property
+    def host_memory_bytes(self) -> int | None:
+        return None if self.host_memory is None else parse_size(self.host_memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions(_Checked):
+    """How the ranks of a job meet, and stop.
+
+    `timeout`: seconds to wait for a rank that gives no sign of life. `shared`: whether all hosts see the same root;
+    None means that this is tried out where the launcher says that there are several hosts. Hosts that do not share it
+    keep what their ranks save, each in its own root, and load it from there; what a host lacks is read from the mirror.
+    `broadcast`: when loading, read what all ranks of a host need once and pass it on among them; None means where the
+    root is remote. `handle_sigterm`: save and stop when the process is told to terminate.
+    """
+
+    timeout: float = 300.0
+    shared: bool | None = None
+    broadcast: bool | None = None
+    handle_sigterm: bool = True
+
+
+@dataclass(frozen=True)
+class Mirror(_Checked):
+    """A second storage to which every committed checkpoint is copied in the background.
+
+        StateManager("runs/x", mirror=ckpt.Mirror("s3://bucket/x", keep=ckpt.Keep(last=10), bandwidth="50MB"), ...)
+
+    `keep`: which checkpoints are kept there; None means as in the root. `bandwidth`: bytes per second that copying may
+    take. `backlog`: how many checkpoints may wait to be copied; older ones are left out. `storage_options`:
+    credentials, endpoint and the like for this URL; None means those of the manager.
+    """
+
+    url: str | os.PathLike[str] | Storage
+    keep: Keep | None = None
+    bandwidth: float | str | None = None
+    backlog: int = 2
+    storage_options: Mapping[str, Any] | None = None
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        return parse_size(self.bandwidth) if isinstance(self.bandwidth, str) else self.bandwidth
+
+    def check_storage(self, storage: Storage) -> None:
+        """Refuse a storage that publishes by commits: single files cannot be copied there."""
+        if isinstance(storage, Staging):
+            refuse("Mirror", [f"url={storage.url!r} shows objects by commits, and takes no copies: see push_to_hub"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManagerOptions:
+    """All options of a manager, checked."""
+
+    save_every: int | None = None
+    keep: Keep | None = None
+    mirror: Mirror | None = None
+    storage_options: Mapping[str, Any] | None = None
+    saving: SaveOptions = field(default_factory=SaveOptions)
+    ranks: RankOptions = field(default_factory=RankOptions)
+    follow: bool = True
+
+    def open_tiers(self, root: str | os.PathLike[str] | Storage) -> tuple[Storage, ...]:
+        """The storages of a run: the root, and the mirror if there is one."""
+        if self.mirror is None:
+            return open_tiers(root, self.storage_options)
+        own = self.mirror.storage_options
+        tiers = open_tiers(root, self.storage_options, self.mirror.url, self.storage_options if own is None else own)
+        self.mirror.check_storage(tiers[1])
+        return tiers
+
+
+def resolve_options(options: Mapping[str, Any], what: str = "StateManager") -> ManagerOptions:
+    """The options of a manager from keywords, among them those that option objects have replaced since."""
+    new = {option.name for option in fields(ManagerOptions)}
+    refuse_unknown(what, options, {*new, *_OLD})
+    old = {name: value for name, value in options.items() if name not in new}
+    given = {name: value for name, value in options.items() if name in new and (value is not None or name == "follow")}
+    if isinstance(given.get("mirror"), str | os.PathLike | Storage):
+        given["mirror"] = Mirror(given["mirror"])
+    refuse(what, [*problems(given), *problems({_OLD[name][1]: value for name, value in old.items()}, old)])
+    if old:
+        _warn_of(old)
+        given |= {into: _merged(into, given.get(into), old) for into in {_OLD[name][0] for name in old}}
+    return ManagerOptions(**given)
+
+
+def refuse(what: str, wrong: Collection[str]) -> None:
     """Raise one error that names every option that makes no sense."""
-    wrong = []
-    if save_every is not None and (not isinstance(save_every, int) or save_every < 1):
-        wrong.append(f"save_every={save_every!r} must be a number of steps, 1 or more")
-    if keep is not None and not isinstance(keep, Keep):
-        wrong.append(f"keep={keep!r} must be a ckpt.Keep, for example Keep(last=3)")
-    if when_busy not in ("wait", "skip"):
-        wrong.append(f"when_busy={when_busy!r} must be 'wait' or 'skip'")
-    if layout not in LAYOUTS:
-        wrong.append(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
-    if not (isinstance(timeout, int | float) and 0 < timeout < math.inf):
-        wrong.append(f"timeout={timeout!r} must be a number of seconds")
     if wrong:
-        raise ConfigError("StateManager: " + "; ".join(wrong) + ".")
+        raise ConfigError(f"{what}: {'; '.join(wrong)}.")
 
 
-def check_mirror(mirrors: Iterable[Storage], *, keep: Any, bandwidth: Any, backlog: Any) -> None:
-    """The same for what is said about a mirror."""
-    wrong = []
-    for one in mirrors:
-        if isinstance(one, Staging):
-            wrong.append(f"mirror={one.url!r} shows objects by commits, and takes no copies: see push_to_hub")
-    if keep is not None and not isinstance(keep, Keep):
-        wrong.append(f"mirror_keep={keep!r} must be a ckpt.Keep, for example Keep(last=3)")
-    if bandwidth is not None and not (isinstance(bandwidth, int | float) and bandwidth > 0):
-        wrong.append(f"mirror_bandwidth={bandwidth!r} must be a number of bytes in a second")
-    if not isinstance(backlog, int) or backlog < 1:
-        wrong.append(f"mirror_backlog={backlog!r} must be a number of checkpoints, 1 or more")
-    if wrong:
-        raise ConfigError("StateManager: " + "; ".join(wrong) + ".")
+def refuse_unknown(what: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Raise one error that names every option that does not exist, with the nearest one that does."""
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UnknownOptionError(
+            f"{what} has no option {', '.join(_with_nearest(name, known) for name in unknown)}. "
+            f"It has: {', '.join(sorted(set(known) - _OLD.keys()))}."
+        )
+
+
+class UnknownOptionError(ConfigError, TypeError):
+    """An option that does not exist: a TypeError too, as for any unknown keyword."""
+
+
+def _with_nearest(name: str, known: Collection[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, 1)
+    return f"{name!r} (did you mean {nearest[0]!r}?)" if nearest else repr(name)
+
+
+def problems(options: Mapping[str, Any], names: Iterable[str] | None = None) -> list[str]:
+    """What is wrong with options, each under the name that its user wrote."""
+    shown = zip(names or options, options.items(), strict=True)
+    return [
+        f"{name}={value!r} must be {_MUST_BE[option][1]}"
+        for name, (option, value) in shown
+        if not _MUST_BE[option][0](value)
+    ]
+
+
+def _optional(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or check(value)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int | str) and parse_size(value) is not None
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+_FLAG = (_is(bool), "True or False")
+_MAYBE = (_optional(_is(bool)), "True, False or None")
+_KEEP = (_optional(_is(Keep)), "a ckpt.Keep, for example Keep(last=3)")
+_WHERE = (_is(str, os.PathLike, Storage), "a path, a URL or a storage")
+_SETTINGS = (_optional(_is(Mapping)), "a dict of what the storage of a URL takes")
+_MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "save_every": (_optional(_is_count), "a number of steps, 1 or more"),
+    "keep": _KEEP,
+    "mirror": (_optional(_is(Mirror)), "a path, a URL, a storage or a ckpt.Mirror"),
+    "storage_options": _SETTINGS,
+    "saving": (_is(SaveOptions), "a ckpt.SaveOptions"),
+    "ranks": (_is(RankOptions), "a ckpt.RankOptions"),
+    "follow": _FLAG,
+    "layout": (lambda value: value in LAYOUTS, f"one of {', '.join(LAYOUTS)}"),
+    "gradients": _MAYBE,
+    "background": _FLAG,
+    "when_busy": (lambda value: value in _BUSY, "'wait' or 'skip'"),
+    "host_memory": (_optional(_is_size), "a size, as '8GB' or in bytes"),
+    "timeout": (_is_number, "a number of seconds"),
+    "shared": _MAYBE,
+    "broadcast": _MAYBE,
+    "handle_sigterm": _FLAG,
+    "url": _WHERE,
+    "bandwidth": (lambda value: value is None or _is_number(value) or _is_size(value), "bytes per second, as '50MB'"),
+    "backlog": (_is_count, "a number of checkpoints, 1 or more"),
+}
+
+# keywords of StateManager in version 0.1: the argument, and the field of its option object, that replace each
+_OLD = {
+    **{option.name: ("saving", option.name) for option in fields(SaveOptions)},
+    **{option.name: ("ranks", option.name) for option in fields(RankOptions)},
+    **{f"mirror_{name}": ("mirror", name) for name in ("keep", "bandwidth", "backlog")},
+}
+_CLASSES = {"saving": SaveOptions, "ranks": RankOptions, "mirror": Mirror}
+
+
+def _merged(into: str, given: Any, old: Mapping[str, Any]) -> Any:
+    """An option object with the old keywords that belong to it. Not beside one that was given."""
+    values = {_OLD[name][1]: value for name, value in old.items() if _OLD[name][0] == into}
+    if into == "mirror":
+        return None if given is None else replace(given, **values)
+    if given is not None:
+        names = ", ".join(name for name in old if _OLD[name][0] == into)
+        refuse("StateManager", [f"{names} cannot be given beside {into}=: say it there"])
+    return _CLASSES[into](**values)
+
+
+def _warn_of(old: Mapping[str, Any]) -> None:
+    by_object: dict[str, list[str]] = {}
+    for name, value in old.items():
+        into, option = _OLD[name]
+        by_object.setdefault(into, []).append(f"{option}={value!r}")
+    new = ", ".join(f"{into}=ckpt.{_CLASSES[into].__name__}({', '.join(said)})" for into, said in by_object.items())
+    warnings.warn(
+        f"StateManager({'=, '.join(old)}=) is spelled {new.replace('Mirror(', 'Mirror(url, ')} now. "
+        "Version 0.2 no longer knows the old spelling.",
+        DeprecationWarning,
+        stacklevel=4,
+    )
 
 
 def required_root(root: Any) -> Any:

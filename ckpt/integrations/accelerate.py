@@ -42,7 +42,7 @@ class _Attached:
     def __init__(self, accelerator: Any, manager: StateManager) -> None:
         self._accelerator = accelerator
         self._manager = manager
-        manager._loop.counts_updates = True
+        manager.session.loop.counts_updates = True
         vars(accelerator).update({_ATTACHED: self, **{name: getattr(self, name) for name in _METHODS}})
 
     def detach(self) -> None:
@@ -76,7 +76,7 @@ class _Attached:
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The loader itself: its next time through begins after so many batches, or where the checkpoint says."""
-        loop = self._manager._loop
+        loop = self._manager.session.loop
         if not loop.owns(dataloader):
             return type(self._accelerator).skip_first_batches(self._accelerator, dataloader, num_batches)
         waits = loop.waits_for(dataloader)
@@ -110,12 +110,12 @@ class _Attached:
             return self._name_in_root(path) or path
         elsewhere = os.path.abspath(path)  # where Accelerate, which knows no root, has put it
         self._manager.wait()  # what is being saved is not listed yet
-        there = any(True for _ in self._manager._storage.list(path))
+        there = any(True for _ in self._manager.session.storage.list(path))
         return elsewhere if not there and os.path.isdir(elsewhere) else path
 
     def _name_in_root(self, path: str) -> str | None:
         parent, _, name = path.rpartition("/")
-        return name if not parent or place_of(open_storage(parent)) == place_of(self._manager._storage) else None
+        return name if not parent or place_of(open_storage(parent)) == place_of(self._manager.session.storage) else None
 
 
 _METHODS = ("save_state", "load_state", "skip_first_batches", "end_training")

@@ -22,12 +22,12 @@ from ckpt.integrations.trainer_state import PART, TrainerPart, logged_metrics, t
 from ckpt.integrations.weights import load_weights
 from ckpt.load.select import Choice, choose
 from ckpt.manager import StateManager
+from ckpt.options import resolve_options
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import Ranks, find_ranks
 from ckpt.ranks.preemption import EXIT_STATUS
 from ckpt.root import catalog
 from ckpt.root.folder import open_url
-from ckpt.root.open import open_tiers
 from ckpt.state import rng
 from ckpt.state.objects import KINDS
 from ckpt.storage import Storage, place_of
@@ -52,15 +52,11 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, root: str | os.PathLike[str] | Storage, **options: Any) -> None:
-        known = inspect.signature(StateManager.__init__).parameters.keys() - _DECIDED_ELSEWHERE
-        if unknown := sorted(options.keys() - known):
-            raise ConfigError(
-                f"CkptCallback has no option {', '.join(unknown)}. It takes {', '.join(sorted(known))}; when to "
-                "save is for TrainingArguments to say."
-            )
-        self._tiers = open_tiers(root, options.get("mirror"), options.get("storage_options"))
+        if decided := sorted(options.keys() & _DECIDED_ELSEWHERE):
+            raise ConfigError(f"CkptCallback has no option {', '.join(decided)}: it is for TrainingArguments to say.")
+        self._options = resolve_options(options, "CkptCallback")
+        self._tiers = self._options.open_tiers(root)
         self._storage = self._tiers[0]
-        self._options = options
         self._trainer: Any = None
         self._own: dict[str, Any] = {}  # the trainer's own methods, where ours stand now
         self._manager: StateManager | None = None
@@ -154,7 +150,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         if Path(resume, _FILE).is_file():
             return None
         root, _, name = resume.rstrip("/").rpartition("/")
-        options = self._options.get("storage_options")
+        options = self._options.storage_options
         if root and place_of(open_url(root, options)) != place_of(self._storage):
             raise ConfigError(f"{resume} is no checkpoint in {self._storage.url}, and none that a Trainer wrote.")
         return name
@@ -174,7 +170,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             )
 
     def _ranks(self) -> Ranks:
-        return find_ranks(self._storage.url, self._options.get("timeout", 300.0))
+        return find_ranks(self._storage.url, self._options.ranks.timeout)
 
     def _open(self) -> StateManager:
         """A manager of what the Trainer has just prepared."""
@@ -186,11 +182,19 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             "scheduler": trainer.lr_scheduler,
             "scaler": trainer.accelerator.scaler,
         }
-        options = {"keep": total_limit(trainer.args), **self._options, "follow": False}  # it finds its place itself
-        if not trainer.args.save_only_model:
-            options |= parts
-        self._manager = StateManager(self._storage, model=trainer.model, **options)
-        self._manager._oversights.quiet = True  # what is kept, and when, is for its arguments to say
+        given = self._options
+        self._manager = StateManager(
+            self._storage,
+            model=trainer.model,
+            **({} if trainer.args.save_only_model else parts),
+            keep=total_limit(trainer.args) if given.keep is None else given.keep,
+            mirror=given.mirror,
+            storage_options=given.storage_options,
+            saving=given.saving,
+            ranks=given.ranks,
+            follow=False,  # the Trainer finds its place in the data itself
+        )
+        self._manager.session.unmanaged.quiet = True  # what is kept, and when, is for its arguments to say
         self._start = EpochStart()
         self._part = TrainerPart(trainer, self._start)
         self._manager.register(**{PART: self._part}, **self._start.generators)

@@ -17,11 +17,16 @@ from ckpt.storage import Staging, Storage, open_storage, place_of
 _log = logging.getLogger("ckpt")
 
 
-def open_tiers(root: Any, mirror: Any, options: Mapping[str, Any] | None) -> tuple[Storage, ...]:
-    """The root and, if there is one, the mirror; of the two only URLs take options."""
+def open_tiers(
+    root: Any,
+    options: Mapping[str, Any] | None = None,
+    mirror: Any = None,
+    mirror_options: Mapping[str, Any] | None = None,
+) -> tuple[Storage, ...]:
+    """The root and, if there is one, the mirror, each with options of its own; only URLs take any."""
     if mirror is None:
         return (open_storage(root, **(options or {})),)
-    tiers = (open_url(root, options), open_url(mirror, options))
+    tiers = (open_url(root, options), open_url(mirror, mirror_options))
     if place_of(tiers[0]) == place_of(tiers[1]):
         raise ConfigError(f"mirror={mirror!r} is the root itself. Give it another place, or leave it out.")
     return tiers

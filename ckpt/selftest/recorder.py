@@ -21,13 +21,14 @@ import xxhash
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-import ckpt.manager
 from ckpt.data.loop import Loop
 from ckpt.formats.layout import is_sharded, local_tensor
 from ckpt.formats.tensor_bytes import host_bytes, on_host
 from ckpt.manager import StateManager
+from ckpt.options import ManagerOptions
 from ckpt.selftest.plan import Plan
 from ckpt.selftest.trace import End, Resumed, Saved, Step, TraceWriter, read_trace, trace_file
+from ckpt.session import Session
 from ckpt.state.optimizer import OptimizerPart
 from ckpt.state.unwrap import parameter_names, unwrap
 from ckpt.storage import open_storage
@@ -65,7 +66,7 @@ class Recorder:
     # --- the manager
 
     def _watch_managers(self) -> None:
-        built, saved, loaded = StateManager.__init__, StateManager._save, StateManager._load
+        built, saved, loaded = StateManager.__init__, Session.save, Session.load
 
         @functools.wraps(built)
         def __init__(manager: StateManager, *args: Any, **options: Any) -> None:  # noqa: N807
@@ -76,33 +77,34 @@ class Recorder:
             self._watch_models()
 
         @functools.wraps(saved)
-        def _save(manager: StateManager, *args: Any, **options: Any) -> str | None:
+        def save(session: Session, *args: Any, **options: Any) -> str | None:
             self._watch_models()
             tensors, number = self._tensors(), self._number
             pending = list(self._batches), list(self._inputs), list(self._losses)
-            progress = manager._loop.saved_progress().to_json()
-            name = saved(manager, *args, **options)
+            progress = session.loop.saved_progress().to_json()
+            name = saved(session, *args, **options)
             if name is not None:
                 self._writer.add(Saved(number, name, progress, *pending, tensors))
             return name
 
         @functools.wraps(loaded)
-        def _load(manager: StateManager, *args: Any, **options: Any) -> Any:
-            restored = loaded(manager, *args, **options)
+        def load(session: Session, *args: Any, **options: Any) -> Any:
+            restored = loaded(session, *args, **options)
             self._watch_models()
             if restored is not None and not self._has_stepped:  # a load later on is the program's own doing
                 self._go_back_to(restored.name, restored.progress.to_json())
                 self._writer.add(Resumed(self._number, restored.name, self._tensors(), self._named()))
             return restored
 
-        for name, method in {"__init__": __init__, "_save": _save, "_load": _load}.items():
-            setattr(StateManager, name, method)
+        setattr(StateManager, "__init__", __init__)  # noqa: B010
+        for name, method in {"save": save, "load": load}.items():
+            setattr(Session, name, method)
         if self._plan.redirect:
-            setattr(ckpt.manager, "open_tiers", self._open_tiers)  # noqa: B010
+            setattr(ManagerOptions, "open_tiers", lambda options, root: self._open_tiers(options, root))  # noqa: B010
 
-    def _open_tiers(self, root: Any, mirror: Any, options: Any) -> tuple[Any, ...]:
+    def _open_tiers(self, options: ManagerOptions, root: Any) -> tuple[Any, ...]:
         """Each root that the program names, once for this run: no run may find what another has saved."""
-        named = [str(getattr(one, "url", one)) for one in (root, mirror) if one is not None]
+        named = [str(getattr(place, "url", place)) for place in (root, options.mirror and options.mirror.url) if place]
         return tuple(open_storage(f"{self._plan.root}/{xxhash.xxh3_64_hexdigest(one.encode())}") for one in named)
 
     def _go_back_to(self, name: str, progress: Mapping[str, int]) -> None:
@@ -129,8 +131,8 @@ class Recorder:
 
     def _models(self) -> Iterator[tuple[str, nn.Module]]:
         for manager in self._managers:
-            manager._managed.look()
-            yield from manager._managed.models.items()
+            manager.session.registry.look()
+            yield from manager.session.registry.models.items()
 
     def _watch_models(self) -> None:
         for key, model in self._models():
@@ -190,15 +192,15 @@ class Recorder:
     def _key_of(self, optimizer: torch.optim.Optimizer) -> str | None:
         """The name under which a manager keeps an optimizer, also one inside Accelerate's; none if nobody does."""
         for manager in self._managers:
-            parts = [one for one in manager._managed.parts.values() if isinstance(one, OptimizerPart)]
-            for part, inner in zip(parts, manager._managed.optimizers, strict=True):
+            parts = [one for one in manager.session.registry.parts.values() if isinstance(one, OptimizerPart)]
+            for part, inner in zip(parts, manager.session.registry.optimizers, strict=True):
                 if inner is optimizer:
                     return part.key
         return None
 
     def _die(self) -> None:
         for manager in self._managers:
-            manager._saver.wait()  # so that every try dies with the same checkpoints behind it
+            manager.session.saver.wait()  # so that every try dies with the same checkpoints behind it
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _named(self) -> list[str]:
@@ -229,7 +231,7 @@ class Recorder:
         found |= {name: _digest([one]) for name, one in self._buffers()}
         names = self._names()
         for manager in self._managers:
-            for index, optimizer in enumerate(manager._managed.optimizers):
+            for index, optimizer in enumerate(manager.session.registry.optimizers):
                 for name, parameter in _parameters(optimizer, names):
                     state = optimizer.state.get(parameter, {})
                     found[f"optimizer {index} of {name}"] = _digest(_tensors_in(state))

@@ -227,7 +227,7 @@ def test_a_loop_that_counts_its_epochs_from_0_again_is_told_so(anywhere: str, ca
 def test_a_script_that_computes_its_first_epoch_itself_is_left_alone(anywhere: str) -> None:
     def run(training: Training, stop: int | None) -> None:
         training.manager.resume()
-        first = training.manager._loop.progress.step // len(training.loader)  # from the step, as many scripts do
+        first = training.manager.session.loop.progress.step // len(training.loader)  # from the step, as many scripts do
         for epoch in range(first + 1, 3):  # noqa: B007  # and counts from 1
             for batch in training.loader:
                 training.on(batch)

@@ -50,7 +50,7 @@ def _save(rank: int, folder: str, hosts: str, mirror: str) -> None:
     for kind in KINDS:
         with managed(rank, folder, kind, hosts, mirror) as (manager, model):
             manager.resume()
-            optimizer = manager._managed.optimizers[0]
+            optimizer = manager.session.registry.optimizers[0]
             for number in range(2):
                 step(model, optimizer, number)
                 manager.progress.step = number + 1
@@ -76,7 +76,7 @@ def _resume(rank: int, folder: str, hosts: str, mirror: str, kinds: tuple[str, .
             assert restored is not None
             assert restored.step == 2
             assert not restored.passed_over
-            optimizer = manager._managed.optimizers[0]
+            optimizer = manager.session.registry.optimizers[0]
             assert state(model, optimizer) == Path(folder, f"{kind}.txt").read_text(), kind
             step(model, optimizer, 2)
             manager.progress.step = 3
@@ -226,7 +226,7 @@ def _found_out(rank: int, folder: str) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     os.chdir(folder)
     manager = ckpt.StateManager("root", model=nn.Linear(1, 1), timeout=60)
-    assert not manager._saver.hosts.apart
+    assert not manager.session.saver.hosts.apart
 
 
 def test_a_root_that_all_hosts_see_is_found_to_be_shared(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ with ckpt.StateManager("run", model=model, optimizer=optimizer, layout="sharded"
         print(error, file=sys.stderr)
         sys.exit(7)
     assert (restored.step if restored else 0) == expected, restored
-    assert manager._saver.hosts.apart
+    assert manager.session.saver.hosts.apart
     assert torch.equal(model.module.weight, straight.weight)
     train(model, optimizer)
     manager.progress.step = expected + 1

@@ -243,7 +243,7 @@ class TestTrouble:
         with managed(tmp_path / "root", mirror, weights(1)) as manager:
             mirror.open.clear()
             manager.save_state("one", wait=True)
-            _until(lambda: manager._mirror is not None and manager._mirror._current is not None)
+            _until(lambda: manager.session.mirror is not None and manager.session.mirror._current is not None)
             manager.save_state("two", wait=True)
             mirror.open.set()
             _until(lambda: len(steps(tmp_path / "mirror")) == 2)
@@ -255,8 +255,8 @@ class TestTrouble:
     ) -> None:
         mirror = Counting(tmp_path / "mirror")
         with managed(tmp_path / "root", mirror, weights(1)) as manager:
-            assert manager._mirror is not None
-            working = manager._mirror._background
+            assert manager.session.mirror is not None
+            working = manager.session.mirror._background
             mirror.open.clear()
             mirror.failing = 1
             manager.save_state("one", wait=True)
@@ -319,7 +319,7 @@ class TestTrouble:
             for name in ("one", "two", "three", "four", "five"):
                 manager.save_state(name, wait=True)
                 if name == "one":
-                    _until(lambda: manager._mirror is not None and manager._mirror._current is not None)
+                    _until(lambda: manager.session.mirror is not None and manager.session.mirror._current is not None)
             mirror.open.set()
         assert [one.name for one in ckpt.list_checkpoints(tmp_path / "mirror")] == ["five", "four", "one"]
         assert "two is not copied" in caplog.text

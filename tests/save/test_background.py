@@ -137,7 +137,7 @@ def test_what_failed_behind_is_raised_by_the_next_call(root: Place, gated: Gated
     gated.full = True
     manager.save_state("bad")
     if call == "step":  # it does not wait: it tells what is known
-        while manager._saver.busy:
+        while manager.session.saver.busy:
             pass
     with pytest.raises(ckpt.FullError, match="no space left"):
         getattr(manager, call)()
@@ -185,7 +185,7 @@ def test_a_save_goes_on_when_whoever_waits_for_it_is_interrupted(root: Place, ga
     run.step()
     for call in (manager.wait, lambda: manager.save_state("b"), manager.close):
         interrupt(call)
-        assert manager._saver.busy
+        assert manager.session.saver.busy
     threading.Timer(0.2, gated.gate.set).start()
     manager.save_state("b")
     second = run.state()
@@ -228,7 +228,7 @@ def test_memory_is_not_made_ready_anew_while_a_save_uses_what_there_is(
     monkeypatch.setattr("ckpt.save.snapshot._LITTLE", 0)
     run = Run(1)
     with run.manager(gated) as manager:
-        arena = manager._saver.snapshots._arena
+        arena = manager.session.saver.snapshots._arena
         gated.gate.clear()
         manager.save_state("a")
         before = arena.size

@@ -324,8 +324,8 @@ class TestARootThatIsRemoved:
         root, mirror = tmp_path / "root", tmp_path / "mirror"
         with ckpt.StateManager(root, model=nn.Linear(2, 2), mirror=mirror) as manager:
             manager.save_state("a", wait=True)
-            assert manager._mirror is not None
-            while manager._mirror._working:
+            assert manager.session.mirror is not None
+            while manager.session.mirror._working:
                 time.sleep(0.01)
             shutil.rmtree(mirror)
             manager.save_state("b", wait=True)

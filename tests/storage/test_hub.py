@@ -227,7 +227,7 @@ class TestCommits:
             manager.resume()
             for step in range(1, 6):
                 advance(manager, float(step))
-            manager._saver._background.wait()
+            manager.session.saver._background.wait()
             assert {key.partition("/")[0] for key in sizes(storage)} == {"step-00000004", "step-00000005"}
             assert {path.split("/")[1] for path in hub.files(REPO)} == {"step-00000001"}
             manager.wait()
@@ -340,7 +340,7 @@ def _save_twice_and_end(rank: int, home: str, url: str, word: str) -> None:
     manager.resume()
     for name in (f"{word}-1", f"{word}-2"):
         manager.save_state(name)
-    manager._saver._background.wait()
+    manager.session.saver._background.wait()
     if word == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
 

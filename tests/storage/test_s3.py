@@ -457,7 +457,7 @@ class TestCredentials:
             try:
                 with ckpt.StateManager(root, model=nn.Linear(1, 1), storage_options=options) as manager:
                     manager.save_state("a", wait=True)
-                    said += [repr(manager), repr(manager._storage), manager._storage.url]
+                    said += [repr(manager), repr(manager.session.storage), manager.session.storage.url]
             except ckpt.CkptError as error:
                 said += ["".join(traceback.format_exception(error)), repr(error), *_chained(error)]
         for entry in open_storage(s3).list():

@@ -1,0 +1,258 @@
+"""What a `StateManager` consists of, and how a save, a load and a step go through it.
+
+The manager is the facade: its methods, documented for users. Integrations and the selftest, which need more than users
+do, go through `manager.session`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt.data import loader_hook
+from ckpt.data.loop import Loop
+from ckpt.data.metrics import as_numbers
+from ckpt.errors import ConfigError, StorageError
+from ckpt.export.card import Training, curves
+from ckpt.export.push import Pusher
+from ckpt.load.load_state import StateLoader
+from ckpt.load.restored import Restored
+from ckpt.options import ManagerOptions
+from ckpt.ranks.consensus import run_on_all_ranks
+from ckpt.ranks.group import MAIN, find_ranks
+from ckpt.ranks.hosts import Hosts, find_hosts, may_differ
+from ckpt.ranks.preemption import Preemption
+from ckpt.root.catalog import check_name
+from ckpt.root.copy import Copies
+from ckpt.root.mirror import Mirror as MirrorCopier
+from ckpt.root.open import refuse_checkpoint, try_out_tiers
+from ckpt.save.capture import Capture, CapturedState
+from ckpt.save.environment import device_name, versions
+from ckpt.save.saver import Saver
+from ckpt.state import rng
+from ckpt.state.objects import Source
+from ckpt.state.registry import StateRegistry
+from ckpt.state.unmanaged import UnmanagedWatch, weakly
+from ckpt.storage import MemoryStorage, place_of
+
+_log = logging.getLogger("ckpt")
+
+
+class Session:
+    """The parts of one manager: storages, ranks, saver, loader, training loop and managed objects."""
+
+    def __init__(self, root: Any, source: Source, options: ManagerOptions, *, accelerated: bool) -> None:
+        self.options = options
+        self.source = source
+        self.keep = source.keep if options.keep is None else options.keep
+        self.tiers = options.open_tiers(root)
+        self.storage = self.tiers[0]
+        hosts = self._meet_ranks()
+        self.mirror = self._build_mirror(hosts)
+        self.saver = Saver(
+            self.storage, self.ranks, self.keep, self.mirror, hosts, host_memory=options.saving.host_memory_bytes
+        )
+        self.pusher = Pusher(self.ranks)
+        self.preemption = Preemption(self.ranks)
+        self.loop = Loop(self.ranks, source.loaders, follow=options.follow, others=not accelerated)
+        self.registry = self._build_registry()
+        self.loader = self._build_loader(hosts)
+        self.registry.look()
+        self._follow_loaders()
+        self.unmanaged = UnmanagedWatch(self.registry, self.loop.habits.remarks, options.save_every)
+        self.loop.on_training = weakly(self.unmanaged.trained)
+        self.metrics: dict[str, Any] = {}
+        self.restored: Restored | None = None
+        self.started = False
+        self.saved_at: tuple[int, int] | None = None  # step and epoch
+        self._warned: set[str] = set()
+        self._reserve_staging()
+
+    def _meet_ranks(self) -> Hosts:
+        options = self.options.ranks
+        own_root = may_differ(self.storage, shared=options.shared)
+        self.ranks = find_ranks(place_of(self.storage), options.timeout, own_root=own_root)
+        if self.ranks.world_size > 1 and any(isinstance(storage, MemoryStorage) for storage in self.tiers):
+            raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
+        try_out_tiers(*self.tiers)
+        refuse_checkpoint(self.storage)
+        return find_hosts(self.ranks, self.storage, shared=options.shared)
+
+    def _build_mirror(self, hosts: Hosts) -> MirrorCopier | None:
+        options = self.options.mirror
+        if options is None:
+            return None
+        copies = Copies(
+            self.storage,
+            self.tiers[1],
+            keep=self.keep if options.keep is None else options.keep,
+            bandwidth=options.bytes_per_second,
+            alone=not hosts.apart,
+            leads=self.ranks.rank == MAIN,
+        )
+        return MirrorCopier(copies, options.backlog)
+
+    def _build_registry(self) -> StateRegistry:
+        asked = self.options.saving.gradients
+        return StateRegistry(
+            self.source.find,
+            (self.saver.snapshots.watch, self.loop.watch),
+            gradients=(self.source.gradients or None) if asked is None else asked,
+        )
+
+    def _build_loader(self, hosts: Hosts) -> StateLoader:
+        return StateLoader(
+            self.ranks,
+            self.source,
+            self.registry,
+            self.loop,
+            hosts,
+            self.saver.snapshots.paused,
+            self.saver.follow,
+            self.tiers,
+            self.options.ranks.broadcast,
+            self.options.storage_options,
+        )
+
+    def _follow_loaders(self) -> None:
+        """Let the loop watch DataLoaders. They may outlive the manager, so nothing of it is held by them."""
+        registry = weakref.ref(self.registry)
+        self.loop.models = lambda: found.models.values() if (found := registry()) is not None else ()
+        self.loop.has_data = lambda: bool((found := registry()) is not None and found.generators)
+        if self.options.follow:
+            self.loop.before_pass = weakly(self.registry.look)
+            loader_hook.begin(self.loop)
+
+    def _reserve_staging(self) -> None:
+        devices = {tensor.device for tensor in self.registry.tensors() if not (tensor.is_cpu or tensor.is_meta)}
+        self.saver.snapshots.meet(devices)
+        if devices and all(optimizer.state for optimizer in self.registry.optimizers):
+            self.prefault()  # pinning takes long; other memory is prefaulted from the first step on
+
+    def prefault(self) -> None:
+        """Make the staging buffer ready in the background, once the size of the state is known."""
+        self.saver.make_memory_ready(self.registry.tensors, for_devices_only=not self.options.saving.background)
+
+    def require_usable(self, call: str) -> None:
+        """Refuse a call from a forked child, or on objects that a failed load has left half-restored."""
+        self.saver.owner.require(call)
+        self.loader.refuse_half_loaded()
+
+    def set_started(self) -> None:
+        self.started = True
+        loader_hook.patch()
+        self.loop.start()
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Step and epoch."""
+        return self.loop.progress.step, self.loop.progress.epoch
+
+    @property
+    def is_save_due(self) -> bool:
+        """Whether this step is one to save, and has not been: attached, several batches may make one step."""
+        every, step = self.options.save_every, self.loop.progress.step
+        return bool(every and step and step % every == 0 and self.saved_at != self.position)
+
+    def default_name(self) -> str:
+        return self.source.name() or f"step-{self.loop.progress.step:08d}"
+
+    def end_name(self) -> str | None:
+        """What to call the final state where the last step was saved already; None for its usual name."""
+        saved_in_loop = self.saved_at is not None and self.saved_at[0] == self.loop.progress.step
+        return f"{self.default_name()}-end" if saved_in_loop and not self.source.name() else None
+
+    def save(
+        self, name: str | None, metrics: Mapping[str, Any] | None = None, wait: bool | None = None, *, skip: bool
+    ) -> str | None:
+        """Save everything and return the checkpoint's name. With `skip` it is left out while another is under way."""
+        self.require_usable(f"save_state({name!r})" if name else "save_state()")
+        wait = not self.options.saving.background if wait is None else wait
+        name = check_name(name) if name is not None else self.default_name()
+        numbers = as_numbers(self.metrics if metrics is None else metrics)
+        facts = {"progress": self.loop.saved_progress().to_json(), "metrics": numbers}
+        if skip and not wait and self.saver.is_busy_anywhere(name):
+            return None
+        self.source.before_save(f"{self.storage.url}/{name}")
+        self.registry.look()
+        self.unmanaged.saving()
+        self.loop.habits.remarks.tell_lasting()
+        self.saver.save(name, lambda: self._capture(name, numbers), self.registry.optimized, facts, wait=wait)
+        self.source.after_save()
+        self.set_started()
+        self.saved_at = self.position
+        return name
+
+    def _capture(self, name: str, metrics: Mapping[str, float]) -> CapturedState:
+        if self.keep is not None:
+            self.keep.check(metrics, name)
+        own, lacking = self.registry.own_now(self.ranks.rank)
+        self._warn(lacking)
+        rank_state = {
+            "rng": rng.capture(),
+            "generators": {key: rng.capture_one(found) for key, found in self.registry.generators.items()},
+            "loaders": self.loop.state(),
+            "loop": self.loop.seen(),
+            "source": self.source.state(),
+            "lacking": lacking,
+        }
+        capture = Capture(self.ranks, self.options.saving.layout, self.saver.hosts, self.saver.compared)
+        return capture.take(self.registry.parts.values(), own, rank_state)
+
+    def _warn(self, lacking: Mapping[str, str]) -> None:
+        """What checkpoints lack is said once, at the first that lacks it, and in `Restored.approximated`."""
+        new = {what: why for what, why in lacking.items() if what not in self._warned}
+        self._warned |= new.keys()
+        for what, why in new.items() if self.ranks.rank == MAIN else ():
+            _log.warning("what is saved is not all there is: %s: %s", what, why)
+
+    def load(self, name: str | None, *, strict: bool) -> Restored | None:
+        """Load a checkpoint: the one by that name, or the newest that is intact; None if there is none."""
+        self.saver.owner.require("load_state()")
+        run_on_all_ranks(self.ranks, "load_state() (saves done)", self.wait)
+        trained = self.saved_at is not None or self.loop.progress.step > 0
+        try:
+            restored = self.loader.load(name, strict=strict, precious=trained)
+        except StorageError as error:
+            self.saver.failed_load = str(error)  # what could not be listed must not be overtaken by a save
+            raise
+        if restored is not None:
+            self.set_started()
+            self.saved_at = self.position
+            self.restored = restored
+            self.unmanaged.resumed_from = restored.name
+        return restored
+
+    def training_facts(self) -> Training:
+        """What a model card can say of this run."""
+        return Training(
+            progress=self.loop.progress.to_json(),
+            metrics=as_numbers(self.metrics),
+            versions=versions(),
+            hardware=device_name(),
+            world_size=self.ranks.world_size,
+            lineage={"run": self.saver.run},
+            curves=curves(self.saver.manifests_of_run()),
+        )
+
+    def wait(self) -> None:
+        try:
+            self.saver.wait()
+        finally:
+            self.pusher.wait()
+
+    def close(self) -> None:
+        if not self.saver.owner.is_here:
+            return
+        try:
+            self.wait()
+        finally:
+            loader_hook.end(self.loop)
+            self.loop.release()
+            self.registry.release()
+            self.unmanaged.close()
+            self.preemption.close()
+            self.saver.close()
+            self.ranks.linger()
