@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from ckpt.errors import ConfigError
-from ckpt.options import Mirror, RankOptions, SaveOptions, refuse_unknown
+from ckpt.options import Mirror, RankOptions, SaveOptions, known_options, refuse_unknown
 from ckpt.root.retention import Keep
 
 _OBJECTS: dict[str, type] = {
@@ -29,6 +29,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"{where} is not YAML: {error}") from error
     if not isinstance(options, dict) or "root" not in options:
         raise ConfigError(f"{where} must be a mapping of options with at least 'root: ...'.")
+    refuse_unknown(where, options, {"root", *known_options()})
     return {name: _built(where, name, value) for name, value in options.items()}
 
 

@@ -50,7 +50,7 @@ class SaveOptions(_Checked):
 
     @property
     def host_memory_bytes(self) -> int | None:
-        return None if self.host_memory is None else parse_size(self.host_memory)
+        return parse_size(self.host_memory) if isinstance(self.host_memory, str) else self.host_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class ManagerOptions:
 def resolve_options(options: Mapping[str, Any], what: str = "StateManager") -> ManagerOptions:
     """The options of a manager from keywords, among them those that option objects have replaced since."""
     new = {option.name for option in fields(ManagerOptions)}
-    refuse_unknown(what, options, {*new, *_OLD})
+    refuse_unknown(what, options, known_options())
     old = {name: value for name, value in options.items() if name not in new}
     given = {name: value for name, value in options.items() if name in new and (value is not None or name == "follow")}
     if isinstance(given.get("mirror"), str | os.PathLike | Storage):
@@ -132,6 +132,11 @@ def resolve_options(options: Mapping[str, Any], what: str = "StateManager") -> M
         _warn_of(old)
         given |= {into: _merged(into, given.get(into), old) for into in {_OLD[name][0] for name in old}}
     return ManagerOptions(**given)
+
+
+def known_options() -> set[str]:
+    """The names of all options, also those that are spelled otherwise now."""
+    return {*(option.name for option in fields(ManagerOptions)), *_OLD}
 
 
 def refuse(what: str, wrong: Collection[str]) -> None:
@@ -182,7 +187,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int | str) and parse_size(value) is not None
+    return value == 0 or (isinstance(value, int | str) and parse_size(value) is not None)
 
 
 def _is(*kinds: type) -> Callable[[Any], bool]:

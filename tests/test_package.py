@@ -66,7 +66,9 @@ def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    with ckpt.StateManager(tmp_path, model=model, optimizer=optimizer, gradients=True) as manager:
+    with ckpt.StateManager(
+        tmp_path, model=model, optimizer=optimizer, saving=ckpt.SaveOptions(gradients=True)
+    ) as manager:
         manager.register(dice=torch.Generator())
         manager.save_state("x")
     files = sorted((tmp_path / "x").iterdir())

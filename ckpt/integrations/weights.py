@@ -6,6 +6,7 @@ from typing import Any
 
 from ckpt.load.restored import Restored
 from ckpt.manager import StateManager
+from ckpt.options import RankOptions
 from ckpt.state import rng
 from ckpt.storage import Storage
 
@@ -16,7 +17,7 @@ def load_weights(storage: Storage, name: str | None, model: Any) -> Restored:
     Nothing is changed before all of it is verified, and no generator is touched.
     """
     before = rng.capture()
-    with StateManager(storage, model=model, handle_sigterm=False) as reader:
+    with StateManager(storage, model=model, ranks=RankOptions(handle_sigterm=False)) as reader:
         reader.progress.step = 1  # the model may have been trained
         restored = reader.load_state(name)
     rng.restore(before)

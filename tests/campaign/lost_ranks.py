@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
+from ckpt import RankOptions
 from ckpt.errors import CkptError
 from tests.campaign.calls import Shim
 from tests.campaign.children import Child, Voice
@@ -20,7 +21,7 @@ _FAULTS = ("EIO", "ENOSPC", "EROFS", "EDQUOT", "EINTR", "EMFILE")
 
 def _saving(voice: Voice, rank: int, root: str, spread: str, naming: str, wait: bool) -> None:
     training = Training(spread, rank=rank)
-    with training.manager(root, **{**options(naming, wait=wait), "timeout": TIMEOUT}) as manager:
+    with training.manager(root, **{**options(naming, wait=wait), "ranks": RankOptions(timeout=TIMEOUT)}) as manager:
         manager.resume()
         voice.tell("ready")
         for _ in range(400):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt import Keep, list_checkpoints, verify
+from ckpt import Keep, RankOptions, SaveOptions, list_checkpoints, verify
 from tests.campaign.children import DEADLINE, Child, Voice
 from tests.campaign.training import Training
 from tests.campaign.verdicts import LOST, STUCK, WRONG, Ended, Found
@@ -87,7 +87,8 @@ class Trial:
 
 
 def options(naming: str, *, wait: bool, last: int = 2) -> dict[str, Any]:
-    return {"keep": Keep(last=last) if naming == "keep" else None, "background": not wait, "timeout": 30.0}
+    keep = Keep(last=last) if naming == "keep" else None
+    return {"keep": keep, "saving": SaveOptions(background=not wait), "ranks": RankOptions(timeout=30.0)}
 
 
 def name_for(naming: str) -> str | None:
@@ -142,7 +143,7 @@ def _afterwards(root: str, step: int, *, untouched: bool, large: bool) -> list[s
     if untouched and len(set(numbers)) < len(numbers):
         wrong.append(f"two checkpoints have one sequence number: {numbers}")
     again = Training(large=large)
-    with again.manager(root, handle_sigterm=False) as manager:
+    with again.manager(root, ranks=RankOptions(handle_sigterm=False)) as manager:
         restored = manager.load_state()
         if restored.step != step:
             wrong.append(f"after a save of step {step} a load gives step {restored.step}")

@@ -285,7 +285,7 @@ def _run(rank: int, job: Job) -> None:
     model = nn.Linear(1, 1)
     nn.init.ones_(model.weight)  # on every rank the same, as DDP has it
     nn.init.zeros_(model.bias)
-    with ckpt.StateManager(f"{job.folder}/root", model=model, timeout=60) as manager:
+    with ckpt.StateManager(f"{job.folder}/root", model=model, ranks=ckpt.RankOptions(timeout=60)) as manager:
         for _ in manager.epochs(1):
             for indices, drawn in manager.batches(loader):
                 steps.append([indices.tolist(), drawn.tolist(), torch.rand((), dtype=torch.float64).item()])

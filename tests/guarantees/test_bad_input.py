@@ -286,7 +286,7 @@ def test_values_that_cannot_be_held_are_refused_by_path_all_at_once(root: Place)
     [
         (lambda: ckpt.StateManager("memory://x", save_every=0), "save_every=0 must be"),
         (lambda: ckpt.StateManager("memory://x", keep=3), "must be a ckpt.Keep"),  # type: ignore[arg-type]
-        (lambda: ckpt.StateManager("memory://x", timeout=-1), "timeout=-1 must be"),
+        (lambda: ckpt.StateManager("memory://x", ranks=ckpt.RankOptions(timeout=-1)), "timeout=-1 must be"),
         (lambda: ckpt.StateManager("memory://x", model=3), "model is a int, not a torch.nn.Module"),
         (lambda: ckpt.StateManager("memory://x", scheduler=3), "scheduler is a int, which has no state_dict"),
         (lambda: ckpt.StateManager("memory://x", model={"a/b": nn.Linear(1, 1)}), "cannot name a part"),
@@ -296,7 +296,10 @@ def test_values_that_cannot_be_held_are_refused_by_path_all_at_once(root: Place)
         (lambda: ckpt.StateManager("memory://x").step(), r"call manager\.resume\(\) before the loop"),
         (lambda: ckpt.StateManager(""), "must be a path or a URL"),
         (lambda: ckpt.StateManager(), "needs a root"),
-        (lambda: ckpt.StateManager("memory://x", layout="flat"), "layout='flat' must be one of auto, full, sharded"),
+        (
+            lambda: ckpt.StateManager("memory://x", saving=ckpt.SaveOptions(layout="flat")),
+            "layout='flat' must be one of auto, full, sharded",
+        ),
         (lambda: list(ckpt.StateManager("memory://x").epochs("3")), "number of epochs"),  # type: ignore[arg-type]
         (lambda: list(ckpt.StateManager("memory://x").batches(None)), "cannot be gone through"),  # type: ignore[arg-type]
         (lambda: ckpt.Keep(last=0), "the newest checkpoint is never removed"),
@@ -313,8 +316,11 @@ def test_options_that_make_no_sense_are_refused_when_they_are_given(build: Calla
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("root: x\nsave_evry: 3\nkeeep: 1", r"save_evry \(did you mean save_every\?\), keeep \(did you mean keep\?\)"),
-        ("root: x\nkeep: {lst: 3}", r"keep.lst \(did you mean last\?\)"),
+        (
+            "root: x\nsave_evry: 3\nkeeep: 1",
+            r"ckpt.yaml has no option 'save_evry' \(did you mean 'save_every'\?\), 'keeep' \(did you mean 'keep'\?\)",
+        ),
+        ("root: x\nkeep: {lst: 3}", r"keep has no option 'lst' \(did you mean 'last'\?\)"),
         ("root: x\nkeep: 3", "'keep' must be a mapping"),
         ("save_every: 3", "at least 'root"),
         ("{{", "is not YAML"),

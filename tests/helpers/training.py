@@ -87,7 +87,7 @@ def train(rank: int, job: Job) -> None:
         scheduler=scheduler,
         scaler=scaler,
         save_every=job.save_every,
-        gradients=job.numerics == "accumulation",
+        saving=ckpt.SaveOptions(gradients=job.numerics == "accumulation"),
     ) as manager:
         loader = loader_for(job.data)
         for epoch in manager.epochs(job.epochs):

@@ -124,7 +124,7 @@ def test_a_plain_loop_inside_the_managers_epochs_goes_on_too(tmp_path: Path) -> 
 def test_attached_a_step_is_one_of_the_optimizer_and_is_saved_once(tmp_path: Path) -> None:
     accelerator = new_accelerator(gradient_accumulation_steps=2)
     loader, parts = _prepared(accelerator)
-    with attach(accelerator, tmp_path, save_every=2, background=False) as manager:
+    with attach(accelerator, tmp_path, save_every=2, saving=ckpt.SaveOptions(background=False)) as manager:
         manager.resume()
         names = []
         for batch in loader:
@@ -523,7 +523,7 @@ def test_a_notebook_launches_it_in_two_processes(tmp_path: Path) -> None:
 def _save_on_the_main_process_only(rank: int, root: str) -> None:
     accelerator = new_accelerator(rank=rank, world_size=2)
     _prepared(accelerator)
-    manager = attach(accelerator, root, timeout=1.0)
+    manager = attach(accelerator, root, ranks=ckpt.RankOptions(timeout=1.0))
     if accelerator.is_main_process:
         accelerator.save_state("alone")
         with pytest.raises(ckpt.RanksError, match=r"rank 1 did not answer within 1 s.*is_main_process"):

@@ -131,7 +131,9 @@ def _interrupted_equals_straight(rank: int, folder: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
 
     def one(name: str, *callbacks: Any) -> Any:
-        callback = kept(Path(folder, name), timeout=60, background=False)
+        callback = kept(
+            Path(folder, name), ranks=ckpt.RankOptions(timeout=60), saving=ckpt.SaveOptions(background=False)
+        )
         # four steps in an epoch
         return trainer(Path(folder), callback, *callbacks, per_device_train_batch_size=8, save_steps=3)
 

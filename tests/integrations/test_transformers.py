@@ -112,7 +112,7 @@ def train(rank: int, folder: str, world_size: int, killed_at: int) -> None:
         "load_best_model_at_end": True,
         "save_total_limit": 2,
     }
-    callbacks = (kept(Path(folder, "root"), timeout=60), signalling(killed_at, signal.SIGKILL))
+    callbacks = (kept(Path(folder, "root"), ranks=ckpt.RankOptions(timeout=60)), signalling(killed_at, signal.SIGKILL))
     one = trainer(Path(folder), *callbacks, world_size=world_size, **evaluated)
     one.train(resume_from_checkpoint=True)
     Path(folder, f"log-{rank}").write_text(json.dumps(logged(one.state.log_history), sort_keys=True))

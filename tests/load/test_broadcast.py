@@ -78,7 +78,9 @@ def load(
     model = large(2)
     optimizer = torch.optim.AdamW(model.parameters())
     counting = storage(root)
-    with ckpt.StateManager(counting, model=model, optimizer=optimizer, broadcast=broadcast, timeout=30) as manager:
+    with ckpt.StateManager(
+        counting, model=model, optimizer=optimizer, ranks=ckpt.RankOptions(broadcast=broadcast, timeout=30)
+    ) as manager:
         manager.load_state("x")
     Path(notes, f"rank-{rank}.txt").write_text(exact([model.state_dict(), optimizer.state_dict()["state"]]))
     Path(notes, f"rank-{rank}.json").write_text(json.dumps(counting.read_in_all))
@@ -128,7 +130,9 @@ def load_from_a_broken_disk(rank: int, root: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     before = exact(model.state_dict())
     with (
-        ckpt.StateManager(BrokenStorage(root), model=model, optimizer=optimizer, broadcast=True, timeout=30) as manager,
+        ckpt.StateManager(
+            BrokenStorage(root), model=model, optimizer=optimizer, ranks=ckpt.RankOptions(broadcast=True, timeout=30)
+        ) as manager,
         pytest.raises(ckpt.StorageError, match="input/output error"),
     ):
         manager.load_state("x")
@@ -157,7 +161,9 @@ def load_what_one_cannot_read(rank: int, root: str, failure: Exception, expected
     optimizer = torch.optim.AdamW(model.parameters())
     storage = UnreachedStorage(root)
     storage.failure = failure
-    with ckpt.StateManager(storage, model=model, optimizer=optimizer, broadcast=True, timeout=30) as manager:
+    with ckpt.StateManager(
+        storage, model=model, optimizer=optimizer, ranks=ckpt.RankOptions(broadcast=True, timeout=30)
+    ) as manager:
         with pytest.raises(expected, match=str(failure)) as raised:
             manager.load_state()
         assert raised.type is (expected if rank == 0 else raised.type)
@@ -180,14 +186,21 @@ def load_past_damage(rank: int, root: str) -> None:
     optimizer, again = (torch.optim.AdamW(one.parameters()) for one in (model, other))
     model(torch.ones(1, 600)).sum().backward()
     optimizer.step()
-    with ckpt.StateManager(root, model=model, optimizer=optimizer, gradients=True, timeout=30) as manager:
+    with ckpt.StateManager(
+        root,
+        model=model,
+        optimizer=optimizer,
+        saving=ckpt.SaveOptions(gradients=True),
+        ranks=ckpt.RankOptions(timeout=30),
+    ) as manager:
         for name in ("older", "newer"):
             manager.save_state(name, wait=True)
     if rank == 0:
         file = at(root) / "newer" / "gradients-00001.safetensors"
         file.write_bytes(file.read_bytes()[:-1] + b"\x01")
-    options: dict[str, Any] = {"gradients": True, "broadcast": True, "timeout": 30}
-    with ckpt.StateManager(root, model=other, optimizer=again, **options) as manager:
+    ranks = ckpt.RankOptions(broadcast=True, timeout=30)
+    saving = ckpt.SaveOptions(gradients=True)
+    with ckpt.StateManager(root, model=other, optimizer=again, saving=saving, ranks=ranks) as manager:
         assert manager.load_state().name == "older"
     assert exact(other.state_dict()) == exact(model.state_dict())
 
@@ -201,11 +214,13 @@ def round_trip_spread(rank: int, root: str) -> None:
     model = MODELS["fsdp2"](1)
     optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer, 0)
-    with ckpt.StateManager(root, model=model, optimizer=optimizer, timeout=30) as manager:
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=30)) as manager:
         manager.save_state("x")
     other = MODELS["fsdp2"](2)
     again = torch.optim.AdamW(other.parameters())
-    with ckpt.StateManager(root, model=other, optimizer=again, broadcast=True, timeout=30) as manager:
+    with ckpt.StateManager(
+        root, model=other, optimizer=again, ranks=ckpt.RankOptions(broadcast=True, timeout=30)
+    ) as manager:
         manager.load_state("x")
     assert state(other, again) == state(model, optimizer)
 
@@ -226,7 +241,7 @@ def load_and_look(rank: int, root: str) -> None:
     dist.new_group = noted
     model = large(2)
     gc.disable()
-    manager = ckpt.StateManager(root, model=model, broadcast=True, timeout=30)
+    manager = ckpt.StateManager(root, model=model, ranks=ckpt.RankOptions(broadcast=True, timeout=30))
     manager.load_state("x", strict=False)
     assert [one() for one in made] == [None]
     manager.close()

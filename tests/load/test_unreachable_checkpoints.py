@@ -53,7 +53,7 @@ class _SeenBy(PassedOn):
 
 def _load_what_ranks_see_differently(rank: int, root: str, unreached_by: int) -> None:
     storage = _SeenBy(root, reached=rank != unreached_by)
-    with ckpt.StateManager(storage, model=nn.Linear(2, 2), timeout=60.0) as manager:
+    with ckpt.StateManager(storage, model=nn.Linear(2, 2), ranks=ckpt.RankOptions(timeout=60.0)) as manager:
         for name in ("older", "newest"):
             manager.save_state(name, wait=True)
         storage.looking = True

@@ -34,7 +34,9 @@ def _differ_in_what_is_live(rank: int, root: str, saved: str) -> None:
     if rank == 1:  # its state is read into where it is, the other's into new memory
         model(torch.ones(1, 600)).sum().backward()
         optimizer.step()
-    with ckpt.StateManager(root, model=model, optimizer=optimizer, broadcast=True, timeout=60) as manager:
+    with ckpt.StateManager(
+        root, model=model, optimizer=optimizer, ranks=ckpt.RankOptions(broadcast=True, timeout=60)
+    ) as manager:
         manager.load_state("x")
     assert exact([model.state_dict(), optimizer.state_dict()["state"]]) == saved
 
@@ -58,7 +60,9 @@ def _fail_while_reading_together(rank: int, root: str) -> None:
     model = large(2)
     optimizer = torch.optim.AdamW(model.parameters())
     began = time.monotonic()
-    with ckpt.StateManager(root, model=model, optimizer=optimizer, broadcast=True, timeout=60) as manager:
+    with ckpt.StateManager(
+        root, model=model, optimizer=optimizer, ranks=ckpt.RankOptions(broadcast=True, timeout=60)
+    ) as manager:
         with pytest.raises(ckpt.CkptError, match="rank 1: MemoryError: no room on this rank") as raised:
             manager.load_state("x")
         assert "given up" not in str(raised.value)
@@ -81,7 +85,9 @@ def _freeze_while_reading_together(rank: int, root: str) -> None:
     broadcast._PassedOn.read_into = freezes  # type: ignore[method-assign]
     model = large(2)
     optimizer = torch.optim.AdamW(model.parameters())
-    manager = ckpt.StateManager(root, model=model, optimizer=optimizer, broadcast=True, timeout=4)
+    manager = ckpt.StateManager(
+        root, model=model, optimizer=optimizer, ranks=ckpt.RankOptions(broadcast=True, timeout=4)
+    )
     with pytest.raises(ckpt.RanksError, match="rank 1 gave no sign of life for 4 s"):
         manager.load_state("x")
     manager.close()
@@ -111,7 +117,9 @@ def _lose_a_rank_beside_a_full_disk(rank: int, root: str) -> None:
         return gather(self, name)
 
     model = MODELS["fsdp2"](1)
-    manager = ckpt.StateManager(_FullDisk(root), model=model, layout="full", timeout=4)
+    manager = ckpt.StateManager(
+        _FullDisk(root), model=model, saving=ckpt.SaveOptions(layout="full"), ranks=ckpt.RankOptions(timeout=4)
+    )
     manager.resume()
     ShardedState.gather = dies  # type: ignore[method-assign]
     with pytest.raises(ckpt.FullError, match="no space left on this disk"):
@@ -132,7 +140,7 @@ def _export_beside_a_dead_rank(rank: int, folder: str) -> None:
         return gather(self, name)
 
     model = MODELS["fsdp2"](1)
-    manager = ckpt.StateManager(Path(folder, "run"), model=model, timeout=4)
+    manager = ckpt.StateManager(Path(folder, "run"), model=model, ranks=ckpt.RankOptions(timeout=4))
     ShardedState.gather = dies  # type: ignore[method-assign]
 
     def full(self: Any, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:

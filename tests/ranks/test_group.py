@@ -23,7 +23,7 @@ from tests.helpers.training import Job, records, train
 
 def _manager(root: str, timeout: float = 20.0) -> tuple[ckpt.StateManager, nn.Linear]:
     model = nn.Linear(3, 3)
-    return ckpt.StateManager(root, model=DistributedDataParallel(model), timeout=timeout), model
+    return ckpt.StateManager(root, model=DistributedDataParallel(model), ranks=ckpt.RankOptions(timeout=timeout)), model
 
 
 def _save_then_load(rank: int, root: str) -> None:
@@ -188,7 +188,7 @@ def test_many_processes_without_a_process_group_are_refused(tmp_path: Path, monk
 def _run_apart(rank: int, root: str) -> None:
     """Ranks that nothing brings together, many steps apart when they are told to stop."""
     model = nn.Linear(2, 2)
-    with ckpt.StateManager(root, model=model, timeout=30) as manager:
+    with ckpt.StateManager(root, model=model, ranks=ckpt.RankOptions(timeout=30)) as manager:
         manager.resume()
         for step in range(100_000):
             if step == 20:
@@ -216,7 +216,7 @@ class _SlowStorage(PassedOn):
 
 def _save_slowly(rank: int, root: str) -> None:
     model = DistributedDataParallel(nn.Linear(3, 3))
-    with ckpt.StateManager(_SlowStorage(root), model=model, timeout=2.0) as manager:
+    with ckpt.StateManager(_SlowStorage(root), model=model, ranks=ckpt.RankOptions(timeout=2.0)) as manager:
         manager.save_state("slow")
         manager.save_state("again")
 

@@ -40,7 +40,11 @@ def managed(
     model = MODELS[kind](1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     with ckpt.StateManager(
-        kind, model=model, optimizer=optimizer, shared=False, mirror=f"{mirror}/{kind}" if mirror else None, timeout=60
+        kind,
+        model=model,
+        optimizer=optimizer,
+        ranks=ckpt.RankOptions(shared=False, timeout=60),
+        mirror=f"{mirror}/{kind}" if mirror else None,
     ) as manager:
         yield manager, model
 
@@ -225,7 +229,7 @@ def test_copies_that_differ_from_the_main_ranks_are_refused(tmp_path: Path) -> N
 def _found_out(rank: int, folder: str) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     os.chdir(folder)
-    manager = ckpt.StateManager("root", model=nn.Linear(1, 1), timeout=60)
+    manager = ckpt.StateManager("root", model=nn.Linear(1, 1), ranks=ckpt.RankOptions(timeout=60))
     assert not manager.session.saver.hosts.apart
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.not_on_s3("is about ranks")
 
 
 def _freeze_the_host_of_the_store(rank: int, root: str, notes: str, call: str) -> None:
-    manager = ckpt.StateManager(root, model=nn.Linear(2, 2), timeout=4.0)
+    manager = ckpt.StateManager(root, model=nn.Linear(2, 2), ranks=ckpt.RankOptions(timeout=4.0))
     manager.resume()
     manager.save_state("before", wait=True)
     Path(notes, f"saved-{rank}").touch()
@@ -66,12 +66,12 @@ class _SlowToDelete(PassedOn):
 
 
 def _retain_slowly(rank: int, root: str) -> None:
-    options: dict[str, Any] = {"keep": ckpt.Keep(last=1), "timeout": 1.5}
+    options: dict[str, Any] = {"keep": ckpt.Keep(last=1), "ranks": ckpt.RankOptions(timeout=1.5)}
     with ckpt.StateManager(_SlowToDelete(root), model=nn.Linear(3, 3), **options) as manager:
         for name in "abc":
             manager.save_state(name)
         assert manager.load_state().name == "c"
-    with ckpt.StateManager(f"{root}-next", model=nn.Linear(3, 3), timeout=1.5) as manager:
+    with ckpt.StateManager(f"{root}-next", model=nn.Linear(3, 3), ranks=ckpt.RankOptions(timeout=1.5)) as manager:
         manager.resume()
     dist.barrier()
 
@@ -82,12 +82,12 @@ def test_retention_that_is_slower_than_timeout_does_not_kill_a_healthy_job(root:
 
 
 def _close_slowly(rank: int, root: str) -> None:
-    mirror = _SlowToDelete(f"{root}-mirror")
-    options: dict[str, Any] = {"mirror": mirror, "mirror_keep": ckpt.Keep(last=1), "timeout": 1.5}
+    mirror = ckpt.Mirror(_SlowToDelete(f"{root}-mirror"), keep=ckpt.Keep(last=1))
+    options: dict[str, Any] = {"mirror": mirror, "ranks": ckpt.RankOptions(timeout=1.5)}
     with ckpt.StateManager(root, model=nn.Linear(3, 3), **options) as manager:
         for name in "ab":
             manager.save_state(name, wait=True)
-    with ckpt.StateManager(f"{root}-next", model=nn.Linear(3, 3), timeout=1.5) as manager:
+    with ckpt.StateManager(f"{root}-next", model=nn.Linear(3, 3), ranks=ckpt.RankOptions(timeout=1.5)) as manager:
         manager.resume()
 
 
@@ -103,7 +103,7 @@ def _slow_to_read() -> None:
 def _train_until_told(rank: int, root: str) -> None:
     if rank != 0:
         _slow_to_read()
-    with ckpt.StateManager(root, model=nn.Linear(2, 2), timeout=30) as manager:
+    with ckpt.StateManager(root, model=nn.Linear(2, 2), ranks=ckpt.RankOptions(timeout=30)) as manager:
         manager.resume()
         for step in range(10_000):
             if step == 3:
@@ -166,7 +166,7 @@ def test_a_script_that_ends_after_its_last_save_without_close_ends_well_on_all_r
 
 
 def _load_on_two_of_three(rank: int, root: str, notes: str) -> None:
-    manager = ckpt.StateManager(root, model=nn.Linear(2, 2), timeout=3.0)
+    manager = ckpt.StateManager(root, model=nn.Linear(2, 2), ranks=ckpt.RankOptions(timeout=3.0))
     manager.save_state("x", wait=True)
     if rank != 2:
         time.sleep(0 if rank == 1 else 1.5)  # rank 1 waits longest

@@ -20,7 +20,7 @@ def _train_apart(rank: int, folder: str, names: list[str], shared: bool | None) 
     root = Path(folder, names[rank])
     for run in range(2):
         model = nn.Linear(2, 2)
-        with ckpt.StateManager(root, model=model, shared=shared, timeout=20) as manager:
+        with ckpt.StateManager(root, model=model, ranks=ckpt.RankOptions(shared=shared, timeout=20)) as manager:
             restored = manager.resume()
             assert (restored is not None) == (run > 0)
             assert run == 0 or torch.equal(model.weight, torch.full((2, 2), 5.0))
@@ -48,7 +48,7 @@ def test_roots_of_hosts_with_different_paths_meet_save_and_resume(
 def _open_unlike_names(rank: int, folder: str) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     with pytest.raises(ckpt.RanksError, match=r"rank 0 opened .*node0; rank 1 opened .*node1.*shared=False"):
-        ckpt.StateManager(Path(folder, f"node{rank}"), model=nn.Linear(2, 2), timeout=60)
+        ckpt.StateManager(Path(folder, f"node{rank}"), model=nn.Linear(2, 2), ranks=ckpt.RankOptions(timeout=60))
 
 
 def test_roots_of_other_names_are_refused_at_once_unless_the_user_says_that_they_belong_together(
@@ -58,7 +58,9 @@ def test_roots_of_other_names_are_refused_at_once_unless_the_user_says_that_they
 
 
 def _manager(folder: str, name: str, shared: bool | None = None) -> ckpt.StateManager:
-    return ckpt.StateManager(Path(folder, name), model=nn.Linear(2, 2), shared=shared, timeout=2)
+    return ckpt.StateManager(
+        Path(folder, name), model=nn.Linear(2, 2), ranks=ckpt.RankOptions(shared=shared, timeout=2)
+    )
 
 
 def _build_in_another_order(rank: int, folder: str) -> None:

@@ -14,7 +14,7 @@ from tests.helpers.processes import run_ranks
 
 def _miss_then_save(rank: int, root: str, late: int, times: int) -> None:
     model = DistributedDataParallel(nn.Linear(3, 3))
-    with ckpt.StateManager(root, model=model, timeout=2.0) as manager:
+    with ckpt.StateManager(root, model=model, ranks=ckpt.RankOptions(timeout=2.0)) as manager:
         for number in range(times):
             if rank != late:
                 with pytest.raises(ckpt.RanksError, match=f"rank {late} did not answer"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import logging
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,6 +68,10 @@ def weights(step: float) -> nn.Linear:
 
 @contextmanager
 def managed(root: Path, mirror: object, model: nn.Module, **options: object) -> Iterator[ckpt.StateManager]:
+    for name, option in {"bandwidth": "bandwidth", "backlog": "backlog", "mirror_keep": "keep"}.items():
+        if name in options:
+            mirror = mirror if isinstance(mirror, ckpt.Mirror) else ckpt.Mirror(mirror)  # type: ignore[arg-type]
+            mirror = dataclasses.replace(mirror, **{option: options.pop(name)})  # type: ignore[arg-type]
     with ckpt.StateManager(root, model=model, mirror=mirror, **options) as manager:  # type: ignore[arg-type]
         manager.resume()
         yield manager
@@ -333,7 +339,7 @@ class TestTrouble:
 
     def test_bytes_in_a_second_are_bounded(self, tmp_path: Path) -> None:
         began = time.monotonic()
-        run(tmp_path / "root", tmp_path / "mirror", 1, mirror_bandwidth=40_000)
+        run(tmp_path / "root", tmp_path / "mirror", 1, bandwidth=40_000)
         took = time.monotonic() - began
         [copied] = ckpt.list_checkpoints(tmp_path / "mirror")
         assert copied.manifest is not None
@@ -341,9 +347,9 @@ class TestTrouble:
 
     def test_each_place_keeps_what_its_own_rule_says(self, tmp_path: Path) -> None:
         options = {"keep": ckpt.Keep(last=1), "mirror_keep": ckpt.Keep(last=1, every=2)}
-        run(tmp_path / "root", tmp_path / "mirror", 1, 2, 3, 4, 5, mirror_backlog=9, **options)
+        run(tmp_path / "root", tmp_path / "mirror", 1, 2, 3, 4, 5, backlog=9, **options)
         assert (steps(tmp_path / "root"), steps(tmp_path / "mirror")) == ([5], [5, 4, 2])
-        run(tmp_path / "other", tmp_path / "copy", 1, 2, 3, keep=ckpt.Keep(last=2), mirror_backlog=9)
+        run(tmp_path / "other", tmp_path / "copy", 1, 2, 3, keep=ckpt.Keep(last=2), backlog=9)
         assert steps(tmp_path / "copy") == [3, 2]  # the same, where nothing else is said
 
     def test_what_had_to_stay_until_it_was_copied_goes_at_the_end(self, tmp_path: Path) -> None:
@@ -362,16 +368,19 @@ class TestTrouble:
         assert steps(tmp_path / "root") == [2, 1]
 
     @pytest.mark.parametrize(
-        "wrong", [{"mirror_backlog": 0}, {"mirror_bandwidth": -1}, {"mirror_keep": 3}, {"mirror": "ROOT"}]
+        "wrong", [{"backlog": 0}, {"bandwidth": -1}, {"bandwidth": "fast"}, {"keep": 3}, {"storage_options": "x"}]
     )
-    def test_options_that_make_no_sense_are_refused(self, tmp_path: Path, wrong: dict[str, object]) -> None:
-        options = {key: str(tmp_path) if value == "ROOT" else value for key, value in wrong.items()}
-        with pytest.raises(ckpt.ConfigError, match="mirror"):
-            ckpt.StateManager(str(tmp_path), model=weights(0), **options)  # type: ignore[arg-type]
+    def test_options_that_make_no_sense_are_refused(self, tmp_path: Path, wrong: dict[str, Any]) -> None:
+        with pytest.raises(ckpt.ConfigError, match=f"^Mirror: {next(iter(wrong))}="):
+            ckpt.Mirror(tmp_path, **wrong)
+
+    def test_the_root_itself_is_no_mirror(self, tmp_path: Path) -> None:
+        with pytest.raises(ckpt.ConfigError, match="is the root itself"):
+            ckpt.StateManager(str(tmp_path), model=weights(0), mirror=str(tmp_path))
 
     def test_what_a_yaml_file_says(self, tmp_path: Path) -> None:
         (tmp_path / "ckpt.yaml").write_text(
-            f"root: {tmp_path}/root\nkeep: {{last: 1}}\nmirror: {tmp_path}/mirror\nmirror_keep: {{last: 2}}\n"
+            f"root: {tmp_path}/root\nkeep: {{last: 1}}\nmirror: {{url: {tmp_path}/mirror, keep: {{last: 2}}}}\n"
         )
         with ckpt.StateManager.from_config(tmp_path / "ckpt.yaml", model=weights(1)) as manager:
             for name in ("one", "two", "three"):
@@ -446,7 +455,7 @@ def _train(rank: int, root: str, mirror: str) -> None:
     nn.init.zeros_(model.weight)
     storage = open_storage(mirror) if "://" in mirror else mirror
     with ckpt.StateManager(
-        root, model=model, save_every=1, keep=ckpt.Keep(last=2), mirror=storage, mirror_bandwidth=300_000
+        root, model=model, save_every=1, keep=ckpt.Keep(last=2), mirror=ckpt.Mirror(storage, bandwidth=300_000)
     ) as manager:
         manager.resume()
         while True:

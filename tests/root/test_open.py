@@ -97,7 +97,7 @@ class TestACheckpointGivenAsTheRoot:
 def _saves_at_its_own_spelling(rank: int, folder: str) -> None:
     os.chdir(folder)
     root = f"{folder}/runs/x" if rank else "./runs/x"
-    with ckpt.StateManager(root, model=nn.Linear(2, 2), timeout=60, shared=True) as manager:
+    with ckpt.StateManager(root, model=nn.Linear(2, 2), ranks=ckpt.RankOptions(timeout=60, shared=True)) as manager:
         manager.resume()
         manager.save_state("step-1", wait=True)
 
@@ -170,7 +170,7 @@ class TestSpellings:
 def _killed_while_it_looks_for_hosts(rank: int, root: str) -> None:
     """Both ranks leave their marks, and are killed before they have read each other's."""
     hosts._first = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
-    ckpt.StateManager(root, model=nn.Linear(2, 2), shared=False, timeout=60)
+    ckpt.StateManager(root, model=nn.Linear(2, 2), ranks=ckpt.RankOptions(shared=False, timeout=60))
 
 
 @pytest.mark.not_on_s3("hosts are looked for on a filesystem")

@@ -197,7 +197,10 @@ def test_a_save_goes_on_when_whoever_waits_for_it_is_interrupted(root: Place, ga
 def test_a_second_save_is_left_out_if_that_is_wanted(
     root: Place, gated: GatedStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Run(1).manager(gated, when_busy="skip") as manager, caplog.at_level(logging.INFO, "ckpt"):
+    with (
+        Run(1).manager(gated, saving=ckpt.SaveOptions(when_busy="skip")) as manager,
+        caplog.at_level(logging.INFO, "ckpt"),
+    ):
         gated.gate.clear()
         assert manager.save_state("a") == "a"
         assert manager.save_state("b") is None
@@ -210,7 +213,7 @@ def test_a_second_save_is_left_out_if_that_is_wanted(
 
 def test_the_final_state_is_never_left_out(root: Place, gated: GatedStorage) -> None:
     run = Run(1)
-    with run.manager(gated, when_busy="skip", save_every=1) as manager:
+    with run.manager(gated, saving=ckpt.SaveOptions(when_busy="skip"), save_every=1) as manager:
         for _ in manager.epochs(1):
             for number in manager.batches(range(3)):
                 run.step()
@@ -245,7 +248,7 @@ def test_without_memory_for_a_copy_training_waits_and_is_told_once(
     root: Place, gated: GatedStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(1)
-    with run.manager(gated, host_memory=1000) as manager:
+    with run.manager(gated, saving=ckpt.SaveOptions(host_memory=1000)) as manager:
         for name in ("a", "b"):
             run.step()
             manager.save_state(name)
@@ -350,7 +353,13 @@ def _save_on_two_ranks(rank: int, root: str) -> None:
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())
     states: dict[Any, str] = {}
-    with ckpt.StateManager(root, model=wrapped, optimizer=optimizer, timeout=30, layout="sharded") as manager:
+    with ckpt.StateManager(
+        root,
+        model=wrapped,
+        optimizer=optimizer,
+        ranks=ckpt.RankOptions(timeout=30),
+        saving=ckpt.SaveOptions(layout="sharded"),
+    ) as manager:
         for number in range(5):
             optimizer.zero_grad()
             wrapped(torch.randn(3, 50)).pow(2).sum().backward()
@@ -369,7 +378,9 @@ def test_ranks_save_behind_their_backs_while_they_train(root: Place) -> None:
 def _fail_on_rank_1(rank: int, root: str) -> None:
     storage = GatedStorage(root)
     model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
-    with ckpt.StateManager(storage, model=model, timeout=30, layout="sharded") as manager:
+    with ckpt.StateManager(
+        storage, model=model, ranks=ckpt.RankOptions(timeout=30), saving=ckpt.SaveOptions(layout="sharded")
+    ) as manager:
         manager.save_state("good", wait=True)
         storage.full = rank == 1
         manager.save_state("bad")
@@ -386,7 +397,9 @@ def test_what_fails_on_one_rank_is_told_on_all(root: Place) -> None:
 
 def _skip_on_two_ranks(rank: int, root: str) -> None:
     storage = GatedStorage(root)
-    with ckpt.StateManager(storage, model=nn.Linear(4, 4), timeout=30, when_busy="skip") as manager:
+    with ckpt.StateManager(
+        storage, model=nn.Linear(4, 4), ranks=ckpt.RankOptions(timeout=30), saving=ckpt.SaveOptions(when_busy="skip")
+    ) as manager:
         storage.gate.clear()
         assert manager.save_state("a") == "a"
         assert manager.save_state("b") is None

@@ -153,7 +153,7 @@ def save_spread(rank: int, root: str) -> None:
     fully_shard(model[0])
     fully_shard(model)
     storage = Noting(root)
-    with ckpt.StateManager(storage, model=model, timeout=30) as manager:
+    with ckpt.StateManager(storage, model=model, ranks=ckpt.RankOptions(timeout=30)) as manager:
         manager.save_state("a")
         for parameter in model[1].parameters():
             nn.init.ones_(parameter)

@@ -52,7 +52,7 @@ def main() -> None:
         "out",
         model=model,
         optimizer=None if trap == "optimizer" else optimizer,
-        gradients=trap != "accumulation",
+        saving=ckpt.SaveOptions(gradients=trap != "accumulation"),
     )
     if trap != "generator":
         manager.register(batches=generator)

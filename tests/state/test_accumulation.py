@@ -113,7 +113,9 @@ def test_told_not_to_keep_gradients_it_says_so_at_the_save_and_at_the_load(
     model, optimizer = _built(1)
     with (
         caplog.at_level(logging.WARNING, "ckpt"),
-        ckpt.StateManager(str(root), model=model, optimizer=optimizer, gradients=False) as manager,
+        ckpt.StateManager(
+            str(root), model=model, optimizer=optimizer, saving=ckpt.SaveOptions(gradients=False)
+        ) as manager,
     ):
         _accumulate(model, optimizer, range(6))
         manager.save_state("a")
@@ -174,7 +176,9 @@ def _spread(rank: int, folder: str, kind: str) -> None:
     else:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with ckpt.StateManager(f"{folder}/runs", model=model, optimizer=optimizer, timeout=60) as manager:
+    with ckpt.StateManager(
+        f"{folder}/runs", model=model, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=60)
+    ) as manager:
         model(torch.ones(2, 4) * (1 + rank)).sum().backward()
         manager.save_state("middle")
         optimizer.step()

@@ -107,7 +107,9 @@ def _given_what_cannot_be_kept(rank: int, folder: str) -> None:
     with pytest.raises(ckpt.ConfigError, match=r"model is trained by a DeepSpeed engine.*deepspeed.initialize\(\)"):
         ckpt.StateManager(f"{folder}/bare", model=engine.module)
     with pytest.raises(ckpt.UnsupportedError, match=r"gradients-00000: DeepSpeed keeps gradients to itself"):
-        ckpt.StateManager(f"{folder}/gradients", model=engine, gradients=True).save_state(wait=True)
+        ckpt.StateManager(f"{folder}/gradients", model=engine, saving=ckpt.SaveOptions(gradients=True)).save_state(
+            wait=True
+        )
     engine.pipeline_parallelism = engine.has_moe_layers = True  # neither runs on two cores
     with pytest.raises(ckpt.UnsupportedError, match=r"pipeline parallelism, nor mixtures of experts\. Train without"):
         ckpt.StateManager(f"{folder}/pipeline", model=engine)

@@ -173,7 +173,9 @@ def _mine(objects: dict[str, Any]) -> str:
 
 def _save(rank: int, root: str, case: str, background: bool, layout: str) -> None:
     objects, step = CASES[case][1](1)
-    with ckpt.StateManager(root, **objects, layout=layout, timeout=60, follow=False) as manager:
+    with ckpt.StateManager(
+        root, **objects, saving=ckpt.SaveOptions(layout=layout), ranks=ckpt.RankOptions(timeout=60), follow=False
+    ) as manager:
         manager.save_state("before")  # what differs later may be the same now
         for number in range(2):
             step()
@@ -185,7 +187,9 @@ def _save(rank: int, root: str, case: str, background: bool, layout: str) -> Non
 def _load(rank: int, root: str, case: str, layout: str) -> None:
     objects, step = CASES[case][1](2)
     step()
-    with ckpt.StateManager(root, **objects, layout=layout, timeout=60, follow=False) as manager:
+    with ckpt.StateManager(
+        root, **objects, saving=ckpt.SaveOptions(layout=layout), ranks=ckpt.RankOptions(timeout=60), follow=False
+    ) as manager:
         restored = manager.load_state("step-1")
         assert not restored.skipped, restored.skipped
         assert not restored.approximated, restored.approximated
@@ -265,7 +269,7 @@ def _equal_by_hand(rank: int, root: str) -> None:
     torch.manual_seed(1)
     model = nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    with ckpt.StateManager(root, model=model, optimizer=optimizer, timeout=60) as manager:
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=60)) as manager:
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         manager.save_state("a")
@@ -284,7 +288,7 @@ def _ddp_that_drifted(rank: int, root: str, wait: bool) -> None:
     model = DistributedDataParallel(bare)
     with torch.no_grad():
         bare.weight += rank  # after the wrapper has made them equal
-    with ckpt.StateManager(root, model=model, timeout=60) as manager:
+    with ckpt.StateManager(root, model=model, ranks=ckpt.RankOptions(timeout=60)) as manager:
         if not wait:
             manager.save_state("a")
             with pytest.raises(ckpt.RanksError, match=r"model\.weight: rank 1 has another one than rank 0"):
@@ -327,7 +331,9 @@ def _with_counter(rank: int, root: str, load: bool) -> None:
     model = nn.Linear(2, 2)
     counter = _Counter(-1 if load else 10 + rank)
     several = dist.is_initialized()
-    with ckpt.StateManager(root, model=DistributedDataParallel(model) if several else model, timeout=60) as manager:
+    with ckpt.StateManager(
+        root, model=DistributedDataParallel(model) if several else model, ranks=ckpt.RankOptions(timeout=60)
+    ) as manager:
         manager.register(counter=counter)
         if not load:
             manager.save_state("a")

@@ -357,7 +357,8 @@ def test_gradients_are_saved_when_asked_for(round_trip: RoundTrip) -> None:
     assert model.weight.grad is not None
     model.weight.grad.mul_(5)
     model.bias.grad = None
-    round_trip({"model": model, "gradients": True}, {"model": other, "gradients": True})
+    saving = ckpt.SaveOptions(gradients=True)
+    round_trip({"model": model, "saving": saving}, {"model": other, "saving": saving})
     assert exact(other.weight.grad) == exact(model.weight.grad)
     assert other.bias.grad is None
 

@@ -26,7 +26,13 @@ def _save(rank: int, root: str, notes: str, how: str, layout: str = "auto") -> N
     """Save, and leave in `notes` what was saved, and what it became with further training."""
     model = MODELS[how](1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    with ckpt.StateManager(root, model=model, optimizer=optimizer, layout=layout, timeout=60) as manager:
+    with ckpt.StateManager(
+        root,
+        model=model,
+        optimizer=optimizer,
+        saving=ckpt.SaveOptions(layout=layout),
+        ranks=ckpt.RankOptions(timeout=60),
+    ) as manager:
         for number in range(2):
             step(model, optimizer, number)
         manager.save_state("saved")
@@ -52,7 +58,9 @@ def _load(rank: int, root: str, notes: str, saved: list[str], how: str, same: bo
     for name in saved:
         model = MODELS[how](2)
         optimizer = torch.optim.AdamW(model.parameters())
-        with ckpt.StateManager(f"{root}/{name}", model=model, optimizer=optimizer, timeout=60) as manager:
+        with ckpt.StateManager(
+            f"{root}/{name}", model=model, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=60)
+        ) as manager:
             restored = manager.load_state("saved")
         assert {"model", "optimizer"} <= set(restored.restored)
         assert ("model" in restored.resharded) == (restored.resharded != {}) == (not _same_layout(name, how))
@@ -147,7 +155,12 @@ class _FullStorage(PassedOn):
 
 
 def _fail_to_gather(rank: int, root: str) -> None:
-    with ckpt.StateManager(_FullStorage(root), model=MODELS["fsdp2"](1), layout="full", timeout=20) as manager:
+    with ckpt.StateManager(
+        _FullStorage(root),
+        model=MODELS["fsdp2"](1),
+        saving=ckpt.SaveOptions(layout="full"),
+        ranks=ckpt.RankOptions(timeout=20),
+    ) as manager:
         manager.save_state("good")
         with pytest.raises(ckpt.FullError, match="no space left"):
             manager.save_state("bad")
@@ -196,7 +209,7 @@ def _disagree(rank: int, root: str) -> None:
     model = torch.nn.Module()
     model.weight = torch.nn.Parameter(tensor)
     with (
-        ckpt.StateManager(root, model=model, timeout=30) as manager,
+        ckpt.StateManager(root, model=model, ranks=ckpt.RankOptions(timeout=30)) as manager,
         pytest.raises(ckpt.RanksError, match=r"weight: float32\[4, 2\] on rank 0; float32\[6, 2\] on rank 1"),
     ):
         manager.save_state("bad", wait=True)
@@ -223,7 +236,7 @@ def test_a_missing_ranks_file_is_named_and_nothing_is_loaded(saved: Saved, root:
 def _mixed(rank: int, root: str) -> None:
     """A sharded model and one that every rank has, in one manager."""
     models = {"big": MODELS["fsdp2"](1), "small": MODELS["ddp"](1)}
-    with ckpt.StateManager(root, model=models, timeout=30) as manager:
+    with ckpt.StateManager(root, model=models, ranks=ckpt.RankOptions(timeout=30)) as manager:
         manager.save_state("mixed")
         before = exact([whole(model.state_dict()) for model in models.values()])
         for model in models.values():
@@ -242,7 +255,9 @@ def test_a_sharded_and_a_replicated_model_in_one_manager(root: Place) -> None:
 def _save_replicated_in_pieces(rank: int, root: str) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(200, 200) for _ in range(4)])
-    with ckpt.StateManager(root, model=model, layout="sharded", timeout=30) as manager:
+    with ckpt.StateManager(
+        root, model=model, saving=ckpt.SaveOptions(layout="sharded"), ranks=ckpt.RankOptions(timeout=30)
+    ) as manager:
         manager.save_state("pieces")
         before = exact(model.state_dict())
         for parameter in model.parameters():

@@ -159,7 +159,7 @@ def noted(path: str | Path) -> dict[str, str]:
 def save(rank: int, root: str, notes: str, what: str, how: str, over: str) -> None:
     """Two steps, a checkpoint, two steps more; with notes of all state, and the weights as PyTorch gathers them."""
     model, optimizer = build(what, how, over, seed=1)
-    with ckpt.StateManager(root, model=model, optimizer=optimizer, timeout=60) as manager:
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=60)) as manager:
         train(model, optimizer, range(2))
         manager.save_state("x")
         note(f"{notes}/saved.json", everything(model, optimizer), rank)
@@ -173,7 +173,7 @@ def save(rank: int, root: str, notes: str, what: str, how: str, over: str) -> No
 def load(rank: int, root: str, notes: str, what: str, how: str, over: str, same: bool) -> None:
     """Into fresh objects: all is as it was. Spread in the same way, training goes on as it did."""
     model, optimizer = build(what, how, over, seed=2)
-    with ckpt.StateManager(root, model=model, optimizer=optimizer, timeout=60) as manager:
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=60)) as manager:
         restored = manager.load_state("x")
     assert not restored.skipped
     assert everything(model, optimizer) == noted(f"{notes}/saved.json")
@@ -316,9 +316,9 @@ class Tied(nn.Module):
 
 def round_trip_tied(rank: int, root: str) -> None:
     model, other = fsdp2(Tied(1)), fsdp2(Tied(2))
-    with ckpt.StateManager(root, model=model, timeout=30) as manager:
+    with ckpt.StateManager(root, model=model, ranks=ckpt.RankOptions(timeout=30)) as manager:
         manager.save_state("x")
-    with ckpt.StateManager(root, model=other, timeout=30) as manager:
+    with ckpt.StateManager(root, model=other, ranks=ckpt.RankOptions(timeout=30)) as manager:
         manager.load_state("x")
     assert exact(whole(other.state_dict())) == exact(whole(model.state_dict()))
     assert other.lm_head.weight is other.embed.weight
@@ -407,12 +407,12 @@ def round_trip_on_one_side(rank: int, root: str, trained: int) -> None:
         model = _fsdp1(bare, None)
         runs.append((model, torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.1)))
     (model, optimizer), (other, other_optimizer) = runs
-    with ckpt.StateManager(root, model=model, optimizer=optimizer, timeout=30) as manager:
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=30)) as manager:
         for number in range(2):
             step(model, optimizer, number)
         assert bool(optimizer.state) == (rank == (0 if trained == 0 else 1))
         manager.save_state("x")
-    with ckpt.StateManager(root, model=other, optimizer=other_optimizer, timeout=30) as manager:
+    with ckpt.StateManager(root, model=other, optimizer=other_optimizer, ranks=ckpt.RankOptions(timeout=30)) as manager:
         all_came_back(manager.load_state("x"))
     train_alike((model, optimizer), (other, other_optimizer))
 
@@ -443,12 +443,14 @@ def round_trip_without_state(rank: int, root: str) -> None:
         optimizer = torch.optim.AdamW([{"params": model.parameters()}, {"params": [], "lr": 0.5}], lr=0.1 * seed)
         runs.append((model, optimizer, {"net": model, "loss": nn.MSELoss()}))
     (model, optimizer, parts), (other, other_optimizer, other_parts) = runs
-    with ckpt.StateManager(root, model=parts, optimizer=optimizer, timeout=30) as manager:
+    with ckpt.StateManager(root, model=parts, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=30)) as manager:
         for number in range(2):
             step(model, optimizer, number)
         assert model.unused.weight not in optimizer.state
         manager.save_state("x")
-    with ckpt.StateManager(root, model=other_parts, optimizer=other_optimizer, timeout=30) as manager:
+    with ckpt.StateManager(
+        root, model=other_parts, optimizer=other_optimizer, ranks=ckpt.RankOptions(timeout=30)
+    ) as manager:
         all_came_back(manager.load_state("x"))
     train_alike((model, optimizer), (other, other_optimizer))
 
@@ -466,7 +468,9 @@ def two_steps(model: nn.Module) -> torch.optim.Optimizer:
 
 def save_plain(rank: int, root: str) -> None:
     model = fsdp2(plain(1))
-    with ckpt.StateManager(root, model=model, optimizer=two_steps(model), timeout=30) as manager:
+    with ckpt.StateManager(
+        root, model=model, optimizer=two_steps(model), ranks=ckpt.RankOptions(timeout=30)
+    ) as manager:
         manager.save_state("x")
 
 
@@ -474,7 +478,7 @@ def refuse(rank: int, root: str, model: nn.Module, told: list[str]) -> str:
     """Try to load what does not fit: all of it is named, and not a bit is changed. Returns the error's text."""
     optimizer = two_steps(model)
     before = everything(model, optimizer), exact(torch.get_rng_state())
-    with ckpt.StateManager(root, model=model, optimizer=optimizer, timeout=30) as manager:
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=30)) as manager:
         with pytest.raises(ckpt.MismatchError) as caught:
             manager.load_state("x")
         assert manager.restored is None
@@ -538,13 +542,15 @@ def on_two_of_four(rank: int, seed: int) -> nn.Module | None:
 
 
 def save_on_two_of_four(rank: int, root: str) -> None:
-    with ckpt.StateManager(root, model=on_two_of_four(rank, 1), timeout=30, follow=False) as manager:
+    with ckpt.StateManager(
+        root, model=on_two_of_four(rank, 1), ranks=ckpt.RankOptions(timeout=30), follow=False
+    ) as manager:
         manager.save_state("x", wait=True)
 
 
 def load_on_two_of_four(rank: int, root: str) -> None:
     saved, loaded = on_two_of_four(rank, 1), on_two_of_four(rank, 2)
-    with ckpt.StateManager(root, model=loaded, timeout=30, follow=False) as manager:
+    with ckpt.StateManager(root, model=loaded, ranks=ckpt.RankOptions(timeout=30), follow=False) as manager:
         restored = manager.load_state("x")
     if saved is not None and loaded is not None:
         assert (restored.approximated, restored.skipped) == ({}, {}), restored
@@ -561,7 +567,12 @@ def test_a_model_that_only_some_ranks_have_comes_back_to_them(new_root: Callable
 def save_with_another_layout_on_rank_1(rank: int, root: str) -> None:
     model = fsdp2(plain(1))
     with (
-        ckpt.StateManager(root, model=model, layout="full" if rank == 1 else "auto", timeout=30) as manager,
+        ckpt.StateManager(
+            root,
+            model=model,
+            saving=ckpt.SaveOptions(layout="full" if rank == 1 else "auto"),
+            ranks=ckpt.RankOptions(timeout=30),
+        ) as manager,
         pytest.raises(ckpt.RanksError, match=r"model: in pieces on rank 0; whole on rank 1"),
     ):
         manager.save_state("x", wait=True)
@@ -582,9 +593,9 @@ def round_trip_on_part_of_the_ranks(rank: int, root: str) -> None:
         layer: Any = model[0]
         weight = distribute_tensor(layer.weight.detach(), mesh, [Shard(0)])
         layer.register_parameter("weight", nn.Parameter(weight))
-    with ckpt.StateManager(root, model=saved, timeout=30) as manager:
+    with ckpt.StateManager(root, model=saved, ranks=ckpt.RankOptions(timeout=30)) as manager:
         manager.save_state("x")
-    with ckpt.StateManager(root, model=loaded, timeout=30) as manager:
+    with ckpt.StateManager(root, model=loaded, ranks=ckpt.RankOptions(timeout=30)) as manager:
         manager.load_state("x")
     for one, other in zip(saved.parameters(), loaded.parameters(), strict=True):
         here, there = (local_tensor(p) if is_sharded(p) else p for p in (one, other))
@@ -600,11 +611,11 @@ def load_an_optimizer_of_fewer_parameters(rank: int, root: str) -> None:
     model = _fsdp1(plain(1), None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step(model, optimizer, 0)
-    with ckpt.StateManager(root, model=model, optimizer=optimizer, timeout=30) as manager:
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=30)) as manager:
         manager.save_state("x")
     fewer = torch.optim.AdamW([one for name, one in model.named_parameters() if "4." in name])
     with (
-        ckpt.StateManager(root, model=model, optimizer=fewer, timeout=30) as manager,
+        ckpt.StateManager(root, model=model, optimizer=fewer, ranks=ckpt.RankOptions(timeout=30)) as manager,
         pytest.raises(ckpt.MismatchError, match=r"param_groups\[0\]\.0\.weight: unexpected"),
     ):
         manager.load_state("x")

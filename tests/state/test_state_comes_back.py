@@ -81,7 +81,7 @@ def _draw_after_a_resume(rank: int, root: str, record: str, *, save: bool) -> No
     import numpy as np
 
     seed_everything(0)  # a script that seeds every rank alike
-    with ckpt.StateManager(root, model=nn.Linear(1, 1), timeout=60.0) as manager:
+    with ckpt.StateManager(root, model=nn.Linear(1, 1), ranks=ckpt.RankOptions(timeout=60.0)) as manager:
         if save:
             seed_everything(rank)
             manager.save_state("a", wait=True)

@@ -41,7 +41,12 @@ def _mine(model: nn.Module, optimizer: Any) -> str:
 def _straight(rank: int, folder: str) -> None:
     model, optimizer, scheduler = _built(1)
     with ckpt.StateManager(
-        f"{folder}/runs", model=model, optimizer=optimizer, scheduler=scheduler, timeout=60, follow=False
+        f"{folder}/runs",
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        ranks=ckpt.RankOptions(timeout=60),
+        follow=False,
     ) as manager:
         manager.save_state("start")
         _train(model, optimizer, scheduler, range(3))
@@ -53,7 +58,12 @@ def _straight(rank: int, folder: str) -> None:
 def _resumed(rank: int, folder: str) -> None:
     model, optimizer, scheduler = _built(2)
     with ckpt.StateManager(
-        f"{folder}/runs", model=model, optimizer=optimizer, scheduler=scheduler, timeout=60, follow=False
+        f"{folder}/runs",
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        ranks=ckpt.RankOptions(timeout=60),
+        follow=False,
     ) as manager:
         restored = manager.load_state("middle")
         assert not restored.approximated, restored
@@ -73,7 +83,9 @@ def _alone(rank: int, folder: str) -> None:
 
 def _three(rank: int, folder: str) -> None:
     model, optimizer, _ = _built(2)
-    with ckpt.StateManager(f"{folder}/runs", model=model, optimizer=optimizer, timeout=60) as manager:
+    with ckpt.StateManager(
+        f"{folder}/runs", model=model, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=60)
+    ) as manager:
         with pytest.raises(ckpt.MismatchError, match="optimizer: each of the 2 ranks that saved it had its own"):
             manager.load_state("middle")
         restored = manager.load_state("middle", strict=False)
@@ -93,7 +105,7 @@ def _with_power_sgd(rank: int, root: str) -> None:
     said: list[str] = []
     logging.getLogger("ckpt").addHandler(handler := logging.Handler())
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    with ckpt.StateManager(root, model=model, timeout=60, follow=False) as manager:
+    with ckpt.StateManager(root, model=model, ranks=ckpt.RankOptions(timeout=60), follow=False) as manager:
         manager.save_state("a")
         manager.save_state("b")
         restored = manager.load_state("b")

@@ -238,7 +238,7 @@ class TestHandingOver:
     def test_what_has_no_place_there_is_named(self, tmp_path: Path) -> None:
         run = build(scaler=False)
         loader = DataLoader(TensorDataset(torch.arange(8)), batch_size=2)
-        with ckpt.StateManager(tmp_path / "root", **run.parts(), gradients=True) as manager:
+        with ckpt.StateManager(tmp_path / "root", **run.parts(), saving=ckpt.SaveOptions(gradients=True)) as manager:
             manager.register(dice=torch.Generator())
             for _ in manager.batches(loader):
                 train(run, run.model, steps=1)

@@ -34,7 +34,9 @@ def save(root: str | Path, steps: int = 2) -> None:
     model = Tied()
     optimizer = torch.optim.SGD([model.embedding.weight], momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with ckpt.StateManager(root, model=model, optimizer=optimizer, scheduler=scheduler, gradients=True) as manager:
+    with ckpt.StateManager(
+        root, model=model, optimizer=optimizer, scheduler=scheduler, saving=ckpt.SaveOptions(gradients=True)
+    ) as manager:
         manager.resume()
         for _ in range(steps):
             model.embedding(torch.arange(4)).sum().backward()

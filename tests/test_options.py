@@ -1,0 +1,177 @@
+"""The options of a manager: refused at once if they make no sense, and old spellings of them work for a version."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import ckpt
+from ckpt.options import resolve_options
+from ckpt.storage import MemoryStorage
+from ckpt.util.sizes import parse_size
+
+NONSENSE: dict[str, Any] = {
+    "save_every": 0,
+    "keep": 3,
+    "mirror": 7,
+    "storage_options": "key",
+    "saving": {"layout": "full"},
+    "ranks": 30.0,
+    "follow": None,
+}
+NONSENSE_OF_SAVES: dict[str, Any] = {
+    "layout": "whole", "gradients": "yes", "background": 1, "when_busy": "later", "host_memory": "8 elephants",
+}  # fmt: skip
+NONSENSE_OF_RANKS: dict[str, Any] = {"timeout": float("nan"), "shared": "no", "broadcast": 0, "handle_sigterm": None}
+OLD: dict[str, Any] = {
+    **NONSENSE_OF_SAVES,
+    **NONSENSE_OF_RANKS,
+    "mirror_keep": 1,
+    "mirror_bandwidth": -1,
+    "mirror_backlog": 0,
+}
+
+
+def test_every_argument_that_is_an_option_is_checked() -> None:
+    objects = {
+        "self",
+        "root",
+        "accelerator",
+        "model",
+        "optimizer",
+        "scheduler",
+        "scaler",
+        "dataloader",
+        "old_spellings",
+    }
+    assert inspect.signature(ckpt.StateManager.__init__).parameters.keys() - objects == NONSENSE.keys()
+
+
+def test_a_manager_names_every_option_that_makes_no_sense_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ckpt.ConfigError) as raised:
+        ckpt.StateManager(tmp_path / "run", model=nn.Linear(1, 1), **NONSENSE)
+    assert [f"{name}=" in str(raised.value) for name in NONSENSE] == [True] * len(NONSENSE)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"), [(ckpt.SaveOptions, NONSENSE_OF_SAVES), (ckpt.RankOptions, NONSENSE_OF_RANKS)]
+)
+def test_an_option_object_names_every_offender_when_it_is_built(kind: type, wrong: dict[str, Any]) -> None:
+    assert inspect.signature(kind).parameters.keys() == wrong.keys()
+    with pytest.raises(ckpt.ConfigError) as raised:
+        kind(**wrong)
+    assert str(raised.value).startswith(f"{kind.__name__}: ")
+    assert [f"{name}={value!r}" in str(raised.value) for name, value in wrong.items()] == [True] * len(wrong)
+
+
+def test_sizes_are_said_as_people_say_them() -> None:
+    assert ckpt.SaveOptions(host_memory="8GB").host_memory_bytes == 8 * 10**9
+    assert ckpt.SaveOptions(host_memory=0).host_memory_bytes == 0
+    assert ckpt.Mirror("x", bandwidth="50MiB").bytes_per_second == 50 * 2**20
+    assert [parse_size(size) for size in ("5GB", "1.5 kb", "12", 7)] == [5 * 10**9, 1500, 12, 7]
+    assert [parse_size(size) for size in ("", "GB", "-1", "5 GBs", 0, True)] == [None] * 6
+
+
+def test_an_option_that_does_not_exist_is_refused_with_the_nearest_that_does(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"no option 'save_evry' \(did you mean 'save_every'\?\)") as raised:
+        ckpt.StateManager(tmp_path, model=nn.Linear(1, 1), save_evry=5)
+    assert isinstance(raised.value, ckpt.ConfigError)
+
+
+def test_old_spellings_mean_the_same_and_the_warning_says_the_new_one() -> None:
+    with pytest.warns(
+        DeprecationWarning, match=r"ranks=ckpt\.RankOptions\(timeout=9\), saving=ckpt\.SaveOptions\(layout='full'\)"
+    ):
+        found = resolve_options({"timeout": 9, "layout": "full"})
+    assert found == resolve_options({"ranks": ckpt.RankOptions(timeout=9), "saving": ckpt.SaveOptions(layout="full")})
+    with pytest.warns(DeprecationWarning, match=r"mirror=ckpt\.Mirror\(url, backlog=5\)"):
+        found = resolve_options({"mirror": "there", "mirror_backlog": 5})
+    assert found.mirror == ckpt.Mirror("there", backlog=5)
+
+
+def test_the_warning_points_at_the_line_that_built_the_manager() -> None:
+    with pytest.warns(DeprecationWarning, match="timeout") as warned:
+        ckpt.StateManager(MemoryStorage("run"), model=nn.Linear(1, 1), timeout=9)
+    assert [warning.filename for warning in warned] == [__file__]
+
+
+def test_old_spellings_that_make_no_sense_are_all_named_too(tmp_path: Path) -> None:
+    with pytest.raises(ckpt.ConfigError) as raised:
+        ckpt.StateManager(tmp_path, model=nn.Linear(1, 1), mirror="there", **OLD)
+    assert [f"{name}={value!r}" in str(raised.value) for name, value in OLD.items()] == [True] * len(OLD)
+
+
+def test_an_old_spelling_beside_the_object_that_replaces_it_is_refused() -> None:
+    with (
+        pytest.warns(DeprecationWarning, match="timeout"),
+        pytest.raises(ckpt.ConfigError, match="timeout cannot be given beside ranks="),
+    ):
+        resolve_options({"timeout": 9, "ranks": ckpt.RankOptions()})
+
+
+def test_new_spellings_warn_of_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolve_options({"saving": ckpt.SaveOptions(layout="full"), "mirror": ckpt.Mirror("x", backlog=3)})
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """What is opened, and with which options."""
+    found: list[tuple[str, Any]] = []
+
+    def open_url(url: str, options: Any) -> MemoryStorage:
+        found.append((url, options))
+        return MemoryStorage(url.replace("://", "-"))
+
+    monkeypatch.setattr("ckpt.root.open.open_url", open_url)
+    return found
+
+
+class TestMirror:
+    def test_it_has_an_account_of_its_own(self, opened: list[tuple[str, Any]]) -> None:
+        there = ckpt.Mirror("s3://second/run", storage_options={"key": "mine"})
+        resolve_options({"mirror": there, "storage_options": {"key": "ours"}}).open_tiers("s3://first/run")
+        assert opened == [("s3://first/run", {"key": "ours"}), ("s3://second/run", {"key": "mine"})]
+
+    def test_without_one_it_has_the_options_of_the_root(self, opened: list[tuple[str, Any]]) -> None:
+        resolve_options({"mirror": "s3://b/run", "storage_options": {"key": "ours"}}).open_tiers("s3://a/run")
+        assert [options for _, options in opened] == [{"key": "ours"}, {"key": "ours"}]
+
+
+class TestYaml:
+    def read(self, tmp_path: Path, text: str) -> ckpt.StateManager:
+        (tmp_path / "ckpt.yaml").write_text(text)
+        return ckpt.StateManager.from_config(tmp_path / "ckpt.yaml", model=nn.Linear(1, 1))
+
+    def test_mappings_become_option_objects(self, tmp_path: Path) -> None:
+        text = (
+            f"root: {tmp_path}/run\nkeep: {{last: 2}}\nsaving: {{host_memory: 8GB, when_busy: skip}}\n"
+            f"ranks: {{timeout: 7}}\nmirror: {{url: {tmp_path}/mirror, keep: {{last: 9}}, backlog: 4}}\n"
+        )
+        with self.read(tmp_path, text) as manager:
+            options = manager.session.options
+        assert options.saving == ckpt.SaveOptions(host_memory="8GB", when_busy="skip")
+        assert options.ranks == ckpt.RankOptions(timeout=7)
+        assert options.mirror == ckpt.Mirror(f"{tmp_path}/mirror", keep=ckpt.Keep(last=9), backlog=4)
+        assert options.keep == ckpt.Keep(last=2)
+
+    @pytest.mark.parametrize(
+        ("line", "said"),
+        [
+            ("saving: {layuot: full}", r"saving has no option 'layuot' \(did you mean 'layout'\?\)"),
+            ("ranks: 30", "'ranks' must be a mapping, for example 'ranks: {timeout: 60}'"),
+            ("mirror: {keep: {last: 3}}", "'mirror' needs a url"),
+            ("mirror: {url: x, keep: 3}", "'keep' must be a mapping"),
+            ("save_evry: 5", "did you mean 'save_every'"),
+        ],
+    )
+    def test_what_makes_no_sense_is_named(self, tmp_path: Path, line: str, said: str) -> None:
+        with pytest.raises(ckpt.ConfigError, match=said):
+            self.read(tmp_path, f"root: {tmp_path}/run\n{line}\n")
