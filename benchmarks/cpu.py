@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import measure
-import raw
-import ways
-from measure import (
+from benchmarks.shared import checkpointers as ways
+from benchmarks.shared import measure, raw
+from benchmarks.shared.checkpointers import Way
+from benchmarks.shared.measure import (
     Target,
     divided,
     folder_in,
@@ -33,8 +33,7 @@ from measure import (
     seconds,
     settle,
 )
-from state import State, fingerprints
-from ways import Way
+from benchmarks.shared.state import State, fingerprints
 
 WAYS: tuple[type[Way], ...] = (
     ways.Ours,

@@ -23,14 +23,15 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import measure
 import torch
-import ways
-from measure import PIECE, Target, divided, folder_in, in_seconds, ratio
-from raw import RawReader
-from state import State, assert_equal
-from training import LENGTH, Training
-from ways import Way
+
+from benchmarks.shared import checkpointers as ways
+from benchmarks.shared import measure
+from benchmarks.shared.checkpointers import Way
+from benchmarks.shared.measure import PIECE, Target, divided, folder_in, in_seconds, ratio
+from benchmarks.shared.raw import RawReader
+from benchmarks.shared.state import State, assert_equal
+from benchmarks.shared.training import LENGTH, Training
 
 WAYS: dict[str, type[Way]] = {
     "ours": ways.OursInBackground,

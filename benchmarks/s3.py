@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import measure
 import torch
-from measure import in_a_new_process, in_megabytes, in_seconds, peak, ratio, seconds
 from torch import nn
 
 import ckpt
+from benchmarks.shared import measure
+from benchmarks.shared.measure import in_a_new_process, in_megabytes, in_seconds, peak, ratio, seconds
 from ckpt.storage import open_storage
 from ckpt.storage.multipart import PART
 

@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-import measure
-import raw
 import torch
-import ways
-from measure import folder_in, in_seconds, ratio, seconds
-from state import State
+
+from benchmarks.shared import checkpointers as ways
+from benchmarks.shared import measure, raw
+from benchmarks.shared.measure import folder_in, in_seconds, ratio, seconds
+from benchmarks.shared.state import State
 
 SIZES = (10, 30, 100, 300, 1000, 3000, 10_000)  # megabytes
 WINDOW = 9  # saves of which the middle one counts

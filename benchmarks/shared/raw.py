@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from measure import PIECE
-from state import State
-from ways import Way
+
+from benchmarks.shared.checkpointers import Way
+from benchmarks.shared.measure import PIECE
+from benchmarks.shared.state import State
 
 
 class Raw(Way):

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import measure
 import torch
-from state import State
 from torch.nn import functional
+
+from benchmarks.shared import measure
+from benchmarks.shared.state import State
 
 LENGTH = 256  # tokens of one sample
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from state import State
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import ckpt
+from benchmarks.shared.state import State
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # by `no_dist`, which says so already
 

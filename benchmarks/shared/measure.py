@@ -24,7 +24,7 @@ from typing import Any
 import ckpt
 from ckpt.util.aligned_memory import pages
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent.parent / "results"
 PIECE = 8 << 20
 
 
