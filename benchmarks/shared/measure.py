@@ -16,12 +16,12 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import ckpt
+from ckpt.util import svg_plot
 from ckpt.util.aligned_memory import pages
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -206,28 +206,28 @@ def keep(what: str, hardware: str, text: str, plot: str, results: Path | None) -
     return path
 
 
-def bars(title: str, groups: Mapping[str, Mapping[str, float]], unit: str = "s") -> str:
-    """A picture of figures, written by hand: a plot is no reason to need a plotting library.
+_LABELS, _BARS, _LINE = 330, 420, 20  # widths of labels and of the longest bar, height of a line
 
-    One chart below the other, `groups` by name, each with a bar for every label.
-    """
-    left, width, height, top = 330, 420, 20, 40
-    body, line = [], top
+
+def bars(title: str, groups: Mapping[str, Mapping[str, float]], unit: str = "s") -> str:
+    """A plot of figures: for each group a bar chart with its name above, one below the other."""
+    body = ['<rect width="100%" height="100%" fill="white"/>', svg_plot.text(10, 22, title, font_size=15)]
+    top = 40
     for group, values in groups.items():
-        longest = max([*values.values(), 1e-9])
-        body.append(f'<text x="10" y="{line + 15}" font-weight="bold">{escape(group)}</text>')
-        line += height + 4
-        for label, value in values.items():
-            colour = "#d1495b" if label.startswith("ckpt") else "#8d99ae"
-            length = max(1.0, width * max(value, 0.0) / longest)
-            body.append(
-                f'<text x="{left - 8}" y="{line + 14}" text-anchor="end">{escape(label)}</text>'
-                f'<rect x="{left}" y="{line + 2}" width="{length:.1f}" height="{height - 5}" fill="{colour}"/>'
-                f'<text x="{left + length + 6:.1f}" y="{line + 14}">{value:.3g} {unit}</text>'
-            )
-            line += height
-        line += 16
-    size = f'width="{left + width + 110}" height="{line}"'
-    style = 'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="12"'
-    head = f'<rect width="100%" height="100%" fill="white"/><text x="10" y="22" font-size="15">{escape(title)}</text>'
-    return f"<svg {style} {size}>\n{head}\n" + "\n".join(body) + "\n</svg>\n"
+        body.append(svg_plot.text(10, top + 15, group, font_weight="bold"))
+        body += _chart(values, top + _LINE + 4, unit)
+        top += _LINE * (len(values) + 1) + 20
+    return svg_plot.document(body, _LABELS + _BARS + 110, top, font_family="sans-serif", font_size=12)
+
+
+def _chart(values: Mapping[str, float], top: int, unit: str) -> Iterator[str]:
+    length = svg_plot.linear_scale(0, max([*values.values(), 1e-9]), 0, _BARS)
+    for number, (label, value) in enumerate(values.items()):
+        line, width = top + number * _LINE, max(1.0, length(max(value, 0.0)))
+        yield svg_plot.text(_LABELS - 8, line + 14, label, text_anchor="end")
+        yield svg_plot.rectangle(_LABELS, line + 2, width, _LINE - 5, fill=_colour(label))
+        yield svg_plot.text(_LABELS + width + 6, line + 14, f"{value:.3g} {unit}")
+
+
+def _colour(label: str) -> str:
+    return "#d1495b" if label.startswith("ckpt") else "#8d99ae"
