@@ -1,34 +1,30 @@
-"""How the benchmarks measure and report: time, memory, the page cache, the machine, tables, targets and plots."""
+"""How benchmarks measure: time, memory, the page cache, processes of their own.
+
+Nothing of ckpt is imported here: children that measure an earlier version import this module too.
+"""
 
 from __future__ import annotations
 
 import mmap
 import multiprocessing
 import os
-import platform
 import re
 import shutil
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec, TypeVar
 
-import ckpt
-from ckpt.util import svg_plot
-from ckpt.util.aligned_memory import pages
-
-RESULTS = Path(__file__).parent.parent / "results"
 PIECE = 8 << 20
 
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
 
-def seconds(do: Callable[[], Any]) -> float:
+
+def seconds(do: Callable[[], object]) -> float:
     started = time.perf_counter()
     do()
     return time.perf_counter() - started
@@ -36,7 +32,7 @@ def seconds(do: Callable[[], Any]) -> float:
 
 @contextmanager
 def folder_in(root: Path) -> Iterator[Path]:
-    """A folder of its own on the disk to measure, gone afterwards."""
+    """A new folder on the disk to measure, removed afterwards."""
     folder = Path(tempfile.mkdtemp(prefix=".benchmark-", dir=root)).resolve()
     try:
         yield folder
@@ -49,7 +45,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def warm(folder: Path) -> None:
-    """Bring every file into the page cache."""
+    """Read every file into the page cache."""
     buffer = memoryview(bytearray(PIECE))
     for path in files_in(folder):
         with open(path, "rb", buffering=0) as file:
@@ -58,7 +54,7 @@ def warm(folder: Path) -> None:
 
 
 def cold(folder: Path) -> None:
-    """Take every file out of the page cache. Only what is on the disk can be dropped, hence the sync."""
+    """Drop every file from the page cache. Only clean pages can be dropped, hence the sync."""
     os.sync()
     for path in files_in(folder):
         descriptor = os.open(path, os.O_RDONLY)
@@ -69,32 +65,37 @@ def cold(folder: Path) -> None:
 CACHES: Mapping[str, Callable[[Path], None]] = {"warm": warm, "cold": cold}
 
 
-def in_a_new_process(do: Callable[..., Any], *arguments: Any) -> Any:
-    """So that memory which somebody else gave back cannot be used again unnoticed. What takes long is imported."""
+def in_a_new_process(
+    do: Callable[Arguments, Returned], *arguments: Arguments.args, **named: Arguments.kwargs
+) -> Returned:
+    """Call a function where no memory is left over from others to be used again. Slow imports are done beforehand."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.checkpoint", "accelerate", "safetensors.torch", "ckpt.manager"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(do, *arguments).result()
+        return pool.submit(do, *arguments, **named).result()
 
 
 def settle(size: int) -> None:
-    """The same start for all: nothing left to be written, and free memory that was in use just now.
+    """The same start for all: no dirty pages, and free memory that was in use a moment ago.
 
-    A virtual machine takes its time to hand out memory that has been idle: whoever came first after a pause would pay.
-    Several times as much as will be needed, as nobody knows which of it comes first.
+    A virtual machine is slow to hand out memory that has been idle: whoever comes first after a pause would pay for it.
+    Several times the size is touched, since nobody knows which part of it is handed out first.
     """
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     size = max(mmap.PAGESIZE, min(4 * size, free * 3 // 4))
-    with pages(size) as memory:
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
         for start in range(0, size, mmap.PAGESIZE):
             memory[start] = 1
     os.sync()
 
 
 def peak(do: Callable[[], None]) -> int | None:
-    """By how much the resident memory of this process grows at most; none where the kernel does not say."""
+    """Peak growth of this process's resident memory; none where the kernel does not report it."""
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts from here
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     except OSError:
         return None
     before = _memory("VmRSS")
@@ -106,128 +107,3 @@ def _memory(key: str) -> int:
     found = re.search(rf"^{key}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found, key
     return int(found[1]) * 1024
-
-
-def processor() -> str:
-    """The processor's name. What the platform module says of it is often empty."""
-    found = re.search(r"^Model name:\s+(\S.*)$", _said_by("lscpu"), re.MULTILINE)
-    return found[1] if found else platform.processor() or platform.machine()
-
-
-def filesystem(root: Path) -> str:
-    said = _said_by("df", "--output=fstype", str(root)).split()
-    return said[-1] if said else "filesystem unknown"
-
-
-def _said_by(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
-def versions(*packages: str) -> str:
-    """Of Python, of ckpt (which need not be installed), and of those packages that are."""
-    found = [f"Python {platform.python_version()}", f"ckpt {ckpt.__version__}"]
-    for package in packages:
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            continue
-    return ", ".join(found)
-
-
-def preamble(command: str, root: Path, *packages: str, accelerator: str = "") -> str:
-    """What a figure is worth nothing without. Call it first: it reads how busy the machine was."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return f"""- Command: `python benchmarks/{command}`
-- Date: {today()}
-- Machine: {accelerator}{processor()}, {os.cpu_count()} cores, {memory / 1e9:.0f} GB memory, {platform.system()}, \
-{filesystem(root)}
-- Versions: {versions(*packages)}
-- Load of the machine when it began: {os.getloadavg()[0]:.1f}"""
-
-
-def today() -> str:
-    return datetime.now(timezone.utc).date().isoformat()
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [list(head), ["---"] * len(head), *map(list, rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
-
-
-def in_seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f} s" if abs(value) < 0.1 else f"{value:.2f} s"
-
-
-def in_megabytes(count: int | None) -> str:
-    return "unknown" if count is None else f"{count / 1e6:.0f} MB"
-
-
-def ratio(one: float | None, other: float | None) -> str:
-    """Nothing where noise made one of them negative."""
-    return "" if one is None or other is None or one < 0 or other <= 0 else f"{one / other:.2f}"
-
-
-@dataclass(frozen=True)
-class Target:
-    """Something to reach: at most `limit`. What could not be measured is not reached."""
-
-    text: str
-    measured: float | None
-    limit: float
-    unit: str = ""
-
-    def row(self) -> list[str]:
-        limit = f"at most {self.limit:g}{self.unit}"
-        if self.measured is None:
-            return [self.text, limit, "not measured", ""]
-        return [self.text, limit, f"{self.measured:.3g}{self.unit}", "yes" if self.measured <= self.limit else "NO"]
-
-
-def table_of_targets(targets: Sequence[Target]) -> str:
-    return table(["target", "limit", "measured", "reached"], [target.row() for target in targets])
-
-
-def divided(one: float | None, other: float | None) -> float | None:
-    return None if one is None or not other else one / other
-
-
-def keep(what: str, hardware: str, text: str, plot: str, results: Path | None) -> Path:
-    """Leave the report and its plot where results are kept."""
-    folder = results or RESULTS
-    folder.mkdir(parents=True, exist_ok=True)
-    name = f"{what}_{re.sub(r'[^a-z0-9]+', '-', hardware.lower()).strip('-')}_{today()}"
-    (folder / f"{name}.svg").write_text(plot)
-    path = folder / f"{name}.md"
-    path.write_text(f"{text}\n![plot]({name}.svg)\n")
-    return path
-
-
-_LABELS, _BARS, _LINE = 330, 420, 20  # widths of labels and of the longest bar, height of a line
-
-
-def bars(title: str, groups: Mapping[str, Mapping[str, float]], unit: str = "s") -> str:
-    """A plot of figures: for each group a bar chart with its name above, one below the other."""
-    body = ['<rect width="100%" height="100%" fill="white"/>', svg_plot.text(10, 22, title, font_size=15)]
-    top = 40
-    for group, values in groups.items():
-        body.append(svg_plot.text(10, top + 15, group, font_weight="bold"))
-        body += _chart(values, top + _LINE + 4, unit)
-        top += _LINE * (len(values) + 1) + 20
-    return svg_plot.document(body, _LABELS + _BARS + 110, top, font_family="sans-serif", font_size=12)
-
-
-def _chart(values: Mapping[str, float], top: int, unit: str) -> Iterator[str]:
-    length = svg_plot.linear_scale(0, max([*values.values(), 1e-9]), 0, _BARS)
-    for number, (label, value) in enumerate(values.items()):
-        line, width = top + number * _LINE, max(1.0, length(max(value, 0.0)))
-        yield svg_plot.text(_LABELS - 8, line + 14, label, text_anchor="end")
-        yield svg_plot.rectangle(_LABELS, line + 2, width, _LINE - 5, fill=_colour(label))
-        yield svg_plot.text(_LABELS + width + 6, line + 14, f"{value:.3g} {unit}")
-
-
-def _colour(label: str) -> str:
-    return "#d1495b" if label.startswith("ckpt") else "#8d99ae"
