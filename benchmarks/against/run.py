@@ -45,7 +45,7 @@ class Child:
                 stderr=log,
                 text=True,
                 cwd=folder,  # which has nothing to import
-                env={**os.environ, "PYTHONPATH": str(checkout), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "2"},
+                env={**os.environ, "PYTHONPATH": str(checkout), "GLOO_SOCKET_IFNAME": "lo"},
             )
 
     def sample(self) -> dict[str, float]:
@@ -73,7 +73,8 @@ class Child:
         try:
             self.process.wait(60)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            self.process.terminate()  # torchrun then ends its ranks
+            self.process.wait(60)
 
 
 def _launcher(task: str) -> list[str]:

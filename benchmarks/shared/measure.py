@@ -92,7 +92,7 @@ def settle(size: int) -> None:
     os.sync()
 
 
-def peak(do: Callable[[], None]) -> int | None:
+def peak(do: Callable[[], object]) -> int | None:
     """Peak growth of this process's resident memory; none where the kernel does not report it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
