@@ -53,7 +53,7 @@ mutants: $(READY)
 	$(BIN)/python -m tests.mutants --jobs $(JOBS) $(if $(REPORT),--report $(REPORT)) $(MUTANTS)
 
 bench: $(READY)
-	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/python -m benchmarks cpu
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
