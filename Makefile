@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 JOBS ?= 2
 # the foundation and sharded state: with CKPT_ROOT=s3 every root of theirs is on an S3 server
 MATRIX := guarantees/resume_matrix load/world_size state/save_and_load data/resume_loader save/background ranks/group \
-	guarantees/damage
+	guarantees/damage \
 	guarantees/kills guarantees/bad_input root/retention state/sharded state/sharded_models save/linking load/broadcast export/merge
 
 .PHONY: demo test test-s3 lint format kills faults campaign mutants bench clean
