@@ -48,7 +48,7 @@ _GUARDED: tuple[tuple[Any, str], ...] = (
 def marks_of(test: pytest.Function) -> set[str]:
     """The marks that follow from what a test can reach."""
     parameters = list(test.callspec.params.values()) if hasattr(test, "callspec") else []
-    search = _Search({value for value in parameters if isinstance(value, str)})
+    search = _Search(test.cls, {value for value in parameters if isinstance(value, str)})
     fixtures = test._fixtureinfo.name2fixturedefs.values()
     search.visit([test.function, *(fixture.func for stack in fixtures for fixture in stack), *parameters])
     starts = search.found & {"slow", "ranks"} or ({"slow"} if "s3" in search.parameters else set())
@@ -58,7 +58,8 @@ def marks_of(test: pytest.Function) -> set[str]:
 class _Search:
     """Follows the names in a function's code to the functions, classes and tables of the tests that they stand for."""
 
-    def __init__(self, parameters: set[str]) -> None:
+    def __init__(self, owner: type | None, parameters: set[str]) -> None:
+        self.owner = owner  # the class whose methods the test calls on itself
         self.parameters = parameters
         self.found: set[str] = set()
         self._seen: set[int] = set()
@@ -99,6 +100,7 @@ class _Search:
     def _scan(self, code: CodeType, names: dict[str, Any]) -> None:
         self.visit(constant for constant in code.co_consts if isinstance(constant, str | tuple))
         self.visit(names[name] for name in code.co_names if name in names)
+        self.visit(getattr(self.owner, name, None) for name in code.co_names)
         if "fork" in code.co_names:
             self.found.add("slow")
         if not set(_IN_A_GROUP).isdisjoint(code.co_names):
