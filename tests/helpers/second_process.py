@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import subprocess
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -62,12 +62,12 @@ class _Search:
         self.owner = owner  # the class whose methods the test calls on itself
         self.parameters = parameters
         self.found: set[str] = set()
-        self._seen: set[int] = set()
+        self._seen: dict[int, object] = {}  # held, or an id would be given again
 
     def visit(self, values: Iterable[object]) -> None:
         for value in values:
             if id(value) not in self._seen:
-                self._seen.add(id(value))
+                self._seen[id(value)] = value
                 self._visit(value)
 
     def _visit(self, value: Any) -> None:
@@ -89,7 +89,7 @@ class _Search:
         if isinstance(value, type):
             self.visit([*vars(value).values(), *value.__mro__[1:]])
         elif isinstance(value, FunctionType):
-            self.visit([*(cell.cell_contents for cell in value.__closure__ or ()), *vars(value).values()])
+            self.visit([*_enclosed(value), *vars(value).values()])
             for code in _codes(value.__code__):
                 self._scan(code, value.__globals__)
         elif isinstance(value, _WRAPPERS):
@@ -111,6 +111,12 @@ class _Search:
             self.found.add("slow")
         if any(word in text for word in _IN_A_GROUP):  # in a script or a command line
             self.found.add("group")
+
+
+def _enclosed(function: FunctionType) -> Iterator[object]:
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # empty
+            yield cell.cell_contents
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
