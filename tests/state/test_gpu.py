@@ -12,7 +12,7 @@ from torch import nn
 import ckpt
 from tests.helpers.training import exact
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def _objects(compiled: bool) -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, Any]:
