@@ -33,6 +33,7 @@ class SavedTensor:
 
 Place = Callable[[SavedTensor], Any]  # the tensor to read a saved one into; None for new memory, LEFT for not at all
 LEFT: Any = object()
+WHOLE_PART = "\0whole part"  # in a map of what does not fit, the key for the part itself: no state has a key with a NUL
 
 
 class Read(Protocol):

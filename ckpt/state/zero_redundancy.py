@@ -11,6 +11,7 @@ from torch import nn
 
 from ckpt.errors import UnsupportedError
 from ckpt.state.optimizer import OptimizerPart
+from ckpt.state.parts import WHOLE_PART
 from ckpt.state.replicated import NONE, Guarantee
 
 
@@ -46,7 +47,7 @@ class ZeroRedundancyPart(OptimizerPart):
         return NONE
 
     def tied_to_ranks(self, names: Collection[str]) -> dict[str, str]:
-        return {"": "part of it"} if names else {}
+        return {WHOLE_PART: "part of it"} if names else {}
 
     def capture(self) -> dict[str, Any]:
         self.around._sync_param_groups(self.around.param_groups, self.optimizer.param_groups)  # as before its steps

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ckpt.errors import MismatchError, StateError
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.documents import to_json
-from ckpt.state.parts import Notes, Read, Whole
+from ckpt.state.parts import WHOLE_PART, Notes, Read, Whole
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _SCALER = "loss_scaler"
@@ -135,10 +135,12 @@ class PartitionsPart(Whole):
 
     def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
         if saved["parameters"] != self._parameters():
-            return {"": "the optimizer's parameters, their groups or their order are not those of the checkpoint"}
+            return {
+                WHOLE_PART: "the optimizer's parameters, their groups or their order are not those of the checkpoint"
+            }
         live = _scaler_state(getattr(self.engine.optimizer, _SCALER, None))
         if saved["scaler"].get("class") != live.get("class"):
-            return {"": f"a {saved['scaler'].get('class')} in the checkpoint, a {live.get('class')} here"}
+            return {WHOLE_PART: f"a {saved['scaler'].get('class')} in the checkpoint, a {live.get('class')} here"}
         return {}
 
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
