@@ -14,8 +14,7 @@ import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats.layout import Box
-from ckpt.formats.native.tensor_file import narrowed
-from ckpt.formats.tensor_bytes import host_bytes, movable
+from ckpt.formats.tensor_bytes import host_bytes, movable, narrowed
 from ckpt.formats.transfers import ByteReader
 
 SLAB = 8 << 20  # bytes: small enough to stay in a cache between reading and writing, large enough to be one request

@@ -44,3 +44,18 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 def movable(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory under a dtype that torch can copy: it has no copy for int4 and its like."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def copy_into(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Fill `target`, which may have another dtype."""
+    if source.dtype == target.dtype:
+        source, target = movable(source), movable(target)
+    target.copy_(source)
+
+
+def narrowed(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
+    """A box of a tensor: for each dimension a start and a length."""
+    for dim, (start, length) in enumerate(ranges):
+        if length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, length)
+    return tensor

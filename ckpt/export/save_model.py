@@ -19,7 +19,7 @@ from ckpt.formats.foreign.hf_safetensors import LiveTensor, Source, images, pars
 from ckpt.formats.foreign.tied_weights import one_of_each
 from ckpt.formats.native.dtypes import name_of
 from ckpt.formats.native.shard_table import ShardedState, spread
-from ckpt.formats.native.tensor_file import take_part
+from ckpt.formats.native.tensor_file_plan import take_part
 from ckpt.formats.state import FilePlan
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks

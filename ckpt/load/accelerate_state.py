@@ -15,8 +15,8 @@ from ckpt.formats.foreign import accelerate
 from ckpt.formats.foreign.accelerate_random import from_accelerate
 from ckpt.formats.layout import Box
 from ckpt.formats.native.json_values import Encoder, refuse
-from ckpt.formats.native.tensor_file import narrowed
 from ckpt.formats.pieces import PiecedTensor
+from ckpt.formats.tensor_bytes import narrowed
 from ckpt.root.folder import Folder
 from ckpt.state.deepspeed.engine import KEY
 from ckpt.state.objects import KINDS

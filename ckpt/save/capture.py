@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt.errors import CkptError, UnsupportedError
 from ckpt.formats.layout import is_sharded
-from ckpt.formats.native import documents, tensor_file
+from ckpt.formats.native import documents, tensor_file_plan
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.json_values import refuse
 from ckpt.formats.native.shard_table import ShardedState, written_by
@@ -92,7 +92,7 @@ class CapturedState:
     def help_to_gather(self) -> None:
         """What the other ranks do while the main one writes files whole: hand over each tensor when its turn comes."""
         for part in self.gathered.values():
-            for name in tensor_file.in_file_order(part.outlines):
+            for name in tensor_file_plan.in_file_order(part.outlines):
                 part.gather(name)
 
     @cached_property
@@ -108,7 +108,7 @@ class CapturedState:
 
     def _gathered_files(self) -> list[FilePlan]:
         return [
-            tensor_file.gathered_image(whole_file(key), part.outlines, part.table.aliases, part.gather)
+            tensor_file_plan.gathered_image(whole_file(key), part.outlines, part.table.aliases, part.gather)
             for key, part in self.gathered.items()
             if part.table.tensors
         ]
@@ -268,6 +268,6 @@ def _tensor_files(name: Callable[..., str], tensors: Mapping[str, Shard], frozen
     still = {key: shard for key, shard in tensors.items() if key in frozen}
     moving = {key: shard for key, shard in tensors.items() if key not in frozen}
     if sum(shard.tensor.nbytes for shard in still.values()) < _WORTH_A_FILE:
-        return [tensor_file.image(name(), tensors)] if tensors else []
-    images = [tensor_file.image(name(frozen=bool(moving)), still, steady=True)]
-    return [tensor_file.image(name(), moving), *images] if moving else images
+        return [tensor_file_plan.image(name(), tensors)] if tensors else []
+    images = [tensor_file_plan.image(name(frozen=bool(moving)), still, steady=True)]
+    return [tensor_file_plan.image(name(), moving), *images] if moving else images

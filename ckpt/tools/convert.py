@@ -15,7 +15,7 @@ from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, MissingError, StorageError
 from ckpt.formats.foreign import accelerate
 from ckpt.formats.foreign.tied_weights import same_place
-from ckpt.formats.native import documents, tensor_file
+from ckpt.formats.native import documents, tensor_file_plan
 from ckpt.formats.native.json_values import refuse
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
@@ -125,7 +125,7 @@ def _tensor_file(key: str, part: ForeignPart) -> FilePlan:
     stored = [name for name in part.tensors if name not in tied]
     outlines = {name: _outline(*part.about(name)) for name in stored}
     read: Callable[[str], torch.Tensor] = part.read
-    return tensor_file.gathered_image(whole_file(key), outlines, tied, read, together=False)
+    return tensor_file_plan.gathered_image(whole_file(key), outlines, tied, read, together=False)
 
 
 def _outline(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

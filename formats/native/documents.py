@@ -10,7 +10,8 @@ import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats.native import dtypes
-from ckpt.formats.native.json_values import Decoder, Encoder, from_base64, to_base64
+from ckpt.formats.native.json_codecs import from_base64, to_base64
+from ckpt.formats.native.json_values import Decoder, Encoder
 from ckpt.formats.native.shard_table import ShardedState, spread
 from ckpt.formats.state import PartState, Shard
 from ckpt.formats.tensor_bytes import host_bytes, on_host

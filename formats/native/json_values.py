@@ -7,11 +7,9 @@ that are stored elsewhere: `{"$tensor": "state.weight.exp_avg"}`. What has no en
 
 from __future__ import annotations
 
-import base64
-import math
 import re
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,11 +19,22 @@ import torch
 
 from ckpt.errors import DamagedError, UnsupportedError
 from ckpt.formats.layout import is_sharded
-from ckpt.formats.native import dtypes, tensor_subclasses
+from ckpt.formats.native import tensor_subclasses
+from ckpt.formats.native.json_codecs import (
+    BY_TAG,
+    CODECS,
+    FACTORIES,
+    SURROGATE,
+    Headed,
+    Items,
+    from_base64,
+    is_json_already,
+    is_numpy,
+    shown,
+    to_base64,
+)
 from ckpt.formats.pieces import PiecedTensor
 
-_SAFE_INT = 1 << 63
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _NAME = re.compile("[^\\[\\]'\"\\s\ud800-\udfff]+")
 _RESERVED = "__metadata__"  # no name for a tensor in a safetensors file
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -55,20 +64,20 @@ class Encoder:
             return self._refuse(path[:80] + "...", f"nested more than {_TOO_DEEP} levels deep")
         if id(value) in self._around:
             return self._refuse(path, f"{describe(value)} inside itself")
-        if kind is defaultdict and value.default_factory not in _FACTORIES:
+        if kind is defaultdict and value.default_factory not in FACTORIES:
             return self._refuse(path, f"a defaultdict whose factory is {describe(value.default_factory)}")
-        if kind in _CODECS:
+        if kind in CODECS:
             return self._coded(value, path, depth)
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if isinstance(value, PiecedTensor):
             return {"$tensor": self._add(path, value)}
-        if _is_numpy(value):
+        if is_numpy(value):
             return self._numpy(value, path)
         return self._refuse(path, describe(value))
 
     def _coded(self, value: Any, path: str, depth: int) -> Any:
-        tag, parts, _ = _CODECS[type(value)]
+        tag, parts, _ = CODECS[type(value)]
         self._around.add(id(value))
         data = self._parts(parts(value), path, depth)
         self._around.discard(id(value))
@@ -76,17 +85,17 @@ class Encoder:
 
     def _parts(self, plain: Any, path: str, depth: int) -> Any:
         """Go on below a value that its codec has turned into lists and dicts."""
-        if isinstance(plain, _Headed):
+        if isinstance(plain, Headed):
             return [plain.head, self._parts(plain.body, path, depth)]
-        if isinstance(plain, _Items):
+        if isinstance(plain, Items):
             return self._items(plain, path, depth)
         if isinstance(plain, list):
-            if _is_json_already(plain):
+            if is_json_already(plain):
                 return plain
             return [self._encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(plain)]
         return plain
 
-    def _items(self, items: _Items, path: str, depth: int) -> Any:
+    def _items(self, items: Items, path: str, depth: int) -> Any:
         below = [(key, self._encode(value, step(path, key), depth + 1)) for key, value in items]
         if all(type(key) is str and _is_json_key(key) for key, _ in items):
             return dict(below)
@@ -144,7 +153,7 @@ def step(path: str, key: Any) -> str:
     """The path one key further down: `groups[0].lr`."""
     if type(key) is str and _is_name(key):
         return f"{path}.{key}" if path else key
-    return f"{path}[{_shown(key)}]"
+    return f"{path}[{shown(key)}]"
 
 
 @lru_cache(maxsize=1 << 16)  # the same keys come with every save, and training waits
@@ -154,14 +163,7 @@ def _is_name(key: str) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def _is_json_key(key: str) -> bool:
-    return not key.startswith("$") and not _SURROGATE.search(key)
-
-
-def _shown(value: Any) -> str:
-    try:
-        return repr(value)
-    except ValueError:  # Python refuses to spell out very long numbers
-        return f"<{type(value).__name__}>"
+    return not key.startswith("$") and not SURROGATE.search(key)
 
 
 def describe(value: Any) -> str:
@@ -212,9 +214,9 @@ class Decoder:
             return self._numpy(tag, inner)
         if tag == "$packed":
             return self._packed(inner)
-        if tag not in _BY_TAG:
+        if tag not in BY_TAG:
             raise DamagedError(f"the state holds a value of an unknown kind, {tag!r}. Was it written by a newer ckpt?")
-        return _BY_TAG[tag](self.decode(inner))
+        return BY_TAG[tag](self.decode(inner))
 
     def _packed(self, inner: Mapping[str, Any]) -> Any:
         tensors = self.decode(inner["tensors"])
@@ -236,111 +238,3 @@ class Decoder:
         if data.size:
             array.reshape(-1).view(np.uint8)[:] = data
         return array[()] if tag == "$numpy" else array
-
-
-def _is_json_already(values: list[Any]) -> bool:
-    """Whether these are all of one kind, which JSON holds as they are: long lists of them go at once."""
-    kinds = set(map(type, values))
-    if kinds == {int}:
-        return bool(min(values) >= -_SAFE_INT and max(values) < _SAFE_INT)
-    if kinds == {str}:
-        return not any(map(_SURROGATE.search, values))
-    return kinds == {float} and all(map(math.isfinite, values))
-
-
-class _Items(list[tuple[Any, Any]]):
-    """The items of a dict, on their way to JSON."""
-
-
-@dataclass
-class _Headed:
-    """A container with one fact more than what is in it, on its way to JSON."""
-
-    head: Any
-    body: Any
-
-
-def to_base64(data: bytes | bytearray) -> str:
-    return base64.b64encode(data).decode()
-
-
-def from_base64(text: str) -> bytes:
-    return base64.b64decode(text)
-
-
-def _str(value: str) -> Any:
-    # JSON makes one character of two surrogates that stand side by side, and other readers refuse a lone one
-    return {"$str": to_base64(value.encode("utf-8", "surrogatepass"))} if _SURROGATE.search(value) else value
-
-
-def _float(value: float) -> Any:
-    return value if math.isfinite(value) else {"$float": str(value)}
-
-
-def _int(value: int) -> Any:
-    # Python refuses to parse very long decimal numbers, and other readers lose digits beyond 64 bits
-    return value if -_SAFE_INT <= value < _SAFE_INT else {"$int": hex(value)}
-
-
-def _sorted(values: Iterable[Any]) -> list[Any]:
-    return sorted(values, key=lambda value: (type(value).__name__, _shown(value)))
-
-
-_FACTORIES: dict[Any, str] = {None: "", int: "int", float: "float", list: "list", dict: "dict", set: "set", str: "str"}
-_FACTORY_BY_NAME = {name: factory for factory, name in _FACTORIES.items()}
-
-
-def _named(prefix: str) -> Callable[[str], Any]:
-    def find(name: str) -> Any:
-        found = getattr(torch, name, None)
-        if type(found).__name__ != prefix:
-            raise DamagedError(f"this torch ({torch.__version__}) has no {prefix} {name!r}.")
-        return found
-
-    return find
-
-
-def _last_name(value: Any) -> str:
-    return str(value).removeprefix("torch.")
-
-
-# type: (tag, to lists and dicts, back). Without a tag the JSON value is the value itself.
-_CODECS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    int: ("", _int, int),
-    float: ("", _float, float),
-    str: ("", _str, str),
-    list: ("", list, list),
-    dict: ("", lambda value: _Items(value.items()), dict),
-    tuple: ("$tuple", list, tuple),
-    set: ("$set", _sorted, set),
-    frozenset: ("$frozenset", _sorted, frozenset),
-    deque: ("$deque", lambda value: _Headed(value.maxlen, list(value)), lambda d: deque(d[1], maxlen=d[0])),
-    OrderedDict: ("$ordered", lambda value: _Items(value.items()), OrderedDict),
-    Counter: ("$counter", lambda value: _Items(value.items()), Counter),
-    defaultdict: (
-        "$defaultdict",
-        lambda value: _Headed(_FACTORIES[value.default_factory], _Items(value.items())),
-        lambda d: defaultdict(_FACTORY_BY_NAME[d[0]], d[1]),
-    ),
-    bytes: ("$bytes", to_base64, from_base64),
-    bytearray: ("$bytearray", to_base64, lambda text: bytearray(from_base64(text))),
-    complex: ("$complex", lambda value: [value.real, value.imag], lambda pair: complex(*pair)),
-    range: ("$range", lambda value: [value.start, value.stop, value.step], lambda three: range(*three)),
-    slice: ("$slice", lambda value: [value.start, value.stop, value.step], lambda three: slice(*three)),
-    torch.Size: ("$size", list, torch.Size),
-    torch.dtype: ("$dtype", dtypes.name_of, _named("dtype")),
-    torch.layout: ("$layout", _last_name, _named("layout")),
-    torch.memory_format: ("$memory_format", _last_name, _named("memory_format")),
-    torch.device: ("$device", str, torch.device),
-}
-
-_BY_TAG = {tag: back for tag, _, back in _CODECS.values() if tag} | {
-    "$float": float,
-    "$int": lambda text: int(text, 16),
-    "$str": lambda text: from_base64(text).decode("utf-8", "surrogatepass"),
-}
-
-
-def _is_numpy(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))

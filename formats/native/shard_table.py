@@ -18,8 +18,10 @@ import torch
 from ckpt.errors import DamagedError
 from ckpt.formats.layout import Box, Layout, gathered, is_sharded, layout_of, local_tensor
 from ckpt.formats.native import dtypes
-from ckpt.formats.native.tensor_file import SMALL, TensorFile, narrowed
+from ckpt.formats.native.tensor_file import TensorFile
+from ckpt.formats.native.tensor_file_plan import SMALL
 from ckpt.formats.state import Shard
+from ckpt.formats.tensor_bytes import narrowed
 
 EVERY = -1  # in place of the number of a copy: all copies are written
 

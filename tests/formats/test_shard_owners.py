@@ -10,7 +10,7 @@ import torch
 
 from ckpt.formats.layout import Layout
 from ckpt.formats.native.shard_table import ShardSpec, ShardTable, _shared_out, written_by
-from ckpt.formats.native.tensor_file import SMALL
+from ckpt.formats.native.tensor_file_plan import SMALL
 
 MESHES = [
     ((2, 2), ("R", "R")),

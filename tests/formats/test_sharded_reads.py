@@ -11,9 +11,11 @@ import torch
 
 from ckpt.formats.layout import Box, Layout
 from ckpt.formats.native.shard_table import ShardedTensors, ShardSpec, ShardTable, spread, written_by
-from ckpt.formats.native.tensor_file import TensorFile, image, narrowed
+from ckpt.formats.native.tensor_file import TensorFile
+from ckpt.formats.native.tensor_file_plan import image
 from ckpt.formats.pieces import Piece, PiecedTensor, Region, dense_strides
 from ckpt.formats.state import Shard
+from ckpt.formats.tensor_bytes import narrowed
 
 SHAPE = (7, 10)
 WHOLE = torch.arange(70, dtype=torch.float32).reshape(SHAPE)

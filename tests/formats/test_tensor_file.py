@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckpt.errors import DamagedError, StorageError
 from ckpt.formats.native.dtypes import SPELLED
-from ckpt.formats.native.tensor_file import ALIGNMENT, TensorFile, image
+from ckpt.formats.native.tensor_file import TensorFile
+from ckpt.formats.native.tensor_file_plan import ALIGNMENT, image
 from ckpt.formats.state import Shard
 
 pytestmark = pytest.mark.filterwarnings(

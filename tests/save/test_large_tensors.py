@@ -13,7 +13,8 @@ from torch import nn
 import ckpt
 from ckpt.formats.layout import Box
 from ckpt.formats.native.block_hash import BLOCK_SIZE
-from ckpt.formats.native.tensor_file import TensorFile, image
+from ckpt.formats.native.tensor_file import TensorFile
+from ckpt.formats.native.tensor_file_plan import image
 from ckpt.formats.state import Shard
 from ckpt.save.pinned_pool import PIECE
 from tests.helpers.places import Place, at, copy

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpt.formats.layout import Box, Layout, gathered, is_sharded
-from ckpt.formats.native.tensor_file import narrowed
+from ckpt.formats.tensor_bytes import narrowed
 
 
 def is_zero3(model: nn.Module) -> bool:
