@@ -46,7 +46,7 @@ def read_any(storage: Storage, name: str) -> Manifest:
         sequence=0,
         created="",
         files=(),
-        world_size=accelerate.Saved(folder).world_size,
+        world_size=accelerate.AccelerateCheckpoint(folder).world_size,
         progress=Progress().to_json(),
         origin=accelerate.NAME,
         folder=folder,

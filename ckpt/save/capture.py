@@ -108,7 +108,7 @@ class CapturedState:
 
     def _gathered_files(self) -> list[FilePlan]:
         return [
-            tensor_file_plan.gathered_image(whole_file(key), part.outlines, part.table.aliases, part.gather)
+            tensor_file_plan.plan_gathered_file(whole_file(key), part.outlines, part.table.aliases, part.gather)
             for key, part in self.gathered.items()
             if part.table.tensors
         ]
@@ -205,7 +205,7 @@ class Capture:
         """Parts of which the main rank writes the state, and those that are spread over all ranks."""
         whole, spread = {}, {}
         for part in parts:
-            if part.is_spread() or (self.layout == "sharded" and part.can_be_spread and self.ranks.world_size > 1):
+            if part.is_sharded() or (self.layout == "sharded" and part.can_be_sharded and self.ranks.world_size > 1):
                 spread[part.key] = self._encoded_spread(part)
             elif self._keeps or self.ranks.world_size > 1:  # whether all have the same is seen later
                 whole[part.key] = self._encoded(part)
@@ -224,7 +224,7 @@ class Capture:
 
     def _encoded_spread(self, part: Part) -> ShardedState:
         live, world_size = self._state_of(part), self.ranks.world_size
-        state = documents.encode_spread(part.kind, live, part.key, self.problems, world_size)
+        state = documents.encode_sharded(part.kind, live, part.key, self.problems, world_size)
         table = state.table.with_every_copy() if self.hosts.apart else state.table
         return replace(state, table=table, frozen=part.frozen(), about=_about(part, live))
 
@@ -268,6 +268,6 @@ def _tensor_files(name: Callable[..., str], tensors: Mapping[str, Shard], frozen
     still = {key: shard for key, shard in tensors.items() if key in frozen}
     moving = {key: shard for key, shard in tensors.items() if key not in frozen}
     if sum(shard.tensor.nbytes for shard in still.values()) < _WORTH_A_FILE:
-        return [tensor_file_plan.image(name(), tensors)] if tensors else []
-    images = [tensor_file_plan.image(name(frozen=bool(moving)), still, steady=True)]
-    return [tensor_file_plan.image(name(), moving), *images] if moving else images
+        return [tensor_file_plan.plan_file(name(), tensors)] if tensors else []
+    images = [tensor_file_plan.plan_file(name(frozen=bool(moving)), still, likely_unchanged=True)]
+    return [tensor_file_plan.plan_file(name(), moving), *images] if moving else images

@@ -31,7 +31,7 @@ class SpareTensors:
 
     @cached_property
     def image(self) -> FilePlan:
-        return tensor_file_plan.image(self.path, self.shards)
+        return tensor_file_plan.plan_file(self.path, self.shards)
 
     @cached_property
     def views(self) -> dict[str, View]:
@@ -45,12 +45,12 @@ class SpareTensors:
     def chosen(self, stored: Collection[str], copy: FilePlan | None) -> FilePlan:
         """The file with these tensors alone: out of the copy that was made of all of them, or live."""
         if copy is None:
-            return tensor_file_plan.image(self.path, {name: self.shards[name] for name in self.names(stored)})
+            return tensor_file_plan.plan_file(self.path, {name: self.shards[name] for name in self.names(stored)})
         copied = dict(self._copied(copy))
         if copied.keys() <= set(stored):
             return copy
         found = {name: self._from(copied, name) for name in self.names(stored)}
-        return tensor_file_plan.image(self.path, found)
+        return tensor_file_plan.plan_file(self.path, found)
 
     def _base(self, name: str) -> str | None:
         return self.views[name].of if name in self.views else None

@@ -31,7 +31,7 @@ class ModelPart:
     key: str
     model: nn.Module
     same_class: bool = False
-    can_be_spread: bool = True
+    can_be_sharded: bool = True
 
     @property
     def kind(self) -> str:
@@ -80,7 +80,7 @@ class ModelPart:
         buffers = set(clean_names(module, (name for name, _ in module.named_buffers())).values())
         return {name: name for name in names if name not in buffers}
 
-    def is_spread(self) -> bool:
+    def is_sharded(self) -> bool:
         parameters = unwrap(self.model).parameters()
         return is_fsdp1(self.model) or any(is_sharded(one) or is_divided(one) for one in parameters)
 

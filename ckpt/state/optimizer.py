@@ -26,7 +26,7 @@ class OptimizerPart:
     optimizer: torch.optim.Optimizer
     models: Mapping[str, nn.Module]
     same_class: bool = True
-    can_be_spread: bool = True
+    can_be_sharded: bool = True
 
     @property
     def kind(self) -> str:
@@ -46,7 +46,7 @@ class OptimizerPart:
     def tied_to_ranks(self, names: Collection[str]) -> dict[str, str]:
         return {name.rpartition(".")[0]: name for name in names}
 
-    def is_spread(self) -> bool:
+    def is_sharded(self) -> bool:
         return self._fsdp1() is not None or any(is_sharded(one) for one in self._parameters())
 
     def layouts(self) -> frozenset[Layout]:

@@ -64,7 +64,7 @@ class Part(Protocol):
 
     key: str
     same_class: bool  # whether a saved state fits only an object of the same class
-    can_be_spread: bool  # whether all ranks have it, so that each may write a piece
+    can_be_sharded: bool  # whether all ranks have it, so that each may write a piece
 
     @property
     def kind(self) -> str:
@@ -79,7 +79,7 @@ class Part(Protocol):
     def about(self, state: Any) -> dict[str, Any]:
         """What others need to know to build the object again, beside its state: JSON."""
 
-    def is_spread(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether its tensors are such that every rank holds a piece."""
 
     def layouts(self) -> frozenset[Layout]:
@@ -112,7 +112,7 @@ class Whole:
     def frozen(self) -> frozenset[str]:
         return frozenset()
 
-    def is_spread(self) -> bool:
+    def is_sharded(self) -> bool:
         return False
 
     def layouts(self) -> frozenset[Layout]:
@@ -135,7 +135,7 @@ class GradientsPart(Whole):
     key: str
     models: Mapping[str, nn.Module]
     same_class: bool = False
-    can_be_spread: bool = False
+    can_be_sharded: bool = False
     kind: str = "gradients"
     of: frozenset[int] | None = None  # the identities of parameters whose gradients are saved; all, if none
 
@@ -184,7 +184,7 @@ class ObjectPart(Whole):
     key: str
     value: Any
     same_class: bool = False
-    can_be_spread: bool = False
+    can_be_sharded: bool = False
 
     @property
     def kind(self) -> str:

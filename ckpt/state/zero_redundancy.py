@@ -37,7 +37,7 @@ class ZeroRedundancyPart(OptimizerPart):
                 f"{key}: ZeroRedundancyOptimizer(overlap_with_ddp=True) has no optimizer before its buckets are known, "
                 "so its state cannot be loaded before training. Build it without overlap_with_ddp."
             )
-        return cls(key, optimizer.optim, models, around=optimizer, can_be_spread=False)
+        return cls(key, optimizer.optim, models, around=optimizer, can_be_sharded=False)
 
     @property
     def kind(self) -> str:

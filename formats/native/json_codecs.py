@@ -1,4 +1,4 @@
-"""The types that JSON can hold, itself or under a tag: how each becomes lists and dicts, and how it comes back."""
+"""The types that `json_values` can store: for each its tag, its form as lists and dicts, and the way back."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 from ckpt.errors import DamagedError
 from ckpt.formats.native import dtypes
 
-SAFE_INT = 1 << 63
+SAFE_INT = 1 << 63  # JSON readers hold integers of 64 bits at most
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def is_json_already(values: list[Any]) -> bool:
-    """Whether these are all of one kind, which JSON holds as they are: long lists of them go at once."""
+    """Whether a list holds values of one type that JSON stores as they are: a fast path for long lists."""
     kinds = set(map(type, values))
     if kinds == {int}:
         return bool(min(values) >= -SAFE_INT and max(values) < SAFE_INT)
@@ -31,12 +31,12 @@ def is_json_already(values: list[Any]) -> bool:
 
 
 class Items(list[tuple[Any, Any]]):
-    """The items of a dict, on their way to JSON."""
+    """The items of a dict that is to be encoded."""
 
 
 @dataclass
 class Headed:
-    """A container with one fact more than what is in it, on its way to JSON."""
+    """A container that is to be encoded, with an attribute beside its items."""
 
     head: Any
     body: Any
@@ -51,7 +51,7 @@ def from_base64(text: str) -> bytes:
 
 
 def _str(value: str) -> Any:
-    # JSON makes one character of two surrogates that stand side by side, and other readers refuse a lone one
+    # JSON joins two adjacent surrogates into one character, and other readers refuse a lone one
     return {"$str": to_base64(value.encode("utf-8", "surrogatepass"))} if SURROGATE.search(value) else value
 
 
@@ -79,11 +79,13 @@ FACTORIES: dict[Any, str] = {None: "", int: "int", float: "float", list: "list",
 _FACTORY_BY_NAME = {name: factory for factory, name in FACTORIES.items()}
 
 
-def _named(prefix: str) -> Callable[[str], Any]:
+def _torch_constant(kind: str) -> Callable[[str], Any]:
+    """Looks up a dtype, a layout or a memory format of torch by name; nothing else is ever looked up."""
+
     def find(name: str) -> Any:
         found = getattr(torch, name, None)
-        if type(found).__name__ != prefix:
-            raise DamagedError(f"this torch ({torch.__version__}) has no {prefix} {name!r}.")
+        if type(found).__name__ != kind:
+            raise DamagedError(f"this torch ({torch.__version__}) has no {kind} {name!r}.")
         return found
 
     return find
@@ -93,7 +95,7 @@ def _last_name(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-# type: (tag, to lists and dicts, back). Without a tag the JSON value is the value itself.
+# type: (tag, encode to lists and dicts, decode). Without a tag the JSON value is the value itself.
 CODECS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     int: ("", _int, int),
     float: ("", _float, float),
@@ -117,9 +119,9 @@ CODECS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     range: ("$range", lambda value: [value.start, value.stop, value.step], lambda three: range(*three)),
     slice: ("$slice", lambda value: [value.start, value.stop, value.step], lambda three: slice(*three)),
     torch.Size: ("$size", list, torch.Size),
-    torch.dtype: ("$dtype", dtypes.name_of, _named("dtype")),
-    torch.layout: ("$layout", _last_name, _named("layout")),
-    torch.memory_format: ("$memory_format", _last_name, _named("memory_format")),
+    torch.dtype: ("$dtype", dtypes.name_of, _torch_constant("dtype")),
+    torch.layout: ("$layout", _last_name, _torch_constant("layout")),
+    torch.memory_format: ("$memory_format", _last_name, _torch_constant("memory_format")),
     torch.device: ("$device", str, torch.device),
 }
 

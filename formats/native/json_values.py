@@ -1,8 +1,9 @@
-"""Python values as JSON, and back as the same values.
+"""Python values as JSON, and back as equal values of the same types.
 
-None, booleans, numbers, strings, lists and dicts with string keys are themselves. Anything else is an object with one
-key that starts with `$` and says what it is: `{"$tuple": [1, 2]}`. Tensors and arrays stand as references to tensors
-that are stored elsewhere: `{"$tensor": "state.weight.exp_avg"}`. What has no entry here is refused, never pickled.
+None, booleans, numbers, strings, lists and dicts with string keys are themselves. Anything else is an object with a
+single key that starts with `$` and names the type: `{"$tuple": [1, 2]}`. Tensors and arrays are references to tensors
+stored elsewhere: `{"$tensor": "state.weight.exp_avg"}`. A type without an entry in `json_codecs` is refused, never
+pickled.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from ckpt.errors import DamagedError, UnsupportedError
 from ckpt.formats.layout import is_sharded
 from ckpt.formats.native import tensor_subclasses
+from ckpt.formats.native.header import METADATA
 from ckpt.formats.native.json_codecs import (
     BY_TAG,
     CODECS,
@@ -36,20 +38,20 @@ from ckpt.formats.native.json_codecs import (
 from ckpt.formats.pieces import PiecedTensor
 
 _NAME = re.compile("[^\\[\\]'\"\\s\ud800-\udfff]+")
-_RESERVED = "__metadata__"  # no name for a tensor in a safetensors file
+_RESERVED = METADATA  # no tensor of a safetensors file may have this name
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _TOO_DEEP = 100  # levels; with more, reading the JSON back could end in a RecursionError
 
 
 @dataclass
 class Encoder:
-    """Turns values into JSON; collects tensors by name, and every value that cannot be held by its path."""
+    """Turns values into JSON. Collects tensors by name, and the paths of values that cannot be stored."""
 
-    tensors: dict[str, Any] = field(default_factory=dict)  # as they are here, or as `PiecedTensor`s
+    tensors: dict[str, Any] = field(default_factory=dict)  # live tensors or `PiecedTensor`s
     problems: list[str] = field(default_factory=list)
     prefix: str = ""
-    spread: bool = False  # whether tensors may be such that every rank holds a piece
-    _around: set[int] = field(default_factory=set)  # the containers that the value in hand is inside
+    allow_sharded: bool = False  # whether tensors may be sharded over ranks
+    _enclosing: set[int] = field(default_factory=set)  # identities of the containers around the current value
 
     def encode(self, value: Any, path: str = "") -> Any:
         return self._encode(value, path, 0)
@@ -58,11 +60,11 @@ class Encoder:
         kind = type(value)
         if value is None or kind is bool:
             return value
-        if kind in _PLAIN_TENSORS:  # most values are, and training waits
+        if kind in _PLAIN_TENSORS:  # first: most values are tensors, and training waits
             return self._tensor(value, path)
         if depth > _TOO_DEEP:
             return self._refuse(path[:80] + "...", f"nested more than {_TOO_DEEP} levels deep")
-        if id(value) in self._around:
+        if id(value) in self._enclosing:
             return self._refuse(path, f"{describe(value)} inside itself")
         if kind is defaultdict and value.default_factory not in FACTORIES:
             return self._refuse(path, f"a defaultdict whose factory is {describe(value.default_factory)}")
@@ -78,13 +80,13 @@ class Encoder:
 
     def _coded(self, value: Any, path: str, depth: int) -> Any:
         tag, parts, _ = CODECS[type(value)]
-        self._around.add(id(value))
+        self._enclosing.add(id(value))
         data = self._parts(parts(value), path, depth)
-        self._around.discard(id(value))
+        self._enclosing.discard(id(value))
         return {tag: data} if tag else data
 
     def _parts(self, plain: Any, path: str, depth: int) -> Any:
-        """Go on below a value that its codec has turned into lists and dicts."""
+        """Encode the items of a value that its codec has turned into lists and dicts."""
         if isinstance(plain, Headed):
             return [plain.head, self._parts(plain.body, path, depth)]
         if isinstance(plain, Items):
@@ -102,7 +104,7 @@ class Encoder:
         return {"$items": [[self._encode(key, f"{path}(key)", depth + 1), value] for key, value in below]}
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
-        if self.spread and is_sharded(tensor):
+        if self.allow_sharded and is_sharded(tensor):
             return {"$tensor": self._add(path, tensor)}
         if type(tensor) not in _PLAIN_TENSORS:
             if tensor_subclasses.is_packed(tensor):
@@ -150,13 +152,13 @@ class Encoder:
 
 
 def step(path: str, key: Any) -> str:
-    """The path one key further down: `groups[0].lr`."""
+    """The path of a key below `path`: `groups[0].lr`."""
     if type(key) is str and _is_name(key):
         return f"{path}.{key}" if path else key
     return f"{path}[{shown(key)}]"
 
 
-@lru_cache(maxsize=1 << 16)  # the same keys come with every save, and training waits
+@lru_cache(maxsize=1 << 16)  # the keys are the same in every save, and training waits
 def _is_name(key: str) -> bool:
     return _NAME.fullmatch(key) is not None
 
@@ -167,7 +169,7 @@ def _is_json_key(key: str) -> bool:
 
 
 def describe(value: Any) -> str:
-    """What a refused value is, for people: `a function`, `a mypackage.Thing`."""
+    """What a refused value is, for error messages: `a function`, `a mypackage.Thing`."""
     if callable(value) and hasattr(value, "__name__") and not isinstance(value, type):
         return "a function"
     if isinstance(value, type):
@@ -177,7 +179,7 @@ def describe(value: Any) -> str:
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raise one error for all values that cannot be held, if there are any."""
+    """Raise one error that lists all values that cannot be stored, if there are any."""
     listed = tuple(problems)
     if listed:
         lines = "\n  ".join(listed)
@@ -190,7 +192,7 @@ def refuse(problems: Iterable[str]) -> None:
 
 @dataclass
 class Decoder:
-    """Turns the JSON of an `Encoder` back into values. `tensor` finds a tensor by the name in a reference."""
+    """Turns the JSON of an `Encoder` back into values. `tensor` returns the tensor of a reference by its name."""
 
     tensor: Callable[[str], Any]
 
@@ -220,7 +222,7 @@ class Decoder:
 
     def _packed(self, inner: Mapping[str, Any]) -> Any:
         tensors = self.decode(inner["tensors"])
-        if not all(isinstance(one, torch.Tensor) for one in tensors.values()):  # somebody looks before reading
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):  # placeholders, before reading
             return tensors
         return tensor_subclasses.pack(inner["kind"], tensors, self.decode(inner["context"]))
 
@@ -232,7 +234,7 @@ class Decoder:
             data = np.frombuffer(from_base64(inner["bytes"]), dtype=np.uint8)
         else:
             tensor = self.tensor(inner["tensor"])
-            if not isinstance(tensor, torch.Tensor):  # somebody looks before reading
+            if not isinstance(tensor, torch.Tensor):  # a placeholder, before reading
                 return tensor
             data = tensor.numpy()
         if data.size:

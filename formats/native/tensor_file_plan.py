@@ -1,4 +1,13 @@
-"""Safetensors files that are to be written: their headers, and the order of the tensors in them."""
+"""Planning safetensors files: the order of the tensors, the header, and an iterator over the bytes to write.
+
+A file is what the safetensors specification says: eight bytes of header length, a JSON header padded with spaces, the
+data without gaps. On top of that (docs/format.md):
+
+- the header is padded so that the data starts at a multiple of 4096, and tensors are sorted by alignment;
+- `__metadata__["DCP_SHARDING_INFO"]` holds the offsets of shards in their tensors, in PyTorch's own format;
+- `__metadata__["ckpt"]` holds what safetensors cannot express: dtypes it does not know (stored as U8), the full shapes
+  of sharded tensors, and tensors that are views of others.
+"""
 
 from __future__ import annotations
 
@@ -7,139 +16,136 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from ckpt.formats.native import dtypes
-from ckpt.formats.native.header import LENGTH
+from ckpt.formats.native import dtypes, header
+from ckpt.formats.native.header import TensorHeader
 from ckpt.formats.native.shared_storage import View, untie
 from ckpt.formats.state import FilePlan, Shard
 from ckpt.formats.tensor_bytes import host_bytes, is_plain, on_host
 
 _log = logging.getLogger("ckpt")
 
-ALIGNMENT = 4096
 SMALL = 1 << 16  # bytes
 
-_Outlines = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]  # name, dtype and shape of what is stored
-_Pieces = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]  # name, shape of the whole, and offsets in it
+_Item = TypeVar("_Item")
+_Outlines = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]  # name, dtype and shape of each stored tensor
+_Shards = tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]  # name, shape of the full tensor, offsets in it
+_Views = tuple[tuple[str, View], ...]
 
 
-def image(path: str, shards: Mapping[str, Shard], *, steady: bool = False) -> FilePlan:
-    """The file that holds these tensors. Plain tensors on the CPU are read from where they lie when it is written."""
+def plan_file(path: str, shards: Mapping[str, Shard], *, likely_unchanged: bool = False) -> FilePlan:
+    """A file of these tensors. Plain CPU tensors are not copied: they are read when the file is written."""
     stored, views = untie({name: shard.tensor for name, shard in shards.items()})
     order = in_file_order(stored)
-    header, end = _header([(name, stored[name]) for name in order], shards, views)
+    head, end = _header([(name, stored[name]) for name in order], shards, views)
 
     def pieces() -> Iterator[memoryview]:
-        yield memoryview(header)
+        yield memoryview(head)
         for name in order:
             yield host_bytes(on_host(stored[name]))
 
-    contents: list[bytes | tuple[str, torch.Tensor]] = [header, *((name, stored[name]) for name in order)]
-    settled = all(is_plain(stored[name]) for name in order)
-    return FilePlan(path, len(header) + end, pieces, steady, contents, settled, head=len(header))
+    contents: list[bytes | tuple[str, torch.Tensor]] = [head, *((name, stored[name]) for name in order)]
+    in_memory = all(is_plain(stored[name]) for name in order)
+    return FilePlan(path, len(head) + end, pieces, likely_unchanged, contents, in_memory, head=len(head))
 
 
-def gathered_image(
+def plan_gathered_file(
     path: str,
     outlines: Mapping[str, torch.Tensor],
     aliases: Mapping[str, str],
     fetch: Callable[[str], torch.Tensor],
     *,
-    together: bool = True,
+    collective: bool = True,
 ) -> FilePlan:
-    """The file that holds these tensors, each of which is fetched when its turn to be written comes.
+    """A file of tensors that are fetched one at a time, each when it is written.
 
-    `outlines` are tensors on the meta device. `fetch` is called once for each, in `in_file_order`; where ranks do it
-    `together`, also if writing fails half-way.
+    `outlines` are tensors on the meta device. `fetch` is called once for each, in `in_file_order`. If it is a
+    `collective` call, the remaining ones are made also after a failure, or the other ranks would wait for this one.
     """
     order = in_file_order(outlines)
-    views = {
-        name: View(of, outlines[of].dtype, tuple(outlines[of].shape), outlines[of].stride(), 0)
-        for name, of in aliases.items()
-    }
-    header, end = _header([(name, outlines[name]) for name in order], {}, views)
+    views = {name: _whole_view(of, outlines[of]) for name, of in aliases.items()}
+    head, end = _header([(name, outlines[name]) for name in order], {}, views)
 
     def pieces() -> Iterator[memoryview]:
-        left = iter(order)
+        remaining = iter(order)
         try:
-            yield memoryview(header)
-            for name in left:
+            yield memoryview(head)
+            for name in remaining:
                 yield host_bytes(on_host(fetch(name)))
         except (Exception, GeneratorExit):
-            if together:
-                take_part(fetch, left)
+            if collective:
+                finish_collectives(fetch, remaining)
             raise
 
-    return FilePlan(path, len(header) + end, pieces, head=len(header))
+    return FilePlan(path, len(head) + end, pieces, head=len(head))
 
 
-def take_part(fetch: Callable[[Any], object], left: Iterable[Any]) -> None:
-    """Go on with what ranks do together, after a failure here. A failure of that is logged: the first one is raised."""
+def finish_collectives(call: Callable[[_Item], object], remaining: Iterable[_Item]) -> None:
+    """Make the remaining collective calls after a failure on this rank, so that no other rank waits for it.
+
+    A failure among them is logged only: the caller raises the first one.
+    """
     try:
-        for one in left:
-            fetch(one)
+        for item in remaining:
+            call(item)
     except Exception as error:
-        _log.warning("other ranks could not be helped to their end: %s: %s", type(error).__name__, error)
+        _log.warning("could not finish the collective calls of other ranks: %s: %s", type(error).__name__, error)
 
 
 def in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names as they come in a file: larger elements first, so that all are aligned.
+    """Names in the order of the file: larger elements first, so that every tensor is aligned.
 
-    Among those of one size small tensors come last, and so stand together: the step counts of an optimizer, which
-    every rank wants of the one rank that writes them, are then in one block, and not in all.
+    Among tensors of one element size, small ones come last and so lie together. Every rank reads the step counts of an
+    optimizer from the one rank that wrote them: they are then in one block instead of in all.
     """
 
-    def place(name: str) -> tuple[int, bool]:
+    def sort_key(name: str) -> tuple[int, bool]:
         tensor = tensors[name]
         return -tensor.element_size(), tensor.numel() * tensor.element_size() < SMALL
 
-    return sorted(tensors, key=place)
+    return sorted(tensors, key=sort_key)
+
+
+def _whole_view(name: str, tensor: torch.Tensor) -> View:
+    """A view of all of a tensor."""
+    return View(name, tensor.dtype, tuple(tensor.shape), tensor.stride(), 0)
 
 
 def _header(
     tensors: list[tuple[str, torch.Tensor]], shards: Mapping[str, Shard], views: Mapping[str, View]
 ) -> tuple[bytes, int]:
-    """The header, and how many bytes of data come after it."""
+    """The header, and how many bytes of data follow it."""
     outlines = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors)
-    pieces = tuple((name, one.shape, one.offsets) for name, one in shards.items() if not one.is_whole)
-    return _spelled_out(outlines, pieces, tuple(views.items()))
+    partial = tuple((name, shard.shape, shard.offsets) for name, shard in shards.items() if not shard.is_whole)
+    return _header_bytes(outlines, partial, tuple(views.items()))
 
 
-@lru_cache(maxsize=64)  # save after save they are the same, and training waits
-def _spelled_out(outlines: _Outlines, pieces: _Pieces, views: tuple[tuple[str, View], ...]) -> tuple[bytes, int]:
-    entries: dict[str, Any] = {"__metadata__": _metadata(outlines, pieces, views)}
-    end = 0
-    for name, dtype, shape in outlines:
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        spelling, spelled_shape = _spelled(dtype, shape)
-        entries[name] = {"dtype": spelling, "shape": spelled_shape, "data_offsets": [start, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    return LENGTH.pack(_padded(len(text))) + text.ljust(_padded(len(text))), end
+@lru_cache(maxsize=64)  # it is the same in every save, and this runs while training waits
+def _header_bytes(outlines: _Outlines, shards: _Shards, views: _Views) -> tuple[bytes, int]:
+    tensors = [_tensor_header(name, dtype, shape) for name, dtype, shape in outlines]
+    return header.to_bytes(tensors, _metadata(outlines, shards, views)), sum(tensor.nbytes for tensor in tensors)
 
 
-def _padded(length: int) -> int:
-    return -(-(length + LENGTH.size) // ALIGNMENT) * ALIGNMENT - LENGTH.size
-
-
-def _spelled(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[int]]:
+def _tensor_header(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorHeader:
+    nbytes = math.prod(shape) * dtype.itemsize
     if dtype in dtypes.SPELLED:
-        return dtypes.SPELLED[dtype], list(shape)
-    return "U8", [*shape, dtype.itemsize]
+        return TensorHeader(name, dtypes.SPELLED[dtype], shape, nbytes)
+    return TensorHeader(name, "U8", (*shape, dtype.itemsize), nbytes)
 
 
-def _metadata(outlines: _Outlines, pieces: _Pieces, views: tuple[tuple[str, View], ...]) -> dict[str, str]:
+def _metadata(outlines: _Outlines, shards: _Shards, views: _Views) -> dict[str, str]:
     metadata = {"format": "pt"}
     ours = {
         "dtypes": {name: dtypes.name_of(dtype) for name, dtype, _ in outlines if dtype not in dtypes.SPELLED},
-        "shapes": {name: list(shape) for name, shape, _ in pieces},
+        "shapes": {name: list(shape) for name, shape, _ in shards},
         "views": {name: _view_to_json(view) for name, view in views},
     }
-    if pieces:
-        # PyTorch's reader asks for every tensor of a file in which it finds this key
-        known = {name: list(offsets) for name, _, offsets in pieces}
+    if shards:
+        # PyTorch's reader expects every tensor of the file under this key, if the key is there
+        known = {name: list(offsets) for name, _, offsets in shards}
         offsets = {name: {"saved_offsets": known.get(name, [0] * len(shape))} for name, _, shape in outlines}
         metadata["DCP_SHARDING_INFO"] = json.dumps(offsets)
     if any(ours.values()):

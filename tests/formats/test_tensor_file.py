@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckpt.errors import DamagedError, StorageError
 from ckpt.formats.native.dtypes import SPELLED
+from ckpt.formats.native.header import ALIGNMENT
 from ckpt.formats.native.tensor_file import TensorFile
-from ckpt.formats.native.tensor_file_plan import ALIGNMENT, image
+from ckpt.formats.native.tensor_file_plan import plan_file
 from ckpt.formats.state import Shard
 
 pytestmark = pytest.mark.filterwarnings(
@@ -47,7 +48,7 @@ class Bytes:
 def file_of(tensors: Mapping[str, torch.Tensor | Shard]) -> bytes:
     """The bytes of the file. Whatever is in it, safetensors must accept it."""
     shards = {name: one if isinstance(one, Shard) else Shard.whole(one) for name, one in tensors.items()}
-    laid_out = image("model.safetensors", shards)
+    laid_out = plan_file("model.safetensors", shards)
     data = b"".join(laid_out.pieces())
     assert data == b"".join(laid_out.pieces())  # it can be gone through again
     assert len(data) == laid_out.size
@@ -198,7 +199,7 @@ class TestLayout:
 
     def test_tensors_are_read_where_they_lie_when_the_file_is_written(self) -> None:
         tensor = torch.zeros(4)
-        laid_out = image("model.safetensors", {"t": Shard.whole(tensor)})
+        laid_out = plan_file("model.safetensors", {"t": Shard.whole(tensor)})
         tensor.fill_(7)
         file = TensorFile.open(Bytes(b"".join(laid_out.pieces())), "file")
         assert torch.equal(file.tensor("t"), torch.full((4,), 7.0))

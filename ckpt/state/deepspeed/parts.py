@@ -42,7 +42,7 @@ class EnginePart(Whole):
     key: str
     engine: Any
     same_class: bool = False
-    can_be_spread: bool = False
+    can_be_sharded: bool = False
     _counted: int | None = None  # the step that hooks were called after
 
     @property
@@ -121,7 +121,7 @@ class PartitionsPart(Whole):
     key: str
     engine: Any
     same_class: bool = True
-    can_be_spread: bool = False
+    can_be_sharded: bool = False
 
     @property
     def kind(self) -> str:
