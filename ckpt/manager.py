@@ -40,7 +40,8 @@ from ckpt.save.capture import Capture, CapturedState
 from ckpt.save.environment import device_name, versions
 from ckpt.save.saver import Saver
 from ckpt.state import rng
-from ckpt.state.objects import KINDS, find_source
+from ckpt.state.find_source import find_source
+from ckpt.state.objects import KINDS
 from ckpt.state.registry import StateRegistry
 from ckpt.state.unmanaged import UnmanagedWatch, weakly
 from ckpt.state.unwrap import unwrap
@@ -176,7 +177,7 @@ class StateManager:
             broadcast,
             storage_options,
         )
-        self._managed.look()
+        self._managed.refresh()
         self._follow_loaders(follow=follow)
         self._oversights = UnmanagedWatch(self._managed, self._loop.habits.remarks, save_every)
         self._loop.on_training = weakly(self._oversights.trained)
@@ -297,7 +298,7 @@ class StateManager:
             )
         if self._ranks.world_size == 1:  # ranks would learn of it at different steps: they are told where they meet
             self._saver.check()
-        self._managed.look()
+        self._managed.refresh()
         self._make_memory_ready()
         self._loop.stepped()
         self._oversights.stepped()
@@ -472,7 +473,7 @@ class StateManager:
         self._loop.has_data = lambda: bool((found := managed()) is not None and found.generators)
         if not follow:
             return
-        method = weakref.WeakMethod(self._managed.look)  # loaders, which the loop follows, may outlive the manager
+        method = weakref.WeakMethod(self._managed.refresh)  # loaders, which the loop follows, may outlive the manager
 
         def look() -> None:
             found = method()
@@ -514,10 +515,12 @@ class StateManager:
         if skip and not wait and self._saver.is_busy_anywhere(name):
             return None
         self._source.before_save(self._folder(name))
-        self._managed.look()
+        self._managed.refresh()
         self._oversights.saving()
         self._loop.habits.remarks.tell_lasting()
-        self._saver.save(name, lambda: self._capture(name, numbers), self._managed.optimized, facts, wait=wait)
+        self._saver.save(
+            name, lambda: self._capture(name, numbers), self._managed.optimizer_owned_storages, facts, wait=wait
+        )
         self._source.after_save()
         self._set_started()
         self._saved_at = self._where()
@@ -527,7 +530,7 @@ class StateManager:
         if self._keep is not None:
             self._keep.check(metrics, name)
         generators = {key: rng.capture_one(one) for key, one in self._managed.generators.items()}
-        own, lacking = self._managed.own_now(self._ranks.rank)
+        own, lacking = self._managed.own_parts_to_save(self._ranks.rank)
         self._warn(lacking)
         rank_state = {
             "rng": rng.capture(),

@@ -19,7 +19,7 @@ from ckpt.formats.tensor_bytes import narrowed
 from ckpt.root.folder import Folder
 from ckpt.state.deepspeed.engine import KEY
 from ckpt.state.objects import KINDS
-from ckpt.state.optimizer_names import by_name
+from ckpt.state.optimizer import by_name
 
 CUSTOM = "custom"  # objects of the user's own
 UNKNOWN_PROGRESS = (

@@ -69,7 +69,7 @@ class Restoration:
         def look() -> tuple[CheckpointReader, dict[str, Callable[[], None]]]:
             opened = open_any(storage, manifest, ranks.rank, managed.parts)
             notes.approximated.update(opened.state.get("lacking", {}))
-            own = managed.own_then(ranks.rank, opened.own)
+            own = managed.own_parts_to_load(ranks.rank, opened.own)
             if why is not None:
                 for part in own.values():
                     part.missed(why, notes, strict=strict)

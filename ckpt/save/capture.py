@@ -21,7 +21,7 @@ from ckpt.root.file_names import spread_file, whole_file
 from ckpt.save.checksums import checksum
 from ckpt.save.spare_tensors import SpareTensors, spare_of_spread, spare_of_whole
 from ckpt.state.parts import Part
-from ckpt.state.replicated import Guarantee
+from ckpt.state.replicated import Replication
 
 _log = logging.getLogger("ckpt")
 
@@ -43,7 +43,7 @@ class CapturedState:
     own: Mapping[str, PartState]
     document: bytes
     keeps: bool = True  # whether this rank writes what all have in common
-    guarantees: Mapping[str, Guarantee] = field(default_factory=dict)
+    guarantees: Mapping[str, Replication] = field(default_factory=dict)
     sums: Mapping[str, Mapping[str, Callable[[], str]]] = field(default_factory=dict)  # of what is guaranteed, once
     spares: Mapping[str, SpareTensors] = field(default_factory=dict)
     kept: Sequence[FilePlan] = ()  # out of the spares, what differs between ranks
@@ -132,7 +132,7 @@ class Compared:
     doubted: dict[str, set[str]] = field(default_factory=dict)  # what was not, and is compared from then on
     told: set[str] = field(default_factory=set)  # the parts of which was said that ranks differ
 
-    def doubting(self, key: str, guarantee: Guarantee) -> Guarantee:
+    def doubting(self, key: str, guarantee: Replication) -> Replication:
         return replace(guarantee, doubted=frozenset(self.doubted[key])) if key in self.doubted else guarantee
 
     def pending(self, taken: CapturedState) -> dict[str, dict[str, Callable[[], str]]]:
@@ -170,7 +170,7 @@ class Capture:
     hosts: Hosts = field(default_factory=Hosts)
     compared: Compared = field(default_factory=Compared)
     problems: list[str] = field(default_factory=list)
-    _guarantees: dict[str, Guarantee] = field(default_factory=dict)
+    _guarantees: dict[str, Replication] = field(default_factory=dict)
 
     def take(self, parts: Iterable[Part], own: Mapping[str, Part], rank_state: Mapping[str, Any]) -> CapturedState:
         whole, spread = self._divided(parts)
@@ -219,7 +219,7 @@ class Capture:
     def _state_of(self, part: Part) -> Any:
         live = _state_of(part)
         if self.ranks.world_size > 1:
-            self._guarantees[part.key] = self.compared.doubting(part.key, part.guaranteed(live))
+            self._guarantees[part.key] = self.compared.doubting(part.key, part.replication(live))
         return live
 
     def _encoded_spread(self, part: Part) -> ShardedState:

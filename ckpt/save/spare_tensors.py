@@ -15,7 +15,7 @@ from ckpt.formats.native.shared_storage import View, untie
 from ckpt.formats.state import FilePlan, PartState, Shard
 from ckpt.ranks.group import MAIN
 from ckpt.root.file_names import own_key, whole_file
-from ckpt.state.replicated import Guarantee
+from ckpt.state.replicated import Replication
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ class SpareTensors:
             start = stop
 
 
-def spare_of_whole(part: PartState, guarantee: Guarantee) -> dict[str, Shard]:
+def spare_of_whole(part: PartState, guarantee: Replication) -> dict[str, Shard]:
     """Of a part that the main rank writes: all that is not known to be the same there."""
     return {name: shard for name, shard in part.tensors.items() if guarantee.is_uncertain(name)}
 
 
 @torch.no_grad()
 def spare_of_spread(
-    part: ShardedState, written: Collection[str], guarantee: Guarantee, rank: int, *, gathered: bool
+    part: ShardedState, written: Collection[str], guarantee: Replication, rank: int, *, gathered: bool
 ) -> dict[str, Shard]:
     """Of a part in pieces: plain tensors that another rank writes for all, and pieces on a part of the mesh that are
     taken to be the same on the other parts of it."""

@@ -129,7 +129,7 @@ class Recorder:
 
     def _models(self) -> Iterator[tuple[str, nn.Module]]:
         for manager in self._managers:
-            manager._managed.look()
+            manager._managed.refresh()
             yield from manager._managed.models.items()
 
     def _watch_models(self) -> None:

@@ -20,7 +20,7 @@ from ckpt.load.accelerate_state import kind_of
 from ckpt.load.reader import CheckpointReader
 from ckpt.root.catalog import locate, read_manifest, size_problems
 from ckpt.state.deepspeed.engine import KEY
-from ckpt.state.optimizer_names import by_number
+from ckpt.state.optimizer import by_number
 from ckpt.state.parts import SavedTensor
 from ckpt.storage import Storage, open_storage
 from ckpt.util.console import bar
