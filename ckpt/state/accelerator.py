@@ -111,7 +111,7 @@ class AcceleratorObjects:
         return {
             "step": self.accelerator.step,
             "sync_gradients": self.accelerator.sync_gradients,
-            "saves": self._project.iteration + 1,  # this one is not counted yet
+            "saves": self._project.iteration + 1,  # the current save is not counted yet
             "loaders": {key: _loader_state(loader) for key, loader in self.loaders().items()},
         }
 

@@ -16,7 +16,7 @@ def find_source(accelerator: Any, **objects: Any) -> ObjectSource:
     given = [kind for kind, value in objects.items() if value is not None]
     if given:
         raise ConfigError(
-            f"StateManager: accelerator= brings all that it has prepared, so {', '.join(given)} cannot be given as "
+            f"StateManager: accelerator= includes all that it has prepared, so {', '.join(given)} cannot be given as "
             "well. Pass them through accelerator.prepare(...), or give others to register(name=...)."
         )
     return AcceleratorObjects(accelerator)

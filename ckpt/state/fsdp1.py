@@ -16,7 +16,7 @@ from ckpt.state.unwrap import clean_name, modules_in, unwrap
 
 
 def is_fsdp1(model: nn.Module) -> bool:
-    """Whether any module in the model is wrapped. The wrapper's module is imported only if one may be."""
+    """Whether any module in the model is wrapped. Imports nothing: a live wrapper has imported its module."""
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules_in(model))
 

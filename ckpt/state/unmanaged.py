@@ -80,7 +80,7 @@ class UnmanagedWatch:
     def _check_objects(self) -> None:
         managed = self._managed
         if not (managed.parts or managed.generators):
-            self._tell("nothing", "no object is managed, so a resume brings none back. StateManager(root, model=...).")
+            self._tell("nothing", "no object is managed, so a resume restores none. StateManager(root, model=...).")
         parameters = self._parameters()
         for key, optimizer in managed.optimizers_by_key().items():
             own = _parameters_of(optimizer)

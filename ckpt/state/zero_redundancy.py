@@ -16,7 +16,7 @@ from ckpt.state.replicated import UNKNOWN, Replication
 
 
 def is_zero_redundancy(optimizer: Any) -> bool:
-    """Whether this is a ZeroRedundancyOptimizer. Its module is imported only if it may be one."""
+    """Whether this is a ZeroRedundancyOptimizer. Imports nothing: a live one has imported its module."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 

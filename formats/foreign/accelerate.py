@@ -89,7 +89,7 @@ class AccelerateCheckpoint:
     def left_out(self) -> dict[str, str]:
         """Files that are not read, and why."""
         paths = [path for paths in self._paths[_SAMPLER].values() for path in paths]
-        return dict.fromkeys(paths, "a sampler that was pickled as an object, with its data: it is not looked at")
+        return dict.fromkeys(paths, "a sampler that was pickled as an object, with its data: it is not read")
 
     def parts(self) -> dict[str, dict[int, Any]]:
         """The state of every part by kind and number. That of models is by parameter name, others are as saved."""

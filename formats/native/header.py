@@ -84,7 +84,7 @@ class Header:
 
     @classmethod
     def read(cls, reader: HeaderReader, where: str) -> Header:
-        with understood(where):
+        with damage_reported(where):
             return cls._read(reader)
 
     @classmethod
@@ -113,7 +113,7 @@ class Outline:
 def outlines(reader: HeaderReader, where: str) -> dict[str, Outline]:
     """The tensors in a file. Of a sharded tensor, the shape is that of the shard in this file."""
     header = Header.read(reader, where)
-    with understood(where):
+    with damage_reported(where):
         foreign = header.ours.get("dtypes", {})
         found = {name: _outline(entry, foreign.get(name)) for name, entry in header.entries.items()}
         for name, view in header.ours.get("views", {}).items():
@@ -132,7 +132,7 @@ def is_bare(name: str) -> bool:
 
 
 @contextmanager
-def understood(where: str) -> Iterator[None]:
+def damage_reported(where: str) -> Iterator[None]:
     """Raise `DamagedError` for a header that cannot be parsed or contradicts itself."""
     try:
         yield

@@ -13,7 +13,7 @@ import torch
 from ckpt.errors import DamagedError
 from ckpt.formats.layout import Box
 from ckpt.formats.native import dtypes
-from ckpt.formats.native.header import Header, sizes, understood
+from ckpt.formats.native.header import Header, damage_reported, sizes
 from ckpt.formats.native.shared_storage import View
 from ckpt.formats.tensor_bytes import copy_into, is_dense, narrowed
 from ckpt.formats.transfers import ByteReader, Transfer, Want, at_once
@@ -50,7 +50,7 @@ class TensorFile:
     @classmethod
     def open(cls, reader: ByteReader, where: str, want: Want = at_once) -> TensorFile:
         file = cls(reader, where, want)
-        with understood(where):
+        with damage_reported(where):
             file._read_header()
         return file
 

@@ -63,7 +63,7 @@ def plan_gathered_file(
     """A file of tensors that are fetched one at a time, each when it is written.
 
     `outlines` are tensors on the meta device. `fetch` is called once for each, in `in_file_order`. If it is a
-    `collective` call, the remaining ones are made also after a failure, or the other ranks would wait for this one.
+    `collective` call, a failure does not skip the remaining calls, or the other ranks would wait for this one.
     """
     order = in_file_order(outlines)
     views = {name: _whole_view(of, outlines[of]) for name, of in aliases.items()}
@@ -98,8 +98,8 @@ def finish_collectives(call: Callable[[_Item], object], remaining: Iterable[_Ite
 def in_file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Names in the order of the file: larger elements first, so that every tensor is aligned.
 
-    Among tensors of one element size, small ones come last and so lie together. Every rank reads the step counts of an
-    optimizer from the one rank that wrote them: they are then in one block instead of in all.
+    Among tensors of equal element size, small ones come last and so lie together: the step counts of an optimizer,
+    which every rank reads from the single rank that wrote them, are then in one block instead of in all.
     """
 
     def sort_key(name: str) -> tuple[int, bool]:

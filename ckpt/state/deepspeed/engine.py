@@ -21,7 +21,7 @@ _NONE = ("NoneType", "DeepSpeedZeRoOffload")  # evaluation only
 
 
 def is_engine(model: Any) -> bool:
-    """Whether this is an engine of `deepspeed.initialize`. Its module is imported only if it may be one."""
+    """Whether this is an engine of `deepspeed.initialize`. Imports nothing: without deepspeed there is no engine."""
     module = sys.modules.get("deepspeed.runtime.engine")
     return module is not None and isinstance(model, module.DeepSpeedEngine)
 

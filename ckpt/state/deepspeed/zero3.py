@@ -36,7 +36,7 @@ def layout() -> Layout:
 
 
 def rows(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with this rank's rows of every partitioned parameter, in new memory. Tied ones remain one object."""
+    """A state with this rank's rows of every partitioned parameter, in new memory. Tied parameters share it."""
     return _replaced(state, _rows_of)
 
 
