@@ -1,4 +1,4 @@
-"""Models as people train them, spread over ranks: GPT-2 with its tied head, LoRA over a frozen base, frozen layers."""
+"""Models as people train them, sharded over ranks: GPT-2 with its tied head, LoRA over a frozen base, frozen layers."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ SaveByTwo = Callable[[str, str, str], Saved]
 
 @pytest.fixture(scope="session")
 def saved_by_two(new_root: Callable[[], Place], tmp_path_factory: pytest.TempPathFactory) -> SaveByTwo:
-    """Saves a kind of model, spread in a way, with an optimizer over some of it."""
+    """Saves a kind of model, sharded in a way, with an optimizer over some of it."""
 
     def save_by_two(what: str, how: str, over: str) -> Saved:
         saved = Saved(new_root(), tmp_path_factory.mktemp("notes"))
