@@ -23,7 +23,7 @@ from benchmarks.shared.report import Run, parser, table
 from benchmarks.shared.results import Samples
 from ckpt.formats.layout import Box, Layout
 from ckpt.formats.native.manifest import FileRecord, Manifest
-from ckpt.formats.native.shard_table import Table, spread, written_by
+from ckpt.formats.native.shard_table import ShardTable, build_table, written_by
 
 SHAPES = [(4096 + 64 * index, 2) for index in range(12)]  # about as many as a transformer has
 
@@ -41,14 +41,14 @@ def tensors_of(rank: int, ranks: int, count: int) -> dict[str, DTensor]:
     return found
 
 
-def plan_a_save(tensors: dict[str, DTensor], rank: int, ranks: int) -> tuple[float, Table]:
+def plan_a_save(tensors: dict[str, DTensor], rank: int, ranks: int) -> tuple[float, ShardTable]:
     began = time.perf_counter()
-    table = spread(tensors, ranks)
+    table = build_table(tensors, ranks)
     written_by(table, tensors, rank)
     return time.perf_counter() - began, table
 
 
-def plan_a_load(table: Table, rank: int, ranks: int) -> float:
+def plan_a_load(table: ShardTable, rank: int, ranks: int) -> float:
     """As one of three quarters as many ranks: every shard has other bounds than before."""
     now = ranks * 3 // 4
     layout = Layout((now,), tuple(range(now)), ("S0",))

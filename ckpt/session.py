@@ -59,7 +59,7 @@ class Session:
         self.loop = Loop(self.ranks, source.loaders, follow=options.follow, others=not accelerated)
         self.registry = self._build_registry()
         self.loader = self._build_loader(hosts)
-        self.registry.look()
+        self.registry.refresh()
         self._follow_loaders()
         self.unmanaged = UnmanagedWatch(self.registry, self.loop.habits.remarks, options.save_every)
         self.loop.on_training = weakly(self.unmanaged.trained)
@@ -122,7 +122,7 @@ class Session:
         self.loop.models = lambda: found.models.values() if (found := registry()) is not None else ()
         self.loop.has_data = lambda: bool((found := registry()) is not None and found.generators)
         if self.options.follow:
-            self.loop.before_pass = weakly(self.registry.look)
+            self.loop.before_pass = weakly(self.registry.refresh)
             loader_hook.begin(self.loop)
 
     def _reserve_staging(self) -> None:
@@ -176,10 +176,12 @@ class Session:
         if skip and not wait and self.saver.is_busy_anywhere(name):
             return None
         self.source.before_save(f"{self.storage.url}/{name}")
-        self.registry.look()
+        self.registry.refresh()
         self.unmanaged.saving()
         self.loop.habits.remarks.tell_lasting()
-        self.saver.save(name, lambda: self._capture(name, numbers), self.registry.optimized, facts, wait=wait)
+        self.saver.save(
+            name, lambda: self._capture(name, numbers), self.registry.optimizer_owned_storages, facts, wait=wait
+        )
         self.source.after_save()
         self.set_started()
         self.saved_at = self.position
@@ -188,7 +190,7 @@ class Session:
     def _capture(self, name: str, metrics: Mapping[str, float]) -> CapturedState:
         if self.keep is not None:
             self.keep.check(metrics, name)
-        own, lacking = self.registry.own_now(self.ranks.rank)
+        own, lacking = self.registry.own_parts_to_save(self.ranks.rank)
         self._warn(lacking)
         rank_state = {
             "rng": rng.capture(),

@@ -12,8 +12,9 @@ import torch
 
 from ckpt.errors import ConfigError, StorageError
 from ckpt.export.source import open_source
-from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX, SUFFIX, images, parse_dtype, parse_size
+from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX, parse_dtype, parse_size, plan_files
 from ckpt.formats.foreign.tied_weights import tied
+from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.state import FilePlan
 from ckpt.root.folder import open_url
@@ -43,7 +44,7 @@ def merge(
     limit = None if max_shard_size is None else parse_size(max_shard_size)
     with open_source(source, part, storage_options) as opened:
         tensors = opened.tensors
-        files = images(target.name, tensors, tied(tensors), dtype=cast, max_shard_size=limit)
+        files = plan_files(target.name, tensors, tied(tensors), dtype=cast, max_shard_size=limit)
         target.check_free(files)
         return target.write(files)
 

@@ -15,11 +15,11 @@ import torch
 
 from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.export.folders import appearing, refuse_checkpoints
-from ckpt.formats.foreign.hf_safetensors import LiveTensor, Source, images, parse_dtype, parse_size
-from ckpt.formats.foreign.tied_weights import one_of_each
+from ckpt.formats.foreign.hf_safetensors import LiveTensor, StreamedTensor, parse_dtype, parse_size, plan_files
+from ckpt.formats.foreign.tied_weights import duplicates
 from ckpt.formats.native.dtypes import name_of
-from ckpt.formats.native.shard_table import ShardedState, spread
-from ckpt.formats.native.tensor_file import take_part
+from ckpt.formats.native.shard_table import ShardedState, build_table
+from ckpt.formats.native.tensor_file_plan import finish_collectives
 from ckpt.formats.state import FilePlan
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
@@ -68,7 +68,7 @@ class Exported:
                     self._write_one(storage, file)
                     advance(file.size)
             except Exception:
-                take_part(self._go_through, ([file] for file in left))
+                finish_collectives(self._go_through, ([file] for file in left))
                 raise
 
     def help_to_write(self) -> None:
@@ -86,7 +86,7 @@ class Exported:
             storage.write(file.path, pieces)
         except Exception:
             if self.shared:
-                take_part(lambda piece: None, pieces)
+                finish_collectives(lambda piece: None, pieces)
             raise
 
 
@@ -94,9 +94,9 @@ def from_live(part: ModelPart, ranks: Ranks, wanted: Wanted) -> Exported:
     """A live model, however it is wrapped or spread. Every rank makes this call."""
     state = part.capture()
     tensors = tensors_in(state)
-    table = spread(tensors, ranks.world_size)
+    table = build_table(tensors, ranks.world_size)
     held = ShardedState(part.kind, None, table, tensors)
-    sources: dict[str, Source] = {
+    sources: dict[str, StreamedTensor] = {
         name: LiveTensor(one.dtype, one.shape, partial(held.gather, name)) for name, one in table.tensors.items()
     }
     sources |= {alias: sources[first] for alias, first in table.aliases.items()}
@@ -104,8 +104,8 @@ def from_live(part: ModelPart, ranks: Ranks, wanted: Wanted) -> Exported:
     for alias, first in table.aliases.items():
         groups.setdefault(first, [first]).append(alias)
     about = _about(part, state)
-    files = model_files(about, sources, one_of_each(groups.values()), wanted)
-    return Exported(files, about, shared=part.is_spread() and ranks.world_size > 1)
+    files = model_files(about, sources, duplicates(groups.values()), wanted)
+    return Exported(files, about, shared=part.is_sharded() and ranks.world_size > 1)
 
 
 def _about(part: ModelPart, state: Any) -> dict[str, Any]:
@@ -118,12 +118,12 @@ def _about(part: ModelPart, state: Any) -> dict[str, Any]:
 
 
 def model_files(
-    about: Mapping[str, Any], tensors: Mapping[str, Source], tied: Mapping[str, str], wanted: Wanted
+    about: Mapping[str, Any], tensors: Mapping[str, StreamedTensor], tied: Mapping[str, str], wanted: Wanted
 ) -> list[FilePlan]:
     """The files of a model: its weights and configuration; of one with adapters, only theirs, as PEFT has them."""
     if "adapters" in about:
         return [file for name, one in about["adapters"].items() for file in _adapter_files(name, one, tensors, wanted)]
-    weights = images(MODEL, tensors, tied, dtype=wanted.dtype, max_shard_size=wanted.max_shard_size)
+    weights = plan_files(MODEL, tensors, tied, dtype=wanted.dtype, max_shard_size=wanted.max_shard_size)
     config = dict(about.get("config", {}))
     if config:
         config["dtype"] = _dtype_name(tensors, wanted)
@@ -131,7 +131,7 @@ def model_files(
     return [*weights, *(_json(name, fields) for name, fields in documents.items() if fields)]
 
 
-def _adapter_files(name: str, adapter: Any, tensors: Mapping[str, Source], wanted: Wanted) -> list[FilePlan]:
+def _adapter_files(name: str, adapter: Any, tensors: Mapping[str, StreamedTensor], wanted: Wanted) -> list[FilePlan]:
     folder = "" if name == _DEFAULT_ADAPTER else f"{name}/"
     unknown = [key for key, inside in adapter["tensors"].items() if inside not in tensors]
     if unknown:
@@ -140,7 +140,7 @@ def _adapter_files(name: str, adapter: Any, tensors: Mapping[str, Source], wante
             "Save it with model.save_pretrained(...)."
         )
     chosen = {key: tensors[inside] for key, inside in adapter["tensors"].items()}
-    weights = images(f"{folder}{ADAPTER}", chosen, {}, dtype=wanted.dtype)
+    weights = plan_files(f"{folder}{ADAPTER}", chosen, {}, dtype=wanted.dtype)
     return [*weights, _json(f"{folder}{ADAPTER_CONFIG}", adapter["config"])]
 
 
@@ -148,7 +148,7 @@ def _json(path: str, fields: Any) -> FilePlan:
     return FilePlan.of(path, (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode())
 
 
-def _dtype_name(tensors: Mapping[str, Source], wanted: Wanted) -> str:
+def _dtype_name(tensors: Mapping[str, StreamedTensor], wanted: Wanted) -> str:
     floating = (one.dtype for one in tensors.values() if one.dtype.is_floating_point)
     return name_of(wanted.dtype or next(floating, torch.float32))
 

@@ -173,6 +173,9 @@ class Entry:
     def state_dict(self) -> Any:
         return self.value
 
+    def load_state_dict(self, state: Any, /) -> None:
+        self.value = state
+
 
 class Weights(Entry):
     """The model's weights, under another name than Lightning's."""

@@ -24,7 +24,7 @@ from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import EVERYWHERE, Hosts
 from ckpt.root.catalog import check_name
 from ckpt.root.folder import ROOT, is_foreign, open_url
-from ckpt.state.objects import Source
+from ckpt.state.objects import ObjectSource
 from ckpt.state.parts import Notes
 from ckpt.state.registry import StateRegistry
 from ckpt.storage import Storage, place_of
@@ -41,7 +41,7 @@ class StateLoader:
     """
 
     ranks: Ranks
-    source: Source
+    source: ObjectSource
     managed: StateRegistry
     loop: Loop
     hosts: Hosts
@@ -129,7 +129,7 @@ class StateLoader:
     def _find_for(self, storage: Storage, manifest: Manifest) -> None:
         """What a checkpoint is to be loaded into. Hooks of the user's own may load some of it themselves."""
         self.source.before_load(folder_of(storage, manifest))
-        self.managed.look()
+        self.managed.refresh()
 
     def _go_back(self, opened: CheckpointReader, notes: Notes) -> None:
         """Restore what is this rank's own: generators, and where its loaders are."""

@@ -125,7 +125,12 @@ class Attempt:
 
         What is staged need not be linked: bytes that are there are not sent again.
         """
-        if earlier is None or not image.steady or image.size != earlier.file.size or isinstance(storage, Staging):
+        if (
+            earlier is None
+            or not image.likely_unchanged
+            or image.size != earlier.file.size
+            or isinstance(storage, Staging)
+        ):
             return None
         if _digests(image.pieces(), lambda _: None) != earlier.file.blocks:
             return None
@@ -150,7 +155,7 @@ class Attempt:
 
     def _write_one(self, storage: Storage, image: FilePlan, advance: Callable[[float], None]) -> Stored:
         path = self.path_for(image.path)
-        if image.settled:
+        if image.in_memory:
             settled = list(image.pieces())
             hashing = ThreadCall(lambda: _digests(settled, advance), "ckpt-hash")
             try:

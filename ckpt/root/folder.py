@@ -88,4 +88,4 @@ def is_foreign(storage: Storage, name: str) -> bool:
 def written_by_accelerate(files: Iterable[str]) -> bool:
     from ckpt.formats.foreign import accelerate  # imports torch, which the command `ckpt` starts without
 
-    return not {FILE_NAME, MARKER}.intersection(files) and accelerate.is_one(files)
+    return not {FILE_NAME, MARKER}.intersection(files) and accelerate.is_accelerate(files)

@@ -300,4 +300,6 @@ def _laid_out(images: list[FilePlan], starts: list[int]) -> tuple[list[TensorCop
 
 def _in_memory(image: FilePlan, memory: torch.Tensor, start: int) -> FilePlan:
     view = host_bytes(memory[start : start + image.size])
-    return FilePlan(image.path, image.size, lambda: iter((view,)), image.steady, settled=True, head=image.head)
+    return FilePlan(
+        image.path, image.size, lambda: iter((view,)), image.likely_unchanged, in_memory=True, head=image.head
+    )

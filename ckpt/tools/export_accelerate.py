@@ -12,16 +12,15 @@ from typing import Any
 from ckpt.errors import ConfigError, DamagedError
 from ckpt.export.folders import appearing
 from ckpt.export.source import open_source
-from ckpt.formats.foreign.accelerate_random import to_accelerate
-from ckpt.formats.foreign.accelerate_write import file_of, pickled_model, write_values
-from ckpt.formats.foreign.hf_safetensors import images
+from ckpt.formats.foreign.accelerate_write import file_of, pickled_model, random_states, write_values
+from ckpt.formats.foreign.hf_safetensors import plan_files
 from ckpt.formats.foreign.tied_weights import same_place
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.accelerate_state import kind_of
 from ckpt.load.reader import CheckpointReader
 from ckpt.root.catalog import locate, read_manifest, size_problems
 from ckpt.state.deepspeed.engine import KEY
-from ckpt.state.optimizer_names import by_number
+from ckpt.state.optimizer import by_number
 from ckpt.state.parts import SavedTensor
 from ckpt.storage import Storage, open_storage
 from ckpt.util.console import bar
@@ -98,7 +97,7 @@ class _Writing:
 
     def _stream_model(self, number: int, key: str) -> None:
         with open_source(f"{self.storage.url.rstrip('/')}/{self.manifest.name}", key) as source:
-            (image,) = images(file_of("model", number), source.tensors, same_place(source.tensors))
+            (image,) = plan_files(file_of("model", number), source.tensors, same_place(source.tensors))
             open_storage(self.folder).write(image.path, image.pieces())
 
     def _values(self, key: str) -> Any:
@@ -110,7 +109,7 @@ class _Writing:
         for rank in range(self.manifest.world_size):
             state = self.opened.rank_state(rank)
             step = state.get("source", {}).get("step", 0)
-            self._write(file_of("random_states", rank), to_accelerate(state["rng"], step))
+            self._write(file_of("random_states", rank), random_states(state["rng"], step))
             self._note(state)
 
     def _note(self, state: Mapping[str, Any]) -> None:
