@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import ckpt
-from ckpt.util.aligned_memory import pages
+from ckpt.util.aligned_memory import allocate_pages
 
 RESULTS = Path(__file__).parent / "results"
 PIECE = 8 << 20
@@ -85,7 +85,7 @@ def settle(size: int) -> None:
     """
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     size = max(mmap.PAGESIZE, min(4 * size, free * 3 // 4))
-    with pages(size) as memory:
+    with allocate_pages(size) as memory:
         for start in range(0, size, mmap.PAGESIZE):
             memory[start] = 1
     os.sync()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from ckpt.errors import AbsentError, ConflictError, DeniedError, LockedError, StorageError
-from ckpt.util.process_identity import identity, started
+from ckpt.util.process_identity import process_identity, start_time
 
 if TYPE_CHECKING:
     from ckpt.storage.object_storage import Objects
@@ -53,7 +53,12 @@ class _Held:
     turn: threading.Lock = field(default_factory=threading.Lock)
 
     def text(self) -> bytes:
-        sign = {"note": self.note, "process": identity(os.getpid()), "holder": self.holder, "sign": uuid.uuid4().hex}
+        sign = {
+            "note": self.note,
+            "process": process_identity(os.getpid()),
+            "holder": self.holder,
+            "sign": uuid.uuid4().hex,
+        }
         return json.dumps(sign).encode()
 
 
@@ -307,9 +312,9 @@ def _name(key: str) -> str:
 
 def _is_gone(sign: dict[str, Any]) -> bool | None:
     """Whether a holder has ended. None if that cannot be known here."""
-    mine = identity(os.getpid())
+    mine = process_identity(os.getpid())
     if sign["process"] == mine:
         return sign["holder"] not in _held_here
     if sign["process"][:2] != mine[:2]:
         return None
-    return bool(started(int(sign["process"][2])) != sign["process"][3])
+    return bool(start_time(int(sign["process"][2])) != sign["process"][3])

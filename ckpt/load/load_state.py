@@ -29,7 +29,7 @@ from ckpt.state.parts import Notes
 from ckpt.state.registry import StateRegistry
 from ckpt.storage import Storage, place_of
 from ckpt.util.console import say
-from ckpt.util.gc_pause import undisturbed
+from ckpt.util.gc_pause import gc_paused
 
 
 @dataclass
@@ -60,7 +60,7 @@ class StateLoader:
         """
         with ExitStack() as held:
             held.enter_context(self.ranks.working())
-            held.enter_context(undisturbed())
+            held.enter_context(gc_paused())
             held.enter_context(self.pause_staging())
             tiers, name = self._find(name)
             hosts = self.hosts if tiers is self.tiers else EVERYWHERE

@@ -12,7 +12,7 @@ import pytest
 
 import ckpt
 from ckpt.storage import Storage, leases, open_storage
-from ckpt.util.process_identity import identity
+from ckpt.util.process_identity import process_identity
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_who_was_taken_for_gone_leaves_the_lease_of_who_took_over(url: str, monk
             patch.undo()
             sign = json.loads(next(one for one in lease_files(url) if one.name == ".lock").read_text())
             assert sign["note"] == "the second"
-            assert sign["process"] == identity(os.getpid())
+            assert sign["process"] == process_identity(os.getpid())
             with pytest.raises(ckpt.LockedError, match="the second"), open_storage(url).lock(".lock"):
                 pass
 
