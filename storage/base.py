@@ -52,7 +52,7 @@ class Storage(Protocol):
       the first two say that bytes are gone: what could merely not be read must be any other one.
     """
 
-    near: bool  # whether what one process has read costs others on its host next to nothing
+    is_local: bool  # bytes that one process has read cost the others on its host next to nothing: page cache or memory
 
     @property
     def url(self) -> str:

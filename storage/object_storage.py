@@ -8,6 +8,7 @@ from typing import Protocol
 
 from ckpt.errors import TruncatedError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, below, check_key
+from ckpt.storage.deprecated import FormerName
 from ckpt.storage.leases import FOLDER, Leases
 
 _LATELY = 24 * 3600.0  # seconds
@@ -51,7 +52,8 @@ class Objects(Protocol):
 class ObjectStorage:
     """`Objects` as a storage. Locks are leases: objects that say who holds what, and that he is alive."""
 
-    near = False
+    is_local = False
+    near = FormerName("is_local")
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects

@@ -108,7 +108,7 @@ class StateLoader:
     def _prepare(
         self, storage: Storage, manifest: Manifest, held: ExitStack, *, strict: bool, precious: bool
     ) -> Restoration:
-        far = not getattr(storage, "near", True)
+        far = not getattr(storage, "is_local", True)
 
         def touch() -> None:
             self._half_loaded = manifest.name

@@ -50,7 +50,7 @@ class Checkpoint:
 
 def threads_for(storages: Iterable[Storage]) -> int:
     """How many threads read at the same time: as many as there are cores; far away, as many as have to wait."""
-    return _THREADS if all(storage.near for storage in storages) else _MOST_THREADS
+    return _THREADS if all(storage.is_local for storage in storages) else _MOST_THREADS
 
 
 def check_name(name: str) -> str:

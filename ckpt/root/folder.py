@@ -19,7 +19,7 @@ ROOT = ""  # stands for the name of a checkpoint where a root is itself a folder
 
 def open_url(root: str | os.PathLike[str] | Storage, options: Mapping[str, Any] | None) -> Storage:
     """The storage at one of two sides, of which only URLs take options."""
-    is_url = not isinstance(root, Storage) and "://" in os.fspath(root)
+    is_url = isinstance(root, str | os.PathLike) and "://" in os.fspath(root)
     return open_storage(root, **(options or {} if is_url else {}))
 
 

@@ -156,7 +156,7 @@ class Saver:
 
     def _after_failure(self, name: str, error: Exception) -> None:
         committed = isinstance(error, NotDurableError)
-        if self.keeps and not committed and (name not in self._unsure or self.storage.near):
+        if self.keeps and not committed and (name not in self._unsure or self.storage.is_local):
             self._clean_up(name)
         if self.ranks.rank == MAIN:
             said = "" if committed else f"{self.storage.url}/{name} was not saved: "
