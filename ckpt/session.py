@@ -32,7 +32,7 @@ from ckpt.save.capture import Capture, CapturedState
 from ckpt.save.environment import device_name, versions
 from ckpt.save.saver import Saver
 from ckpt.state import rng
-from ckpt.state.objects import Source
+from ckpt.state.objects import ObjectSource
 from ckpt.state.registry import StateRegistry
 from ckpt.state.unmanaged import UnmanagedWatch, weakly
 from ckpt.storage import MemoryStorage, place_of
@@ -43,7 +43,7 @@ _log = logging.getLogger("ckpt")
 class Session:
     """The parts of one manager: storages, ranks, saver, loader, training loop and managed objects."""
 
-    def __init__(self, root: Any, source: Source, options: ManagerOptions, *, accelerated: bool) -> None:
+    def __init__(self, root: Any, source: ObjectSource, options: ManagerOptions, *, accelerated: bool) -> None:
         self.options = options
         self.source = source
         self.keep = source.keep if options.keep is None else options.keep

@@ -28,7 +28,7 @@ from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.root import catalog
 from ckpt.root.catalog import Checkpoint
 from ckpt.storage import LocalStorage
-from ckpt.util.console import bar, say, size
+from ckpt.util.console import format_size, progress_bar, say
 
 MARKER = ".ckpt-demo"
 STRAIGHT = "straight"
@@ -148,7 +148,7 @@ def _train(plan: Plan, folder: str, label: str, steps: int, *more: str) -> Run:
     options = ["--steps", str(plan.steps), "--save-every", str(plan.save_every), *more]
     command = [sys.executable, "-m", "ckpt.cli.demo_training", plan.folder(folder), *options]
     started = time.monotonic()
-    with tempfile.TemporaryFile("w+") as said, bar(label, steps) as advance:
+    with tempfile.TemporaryFile("w+") as said, progress_bar(label, steps) as advance:
         done = _follow(command, said, advance)
         said.seek(0)
         done.said = said.read()
@@ -189,7 +189,7 @@ def _show_wreck(plan: Plan) -> None:
     show_checkpoints(plan.folder(INTERRUPTED))
     click.echo(f"\nand in {folder}:\n")
     for name in sorted(os.listdir(folder)):
-        click.echo(f"  {size(os.path.getsize(f'{folder}/{name}')):>9}  {name}")
+        click.echo(f"  {format_size(os.path.getsize(f'{folder}/{name}')):>9}  {name}")
     click.echo()
 
 
@@ -274,7 +274,7 @@ def _show_file(name: str, one: bytes | None, other: bytes | None) -> bool:
 
 
 def _show_line(name: str, length: int, verdict: str) -> None:
-    click.echo(f"  {name:<21}  {size(length):>9}  {verdict or ' ' * 9}  {_CONTENTS.get(name, '')}")
+    click.echo(f"  {name:<21}  {format_size(length):>9}  {verdict or ' ' * 9}  {_CONTENTS.get(name, '')}")
 
 
 def _show_verdict(steps: int, same: bool) -> None:

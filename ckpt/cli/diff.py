@@ -7,7 +7,7 @@ import json
 import click
 
 from ckpt.errors import CkptError
-from ckpt.util.console import aligned, one_line
+from ckpt.util.console import format_table, one_line
 
 
 @click.command()
@@ -34,7 +34,7 @@ def diff(first: str, second: str, part: str | None, as_json: bool) -> None:
         click.echo("There is no difference.")
     else:
         rows = [(one.name, one.first, one.second, *_apart(one.elements, one.most)) for one in found.differences]
-        for line in aligned(("", first, second, "elements", "at most by"), rows, ("elements",)):
+        for line in format_table(("", first, second, "elements", "at most by"), rows, ("elements",)):
             click.echo(line)
     if found:
         raise click.exceptions.Exit(1)

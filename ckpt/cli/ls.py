@@ -16,7 +16,7 @@ from ckpt.root import verify as verifying
 from ckpt.root.catalog import Checkpoint
 from ckpt.root.verify import Verdict
 from ckpt.storage import Storage, open_storage
-from ckpt.util.console import age, aligned, number, one_line, size
+from ckpt.util.console import format_age, format_number, format_size, format_table, one_line
 
 _COLUMNS = ("name", "step", "age", "size", "metrics", "world", "intact")
 _TO_THE_RIGHT = ("step", "age", "size", "world")
@@ -77,9 +77,9 @@ def _row(storage: Storage, checkpoint: Checkpoint, *, verify: bool) -> list[str]
     return [
         checkpoint.name,
         str(manifest.step),
-        age(manifest.created),
-        size(manifest.size),
-        " ".join(f"{name}={number(value)}" for name, value in manifest.metrics.items()) or "-",
+        format_age(manifest.created),
+        format_size(manifest.size),
+        " ".join(f"{name}={format_number(value)}" for name, value in manifest.metrics.items()) or "-",
         str(manifest.world_size),
         _intact(storage, manifest, verify=verify),
     ]
@@ -109,7 +109,7 @@ def _show_table(rows: Sequence[Sequence[str]]) -> None:
     if sys.stdout.isatty():
         _show_on_terminal(rows)
     else:
-        for line in aligned(_COLUMNS, rows, _TO_THE_RIGHT):
+        for line in format_table(_COLUMNS, rows, _TO_THE_RIGHT):
             click.echo(line)
 
 
@@ -151,7 +151,7 @@ def _about(storage: Storage, found: Verdict) -> str:
     if found.manifest is None or found.is_fault:
         return _without_name("; ".join(found.problems), found.name)
     others = catalog.elsewhere(storage, found.manifest)
-    here = size(sum(file.size for file in found.manifest.files if file.path not in others))
+    here = format_size(sum(file.size for file in found.manifest.files if file.path not in others))
     return f"{here}; the rest is on {_listed(others)}" if others else here
 
 

@@ -9,7 +9,7 @@ from datetime import datetime
 import click
 
 from ckpt.tools.show import Part, Shown, look
-from ckpt.util.console import age, aligned, number, one_line, size
+from ckpt.util.console import format_age, format_number, format_size, format_table, one_line
 
 _MOST_FILES = 24
 _SECONDS = {"blocked": "training waited {:.2f} s", "total": "durable after {:.2f} s"}
@@ -44,10 +44,12 @@ def _lines(shown: Shown, *, tensors: bool) -> Iterator[str]:
         yield f"  {name:<{width}}  {text}"
     yield ""
     columns = ("part", "class", "tensors", "elements", "dtypes", "size")
-    yield from aligned(columns, [_row(part) for part in shown.parts], ("tensors", "elements", "size"))
+    yield from format_table(columns, [_row(part) for part in shown.parts], ("tensors", "elements", "size"))
     yield ""
     files = sorted(shown.manifest.files, key=lambda file: -file.size)
-    yield from aligned(("file", "size"), [(file.path, size(file.size)) for file in files[:_MOST_FILES]], ("size",))
+    yield from format_table(
+        ("file", "size"), [(file.path, format_size(file.size)) for file in files[:_MOST_FILES]], ("size",)
+    )
     if len(files) > _MOST_FILES:
         yield f"and {len(files) - _MOST_FILES} smaller ones; --json lists all"
     if tensors:
@@ -57,12 +59,12 @@ def _lines(shown: Shown, *, tensors: bool) -> Iterator[str]:
 def _facts(shown: Shown) -> Iterator[tuple[str, str]]:
     manifest = shown.manifest
     saved = datetime.fromisoformat(manifest.created).astimezone()
-    yield "saved", f"{saved:%Y-%m-%d %H:%M:%S %Z}, {age(manifest.created)} ago"
+    yield "saved", f"{saved:%Y-%m-%d %H:%M:%S %Z}, {format_age(manifest.created)} ago"
     progress = {"step": manifest.step, **manifest.progress}
     yield "progress", ", ".join(f"{name} {count:,}" for name, count in progress.items())
     if manifest.metrics:
-        yield "metrics", ", ".join(f"{name} {number(value)}" for name, value in manifest.metrics.items())
-    yield "size", f"{size(manifest.size)} in {len(manifest.files)} files"
+        yield "metrics", ", ".join(f"{name} {format_number(value)}" for name, value in manifest.metrics.items())
+    yield "size", f"{format_size(manifest.size)} in {len(manifest.files)} files"
     whole = click.style("yes", fg="green") + ", by size; 'ckpt verify' reads every byte"
     yield "whole", click.style(f"NO: {one_line('; '.join(shown.problems))}", fg="red") if shown.problems else whole
     ranks = f"{manifest.world_size} ranks" if manifest.world_size > 1 else "one process"
@@ -85,7 +87,7 @@ def _origin(shown: Shown) -> str:
 def _row(part: Part) -> tuple[str, ...]:
     name = f"{part.key} (of each rank)" if part.ranks else part.key
     dtypes = ", ".join(part.dtypes) or "-"
-    return name, part.kind or "-", str(len(part.tensors)), f"{part.elements:,}", dtypes, size(part.size)
+    return name, part.kind or "-", str(len(part.tensors)), f"{part.elements:,}", dtypes, format_size(part.size)
 
 
 def _tensors(shown: Shown) -> Iterator[str]:
@@ -93,7 +95,7 @@ def _tensors(shown: Shown) -> Iterator[str]:
         if part.tensors:
             yield ""
             rows = [(name, one.dtype, _shape(one.shape)) for name, one in part.tensors.items()]
-            yield from aligned((part.key, "dtype", "shape"), rows)
+            yield from format_table((part.key, "dtype", "shape"), rows)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -103,8 +103,8 @@ def _load_checkpoint(
             managed,
             held,
             strict=strict,
-            share=not storage.near,
-            precious=storage.near,
+            share=not storage.is_local,
+            precious=storage.is_local,
             touch=lambda: None,
         )
 

@@ -19,7 +19,7 @@ from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.state import FilePlan
 from ckpt.root.folder import open_url
 from ckpt.storage import Storage
-from ckpt.util.console import bar
+from ckpt.util.console import progress_bar
 
 
 def merge(
@@ -81,7 +81,7 @@ class _Target:
     def write(self, files: list[FilePlan]) -> list[str]:
         """Write the files in their order. If one fails, those before it are removed."""
         done: list[str] = []
-        with bar(f"merging into {self.name}", sum(file.size for file in files), in_bytes=True) as advance:
+        with progress_bar(f"merging into {self.name}", sum(file.size for file in files), in_bytes=True) as advance:
             try:
                 for file in files:
                     self.storage.write(file.path, _counted(file.pieces(), advance))

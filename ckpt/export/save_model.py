@@ -25,7 +25,7 @@ from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.state.model import ModelPart, tensors_in
 from ckpt.storage import LocalStorage
-from ckpt.util.console import LONG, bar
+from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
 
 MODEL = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
@@ -62,7 +62,7 @@ class Exported:
         storage = LocalStorage(folder)
         left = iter(self.files)
         size = sum(file.size for file in self.files)
-        with bar(f"writing {folder.name}", size, in_bytes=True, show=size > LONG) as advance:
+        with progress_bar(f"writing {folder.name}", size, in_bytes=True, show=size > PROGRESS_MIN_BYTES) as advance:
             try:
                 for file in left:
                     self._write_one(storage, file)

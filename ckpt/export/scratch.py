@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ckpt.util.fork_safety import Owner
+from ckpt.util.fork_safety import OwnerProcess
 
 _PREFIX, _NOT_YET_HELD = "ckpt-push-", ".ckpt-push-"
 
@@ -21,7 +21,7 @@ def scratch_folder() -> Iterator[Path]:
     _clear(Path(tempfile.gettempdir()))
     new = Path(tempfile.mkdtemp(prefix=_NOT_YET_HELD))
     held = _hold(new)
-    owner = Owner()
+    owner = OwnerProcess()
     folder = new.with_name(_PREFIX + new.name.removeprefix(_NOT_YET_HELD))
     try:
         os.rename(new, folder)

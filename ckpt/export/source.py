@@ -27,7 +27,7 @@ from ckpt.root.file_names import part_of
 from ckpt.root.folder import Folder
 from ckpt.root.verified_file import StoredFile, VerifiedFile
 from ckpt.storage import Storage
-from ckpt.util.console import bar
+from ckpt.util.console import progress_bar
 
 _log = logging.getLogger("ckpt")
 
@@ -132,7 +132,9 @@ def _altered(storage: Storage, manifest: Manifest) -> list[str]:
     blocks = [(file, index) for file in manifest.files for index in range(len(file.blocks))]
     buffer = memoryview(bytearray(max(file.block_size for file in manifest.files)))
     altered = []
-    with bar(f"verifying {manifest.name}", sum(file.size for file in manifest.files), in_bytes=True) as advance:
+    with progress_bar(
+        f"verifying {manifest.name}", sum(file.size for file in manifest.files), in_bytes=True
+    ) as advance:
         for file, index in blocks:
             start = index * file.block_size
             stop = min(file.size, start + file.block_size)

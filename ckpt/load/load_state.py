@@ -29,7 +29,7 @@ from ckpt.state.parts import Notes
 from ckpt.state.registry import StateRegistry
 from ckpt.storage import Storage, place_of
 from ckpt.util.console import say
-from ckpt.util.gc_pause import undisturbed
+from ckpt.util.gc_pause import gc_paused
 
 
 @dataclass
@@ -60,7 +60,7 @@ class StateLoader:
         """
         with ExitStack() as held:
             held.enter_context(self.ranks.working())
-            held.enter_context(undisturbed())
+            held.enter_context(gc_paused())
             held.enter_context(self.pause_staging())
             tiers, name = self._find(name)
             hosts = self.hosts if tiers is self.tiers else EVERYWHERE
@@ -108,7 +108,7 @@ class StateLoader:
     def _prepare(
         self, storage: Storage, manifest: Manifest, held: ExitStack, *, strict: bool, precious: bool
     ) -> Restoration:
-        far = not getattr(storage, "near", True)
+        far = not getattr(storage, "is_local", True)
 
         def touch() -> None:
             self._half_loaded = manifest.name

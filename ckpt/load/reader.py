@@ -27,7 +27,7 @@ from ckpt.root.file_names import own_key, spread_file, whole_file
 from ckpt.root.verified_file import StoredFile, VerifiedFile
 from ckpt.state.parts import LEFT, Place, SavedTensor
 from ckpt.storage import Storage
-from ckpt.util.console import LONG, bar
+from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
 
 
 class Tensors(Protocol):
@@ -195,7 +195,9 @@ class CheckpointReader:
 
     def _bar(self, verb: str, transfers: list[Transfer]) -> AbstractContextManager[Callable[[float], None]]:
         size = sum(one.size for one in transfers)
-        return bar(f"{verb} {self.manifest.name}", size, in_bytes=True, show=self.rank == MAIN and size > LONG)
+        return progress_bar(
+            f"{verb} {self.manifest.name}", size, in_bytes=True, show=self.rank == MAIN and size > PROGRESS_MIN_BYTES
+        )
 
     def spread(self, key: str) -> bool:
         """Whether a part was saved in pieces."""

@@ -81,7 +81,7 @@ def find_hosts(ranks: Ranks, storage: Storage, *, shared: bool | None) -> Hosts:
 
 def may_differ(storage: Storage, *, shared: bool | None) -> bool:
     """Whether hosts may have roots of their own: the user says so, or the launcher that there are several hosts."""
-    return storage.near and (shared is False or (shared is None and _several_hosts()))
+    return storage.is_local and (shared is False or (shared is None and _several_hosts()))
 
 
 def _several_hosts() -> bool:

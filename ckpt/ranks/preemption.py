@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.store import LostStoreError
-from ckpt.util.fork_safety import Owner
+from ckpt.util.fork_safety import OwnerProcess
 
 EXIT_STATUS = 128 + signal.SIGTERM
 _ASKED, _TARGET = "preempted", "stop-after"
@@ -43,7 +43,7 @@ class Preemption:
         if threading.current_thread() is not threading.main_thread() or self._installed is not None:
             return
         self._previous = previous = signal.getsignal(signal.SIGTERM)
-        owner = Owner()
+        owner = OwnerProcess()
 
         def handler(number: int, frame: FrameType | None) -> None:
             self.asked = True

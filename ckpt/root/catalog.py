@@ -20,7 +20,7 @@ from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Host, Manifest
 from ckpt.root.file_names import rank_of
 from ckpt.root.verified_file import WINDOW, StoredFile, VerifiedFile
 from ckpt.storage import HubStorage, Storage, open_storage
-from ckpt.util.console import bar, size
+from ckpt.util.console import format_size, progress_bar
 
 LOCK = ".lock"  # in a root, held by the run that writes to it
 MARKER = ".saving"  # in a checkpoint's folder while it is being written
@@ -50,7 +50,7 @@ class Checkpoint:
 
 def threads_for(storages: Iterable[Storage]) -> int:
     """How many threads read at the same time: as many as there are cores; far away, as many as have to wait."""
-    return _THREADS if all(storage.near for storage in storages) else _MOST_THREADS
+    return _THREADS if all(storage.is_local for storage in storages) else _MOST_THREADS
 
 
 def check_name(name: str) -> str:
@@ -111,7 +111,9 @@ def size_problems(storage: Storage, manifest: Manifest) -> list[str]:
             host = _host_of(file, manifest)
             problems.append(f"{file.path} is missing" + (f" ({host.name} saved it)" if host else ""))
         elif found[file.path] != file.size:
-            problems.append(f"{file.path} is {size(found[file.path])} of {size(file.size)} ({found[file.path]} bytes)")
+            problems.append(
+                f"{file.path} is {format_size(found[file.path])} of {format_size(file.size)} ({found[file.path]} bytes)"
+            )
     return problems
 
 
@@ -151,7 +153,7 @@ def problems(storage: Storage, manifest: Manifest, *, show: bool = False) -> lis
         return wrong
     files = [VerifiedFile(StoredFile(storage, f"{manifest.name}/{file.path}"), file) for file in manifest.files]
     blocks = [(file, index) for file in files for index in range(len(file.record.blocks))]
-    with bar(f"verifying {manifest.name}", manifest.size, in_bytes=True, show=show) as advance:
+    with progress_bar(f"verifying {manifest.name}", manifest.size, in_bytes=True, show=show) as advance:
         return altered(blocks, advance)
 
 

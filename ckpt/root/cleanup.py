@@ -24,7 +24,7 @@ from ckpt.root.catalog import LOCK, MARKER, Checkpoint, find, scan
 from ckpt.root.retention import Keep
 from ckpt.storage import Entry, Staging, Storage
 from ckpt.storage.base import check_key
-from ckpt.util.process_identity import identity, started
+from ckpt.util.process_identity import process_identity, start_time
 
 _log = logging.getLogger("ckpt")
 _PATIENCE = 60.0  # seconds that a save waits for a removal of the checkpoint that it replaces
@@ -65,12 +65,12 @@ class SaveMarker:
             return False
         if self.writer[:2] != mine[:2]:
             return self.age < DAY
-        return bool(started(int(self.writer[2])) == self.writer[3])
+        return bool(start_time(int(self.writer[2])) == self.writer[3])
 
 
 def _identity() -> tuple[Any, ...]:
     try:
-        return tuple(identity(os.getpid()))
+        return tuple(process_identity(os.getpid()))
     except OSError:  # a system without /proc
         return ()
 

@@ -15,7 +15,7 @@ from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.root.catalog import find
 from ckpt.root.cleanup import clean, leave_mark
 from ckpt.storage import Buffer, Staging, Storage
-from ckpt.util.console import LONG, bar
+from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
 from ckpt.util.threads import ThreadCall
 
 if TYPE_CHECKING:
@@ -66,7 +66,9 @@ class Attempt:
     ) -> list[Stored]:
         """Write files, and hash their bytes as they pass. What has not changed since `earlier` is linked."""
         size = sum(image.size for image in images)
-        with bar(f"saving {self.name}", size, in_bytes=True, show=show and size > LONG) as advance:
+        with progress_bar(
+            f"saving {self.name}", size, in_bytes=True, show=show and size > PROGRESS_MIN_BYTES
+        ) as advance:
             return [
                 self._link_one(storage, image, earlier.get(image.path), advance)
                 or self._write_one(storage, image, advance)

@@ -18,7 +18,7 @@ from ckpt.root.retention import Keep
 from ckpt.root.verified_file import StoredFile, VerifiedFile
 from ckpt.storage import Storage
 from ckpt.storage.base import LostError
-from ckpt.util.console import LONG, bar, size
+from ckpt.util.console import PROGRESS_MIN_BYTES, format_size, progress_bar
 
 _log = logging.getLogger("ckpt")
 
@@ -80,7 +80,7 @@ class Copies:
                 raise
             _log.info(
                 "copied %s to %s: %s in %.2f s",
-                manifest.name, self.far.url, size(manifest.size), time.monotonic() - began,
+                manifest.name, self.far.url, format_size(manifest.size), time.monotonic() - began,
             )  # fmt: skip
         self._retain()
 
@@ -118,7 +118,7 @@ class Copies:
     def _send_all(self, name: str, missing: list[FileRecord]) -> None:
         mine = [file for file in missing if self._is_mine(name, file)]
         total = sum(file.size for file in mine)
-        with bar(f"copying {name}", total, in_bytes=True, show=total > LONG) as advance:
+        with progress_bar(f"copying {name}", total, in_bytes=True, show=total > PROGRESS_MIN_BYTES) as advance:
             pace = _Pace(self.bandwidth, advance)
             for file in mine:
                 if not self._link(name, file):

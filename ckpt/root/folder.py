@@ -12,14 +12,14 @@ from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.root.catalog import MARKER
 from ckpt.root.verified_file import StoredFile
 from ckpt.storage import Storage, open_storage
-from ckpt.util.console import size
+from ckpt.util.console import format_size
 
 ROOT = ""  # stands for the name of a checkpoint where a root is itself a folder that Accelerate wrote
 
 
 def open_url(root: str | os.PathLike[str] | Storage, options: Mapping[str, Any] | None) -> Storage:
     """The storage at one of two sides, of which only URLs take options."""
-    is_url = not isinstance(root, Storage) and "://" in os.fspath(root)
+    is_url = isinstance(root, str | os.PathLike) and "://" in os.fspath(root)
     return open_storage(root, **(options or {} if is_url else {}))
 
 
@@ -73,7 +73,9 @@ class Folder:
         wrong = [f"{path} is missing" for path in needed if path not in self.files]
         for path, length in needed.items():
             if self.files.get(path, length) < length:
-                wrong.append(f"{path} is {size(self.files[path])} of {size(length)} ({self.files[path]} bytes)")
+                wrong.append(
+                    f"{path} is {format_size(self.files[path])} of {format_size(length)} ({self.files[path]} bytes)"
+                )
         if wrong:
             raise DamagedError(
                 f"{self.where} is damaged: {'; '.join(sorted(wrong))}. Copy the files of every rank there."

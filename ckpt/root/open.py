@@ -34,9 +34,9 @@ def open_tiers(
 
 def try_out_tiers(root: Storage, mirror: Storage | None = None) -> None:
     """A mirror that cannot be reached just now may be later; one that is wrong stays wrong."""
-    if not root.near:
+    if not root.is_local:
         _try_out(root)
-    if mirror is not None and not mirror.near:
+    if mirror is not None and not mirror.is_local:
         try:
             _try_out(mirror)
         except TransientError as error:

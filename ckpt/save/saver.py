@@ -29,9 +29,9 @@ from ckpt.save.snapshot import Snapshots
 from ckpt.save.transaction import Save
 from ckpt.storage import Staging, Storage
 from ckpt.storage.base import LostError
-from ckpt.util.console import size
-from ckpt.util.fork_safety import Owner
-from ckpt.util.gc_pause import undisturbed
+from ckpt.util.console import format_size
+from ckpt.util.fork_safety import OwnerProcess
+from ckpt.util.gc_pause import gc_paused
 from ckpt.util.threads import SerialWorker
 
 _log = logging.getLogger("ckpt")
@@ -58,7 +58,7 @@ class Saver:
     failed_load: str = ""  # why a load before that could not see what is there
     host_memory: int | None = None
     compared: Compared = field(default_factory=Compared)  # what ranks know of each other's state
-    owner: Owner = field(default_factory=Owner)
+    owner: OwnerProcess = field(default_factory=OwnerProcess)
     _committed: list[Manifest] | None = None
     _has_saved: bool = False
     _memory_ready: bool = False
@@ -127,7 +127,7 @@ class Saver:
         self.owner.require(f"save_state({name!r})")
         self._background.wait()
         save = Save(self, name, facts)
-        with undisturbed():
+        with gc_paused():
             save.prepare(take, optimized, snapshot=not wait)
         save.attended = wait or not save.detached
         if save.attended:
@@ -156,7 +156,7 @@ class Saver:
 
     def _after_failure(self, name: str, error: Exception) -> None:
         committed = isinstance(error, NotDurableError)
-        if self.keeps and not committed and (name not in self._unsure or self.storage.near):
+        if self.keeps and not committed and (name not in self._unsure or self.storage.is_local):
             self._clean_up(name)
         if self.ranks.rank == MAIN:
             said = "" if committed else f"{self.storage.url}/{name} was not saved: "
@@ -347,7 +347,7 @@ class Saver:
         seconds = facts["seconds"]
         _log.info(
             "saved %s/%s: %s, training waited %.2f s, durable after %.2f s",
-            self.storage.url, attempt.name, size(manifest.size), seconds["blocked"], seconds["total"],
+            self.storage.url, attempt.name, format_size(manifest.size), seconds["blocked"], seconds["total"],
         )  # fmt: skip
         return manifest
 

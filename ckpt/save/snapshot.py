@@ -25,7 +25,7 @@ from ckpt.formats.tensor_bytes import host_bytes
 from ckpt.save.memory_limit import available
 from ckpt.save.pinned_pool import PinnedPool
 from ckpt.save.staging_copy import StagingViews, TensorCopy, copy_on_host, send, send_all
-from ckpt.util.console import size as shown
+from ckpt.util.console import format_size as shown
 from ckpt.util.threads import ThreadCall
 
 _log = logging.getLogger("ckpt")

@@ -25,7 +25,7 @@ from ckpt.root.file_names import part_of
 from ckpt.root.folder import Folder
 from ckpt.root.verified_file import StoredFile, VerifiedFile
 from ckpt.storage import Storage
-from ckpt.util.console import bar
+from ckpt.util.console import progress_bar
 
 _MODEL = "model"
 _ABSENT = "-"
@@ -152,7 +152,7 @@ class _Comparison:
         with ExitStack() as held:
             mine, theirs = (side.tensors(part, held) for side in (self.one, self.other))
             size = sum(one.size * one.dtype.itemsize for one in mine.values())
-            with bar(f"comparing {part}", size, in_bytes=True) as advance:
+            with progress_bar(f"comparing {part}", size, in_bytes=True) as advance:
                 for name in dict.fromkeys([*mine, *theirs]):
                     first, second = mine.get(name), theirs.get(name)
                     found = _compared(f"{part}.{name}", first, second)

@@ -23,7 +23,7 @@ from ckpt.state.deepspeed.engine import KEY
 from ckpt.state.optimizer import by_number
 from ckpt.state.parts import SavedTensor
 from ckpt.storage import Storage, open_storage
-from ckpt.util.console import bar
+from ckpt.util.console import progress_bar
 
 
 def export(
@@ -67,7 +67,7 @@ class _Writing:
         self.opened = CheckpointReader(self.storage, self.manifest, 0)
 
     def parts(self) -> None:
-        with bar(f"converting {self.manifest.name}", len(self.opened.parts)) as advance:
+        with progress_bar(f"converting {self.manifest.name}", len(self.opened.parts)) as advance:
             for kind, keys in self._by_kind().items():
                 for index, key in enumerate(keys):
                     self._write_part(kind, _position(key) if kind == "dataloader" else index, key)

@@ -17,7 +17,7 @@ from ckpt.root import catalog, cleanup
 from ckpt.root import verify as verifying
 from ckpt.root.retention import Keep
 from ckpt.storage import Entry, Staging, Storage, Unfinished, open_storage
-from ckpt.util.console import duration
+from ckpt.util.console import format_duration
 
 GRACE = 24 * 3600.0  # seconds
 
@@ -93,7 +93,7 @@ class Plan:
             swept={one.name: one.size for one in old},
             kept=tuple(one.name for one in manifests if one not in going),
             damaged={name: why for name, why in damaged.items() if name not in {one.name for one in leftovers}},
-            spared={one.name: f"was left {duration(one.age)} ago" for one in leftovers if one.age < grace},
+            spared={one.name: f"was left {format_duration(one.age)} ago" for one in leftovers if one.age < grace},
         )
         return cls(storage, grace, going, old, outcome)
 

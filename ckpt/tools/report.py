@@ -18,7 +18,7 @@ from ckpt.formats.native.manifest import Manifest
 from ckpt.root import catalog
 from ckpt.root.catalog import Checkpoint
 from ckpt.storage import Storage, open_storage
-from ckpt.util.console import duration, number, size
+from ckpt.util.console import format_duration, format_number, format_size
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _WIDEST = 60  # points of a curve
@@ -54,9 +54,9 @@ def _summary(oldest_first: Sequence[Manifest]) -> Iterator[tuple[str, str]]:
     waited = [one.seconds.get("blocked", 0.0) for one in oldest_first]
     durable = [one.seconds.get("total", 0.0) for one in oldest_first]
     yield "runs", ", ".join(dict.fromkeys(one.run for one in oldest_first))
-    yield "checkpoints", f"{len(oldest_first)}, {size(sum(one.size for one in oldest_first))}"
+    yield "checkpoints", f"{len(oldest_first)}, {format_size(sum(one.size for one in oldest_first))}"
     yield "from", f"step {first.step:,}, {first.created}"
-    yield "to", f"step {last.step:,}, {last.created}, {duration(span)} later"
+    yield "to", f"step {last.step:,}, {last.created}, {format_duration(span)} later"
     yield "training waited", f"{sum(waited):.2f} s for these, at most {max(waited):.2f} s for one"
     yield "durable after", f"{sum(durable) / len(durable):.2f} s on average, at most {max(durable):.2f} s"
     ranks = f"{last.world_size} ranks" if last.world_size > 1 else "one process"
@@ -68,7 +68,7 @@ def _metrics(oldest_first: Sequence[Manifest]) -> Iterator[tuple[str, ...]]:
     for name, points in curves(oldest_first).items():
         values = [value for _, value in points]
         finite = [value for value in values if math.isfinite(value)] or [math.nan]
-        ends = (number(one) for one in (values[0], values[-1], min(finite), max(finite)))
+        ends = (format_number(one) for one in (values[0], values[-1], min(finite), max(finite)))
         yield (name, _drawn(values), *ends)
 
 
@@ -96,8 +96,8 @@ def _row(storage: Storage, one: Checkpoint) -> tuple[str, ...]:
         one.name,
         f"{manifest.step:,}",
         manifest.created,
-        size(manifest.size),
-        ", ".join(f"{name} {number(value)}" for name, value in manifest.metrics.items()) or "-",
+        format_size(manifest.size),
+        ", ".join(f"{name} {format_number(value)}" for name, value in manifest.metrics.items()) or "-",
         *("-" if seconds is None else f"{seconds:.2f} s" for seconds in (waited, durable)),
         f"no: {'; '.join(wrong)}" if wrong else "yes",
     )

@@ -20,7 +20,7 @@ from ckpt.root.folder import Folder, open_url
 from ckpt.root.verified_file import WINDOW
 from ckpt.root.verify import reading
 from ckpt.storage import LocalStorage, Staging, Storage
-from ckpt.util.console import bar, one_line, say
+from ckpt.util.console import one_line, progress_bar, say
 
 _RESCANS = 5
 
@@ -142,7 +142,7 @@ def _bring_files(folder: Folder, destination: Place, far: Storage) -> str:
 
 
 def _copy_files(folder: Folder, far: Storage) -> None:
-    with bar(f"copying {folder.name}", sum(folder.files.values()), in_bytes=True) as advance:
+    with progress_bar(f"copying {folder.name}", sum(folder.files.values()), in_bytes=True) as advance:
         for path in sorted(folder.files):
             far.write(path, _streamed(folder, path, advance))
 
