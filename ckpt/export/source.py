@@ -22,10 +22,11 @@ from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.native.pieced import pieced
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.pieces import PiecedTensor, check_complete
-from ckpt.root.catalog import locate, read_manifest, scan, size_problems
+from ckpt.root.catalog import locate, read_manifest, scan
 from ckpt.root.file_names import part_of
 from ckpt.root.folder import Folder
 from ckpt.root.verified_file import StoredFile, VerifiedFile
+from ckpt.root.verify import size_problems
 from ckpt.storage import Storage
 from ckpt.util.console import bar
 
@@ -128,7 +129,7 @@ def _checkpoint(source: str | os.PathLike[str], part: str, options: Mapping[str,
 
 
 def _altered(storage: Storage, manifest: Manifest) -> list[str]:
-    """The blocks that do not match their hashes. Holds one at a time, which `catalog.problems` does not."""
+    """The blocks that do not match their hashes. Holds one at a time, which `problems` does not."""
     blocks = [(file, index) for file in manifest.files for index in range(len(file.blocks))]
     buffer = memoryview(bytearray(max(file.block_size for file in manifest.files)))
     altered = []

@@ -29,6 +29,7 @@ from ckpt.ranks.hosts import EVERYWHERE, Hosts
 from ckpt.root import catalog
 from ckpt.root.catalog import Checkpoint
 from ckpt.root.folder import ROOT
+from ckpt.root.verify import size_problems
 from ckpt.storage import Storage
 
 _log = logging.getLogger("ckpt")
@@ -289,7 +290,7 @@ def _inspect(storage: Storage, name: str, held: ExitStack, found: list[Manifest]
         if name:
             held.enter_context(storage.lock(name, shared=True))
         manifest = read_any(storage, name)
-        wrong = catalog.size_problems(storage, manifest)
+        wrong = size_problems(storage, manifest)
     except LockedError as error:
         return _verdict(f"{name} is being removed or cleaned up by another process: {error}", busy=True)
     except (DamagedError, StorageError) as error:

@@ -21,8 +21,8 @@ from ckpt.errors import DamagedError
 from ckpt.formats.native.block_hash import BlockHasher
 from ckpt.formats.tensor_bytes import as_bytes, host_bytes
 from ckpt.formats.transfers import Transfer
-from ckpt.root.catalog import altered, threads_for
 from ckpt.root.verified_file import VerifiedFile
+from ckpt.root.verify import altered, threads_for
 
 Advance = Callable[[float], None]
 

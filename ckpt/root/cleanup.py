@@ -5,161 +5,20 @@ Imports no torch: a shell clears up too.
 
 from __future__ import annotations
 
-import json
 import logging
-import math
-import os
 import re
-import socket
-import time
 from collections.abc import Container, Iterable
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from datetime import datetime, timezone
-from typing import Any
+from contextlib import suppress
 
-from ckpt.errors import AbsentError, ConflictError, FullError, LockedError, VersionError
+from ckpt.errors import ConflictError, FullError, LockedError, VersionError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
-from ckpt.root.catalog import LOCK, MARKER, Checkpoint, find, scan
+from ckpt.root.catalog import MARKER, Checkpoint, find, scan
 from ckpt.root.retention import Keep
+from ckpt.root.save_marker import marked_names, present_mark, read_mark, write_mark
 from ckpt.storage import Entry, Staging, Storage
-from ckpt.storage.base import check_key
-from ckpt.util.process_identity import identity, started
 
 _log = logging.getLogger("ckpt")
-_PATIENCE = 60.0  # seconds that a save waits for a removal of the checkpoint that it replaces
-_PAUSE = 0.05
-_PRUNE = "ckpt prune, "  # in the note of the lock on a root
-_TRIES = 20  # to write a mark beside others who write one
-DAY = 24 * 3600.0
 _TRACE = re.compile(r"\.(?:host-[0-9a-f]{32}-\d+|try-[0-9a-f]{32})")
-
-
-@dataclass(frozen=True)
-class SaveMarker:
-    """What a save leaves in its folder while it is under way: the files that it writes and replaces, and its id.
-
-    A removal leaves one too, with `removing` set and the id of the checkpoint that goes. Only one of the two can be
-    there: each is written over the version of the mark that was read, so that a removal never takes away what a save
-    is writing, and a save never begins in the middle of a removal.
-    """
-
-    files: tuple[str, ...]
-    id: str = ""
-    since: str = ""
-    removing: bool = False
-    writer: tuple[Any, ...] = ()  # identity of the process that left it; empty in marks of older versions
-
-    @property
-    def age(self) -> float:
-        """In seconds, by this host's clock. A mark that does not say is old."""
-        if not self.since:
-            return math.inf
-        return (datetime.now(timezone.utc) - datetime.fromisoformat(self.since)).total_seconds()
-
-    @property
-    def under_way(self) -> bool:
-        """Whether its writer may still be at work. One on another machine is taken to be, for a day."""
-        mine = _identity()
-        if not self.writer or not mine:
-            return False
-        if self.writer[:2] != mine[:2]:
-            return self.age < DAY
-        return bool(started(int(self.writer[2])) == self.writer[3])
-
-
-def _identity() -> tuple[Any, ...]:
-    try:
-        return tuple(identity(os.getpid()))
-    except OSError:  # a system without /proc
-        return ()
-
-
-def leave_mark(storage: Storage, name: str, files: Iterable[str], replaces: Iterable[str], id: str) -> None:
-    """Say what is being saved in a checkpoint's folder, so that a later save knows what a crash left behind.
-
-    Waits while another process removes the checkpoint of that name. Once the mark is there, nobody removes it.
-    """
-    new, old = list(files), list(replaces)
-    for _ in range(_TRIES):
-        left, version = _present_mark(storage, name)  # of a try whose files could not be removed yet
-        if left is not None and left.removing:
-            _wait_for_removal(storage, name)
-        with suppress(ConflictError):  # another process has left or removed a mark since: look again
-            _write_mark(storage, name, new, [*old, *(left.files if left else ())], id, over=version)
-            return
-    raise ConflictError(f"{storage.url}/{name}/{MARKER}: other processes write it again and again. Save once more.")
-
-
-def _write_mark(
-    storage: Storage,
-    name: str,
-    files: list[str],
-    replaces: list[str],
-    id: str,
-    *,
-    over: str | None,
-    removing: bool = False,
-) -> None:
-    mark = {
-        "files": files,
-        "replaces": [path for path in dict.fromkeys(replaces) if path not in files],
-        "id": id,
-        "since": now(),
-        "removing": removing,
-        "process": os.getpid(),
-        "host": socket.gethostname(),
-        "writer": _identity(),
-    }
-    storage.write(f"{name}/{MARKER}", [json.dumps(mark).encode()], over=over)
-
-
-def _present_mark(storage: Storage, name: str) -> tuple[SaveMarker | None, str | None]:
-    """The mark that is there, and the version to write over: none if there is none."""
-    key = f"{name}/{MARKER}"
-    try:
-        storage.read(key)
-    except AbsentError:  # as a rule: one request is enough
-        return None, None
-    version = storage.version(key)  # before its content: a change in between is then noticed by the write
-    return read_mark(storage, name), version
-
-
-def _wait_for_removal(storage: Storage, name: str) -> None:
-    """Return when nobody holds the folder alone: its removal is finished, or whoever began it is dead."""
-    deadline = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            with storage.lock(name, shared=True):
-                return
-        except AbsentError:
-            return
-        except LockedError as error:
-            if time.monotonic() > deadline:
-                raise LockedError(f"{storage.url}/{name} is being removed by another process: {error}") from error
-            time.sleep(_PAUSE)
-
-
-def read_mark(storage: Storage, name: str) -> SaveMarker | None:
-    """The mark in a checkpoint's folder; none if there is none, or none of ours."""
-    try:
-        mark = json.loads(storage.read(f"{name}/{MARKER}"))
-        files = tuple(check_key(path) for path in [*mark["files"], *mark["replaces"]])
-        writer = tuple(mark.get("writer", ()))
-        return SaveMarker(
-            files, str(mark.get("id", "")), str(mark.get("since", "")), bool(mark.get("removing")), writer
-        )
-    except AbsentError:
-        return None
-    except (ValueError, LookupError, TypeError, AttributeError):
-        _log.warning("%s/%s/%s is not what ckpt writes: it is left alone", storage.url, name, MARKER)
-        return None
-
-
-def marked_names(entries: Iterable[Entry]) -> list[str]:
-    """The checkpoints in whose folders there is a mark."""
-    keys = (entry.key for entry in entries)
-    return [key.partition("/")[0] for key in keys if key.count("/") == 1 and key.endswith(f"/{MARKER}")]
 
 
 def _marked(storage: Storage, name: str) -> tuple[str, ...]:
@@ -196,29 +55,6 @@ def _is_nothing_there(storage: Storage, name: str) -> bool:
 
 def _has_manifest(storage: Storage, name: str) -> bool:
     return any(entry.key == f"{name}/{FILE_NAME}" for entry in storage.list(name))
-
-
-def take(storage: Storage, held: ExitStack, *, to_prune: bool = False) -> None:
-    """Hold a root for this run until the stack is closed. Refused if another run has it.
-
-    A run waits for `ckpt prune`, which holds a root for a moment only, and must not make a job fail that starts then.
-    """
-    note = f"{_PRUNE if to_prune else ''}process {os.getpid()} on {socket.gethostname()}, since {now()}."
-    deadline = time.monotonic() + (0.0 if to_prune else _PATIENCE)
-    try:
-        while True:
-            try:
-                held.enter_context(storage.lock(LOCK, note=note))
-                return
-            except LockedError as error:
-                if _PRUNE not in str(error) or time.monotonic() > deadline:
-                    raise
-                time.sleep(_PAUSE)
-    except LockedError as error:
-        raise LockedError(
-            f"another run writes to {storage.url}: {error} Wait until it has ended or stop it, or give this run "
-            "another root. Within one process, close() the other StateManager first."
-        ) from None
 
 
 def sweep(storage: Storage, spared: Container[str] = (), *, age: float | None = None) -> list[Checkpoint]:
@@ -282,13 +118,13 @@ def _claim_removal(storage: Storage, manifest: Manifest, paths: list[str]) -> tu
     there = find(storage, manifest.name)
     if isinstance(there.problem, VersionError) or (there.manifest and there.manifest.id != manifest.id):
         return "was saved anew meanwhile", ()
-    mark, version = _present_mark(storage, manifest.name)
+    mark, version = present_mark(storage, manifest.name)
     if mark is not None and mark.id != manifest.id:
         return "is being saved anew, or such a save was cut off", ()
     left = mark.files if mark else ()
     try:
         with suppress(FullError):  # what is removed makes room
-            _write_mark(storage, manifest.name, [], [*paths, *left], manifest.id, over=version, removing=True)
+            write_mark(storage, manifest.name, [], [*paths, *left], manifest.id, over=version, removing=True)
     except ConflictError:
         return "is being saved anew", ()
     return "", left
@@ -316,7 +152,3 @@ def _warn_if_unranked(keep: Keep, storage: Storage, newest_first: list[Manifest]
             "give the metric with step(metrics=...) or save_state(metrics=...).",
             storage.url, keep.best, keep.metric, why,
         )  # fmt: skip
-
-
-def now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")

@@ -13,7 +13,8 @@ from ckpt.errors import NotDurableError, StorageError
 from ckpt.formats.native.block_hash import BlockHasher, digest
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.root.catalog import find
-from ckpt.root.cleanup import clean, leave_mark
+from ckpt.root.cleanup import clean
+from ckpt.root.save_marker import leave_mark
 from ckpt.storage import Buffer, Staging, Storage
 from ckpt.util.console import LONG, bar
 from ckpt.util.threads import ThreadCall

@@ -11,11 +11,14 @@ from dataclasses import dataclass, field, replace
 from ckpt.errors import ConflictError, StorageError
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.root import cleanup
-from ckpt.root.catalog import find, scan, size_problems
+from ckpt.root.catalog import find, scan
 from ckpt.root.commit import Attempt
 from ckpt.root.file_names import rank_of
+from ckpt.root.lock import take
 from ckpt.root.retention import Keep
+from ckpt.root.save_marker import DAY
 from ckpt.root.verified_file import StoredFile, VerifiedFile
+from ckpt.root.verify import size_problems
 from ckpt.storage import Storage
 from ckpt.storage.base import LostError
 from ckpt.util.console import LONG, bar, size
@@ -60,9 +63,9 @@ class Copies:
             return
         with ExitStack() as held:
             if self.leads:
-                cleanup.take(self.far, held)
+                take(self.far, held)
                 # hosts do not wait for each other here: another one may have begun to send, or still be sending
-                cleanup.sweep(self.far, spared=going_on, age=None if self.alone else cleanup.DAY)
+                cleanup.sweep(self.far, spared=going_on, age=None if self.alone else DAY)
             self._names |= {entry.key.partition("/")[0] for entry in self.far.list()}
             self._there = {one.name: one.manifest for one in scan(self.far) if one.manifest is not None}
             self._held = held.pop_all()

@@ -6,16 +6,22 @@ Imports no torch: a shell asks for it.
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.errors import AbsentError, CheckpointError, LockedError, StorageError, shows_damage
-from ckpt.formats.native.manifest import FILE_NAME, Manifest
-from ckpt.root import catalog, cleanup
+from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Host, Manifest
+from ckpt.root import catalog
+from ckpt.root.file_names import rank_of
+from ckpt.root.save_marker import read_mark
+from ckpt.root.verified_file import WINDOW, StoredFile, VerifiedFile
 from ckpt.storage import Storage
+from ckpt.util.console import bar, size
 
 INTACT = "intact"
 DAMAGED = "DAMAGED"
@@ -25,6 +31,8 @@ REMOVED = "removed"
 
 _PATIENCE = 10.0  # seconds that a removal or a cleaning in another process is waited for
 _PAUSE = 0.1
+_MOST_THREADS = 16
+_THREADS = min(_MOST_THREADS, max(2, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ def _look(storage: Storage, name: str) -> tuple[Verdict, bool]:
     try:
         with storage.lock(name, shared=True):  # a run that goes on meanwhile must not remove what is being read
             manifest = catalog.read_manifest(storage, name)
-            wrong = catalog.problems(storage, catalog.kept_here(storage, manifest), show=True)
+            wrong = problems(storage, kept_here(storage, manifest), show=True)
         if not wrong:
             return Verdict(name, INTACT, (), manifest), True
         return _explained(storage, name, manifest, tuple(wrong))
@@ -97,7 +105,7 @@ def _explained(
     known = catalog.find(storage, name).manifest if FILE_NAME in present else None
     if known is not None and (manifest is None or known.id != manifest.id):
         return Verdict(name, DAMAGED, problems, known), False  # committed since: look at that one
-    mark = cleanup.read_mark(storage, name) if FILE_NAME not in present else None
+    mark = read_mark(storage, name) if FILE_NAME not in present else None
     if mark is not None and mark.under_way:
         return Verdict(name, UNDER_WAY, problems), True
     gone_since = manifest is not None and known is None and FILE_NAME not in present
@@ -129,3 +137,75 @@ def _lock_patiently(storage: Storage, name: str, held: ExitStack) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(_PAUSE)
+
+
+def size_problems(storage: Storage, manifest: Manifest) -> list[str]:
+    """Files that are missing or have another size than the manifest says. Reads no file."""
+    found = _sizes(storage, manifest)
+    problems = []
+    for file in manifest.files:
+        if file.path not in found:
+            host = _host_of(file, manifest)
+            problems.append(f"{file.path} is missing" + (f" ({host.name} saved it)" if host else ""))
+        elif found[file.path] != file.size:
+            problems.append(f"{file.path} is {size(found[file.path])} of {size(file.size)} ({found[file.path]} bytes)")
+    return problems
+
+
+def _sizes(storage: Storage, manifest: Manifest) -> dict[str, int]:
+    return {entry.key.partition("/")[2]: entry.size for entry in storage.list(manifest.name)}
+
+
+def _host_of(file: FileRecord, manifest: Manifest) -> Host | None:
+    """Of hosts with roots of their own, the one that has a file; none if all have it."""
+    rank = rank_of(file.name)
+    return next((host for host in manifest.hosts if rank in host.ranks), None)
+
+
+def elsewhere(storage: Storage, manifest: Manifest) -> dict[str, str]:
+    """Files that other hosts have in roots of their own, with the names of these hosts.
+
+    A host of whose files none is here is another one. Where no host's are, all of them should be here.
+    """
+    if not manifest.hosts:
+        return {}
+    found = _sizes(storage, manifest)
+    holders = {file.path: host for file in manifest.files if (host := _host_of(file, manifest))}
+    here = {host for path, host in holders.items() if path in found}
+    return {path: host.name for path, host in holders.items() if here and host not in here}
+
+
+def kept_here(storage: Storage, manifest: Manifest) -> Manifest:
+    """The manifest without the files that other hosts have."""
+    others = elsewhere(storage, manifest)
+    return replace(manifest, files=tuple(file for file in manifest.files if file.path not in others))
+
+
+def problems(storage: Storage, manifest: Manifest, *, show: bool = False) -> list[str]:
+    """Whatever is wrong with a checkpoint's files: sizes first, then every byte against its hash."""
+    wrong = size_problems(storage, manifest)
+    if wrong:
+        return wrong
+    files = [VerifiedFile(StoredFile(storage, f"{manifest.name}/{file.path}"), file) for file in manifest.files]
+    blocks = [(file, index) for file in files for index in range(len(file.record.blocks))]
+    with bar(f"verifying {manifest.name}", manifest.size, in_bytes=True, show=show) as advance:
+        return altered(blocks, advance)
+
+
+def altered(blocks: list[tuple[VerifiedFile, int]], advance: Callable[[float], None]) -> list[str]:
+    """What is wrong with blocks of files. They are looked at in several threads."""
+    buffers = threading.local()
+
+    def look(block: tuple[VerifiedFile, int]) -> str | None:
+        if not hasattr(buffers, "own"):
+            buffers.own = memoryview(bytearray(WINDOW))
+        file, index = block
+        return file.look(index, buffers.own, advance)
+
+    with ThreadPoolExecutor(threads_for(file.stored.storage for file, _ in blocks)) as pool:
+        return [problem for problem in pool.map(look, blocks) if problem]
+
+
+def threads_for(storages: Iterable[Storage]) -> int:
+    """How many threads read at the same time: as many as there are cores; far away, as many as have to wait."""
+    return _THREADS if all(storage.near for storage in storages) else _MOST_THREADS

@@ -20,6 +20,7 @@ from ckpt.root import cleanup
 from ckpt.root.catalog import find, scan
 from ckpt.root.commit import Attempt, Earlier, Stored
 from ckpt.root.folder import ROOT, is_foreign
+from ckpt.root.lock import take
 from ckpt.root.mirror import Mirror
 from ckpt.root.open import parent_instead
 from ckpt.root.retention import Keep
@@ -29,6 +30,7 @@ from ckpt.save.snapshot import Snapshots
 from ckpt.save.transaction import Save
 from ckpt.storage import Staging, Storage
 from ckpt.storage.base import LostError
+from ckpt.util.clock import utc_now
 from ckpt.util.console import size
 from ckpt.util.fork_safety import Owner
 from ckpt.util.gc_pause import undisturbed
@@ -212,7 +214,7 @@ class Saver:
         if self._committed is not None:
             return
         with ExitStack() as held:  # whatever fails from here on, the root is released
-            cleanup.take(self.storage, held)
+            take(self.storage, held)
             found = cleanup.sweep(self.storage)
             committed = [one.manifest for one in found if one.manifest is not None]
             self._unreadable = {one.name: one.problem for one in found if isinstance(one.problem, VersionError)}
@@ -334,7 +336,7 @@ class Saver:
             name=attempt.name,
             id=attempt.id,
             sequence=1 + max(self.sequence, self._last_sequence, self._newest.sequence if self._newest else 0),
-            created=cleanup.now(),
+            created=utc_now(),
             run=self.run,
             parent=self.parent,
             files=tuple(sorted((one.file for one in stored), key=lambda file: file.path)),

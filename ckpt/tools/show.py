@@ -21,6 +21,7 @@ from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.root import catalog
 from ckpt.root.file_names import part_of
 from ckpt.root.verified_file import StoredFile, VerifiedFile
+from ckpt.root.verify import elsewhere, kept_here, size_problems, threads_for
 from ckpt.storage import Storage
 
 _OF_A_RANK = re.compile(r"-\d{5}$")
@@ -107,7 +108,7 @@ def look(url: str | os.PathLike[str], options: Mapping[str, Any] | None = None) 
 
 
 def _missing(storage: Storage, manifest: Manifest) -> list[str]:
-    return catalog.size_problems(storage, catalog.kept_here(storage, manifest))
+    return size_problems(storage, kept_here(storage, manifest))
 
 
 def _looked_at(storage: Storage, name: str) -> Shown:
@@ -123,7 +124,7 @@ def _looked_at(storage: Storage, name: str) -> Shown:
         tuple(parts),
         parent,
         tuple(dict.fromkeys(problems)),
-        elsewhere=catalog.elsewhere(storage, manifest),
+        elsewhere=elsewhere(storage, manifest),
     )
 
 
@@ -171,7 +172,7 @@ class _Contents:
         def header(file: FileRecord) -> dict[str, Outline]:
             return self._tried(lambda: outlines(self._opened(file), f"{self.manifest.name}/{file.path}")) or {}
 
-        with ThreadPoolExecutor(catalog.threads_for([self.storage])) as pool:
+        with ThreadPoolExecutor(threads_for([self.storage])) as pool:
             return dict(zip([file.name for file in files], pool.map(header, files), strict=True))
 
     def _opened(self, file: FileRecord) -> VerifiedFile:

@@ -17,6 +17,7 @@ from ckpt.formats.native.manifest import Manifest
 from ckpt.root import catalog, cleanup
 from ckpt.root.copy import Copies
 from ckpt.root.folder import Folder, open_url
+from ckpt.root.save_marker import read_mark
 from ckpt.root.verified_file import WINDOW
 from ckpt.root.verify import reading
 from ckpt.storage import LocalStorage, Staging, Storage
@@ -106,7 +107,7 @@ def _bring_one(copies: Copies, name: str) -> bool:
 def _has_begun(far: Storage, manifest: Manifest) -> bool:
     """Whether there is a copy already, or one that was cut off: files that are there are then the right ones."""
     known = catalog.find(far, manifest.name).manifest
-    mark = cleanup.read_mark(far, manifest.name)
+    mark = read_mark(far, manifest.name)
     return (known is not None and known.id == manifest.id) or (mark is not None and mark.id == manifest.id)
 
 

@@ -11,8 +11,8 @@ import ckpt
 from ckpt.formats.native.block_hash import BlockHasher
 from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.ranks.preemption import Preemption
-from ckpt.root.cleanup import leave_mark, read_mark
 from ckpt.root.copy import Copies
+from ckpt.root.save_marker import leave_mark, read_mark
 from ckpt.save.transaction import Save
 from ckpt.storage import MemoryStorage, Storage, open_storage
 from tests.helpers.places import Place, committed
