@@ -29,11 +29,11 @@ from ckpt.metrics import as_numbers, checked_metrics
 from ckpt.options import check_mirror, check_options, required_root
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN, find_ranks
-from ckpt.ranks.hosts import find_hosts, may_differ
+from ckpt.ranks.hosts import find_hosts, may_have_separate_roots
 from ckpt.ranks.preemption import EXIT_STATUS, Preemption
 from ckpt.root.catalog import check_name
 from ckpt.root.copy import Copies
-from ckpt.root.mirror import Mirror
+from ckpt.root.mirror import MirrorWorker
 from ckpt.root.open import open_tiers, refuse_checkpoint, try_out_tiers
 from ckpt.root.retention import Keep
 from ckpt.save.capture import Capture, CapturedState
@@ -132,7 +132,7 @@ class StateManager:
         self._tiers = open_tiers(where, mirror, storage_options)
         check_mirror(self._tiers[1:], keep=mirror_keep, bandwidth=mirror_bandwidth, backlog=mirror_backlog)
         self._storage = self._tiers[0]
-        own_root = may_differ(self._storage, shared=shared)
+        own_root = may_have_separate_roots(self._storage, shared=shared)
         self._ranks = find_ranks(place_of(self._storage), timeout, own_root=own_root)
         if self._ranks.world_size > 1 and any(isinstance(one, MemoryStorage) for one in self._tiers):
             raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
@@ -140,17 +140,17 @@ class StateManager:
         refuse_checkpoint(self._storage)
         keep = self._source.keep if keep is None else keep
         hosts = find_hosts(self._ranks, self._storage, shared=shared)
-        self._mirror: Mirror | None = None
+        self._mirror: MirrorWorker | None = None
         if mirror is not None:
             copies = Copies(
                 self._storage,
                 self._tiers[1],
                 keep=keep if mirror_keep is None else mirror_keep,
                 bandwidth=mirror_bandwidth,
-                alone=not hosts.apart,
-                leads=self._ranks.rank == MAIN,
+                has_all_files=not hosts.separate_roots,
+                is_leader=self._ranks.rank == MAIN,
             )
-            self._mirror = Mirror(copies, mirror_backlog)
+            self._mirror = MirrorWorker(copies, mirror_backlog)
         self._saver = Saver(self._storage, self._ranks, keep, self._mirror, hosts, host_memory=host_memory)
         self._background = background
         self._pusher = Pusher(self._ranks)

@@ -14,7 +14,7 @@ from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root import catalog
 from ckpt.root import verify as verifying
 from ckpt.root.catalog import Checkpoint
-from ckpt.root.verify import Verdict, elsewhere, kept_here, problems, size_problems
+from ckpt.root.verify import Verdict, files_on_other_hosts, problems, size_problems, without_other_hosts
 from ckpt.storage import Storage, open_storage
 from ckpt.util.console import age, aligned, number, one_line, size
 
@@ -88,8 +88,8 @@ def _row(storage: Storage, checkpoint: Checkpoint, *, verify: bool) -> list[str]
 def _intact(storage: Storage, manifest: Manifest, *, verify: bool) -> str:
     look = partial(problems, show=True) if verify else size_problems
     try:
-        others = elsewhere(storage, manifest)
-        wrong = look(storage, kept_here(storage, manifest))
+        others = files_on_other_hosts(storage, manifest)
+        wrong = look(storage, without_other_hosts(storage, manifest))
     except StorageError as error:
         return f"{'no' if shows_damage(error) else 'not known'}: {one_line(str(error))}"
     if wrong:
@@ -150,7 +150,7 @@ def _about(storage: Storage, found: Verdict) -> str:
         return "a process is just saving or removing it: it is not committed"
     if found.manifest is None or found.is_fault:
         return _without_name("; ".join(found.problems), found.name)
-    others = elsewhere(storage, found.manifest)
+    others = files_on_other_hosts(storage, found.manifest)
     here = size(sum(file.size for file in found.manifest.files if file.path not in others))
     return f"{here}; the rest is on {_listed(others)}" if others else here
 

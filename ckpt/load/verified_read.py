@@ -22,7 +22,7 @@ from ckpt.formats.native.block_hash import BlockHasher
 from ckpt.formats.tensor_bytes import as_bytes, host_bytes
 from ckpt.formats.transfers import Transfer
 from ckpt.root.verified_file import VerifiedFile
-from ckpt.root.verify import altered, threads_for
+from ckpt.root.verify import altered, reader_threads
 
 Advance = Callable[[float], None]
 
@@ -283,7 +283,7 @@ def _run(
             buffers.finish()
 
     away = any(piece.landing.away for block in blocks for piece in block.pieces)
-    threads = threads_for(block.file.stored.storage for block in blocks) if most is None else most
+    threads = reader_threads(block.file.stored.storage for block in blocks) if most is None else most
     threads = min(threads, len(blocks), _THREADS_AWAY if away else threads)
     if threads < 2:
         loop()

@@ -24,7 +24,7 @@ class Result:
     error: Exception | None = None
 
     @classmethod
-    def of(cls, do: Callable[[], Any]) -> Result:
+    def capture(cls, do: Callable[[], Any]) -> Result:
         """Do it here, and keep what it raises until the other ranks have been told."""
         try:
             return cls(do())
@@ -33,7 +33,7 @@ class Result:
 
     def then(self, do: Callable[[Any], Any]) -> Result:
         """Go on with the value; an error stays as it is."""
-        return self if self.error is not None else Result.of(lambda: do(self.value))
+        return self if self.error is not None else Result.capture(lambda: do(self.value))
 
     def get(self) -> Any:
         """The value; raises the error if there is one."""
@@ -70,10 +70,10 @@ def decide_together(ranks: Ranks, call: str, mine: Result, decide: Callable[[lis
         raise mine.error from error  # it came first, and may be why another rank has gone
     if ranks.rank == MAIN:
         with ranks.working():  # it may clear up, or wait for a lock
-            decision = Result.of(lambda: decide(_joined(call, [mine.to_json(call), *told[1:]])))
-        ranks.share(call, decision.to_json(call))
+            decision = Result.capture(lambda: decide(_joined(call, [mine.to_json(call), *told[1:]])))
+        ranks.broadcast(call, decision.to_json(call))
     else:
-        decision = Result.from_json(ranks.share(call, ""))
+        decision = Result.from_json(ranks.broadcast(call, ""))
     if mine.error is not None and (ranks.world_size == 1 or str(mine.error) == str(decision.error)):
         raise mine.error  # it has its traceback
     if decision.error is not None:  # the same on every rank, whatever each of them met
@@ -84,7 +84,7 @@ def decide_together(ranks: Ranks, call: str, mine: Result, decide: Callable[[lis
 def run_on_all_ranks(ranks: Ranks, call: str, do: Callable[[], Any]) -> Any:
     """Do something on every rank, each for itself. Returns this rank's value, or raises on all ranks alike."""
     with ranks.working():
-        mine = Result.of(do)
+        mine = Result.capture(do)
     decide_together(ranks, call, Result(error=mine.error), lambda _: None)
     return mine.value
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ckpt.errors import RanksError
 from ckpt.ranks.built_managers import BuiltManagers, built_here
 from ckpt.ranks.heartbeat import Heartbeat
-from ckpt.ranks.liveness import Watched, spelled
+from ckpt.ranks.liveness import LivenessWatch, format_ranks
 from ckpt.ranks.shutdown import Unread, linger
 from ckpt.ranks.store import TimedStore
 
@@ -39,19 +39,20 @@ class Ranks(Protocol):
     def timeout(self) -> float:
         """Seconds to wait for a rank that shows nothing."""
 
-    def apart(self, name: str) -> Ranks:
+    def channel(self, name: str) -> Ranks:
         """The same ranks, for talks that do not get in the way of others: another thread may hold them."""
 
     def gather(self, call: str, data: str) -> list[str]:
         """On the main rank: what every rank gave, in the order of ranks. On the others: nothing, at once."""
 
-    def share(self, call: str, data: str) -> str:
+    def broadcast(self, call: str, data: str) -> str:
         """What the main rank gave, on every rank."""
 
-    def working(self, *, alone: bool = False) -> AbstractContextManager[None]:
-        """While this context lasts, the others know that this rank is at work, and wait for it without end.
+    def working(self, *, job_wide: bool = False) -> AbstractContextManager[None]:
+        """Send heartbeats while the context lasts, so that the other ranks wait for this one beyond their timeout.
 
-        With `alone`, in which no other rank may be waited for, also those know it who wait for another manager's call.
+        With `job_wide`, ranks that wait in a call of another manager see them too. The block must not wait for any
+        rank itself: two ranks that waited for each other would then wait forever.
         """
 
     def note(self, key: str, value: str) -> None:
@@ -66,10 +67,10 @@ class Ranks(Protocol):
     def published(self, key: str) -> str | None:
         """What was last told under a key, if anything was. Waits for nobody."""
 
-    def settle(self, key: str, value: str) -> str:
+    def first_wins(self, key: str, value: str) -> str:
         """The value of whoever comes first; the same for all. Waits for nobody."""
 
-    def silent(self, ranks: list[int], watched: Watched) -> list[int]:
+    def silent(self, ranks: list[int], watched: LivenessWatch) -> list[int]:
         """Those of the ranks that have not shown for the timeout that they are at work. Waits for nobody."""
 
     def linger(self) -> None:
@@ -89,19 +90,19 @@ class SingleProcess:
     def __init__(self) -> None:
         self._told: dict[str, str] = {}
 
-    def apart(self, name: str) -> Ranks:
+    def channel(self, name: str) -> Ranks:
         return SingleProcess()
 
     def gather(self, call: str, data: str) -> list[str]:
         return [data]
 
-    def share(self, call: str, data: str) -> str:
+    def broadcast(self, call: str, data: str) -> str:
         return data
 
-    def working(self, *, alone: bool = False) -> AbstractContextManager[None]:
+    def working(self, *, job_wide: bool = False) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def silent(self, ranks: list[int], watched: Watched) -> list[int]:
+    def silent(self, ranks: list[int], watched: LivenessWatch) -> list[int]:
         return []
 
     def linger(self) -> None:
@@ -119,7 +120,7 @@ class SingleProcess:
     def published(self, key: str) -> str | None:
         return self._told.get(key)
 
-    def settle(self, key: str, value: str) -> str:
+    def first_wins(self, key: str, value: str) -> str:
         return self._told.setdefault(key, value)
 
 
@@ -147,7 +148,7 @@ class StoreGroup:
         self._alive = Heartbeat(store, rank, interval)
         self._alive_in_job = Heartbeat(job, rank, interval)
 
-    def apart(self, name: str) -> Ranks:
+    def channel(self, name: str) -> Ranks:
         store = self._store.below(name)
         child = StoreGroup(store, self.rank, self.world_size, self.timeout, self._job, self._built)
         self._family.append(child)
@@ -174,7 +175,7 @@ class StoreGroup:
         self._turn += 1
         return answers
 
-    def share(self, call: str, data: str) -> str:
+    def broadcast(self, call: str, data: str) -> str:
         key = f"{self._turn}/all"
         if self.rank == MAIN:
             self._store.set(key, data)
@@ -191,8 +192,8 @@ class StoreGroup:
         self._turn += 1
         return data
 
-    def working(self, *, alone: bool = False) -> AbstractContextManager[None]:
-        return (self._alive_in_job if alone else self._alive).going()
+    def working(self, *, job_wide: bool = False) -> AbstractContextManager[None]:
+        return (self._alive_in_job if job_wide else self._alive).going()
 
     def note(self, key: str, value: str) -> None:
         self._store.set(f"{key}/{self.rank}", value)
@@ -211,10 +212,10 @@ class StoreGroup:
         key = f"{key}/published"
         return self._store.get(key) if self._store.check([key]) else None
 
-    def settle(self, key: str, value: str) -> str:
+    def first_wins(self, key: str, value: str) -> str:
         return self._store.compare_set(key, "", value)
 
-    def silent(self, ranks: list[int], watched: Watched) -> list[int]:
+    def silent(self, ranks: list[int], watched: LivenessWatch) -> list[int]:
         places = (self._store, self._job)
         return watched.silent({rank: sum(place.add(f"alive/{rank}", 0) for place in places) for rank in ranks})
 
@@ -249,14 +250,14 @@ class StoreGroup:
         By asking again and again: a store that is told to wait keeps the thread that shows we are alive from it.
         """
         pause = _SHORTEST
-        watched = Watched(self.timeout) if self.rank == MAIN else Watched(self.timeout, longest=1.0)
+        watched = LivenessWatch(self.timeout) if self.rank == MAIN else LivenessWatch(self.timeout, longest=1.0)
         while not self._store.check(list(keys.values())):
-            if watched.look_now():
+            if watched.is_due():
                 self._look(keys, call, watched)
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST, _LONGEST_PER_RANK * self.world_size)
 
-    def _look(self, keys: dict[int, str], call: str, watched: Watched) -> None:
+    def _look(self, keys: dict[int, str], call: str, watched: LivenessWatch) -> None:
         """Raise if ranks are silent. The main rank, which others wait for, shows that it waits itself."""
         if self.rank == MAIN:
             self._alive.beat()
@@ -268,7 +269,7 @@ class StoreGroup:
         silent = self.silent([rank for rank, key in keys.items() if not self._store.check([key])], watched)
         if silent:
             raise RanksError(
-                f"{call}: {spelled(silent)} did not answer within {self.timeout:g} s."
+                f"{call}: {format_ranks(silent)} did not answer within {self.timeout:g} s."
                 f"{self._built.compared(self._job, self.rank, silent) or f' {_ADVICE}'} "
                 f"{'Nothing was committed; earlier' if self.rank == MAIN else 'Earlier'} checkpoints stand."
             )

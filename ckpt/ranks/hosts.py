@@ -38,14 +38,14 @@ class Hosts:
     names: tuple[str, ...] = ("",)
 
     @property
-    def apart(self) -> bool:
+    def separate_roots(self) -> bool:
         """Whether some hosts have roots of their own."""
         return any(one != MAIN for one in self.first)
 
-    def keeps(self, rank: int) -> bool:
-        return rank == MAIN or (self.apart and self.first[rank] == rank)
+    def owns_root(self, rank: int) -> bool:
+        return rank == MAIN or (self.separate_roots and self.first[rank] == rank)
 
-    def listed(self) -> tuple[Host, ...]:
+    def records(self) -> tuple[Host, ...]:
         """Every root by the name of its host, with the ranks that see it."""
         roots = sorted(set(self.first))
         return tuple(
@@ -53,10 +53,10 @@ class Hosts:
         )
 
     def __str__(self) -> str:
-        return "; ".join(f"{one.name} (ranks {', '.join(map(str, one.ranks))})" for one in self.listed())
+        return "; ".join(f"{one.name} (ranks {', '.join(map(str, one.ranks))})" for one in self.records())
 
 
-EVERYWHERE = Hosts()
+ONE_SHARED_ROOT = Hosts()
 
 
 def find_hosts(ranks: Ranks, storage: Storage, *, shared: bool | None) -> Hosts:
@@ -64,22 +64,22 @@ def find_hosts(ranks: Ranks, storage: Storage, *, shared: bool | None) -> Hosts:
 
     If not told whether the root is `shared`, ranks look only where the launcher says that there are several hosts.
     """
-    if ranks.world_size == 1 or not may_differ(storage, shared=shared):
-        return EVERYWHERE
+    if ranks.world_size == 1 or not may_have_separate_roots(storage, shared=shared):
+        return ONE_SHARED_ROOT
     opened = {"url": storage.url, "opened": built_here().labels(OWN_ROOTS)}
-    nonce = decide_together(ranks, _CALL, Result(opened), lambda told: _compared(told, surely_apart=shared is False))
+    nonce = decide_together(ranks, _CALL, Result(opened), lambda told: _compared(told, surely_separate=shared is False))
     marks = [f".host-{nonce}-{rank}" for rank in range(ranks.world_size)]
     run_on_all_ranks(ranks, _CALL, lambda: storage.write(marks[ranks.rank], [host_name().encode()]))
-    seen = Result.of(lambda: {"first": _first(storage, marks), "host": host_name()})
+    seen = Result.capture(lambda: {"first": _first(storage, marks), "host": host_name()})
     told = decide_together(ranks, _CALL, seen, lambda told: told)
     storage.delete([marks[ranks.rank]])
     hosts = Hosts(tuple(one["first"] for one in told), tuple(one["host"] for one in told))
-    if hosts.apart and ranks.rank == MAIN:
+    if hosts.separate_roots and ranks.rank == MAIN:
         _log.warning("%s is not shared: each of these keeps what its ranks save: %s", storage.url, hosts)
-    return hosts if hosts.apart else EVERYWHERE
+    return hosts if hosts.separate_roots else ONE_SHARED_ROOT
 
 
-def may_differ(storage: Storage, *, shared: bool | None) -> bool:
+def may_have_separate_roots(storage: Storage, *, shared: bool | None) -> bool:
     """Whether hosts may have roots of their own: the user says so, or the launcher that there are several hosts."""
     return storage.near and (shared is False or (shared is None and _several_hosts()))
 
@@ -89,7 +89,7 @@ def _several_hosts() -> bool:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size
 
 
-def _compared(told: list[Any], *, surely_apart: bool) -> str:
+def _compared(told: list[Any], *, surely_separate: bool) -> str:
     """On the main rank: refuse roots of which not every host's is the same run's. Returns a name for the marks.
 
     Paths may differ between hosts. But a rank that has opened this rank's root as another of its managers has built
@@ -98,7 +98,7 @@ def _compared(told: list[Any], *, surely_apart: bool) -> str:
     urls = [one["url"] for one in told]
     mixed = any(url in one["opened"] and url != one["url"] for url in urls for one in told)
     names = {url.rstrip("/").rpartition("/")[2] for url in urls}
-    if mixed or (len(names) > 1 and not surely_apart):
+    if mixed or (len(names) > 1 and not surely_separate):
         listed = "; ".join(f"rank {rank} opened {', '.join(one['opened'])}" for rank, one in enumerate(told))
         raise RanksError(
             f"the ranks have not opened the same root: {listed}. Every rank must build the same managers in the same "

@@ -9,7 +9,7 @@ _LOOK = 20.0  # seconds between two looks, at most
 
 
 @dataclass
-class Watched:
+class LivenessWatch:
     """Ranks that are waited for: when each was last seen to be alive."""
 
     timeout: float
@@ -17,7 +17,7 @@ class Watched:
     _seen: dict[int, tuple[int, float]] = field(default_factory=dict)
     _next: float = 0.0
 
-    def look_now(self) -> bool:
+    def is_due(self) -> bool:
         """Whether it is time to look again: not at every turn, since it costs a question for each rank."""
         now = time.monotonic()
         due = now >= self._next
@@ -34,5 +34,5 @@ class Watched:
         return [rank for rank in beats if now - self._seen[rank][1] >= self.timeout]
 
 
-def spelled(ranks: list[int]) -> str:
+def format_ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -85,7 +85,7 @@ class Preemption:
         if step != target:
             return False
         ready = len(self._ranks.notes(f"{_TARGET}/{target}")) == self._ranks.world_size
-        return self._ranks.settle(f"{_TARGET}/{target}/settled", "stop" if ready else "go on") == "stop"
+        return self._ranks.first_wins(f"{_TARGET}/{target}/settled", "stop" if ready else "go on") == "stop"
 
     def _named_target(self, step: int) -> int:
         if self._ranks.rank == MAIN and step > self._target:

@@ -14,7 +14,7 @@ from ckpt.errors import ConflictError, FullError, LockedError, VersionError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root.catalog import MARKER, Checkpoint, find, scan
 from ckpt.root.retention import Keep
-from ckpt.root.save_marker import marked_names, present_mark, read_mark, write_mark
+from ckpt.root.save_marker import marked_names, marker_and_version, read_marker, write_mark
 from ckpt.storage import Entry, Staging, Storage
 
 _log = logging.getLogger("ckpt")
@@ -22,11 +22,11 @@ _TRACE = re.compile(r"\.(?:host-[0-9a-f]{32}-\d+|try-[0-9a-f]{32})")
 
 
 def _marked(storage: Storage, name: str) -> tuple[str, ...]:
-    mark = read_mark(storage, name)
+    mark = read_marker(storage, name)
     return mark.files if mark else ()
 
 
-def clean(storage: Storage, name: str) -> None:
+def remove_uncommitted(storage: Storage, name: str) -> None:
     """Remove the files of a try that its checkpoint does not list, and at last the try's mark.
 
     A file that neither a mark nor a manifest of ours names is somebody else's, and stays. So does everything while
@@ -68,13 +68,13 @@ def sweep(storage: Storage, spared: Container[str] = (), *, age: float | None = 
         _sweep_traces(storage, entries)
     for name in marked_names(entries):
         if name not in spared and (age is None or _is_older(storage, name, age)):
-            clean(storage, name)
+            remove_uncommitted(storage, name)
     storage.sweep(age=age)
     return scan(storage)
 
 
 def _is_older(storage: Storage, name: str, age: float) -> bool:
-    mark = read_mark(storage, name)
+    mark = read_marker(storage, name)
     return mark is None or mark.age >= age
 
 
@@ -87,10 +87,10 @@ def _sweep_traces(storage: Storage, entries: Iterable[Entry]) -> None:
 
 def remove(storage: Storage, manifest: Manifest) -> bool:
     """Remove a checkpoint, unless somebody reads or replaces it. Returns whether it is gone."""
-    return not reason_to_stay(storage, manifest)
+    return not remove_or_explain(storage, manifest)
 
 
-def reason_to_stay(storage: Storage, manifest: Manifest) -> str:
+def remove_or_explain(storage: Storage, manifest: Manifest) -> str:
     """Remove a checkpoint, and return an empty text; or why it stays: somebody reads it, or saves it anew.
 
     Its manifest goes first: no moment shows half of it. If that is cut off, a mark is left which says what else is to
@@ -118,7 +118,7 @@ def _claim_removal(storage: Storage, manifest: Manifest, paths: list[str]) -> tu
     there = find(storage, manifest.name)
     if isinstance(there.problem, VersionError) or (there.manifest and there.manifest.id != manifest.id):
         return "was saved anew meanwhile", ()
-    mark, version = present_mark(storage, manifest.name)
+    mark, version = marker_and_version(storage, manifest.name)
     if mark is not None and mark.id != manifest.id:
         return "is being saved anew, or such a save was cut off", ()
     left = mark.files if mark else ()
@@ -130,7 +130,9 @@ def _claim_removal(storage: Storage, manifest: Manifest, paths: list[str]) -> tu
     return "", left
 
 
-def retain(keep: Keep, storage: Storage, newest_first: list[Manifest], damaged: Iterable[str]) -> list[Manifest]:
+def apply_retention(
+    keep: Keep, storage: Storage, newest_first: list[Manifest], damaged: Iterable[str]
+) -> list[Manifest]:
     """Remove what `keep` lets go. Returns the checkpoints that are left."""
     _warn_if_unranked(keep, storage, newest_first)
     going = keep.removable(newest_first, set(damaged))

@@ -13,8 +13,8 @@ from ckpt.errors import NotDurableError, StorageError
 from ckpt.formats.native.block_hash import BlockHasher, digest
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.root.catalog import find
-from ckpt.root.cleanup import clean
-from ckpt.root.save_marker import leave_mark
+from ckpt.root.cleanup import remove_uncommitted
+from ckpt.root.save_marker import mark_save
 from ckpt.storage import Buffer, Staging, Storage
 from ckpt.util.console import LONG, bar
 from ckpt.util.threads import ThreadCall
@@ -26,7 +26,7 @@ _log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True)
-class Earlier:
+class EarlierFile:
     """A file of an earlier checkpoint, which this process has written or verified."""
 
     checkpoint: str
@@ -34,7 +34,7 @@ class Earlier:
 
 
 @dataclass(frozen=True)
-class Stored:
+class WrittenFile:
     """A file of a try: its record, and a receipt where it is yet to be published."""
 
     file: FileRecord
@@ -43,16 +43,16 @@ class Stored:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try at writing a checkpoint. Until `commit`, a checkpoint of the same name stands as it was.
+    """One attempt to write a checkpoint. Until `commit`, a checkpoint of the same name remains as it was.
 
-    Where there are files already (`taken`), those of the try have other names: nothing that a committed manifest lists
-    is ever written to. `over` is the version of the manifest that the try replaces: of two writers one commits.
+    Files whose path exists already (`occupied_paths`) get another path: a file that a committed manifest lists is never
+    overwritten. The manifest is written only over `expected_version`, so that of two concurrent writers one commits.
     """
 
     name: str
     replaces: tuple[str, ...] = ()
-    taken: tuple[str, ...] = ()
-    over: str | None = None
+    occupied_paths: tuple[str, ...] = ()
+    expected_version: str | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def begin(self, storage: Storage, paths: Iterable[str]) -> None:
@@ -60,11 +60,11 @@ class Attempt:
         if isinstance(storage, Staging):  # it leaves nothing behind
             return
         with _or_failed():
-            leave_mark(storage, self.name, [self.path_for(path) for path in paths], self.replaces, self.id)
+            mark_save(storage, self.name, [self.path_for(path) for path in paths], self.replaces, self.id)
 
     def write(
-        self, storage: Storage, images: list[FilePlan], earlier: Mapping[str, Earlier], *, show: bool = False
-    ) -> list[Stored]:
+        self, storage: Storage, images: list[FilePlan], earlier: Mapping[str, EarlierFile], *, show: bool = False
+    ) -> list[WrittenFile]:
         """Write files, and hash their bytes as they pass. What has not changed since `earlier` is linked."""
         size = sum(image.size for image in images)
         with bar(f"saving {self.name}", size, in_bytes=True, show=show and size > LONG) as advance:
@@ -86,13 +86,13 @@ class Attempt:
             return
         self._put_manifest(storage, manifest)
         with suppress(StorageError):  # it is committed: what could not be cleaned up is cleaned up before a later save
-            clean(storage, self.name)
+            remove_uncommitted(storage, self.name)
 
     def _put_manifest(self, storage: Storage, manifest: Manifest) -> None:
         """Write the manifest. If that fails, find out by its id whether it took effect all the same."""
         key, data = f"{self.name}/{FILE_NAME}", manifest.to_bytes()
         try:
-            storage.write(key, [data], over=self.over)
+            storage.write(key, [data], over=self.expected_version)
         except NotDurableError:
             # The kernel reports a failed fsync once: a second fsync alone would succeed, and prove nothing.
             storage.write(key, [data], over=self._own_version(storage, manifest))
@@ -104,7 +104,7 @@ class Attempt:
     def _own_version(self, storage: Storage, manifest: Manifest) -> str | None:
         """The version of the manifest that was just written; the old one if somebody has replaced it since."""
         version = storage.version(f"{self.name}/{FILE_NAME}")
-        return version if self._has_taken_effect(storage, manifest) else self.over
+        return version if self._has_taken_effect(storage, manifest) else self.expected_version
 
     def _has_taken_effect(self, storage: Storage, manifest: Manifest) -> bool:
         try:
@@ -114,14 +114,14 @@ class Attempt:
         return there is not None and there.id == manifest.id
 
     def path_for(self, path: str) -> str:
-        if path not in self.taken:
+        if path not in self.occupied_paths:
             return path
         stem, _, suffix = path.rpartition(".")
         return f"{stem}.{self.id[:8]}.{suffix}"
 
     def _link_one(
-        self, storage: Storage, image: FilePlan, earlier: Earlier | None, advance: Callable[[float], None]
-    ) -> Stored | None:
+        self, storage: Storage, image: FilePlan, earlier: EarlierFile | None, advance: Callable[[float], None]
+    ) -> WrittenFile | None:
         """Link a file that an earlier checkpoint has with the same bytes; none if there is none.
 
         What is staged need not be linked: bytes that are there are not sent again.
@@ -139,7 +139,7 @@ class Attempt:
             _log.info("%s could not be linked: %s", path, error)
             return None
         advance(image.size)
-        return Stored(replace(earlier.file, path=path))
+        return WrittenFile(replace(earlier.file, path=path))
 
     def _put(self, storage: Storage, path: str, pieces: Iterable[Buffer]) -> str | None:
         key = f"{self.name}/{path}"
@@ -149,7 +149,7 @@ class Attempt:
             storage.write(key, pieces, over=None)
         return None
 
-    def _write_one(self, storage: Storage, image: FilePlan, advance: Callable[[float], None]) -> Stored:
+    def _write_one(self, storage: Storage, image: FilePlan, advance: Callable[[float], None]) -> WrittenFile:
         path = self.path_for(image.path)
         if image.settled:
             settled = list(image.pieces())
@@ -159,7 +159,9 @@ class Attempt:
             finally:
                 digests = hashing.result()
             head = _head(image, settled[0])
-            return Stored(FileRecord(name=image.path, path=path, size=image.size, blocks=digests, head=head), receipt)
+            return WrittenFile(
+                FileRecord(name=image.path, path=path, size=image.size, blocks=digests, head=head), receipt
+            )
         hasher = BlockHasher()
         source = image.pieces()
         heads: list[tuple[int, str] | None] = []
@@ -176,7 +178,7 @@ class Attempt:
         finally:  # at once, also when it failed: other ranks may be waiting to hand over the rest
             getattr(source, "close", lambda: None)()
         record = FileRecord(name=image.path, path=path, size=hasher.size, blocks=hasher.digests, head=heads[0])
-        return Stored(record, receipt)
+        return WrittenFile(record, receipt)
 
 
 @contextmanager

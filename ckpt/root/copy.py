@@ -14,7 +14,7 @@ from ckpt.root import cleanup
 from ckpt.root.catalog import find, scan
 from ckpt.root.commit import Attempt
 from ckpt.root.file_names import rank_of
-from ckpt.root.lock import take
+from ckpt.root.lock import lock_root
 from ckpt.root.retention import Keep
 from ckpt.root.save_marker import DAY
 from ckpt.root.verified_file import StoredFile, VerifiedFile
@@ -28,17 +28,17 @@ _log = logging.getLogger("ckpt")
 
 @dataclass
 class Copies:
-    """Copies what is committed in `near` to `far`: files first, each byte verified on its way, and the manifest last.
+    """Copies committed checkpoints from `source` to `target`: files first, verified while they are read, manifest last.
 
-    Of several hosts with roots of their own each copies what it has, and the last one to be done writes the manifest.
+    Of several hosts with separate roots each copies its own files, and the last to finish writes the manifest.
     """
 
-    near: Storage
-    far: Storage
+    source: Storage
+    target: Storage
     keep: Keep | None = None
     bandwidth: float | None = None  # bytes in a second
-    alone: bool = True  # whether `near` has all files
-    leads: bool = True  # of several hosts that copy, one takes the place and clears up there
+    has_all_files: bool = True  # whether `source` has all files
+    is_leader: bool = True  # of several hosts that copy, one takes the place and clears up there
     _there: dict[str, Manifest] | None = None  # none as long as nobody could look; others read it: never changed
     _names: set[str] = field(default_factory=set)  # under which something lies there, or will
     _open_ends: list[Manifest] = field(default_factory=list)  # sent from here, but not known to be committed there
@@ -53,25 +53,25 @@ class Copies:
         """Whether certainly nothing lies under that name there, so that files of any names are new."""
         return self._there is not None and name not in self._names
 
-    def expect(self, name: str) -> None:
+    def reserve(self, name: str) -> None:
         """Something will lie under that name."""
         self._names.add(name)
 
-    def look(self, going_on: list[str]) -> None:
-        """Take the place, find what is there, and clear away what is left of copies that nobody is `going_on` with."""
+    def open_target(self, resumable: list[str]) -> None:
+        """Lock the target, list its checkpoints, and sweep interrupted copies other than the `resumable` ones."""
         if self._there is not None:
             return
         with ExitStack() as held:
-            if self.leads:
-                take(self.far, held)
+            if self.is_leader:
+                lock_root(self.target, held)
                 # hosts do not wait for each other here: another one may have begun to send, or still be sending
-                cleanup.sweep(self.far, spared=going_on, age=None if self.alone else DAY)
-            self._names |= {entry.key.partition("/")[0] for entry in self.far.list()}
-            self._there = {one.name: one.manifest for one in scan(self.far) if one.manifest is not None}
+                cleanup.sweep(self.target, spared=resumable, age=None if self.has_all_files else DAY)
+            self._names |= {entry.key.partition("/")[0] for entry in self.target.list()}
+            self._there = {one.name: one.manifest for one in scan(self.target) if one.manifest is not None}
             self._held = held.pop_all()
 
     def copy(self, manifest: Manifest) -> None:
-        """Copy a checkpoint, unless it is there, and remove what is not to be kept. `look` must have been called."""
+        """Copy a checkpoint unless the target has it, then apply retention there. Requires `open_target`."""
         self._see_what_is_finished()
         older = (self._there or {}).get(manifest.name)
         if older is None or older.id != manifest.id:
@@ -83,7 +83,7 @@ class Copies:
                 raise
             _log.info(
                 "copied %s to %s: %s in %.2f s",
-                manifest.name, self.far.url, size(manifest.size), time.monotonic() - began,
+                manifest.name, self.target.url, size(manifest.size), time.monotonic() - began,
             )  # fmt: skip
         self._retain()
 
@@ -100,20 +100,20 @@ class Copies:
             replaces=tuple(file.path for file in older.files) if older else (),
             id=manifest.id,
         )
-        attempt.begin(self.far, [file.path for file in manifest.files])
+        attempt.begin(self.target, [file.path for file in manifest.files])
         # only now: once the mark is there, no other process removes what is replaced, so that its version holds
-        attempt = replace(attempt, over=self.far.version(f"{name}/{FILE_NAME}"))
-        there = {entry.key.removeprefix(f"{name}/"): entry.size for entry in self.far.list(name)}
+        attempt = replace(attempt, expected_version=self.target.version(f"{name}/{FILE_NAME}"))
+        there = {entry.key.removeprefix(f"{name}/"): entry.size for entry in self.target.list(name)}
         self._send_all(name, [file for file in manifest.files if there.get(file.path) != file.size])
         self._open_ends.append(manifest)
-        if not size_problems(self.far, manifest):
+        if not size_problems(self.target, manifest):
             with suppress(ConflictError):  # of two hosts that see that all is there, one commits
-                attempt.commit(self.far, manifest, {})
+                attempt.commit(self.target, manifest, {})
         self._see_what_is_finished()
 
     def _see_what_is_finished(self) -> None:
         for manifest in list(self._open_ends):
-            known = find(self.far, manifest.name).manifest
+            known = find(self.target, manifest.name).manifest
             if known is not None and known.sequence >= manifest.sequence:
                 self._there = {**(self._there or {}), manifest.name: known}
                 self._open_ends.remove(manifest)
@@ -126,13 +126,13 @@ class Copies:
             for file in mine:
                 if not self._link(name, file):
                     key = f"{name}/{file.path}"
-                    self.far.write(key, pace.kept(VerifiedFile(StoredFile(self.near, key), file).pieces()))
+                    self.target.write(key, pace.kept(VerifiedFile(StoredFile(self.source, key), file).pieces()))
 
     def _is_mine(self, name: str, file: FileRecord) -> bool:
         """What all hosts have in common, one of them sends; of the rest, each what it has."""
-        if self.alone or rank_of(file.name) is None:
-            return self.leads
-        return self.near.version(f"{name}/{file.path}") is not None
+        if self.has_all_files or rank_of(file.name) is None:
+            return self.is_leader
+        return self.source.version(f"{name}/{file.path}") is not None
 
     def _link(self, name: str, file: FileRecord) -> bool:
         """Take a file from the newest checkpoint there, if that has the same bytes: frozen weights are sent once."""
@@ -141,18 +141,18 @@ class Copies:
         if newest is None or same is None:
             return False
         try:
-            self.far.link(f"{newest.name}/{same.path}", f"{name}/{file.path}")
+            self.target.link(f"{newest.name}/{same.path}", f"{name}/{file.path}")
         except StorageError as error:  # removed by hand, say: then it is sent
             _log.info("%s could not be linked: %s", file.path, error)
             return False
         return True
 
     def _retain(self) -> None:
-        if self.keep is None or self._there is None or not self.leads:
+        if self.keep is None or self._there is None or not self.is_leader:
             return
         newest_first = sorted(self._there.values(), key=lambda one: one.sequence, reverse=True)
         try:
-            left = cleanup.retain(self.keep, self.far, newest_first, ())
+            left = cleanup.apply_retention(self.keep, self.target, newest_first, ())
         except StorageError as error:  # the copy stands; what could not be removed is tried again after the next one
             _log.warning("old copies were not removed: %s", error)
         else:

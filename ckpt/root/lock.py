@@ -20,7 +20,7 @@ _PAUSE = 0.05
 _PRUNE = "ckpt prune, "  # in the note of the lock on a root
 
 
-def take(storage: Storage, held: ExitStack, *, to_prune: bool = False) -> None:
+def lock_root(storage: Storage, held: ExitStack, *, to_prune: bool = False) -> None:
     """Hold a root for this run until the stack is closed. Refused if another run has it.
 
     A run waits for `ckpt prune`, which holds a root for a moment only, and must not make a job fail that starts then.

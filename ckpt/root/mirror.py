@@ -29,7 +29,7 @@ class _Waiting:
 
 
 @dataclass
-class Mirror:
+class MirrorWorker:
     """Makes copies one at a time, in the order of the commits.
 
     At most `backlog` checkpoints wait; older ones are left out, never the newest. What fails is logged, kept in `error`
@@ -57,14 +57,14 @@ class Mirror:
         """Whether certainly nothing lies under that name there, so that files of any names are new."""
         return self.copies.is_free(name)
 
-    def hold(self, newest_first: list[Manifest]) -> None:
+    def start(self, newest_first: list[Manifest]) -> None:
         """Take the place for this run, and go on with what the last one has not copied to its end.
 
         Refused if another run copies to it. If it cannot be reached, that is tried again with every copy.
         """
         behind = newest_first[: self.backlog]
         try:
-            self.copies.look([one.name for one in behind])
+            self.copies.open_target([one.name for one in behind])
         except LockedError:
             raise
         except StorageError as error:
@@ -72,19 +72,19 @@ class Mirror:
         newest = self.newest
         for manifest in reversed(behind):
             if newest is None or manifest.sequence > newest.sequence:
-                self.offer(manifest)
+                self.enqueue(manifest)
 
-    def offer(self, manifest: Manifest) -> None:
+    def enqueue(self, manifest: Manifest) -> None:
         """Copy a checkpoint as soon as those before it have been. Waits for nothing."""
         held = ExitStack()
         try:
-            held.enter_context(self.copies.near.lock(manifest.name, shared=True))
+            held.enter_context(self.copies.source.lock(manifest.name, shared=True))
         except StorageError as error:
             self._failed(f"{manifest.name} was not copied", error)
             return
-        self.copies.expect(manifest.name)
+        self.copies.reserve(manifest.name)
         with self._guard:
-            self._enqueue(_Waiting(manifest, held))
+            self._add(_Waiting(manifest, held))
             idle, self._working, self._came = not self._working, True, True
         if idle:
             self._background.start(self._work)
@@ -99,17 +99,17 @@ class Mirror:
             idle = bool(to_do) and not self._working
             self._working, self._came = self._working or idle, True
         if to_do:
-            say(f"copying to {self.copies.far.url} before the end: {', '.join(to_do)}")
+            say(f"copying to {self.copies.target.url} before the end: {', '.join(to_do)}")
         if idle:
             self._background.start(self._work)
         self._background.wait()
         for one in self._waiting:
-            _log.warning("%s is not in %s: the next run copies it", one.name, self.copies.far.url)
+            _log.warning("%s is not in %s: the next run copies it", one.name, self.copies.target.url)
             one.held.close()
         self._waiting.clear()
         self.copies.close()
 
-    def _enqueue(self, new: _Waiting) -> None:
+    def _add(self, new: _Waiting) -> None:
         """What is of the same name, or too old to wait any longer, makes room."""
         waiting = [*(one for one in self._waiting if one.name != new.name), new]
         self._let_wait(waiting, dropped=[one for one in self._waiting if one not in waiting])
@@ -118,7 +118,7 @@ class Mirror:
         too_many = max(0, len(waiting) - self.backlog)
         self._waiting = waiting[too_many:]
         for one in [*dropped, *waiting[:too_many]]:
-            _log.warning("%s is not copied to %s: newer ones wait already", one.name, self.copies.far.url)
+            _log.warning("%s is not copied to %s: newer ones wait already", one.name, self.copies.target.url)
             one.held.close()
 
     def _next(self) -> _Waiting | None:
@@ -130,7 +130,7 @@ class Mirror:
     def _work(self) -> None:
         while (one := self._next()) is not None:
             try:
-                self.copies.look([one.name, *(other.name for other in self._waiting)])
+                self.copies.open_target([one.name, *(other.name for other in self._waiting)])
                 self.copies.copy(one.manifest)
                 self.error = None
             except CheckpointError as error:  # it is damaged: that copy is never made
@@ -150,5 +150,5 @@ class Mirror:
             return self._working
 
     def _failed(self, what: str, error: Exception) -> None:
-        _log.warning("%s: %s: %s", self.copies.far.url, what, error)
+        _log.warning("%s: %s: %s", self.copies.target.url, what, error)
         self.error = error

@@ -71,14 +71,14 @@ def _identity() -> tuple[Any, ...]:
         return ()
 
 
-def leave_mark(storage: Storage, name: str, files: Iterable[str], replaces: Iterable[str], id: str) -> None:
+def mark_save(storage: Storage, name: str, files: Iterable[str], replaces: Iterable[str], id: str) -> None:
     """Say what is being saved in a checkpoint's folder, so that a later save knows what a crash left behind.
 
     Waits while another process removes the checkpoint of that name. Once the mark is there, nobody removes it.
     """
     new, old = list(files), list(replaces)
     for _ in range(_TRIES):
-        left, version = present_mark(storage, name)  # of a try whose files could not be removed yet
+        left, version = marker_and_version(storage, name)  # of a try whose files could not be removed yet
         if left is not None and left.removing:
             _wait_for_removal(storage, name)
         with suppress(ConflictError):  # another process has left or removed a mark since: look again
@@ -110,7 +110,7 @@ def write_mark(
     storage.write(f"{name}/{MARKER}", [json.dumps(mark).encode()], over=over)
 
 
-def present_mark(storage: Storage, name: str) -> tuple[SaveMarker | None, str | None]:
+def marker_and_version(storage: Storage, name: str) -> tuple[SaveMarker | None, str | None]:
     """The mark that is there, and the version to write over: none if there is none."""
     key = f"{name}/{MARKER}"
     try:
@@ -118,7 +118,7 @@ def present_mark(storage: Storage, name: str) -> tuple[SaveMarker | None, str | 
     except AbsentError:  # as a rule: one request is enough
         return None, None
     version = storage.version(key)  # before its content: a change in between is then noticed by the write
-    return read_mark(storage, name), version
+    return read_marker(storage, name), version
 
 
 def _wait_for_removal(storage: Storage, name: str) -> None:
@@ -136,7 +136,7 @@ def _wait_for_removal(storage: Storage, name: str) -> None:
             time.sleep(_PAUSE)
 
 
-def read_mark(storage: Storage, name: str) -> SaveMarker | None:
+def read_marker(storage: Storage, name: str) -> SaveMarker | None:
     """The mark in a checkpoint's folder; none if there is none, or none of ours."""
     try:
         mark = json.loads(storage.read(f"{name}/{MARKER}"))

@@ -18,7 +18,7 @@ from ckpt.errors import AbsentError, CheckpointError, LockedError, StorageError,
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Host, Manifest
 from ckpt.root import catalog
 from ckpt.root.file_names import rank_of
-from ckpt.root.save_marker import read_mark
+from ckpt.root.save_marker import read_marker
 from ckpt.root.verified_file import WINDOW, StoredFile, VerifiedFile
 from ckpt.storage import Storage
 from ckpt.util.console import bar, size
@@ -81,7 +81,7 @@ def _look(storage: Storage, name: str) -> tuple[Verdict, bool]:
     try:
         with storage.lock(name, shared=True):  # a run that goes on meanwhile must not remove what is being read
             manifest = catalog.read_manifest(storage, name)
-            wrong = problems(storage, kept_here(storage, manifest), show=True)
+            wrong = problems(storage, without_other_hosts(storage, manifest), show=True)
         if not wrong:
             return Verdict(name, INTACT, (), manifest), True
         return _explained(storage, name, manifest, tuple(wrong))
@@ -105,7 +105,7 @@ def _explained(
     known = catalog.find(storage, name).manifest if FILE_NAME in present else None
     if known is not None and (manifest is None or known.id != manifest.id):
         return Verdict(name, DAMAGED, problems, known), False  # committed since: look at that one
-    mark = read_mark(storage, name) if FILE_NAME not in present else None
+    mark = read_marker(storage, name) if FILE_NAME not in present else None
     if mark is not None and mark.under_way:
         return Verdict(name, UNDER_WAY, problems), True
     gone_since = manifest is not None and known is None and FILE_NAME not in present
@@ -162,7 +162,7 @@ def _host_of(file: FileRecord, manifest: Manifest) -> Host | None:
     return next((host for host in manifest.hosts if rank in host.ranks), None)
 
 
-def elsewhere(storage: Storage, manifest: Manifest) -> dict[str, str]:
+def files_on_other_hosts(storage: Storage, manifest: Manifest) -> dict[str, str]:
     """Files that other hosts have in roots of their own, with the names of these hosts.
 
     A host of whose files none is here is another one. Where no host's are, all of them should be here.
@@ -175,9 +175,9 @@ def elsewhere(storage: Storage, manifest: Manifest) -> dict[str, str]:
     return {path: host.name for path, host in holders.items() if here and host not in here}
 
 
-def kept_here(storage: Storage, manifest: Manifest) -> Manifest:
+def without_other_hosts(storage: Storage, manifest: Manifest) -> Manifest:
     """The manifest without the files that other hosts have."""
-    others = elsewhere(storage, manifest)
+    others = files_on_other_hosts(storage, manifest)
     return replace(manifest, files=tuple(file for file in manifest.files if file.path not in others))
 
 
@@ -202,10 +202,10 @@ def altered(blocks: list[tuple[VerifiedFile, int]], advance: Callable[[float], N
         file, index = block
         return file.look(index, buffers.own, advance)
 
-    with ThreadPoolExecutor(threads_for(file.stored.storage for file, _ in blocks)) as pool:
+    with ThreadPoolExecutor(reader_threads(file.stored.storage for file, _ in blocks)) as pool:
         return [problem for problem in pool.map(look, blocks) if problem]
 
 
-def threads_for(storages: Iterable[Storage]) -> int:
+def reader_threads(storages: Iterable[Storage]) -> int:
     """How many threads read at the same time: as many as there are cores; far away, as many as have to wait."""
     return _THREADS if all(storage.near for storage in storages) else _MOST_THREADS

@@ -21,7 +21,7 @@ from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.root import catalog
 from ckpt.root.file_names import part_of
 from ckpt.root.verified_file import StoredFile, VerifiedFile
-from ckpt.root.verify import elsewhere, kept_here, size_problems, threads_for
+from ckpt.root.verify import files_on_other_hosts, reader_threads, size_problems, without_other_hosts
 from ckpt.storage import Storage
 
 _OF_A_RANK = re.compile(r"-\d{5}$")
@@ -108,7 +108,7 @@ def look(url: str | os.PathLike[str], options: Mapping[str, Any] | None = None) 
 
 
 def _missing(storage: Storage, manifest: Manifest) -> list[str]:
-    return size_problems(storage, kept_here(storage, manifest))
+    return size_problems(storage, without_other_hosts(storage, manifest))
 
 
 def _looked_at(storage: Storage, name: str) -> Shown:
@@ -124,7 +124,7 @@ def _looked_at(storage: Storage, name: str) -> Shown:
         tuple(parts),
         parent,
         tuple(dict.fromkeys(problems)),
-        elsewhere=elsewhere(storage, manifest),
+        elsewhere=files_on_other_hosts(storage, manifest),
     )
 
 
@@ -172,7 +172,7 @@ class _Contents:
         def header(file: FileRecord) -> dict[str, Outline]:
             return self._tried(lambda: outlines(self._opened(file), f"{self.manifest.name}/{file.path}")) or {}
 
-        with ThreadPoolExecutor(threads_for([self.storage])) as pool:
+        with ThreadPoolExecutor(reader_threads([self.storage])) as pool:
             return dict(zip([file.name for file in files], pool.map(header, files), strict=True))
 
     def _opened(self, file: FileRecord) -> VerifiedFile:

@@ -127,7 +127,7 @@ def test_a_save_begun_in_the_middle_of_a_removal_waits_for_it_and_is_committed(
         with beside(removing.gate, lambda: ckpt.prune(removing, keep=ckpt.Keep(last=1), verify=False)) as failed:
             manager.save_state("latest", wait=False)
             assert waits.wait(DEADLINE)
-            mark = save_marker.read_mark(removing, "latest")
+            mark = save_marker.read_marker(removing, "latest")
             assert mark is not None
             assert mark.removing
             assert "latest" not in committed(root)
