@@ -1,6 +1,6 @@
-"""What is removed: checkpoints that are not to be kept, and what crashed saves left.
+"""Deletes from a root: checkpoints that retention does not keep, and what interrupted saves left behind.
 
-Imports no torch: a shell clears up too.
+Only files that a manifest or a save marker of ckpt lists are deleted. Imports no torch: `ckpt prune` uses it too.
 """
 
 from __future__ import annotations
@@ -14,29 +14,40 @@ from ckpt.errors import ConflictError, FullError, LockedError, VersionError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root.catalog import MARKER, Checkpoint, find, scan
 from ckpt.root.retention import Keep
-from ckpt.root.save_marker import marked_names, marker_and_version, read_marker, write_mark
+from ckpt.root.save_marker import mark_removal, marked_names, marker_and_version, read_marker
 from ckpt.storage import Entry, Staging, Storage
 
 _log = logging.getLogger("ckpt")
-_TRACE = re.compile(r"\.(?:host-[0-9a-f]{32}-\d+|try-[0-9a-f]{32})")
+_PROBE_FILE = re.compile(r"\.(?:host-[0-9a-f]{32}-\d+|try-[0-9a-f]{32})")
 
 
-def _marked(storage: Storage, name: str) -> tuple[str, ...]:
-    mark = read_marker(storage, name)
-    return mark.files if mark else ()
+def sweep(storage: Storage, spared: Container[str] = (), *, age: float | None = None) -> list[Checkpoint]:
+    """Delete what earlier crashes left, and return the checkpoints of the root. The caller must hold the root's lock.
+
+    Leftovers of the `spared` checkpoints are kept, because somebody resumes them. With `age`, so are those younger
+    than that many seconds: where other hosts write to the same root, they may still be at work.
+    """
+    entries = list(storage.list())
+    if age is None:
+        _delete_probe_files(storage, entries)
+    for name in marked_names(entries):
+        if name not in spared and (age is None or _is_older(storage, name, age)):
+            remove_uncommitted(storage, name)
+    storage.sweep(age=age)
+    return scan(storage)
 
 
 def remove_uncommitted(storage: Storage, name: str) -> None:
-    """Remove the files of a try that its checkpoint does not list, and at last the try's mark.
+    """Delete the files of an interrupted save that no manifest lists, and its marker last.
 
-    A file that neither a mark nor a manifest of ours names is somebody else's, and stays. So does everything while
-    somebody reads there, or where there is a manifest that this ckpt cannot read: a later save tries again.
+    A file that no marker and no manifest lists belongs to somebody else, and is kept. While somebody reads the
+    checkpoint, or where this version of ckpt cannot read its manifest, nothing is deleted: a later save tries again.
     """
-    if isinstance(storage, Staging) or _is_nothing_there(storage, name):
+    if isinstance(storage, Staging) or _is_empty(storage, name):
         return
     checkpoint = find(storage, name)
     listed = {file.path for file in checkpoint.manifest.files} if checkpoint.manifest else set()
-    stray = [path for path in _marked(storage, name) if path not in listed]
+    stray = [path for path in _marked_files(storage, name) if path not in listed]
     if checkpoint.manifest is None and _has_manifest(storage, name):
         return
     try:
@@ -45,11 +56,11 @@ def remove_uncommitted(storage: Storage, name: str) -> None:
             storage.sweep(name)
             storage.delete([f"{name}/{MARKER}"])
     except LockedError:
-        _log.info("%s/%s is being read: what is left of an older save there is removed later", storage.url, name)
+        _log.info("%s/%s is being read: what an earlier save left there is removed later", storage.url, name)
 
 
-def _is_nothing_there(storage: Storage, name: str) -> bool:
-    """True if a save failed before it left its mark: nothing is to be removed, and nothing to be locked for it."""
+def _is_empty(storage: Storage, name: str) -> bool:
+    """True if a save failed before it wrote its marker: there is nothing to delete, and no folder to lock."""
     return not any(True for _ in storage.list(name)) and not any(True for _ in storage.unfinished(name))
 
 
@@ -57,30 +68,19 @@ def _has_manifest(storage: Storage, name: str) -> bool:
     return any(entry.key == f"{name}/{FILE_NAME}" for entry in storage.list(name))
 
 
-def sweep(storage: Storage, spared: Container[str] = (), *, age: float | None = None) -> list[Checkpoint]:
-    """Remove what earlier crashes left, and return the checkpoints that are there. Call it while the root is ours.
-
-    What is `spared`, by the names of checkpoints, somebody will go on with. With `age`, so does everything that is
-    younger in seconds: where other hosts write to the same place, they may be at it.
-    """
-    entries = list(storage.list())
-    if age is None:
-        _sweep_traces(storage, entries)
-    for name in marked_names(entries):
-        if name not in spared and (age is None or _is_older(storage, name, age)):
-            remove_uncommitted(storage, name)
-    storage.sweep(age=age)
-    return scan(storage)
+def _marked_files(storage: Storage, name: str) -> tuple[str, ...]:
+    marker = read_marker(storage, name)
+    return marker.files if marker else ()
 
 
 def _is_older(storage: Storage, name: str, age: float) -> bool:
-    mark = read_marker(storage, name)
-    return mark is None or mark.age >= age
+    marker = read_marker(storage, name)
+    return marker is None or marker.age >= age
 
 
-def _sweep_traces(storage: Storage, entries: Iterable[Entry]) -> None:
-    """Remove what managers that were killed while they were built left in the root: see `hosts` and `roots`."""
-    left = [entry.key for entry in entries if _TRACE.fullmatch(entry.key)]
+def _delete_probe_files(storage: Storage, entries: Iterable[Entry]) -> None:
+    """Delete the probe files of managers that were killed while they were built: see `ranks.hosts` and `root.open`."""
+    left = [entry.key for entry in entries if _PROBE_FILE.fullmatch(entry.key)]
     if left:
         storage.delete(left)
 
@@ -91,21 +91,21 @@ def remove(storage: Storage, manifest: Manifest) -> bool:
 
 
 def remove_or_explain(storage: Storage, manifest: Manifest) -> str:
-    """Remove a checkpoint, and return an empty text; or why it stays: somebody reads it, or saves it anew.
+    """Remove a checkpoint and return "", or return why it is kept: somebody reads it, or replaces it with a new save.
 
-    Its manifest goes first: no moment shows half of it. If that is cut off, a mark is left which says what else is to
-    be removed.
+    The manifest is deleted first: no reader ever finds a manifest without its files. If the removal is cut off, its
+    marker lists the files that are still to be deleted.
     """
     name = manifest.name
     if not any(True for _ in storage.list(name)):
-        return ""  # somebody has removed it by hand
+        return ""  # a user has removed it by hand
     try:
         with storage.lock(name):
             paths = [file.path for file in manifest.files]
             if not isinstance(storage, Staging):
-                stays, left = _claim_removal(storage, manifest, paths)
-                if stays:
-                    return stays
+                why_kept, left = _claim_removal(storage, manifest, paths)
+                if why_kept:
+                    return why_kept
                 paths = list(dict.fromkeys([*paths, *left]))
             storage.delete([f"{name}/{path}" for path in (FILE_NAME, *paths, MARKER)])
     except LockedError:
@@ -114,17 +114,17 @@ def remove_or_explain(storage: Storage, manifest: Manifest) -> str:
 
 
 def _claim_removal(storage: Storage, manifest: Manifest, paths: list[str]) -> tuple[str, tuple[str, ...]]:
-    """Leave the mark of a removal, unless a save has begun: why the checkpoint stays; and files left of older tries."""
-    there = find(storage, manifest.name)
-    if isinstance(there.problem, VersionError) or (there.manifest and there.manifest.id != manifest.id):
+    """Write the marker of a removal. Returns why the checkpoint is kept, if it is, and files left by older attempts."""
+    current = find(storage, manifest.name)
+    if isinstance(current.problem, VersionError) or (current.manifest and current.manifest.id != manifest.id):
         return "was saved anew meanwhile", ()
-    mark, version = marker_and_version(storage, manifest.name)
-    if mark is not None and mark.id != manifest.id:
+    marker, version = marker_and_version(storage, manifest.name)
+    if marker is not None and marker.id != manifest.id:
         return "is being saved anew, or such a save was cut off", ()
-    left = mark.files if mark else ()
+    left = marker.files if marker else ()
     try:
-        with suppress(FullError):  # what is removed makes room
-            write_mark(storage, manifest.name, [], [*paths, *left], manifest.id, over=version, removing=True)
+        with suppress(FullError):  # the removal makes room
+            mark_removal(storage, manifest.name, [*paths, *left], manifest.id, over=version)
     except ConflictError:
         return "is being saved anew", ()
     return "", left
@@ -133,22 +133,22 @@ def _claim_removal(storage: Storage, manifest: Manifest, paths: list[str]) -> tu
 def apply_retention(
     keep: Keep, storage: Storage, newest_first: list[Manifest], damaged: Iterable[str]
 ) -> list[Manifest]:
-    """Remove what `keep` lets go. Returns the checkpoints that are left."""
+    """Remove the checkpoints that `keep` does not keep. Returns those that are left."""
     _warn_if_unranked(keep, storage, newest_first)
-    going = keep.removable(newest_first, set(damaged))
-    gone = {one.name for one in newest_first if one.name in going and remove(storage, one)}
-    return [manifest for manifest in newest_first if manifest.name not in gone]
+    removable = keep.removable(newest_first, set(damaged))
+    removed = {manifest.name for manifest in newest_first if manifest.name in removable and remove(storage, manifest)}
+    return [manifest for manifest in newest_first if manifest.name not in removed]
 
 
 _warned: set[tuple[str, str | None]] = set()
 
 
 def _warn_if_unranked(keep: Keep, storage: Storage, newest_first: list[Manifest]) -> None:
-    """Once: when a save came with other metrics, or when something stays that would otherwise be removed."""
+    """Warn once, when a save came with other metrics, or when something is kept that would otherwise be removed."""
     why = keep.cannot_rank(newest_first)
-    known = (storage.url, keep.metric)
-    if why and known not in _warned and (newest_first[0].metrics or len(newest_first) > keep.last):
-        _warned.add(known)
+    warning = (storage.url, keep.metric)
+    if why and warning not in _warned and (newest_first[0].metrics or len(newest_first) > keep.last):
+        _warned.add(warning)
         _log.warning(
             "%s: Keep(best=%d, metric=%r) ranks nothing: %s. Nothing is removed until one has it: correct the name, or "
             "give the metric with step(metrics=...) or save_state(metrics=...).",

@@ -17,7 +17,7 @@ from ckpt.root.file_names import rank_of
 from ckpt.root.lock import lock_root
 from ckpt.root.retention import Keep
 from ckpt.root.save_marker import DAY
-from ckpt.root.verified_file import StoredFile, VerifiedFile
+from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import size_problems
 from ckpt.storage import Storage
 from ckpt.storage.base import LostError
@@ -125,8 +125,8 @@ class Copies:
             pace = _Pace(self.bandwidth, advance)
             for file in mine:
                 if not self._link(name, file):
-                    key = f"{name}/{file.path}"
-                    self.target.write(key, pace.kept(VerifiedFile(StoredFile(self.source, key), file).pieces()))
+                    pieces = VerifiedFile.of(self.source, name, file).pieces()
+                    self.target.write(f"{name}/{file.path}", pace.kept(pieces))
 
     def _is_mine(self, name: str, file: FileRecord) -> bool:
         """What all hosts have in common, one of them sends; of the rest, each what it has."""

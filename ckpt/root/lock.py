@@ -1,6 +1,6 @@
-"""The lock on a root: one run writes to it at a time.
+"""The lock on a root: one run at a time writes to it.
 
-Imports no torch: a shell takes it too.
+Imports no torch: `ckpt prune` takes it too.
 """
 
 from __future__ import annotations
@@ -17,27 +17,31 @@ from ckpt.util.clock import utc_now
 
 _PATIENCE = 60.0  # seconds that a run waits for `ckpt prune`
 _PAUSE = 0.05
-_PRUNE = "ckpt prune, "  # in the note of the lock on a root
+_PRUNE = "ckpt prune, "  # marks the lock's note, by which a run recognises a holder that it waits for
 
 
 def lock_root(storage: Storage, held: ExitStack, *, to_prune: bool = False) -> None:
-    """Hold a root for this run until the stack is closed. Refused if another run has it.
+    """Lock the root until the stack is closed. Refused while another run has it.
 
-    A run waits for `ckpt prune`, which holds a root for a moment only, and must not make a job fail that starts then.
+    A run waits for `ckpt prune`, which holds the lock only for a moment: a job that starts just then must not fail.
     """
     note = f"{_PRUNE if to_prune else ''}process {os.getpid()} on {socket.gethostname()}, since {utc_now()}."
-    deadline = time.monotonic() + (0.0 if to_prune else _PATIENCE)
     try:
-        while True:
-            try:
-                held.enter_context(storage.lock(LOCK, note=note))
-                return
-            except LockedError as error:
-                if _PRUNE not in str(error) or time.monotonic() > deadline:
-                    raise
-                time.sleep(_PAUSE)
+        _lock(storage, held, note, patience=0.0 if to_prune else _PATIENCE)
     except LockedError as error:
         raise LockedError(
             f"another run writes to {storage.url}: {error} Wait until it has ended or stop it, or give this run "
             "another root. Within one process, close() the other StateManager first."
         ) from None
+
+
+def _lock(storage: Storage, held: ExitStack, note: str, patience: float) -> None:
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            held.enter_context(storage.lock(LOCK, note=note))
+            return
+        except LockedError as error:
+            if _PRUNE not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(_PAUSE)

@@ -168,7 +168,7 @@ def _removable(
 
 def _damage(storage: Storage, name: str) -> list[str]:
     """Why a checkpoint does not count: what is wrong with it. One that cannot be read is an error: it may be intact."""
-    found = verifying.verdict(storage, name)
+    found = verifying.verify_checkpoint(storage, name)
     if found.error is not None:
         raise type(found.error)(
             f"{name} cannot be read: {found.error} Nothing says that it is damaged, so nothing was removed. Try again "

@@ -20,7 +20,7 @@ from ckpt.formats.native.header import SUFFIX, Outline, outlines
 from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.root import catalog
 from ckpt.root.file_names import part_of
-from ckpt.root.verified_file import StoredFile, VerifiedFile
+from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import files_on_other_hosts, reader_threads, size_problems, without_other_hosts
 from ckpt.storage import Storage
 
@@ -164,7 +164,7 @@ class _Contents:
         """The parts, as `state.json` has them; pieces of what is spread are listed there too."""
         for file in self.manifest.files:
             if file.name == catalog.STATE:
-                found = self._tried(lambda: json.loads(self._opened(file).read(0, file.size))["parts"])  # noqa: B023
+                found = self._tried(lambda: json.loads(self._opened(file).read_all())["parts"])  # noqa: B023
                 return dict(found or {})
         return {}
 
@@ -176,7 +176,7 @@ class _Contents:
             return dict(zip([file.name for file in files], pool.map(header, files), strict=True))
 
     def _opened(self, file: FileRecord) -> VerifiedFile:
-        return VerifiedFile(StoredFile(self.storage, f"{self.manifest.name}/{file.path}"), file)
+        return VerifiedFile.of(self.storage, self.manifest.name, file)
 
     def _tried(self, read: Callable[[], Any]) -> Any:
         try:

@@ -35,7 +35,7 @@ def bring(source: Place, destination: Place, *, step: int | None = None, options
     if isinstance(far, Staging):
         raise ConfigError(f"{far.url} takes no copies of files: publish a model there with 'ckpt push'.")
     own_options = options if "://" in os.fspath(source) else None
-    near, names, pointed_at = catalog.located(source, own_options)
+    near, names, pointed_at = catalog.resolve(source, own_options)
     if not names and step is None:
         return _bring_files(Folder.at(source, options), destination, far)
     copied: list[str] = []
