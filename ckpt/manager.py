@@ -28,7 +28,8 @@ from ckpt.load.restored import Restored
 from ckpt.metrics import as_numbers, checked_metrics
 from ckpt.options import check_mirror, check_options, required_root
 from ckpt.ranks.consensus import run_on_all_ranks
-from ckpt.ranks.group import MAIN, find_ranks
+from ckpt.ranks.find import find_ranks
+from ckpt.ranks.group import MAIN
 from ckpt.ranks.hosts import find_hosts, may_have_separate_roots
 from ckpt.ranks.preemption import EXIT_STATUS, Preemption
 from ckpt.root.catalog import check_name

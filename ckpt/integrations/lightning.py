@@ -19,7 +19,8 @@ from ckpt.formats.native.documents import decode_inline, encode_inline
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.reader import CheckpointReader
 from ckpt.load.select import choose
-from ckpt.ranks.group import MAIN, Ranks, SingleProcess, find_ranks
+from ckpt.ranks.find import find_ranks
+from ckpt.ranks.group import MAIN, Ranks, SingleProcess
 from ckpt.root import catalog
 from ckpt.root.verify import problems
 from ckpt.save.capture import Capture, CapturedState
