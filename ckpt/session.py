@@ -21,12 +21,13 @@ from ckpt.load.load_state import StateLoader
 from ckpt.load.restored import Restored
 from ckpt.options import ManagerOptions
 from ckpt.ranks.consensus import run_on_all_ranks
-from ckpt.ranks.group import MAIN, find_ranks
-from ckpt.ranks.hosts import Hosts, find_hosts, may_differ
+from ckpt.ranks.find import find_ranks
+from ckpt.ranks.group import MAIN
+from ckpt.ranks.hosts import Hosts, find_hosts, may_have_separate_roots
 from ckpt.ranks.preemption import Preemption
 from ckpt.root.catalog import check_name
 from ckpt.root.copy import Copies
-from ckpt.root.mirror import Mirror as MirrorCopier
+from ckpt.root.mirror import MirrorWorker
 from ckpt.root.open import refuse_checkpoint, try_out_tiers
 from ckpt.save.capture import Capture, CapturedState
 from ckpt.save.environment import device_name, versions
@@ -72,7 +73,7 @@ class Session:
 
     def _meet_ranks(self) -> Hosts:
         options = self.options.ranks
-        own_root = may_differ(self.storage, shared=options.shared)
+        own_root = may_have_separate_roots(self.storage, shared=options.shared)
         self.ranks = find_ranks(place_of(self.storage), options.timeout, own_root=own_root)
         if self.ranks.world_size > 1 and any(isinstance(storage, MemoryStorage) for storage in self.tiers):
             raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
@@ -80,7 +81,7 @@ class Session:
         refuse_checkpoint(self.storage)
         return find_hosts(self.ranks, self.storage, shared=options.shared)
 
-    def _build_mirror(self, hosts: Hosts) -> MirrorCopier | None:
+    def _build_mirror(self, hosts: Hosts) -> MirrorWorker | None:
         options = self.options.mirror
         if options is None:
             return None
@@ -89,10 +90,10 @@ class Session:
             self.tiers[1],
             keep=self.keep if options.keep is None else options.keep,
             bandwidth=options.bytes_per_second,
-            alone=not hosts.apart,
-            leads=self.ranks.rank == MAIN,
+            has_all_files=not hosts.separate_roots,
+            is_leader=self.ranks.rank == MAIN,
         )
-        return MirrorCopier(copies, options.backlog)
+        return MirrorWorker(copies, options.backlog)
 
     def _build_registry(self) -> StateRegistry:
         asked = self.options.saving.gradients

@@ -14,7 +14,7 @@ from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root import catalog
 from ckpt.root import verify as verifying
 from ckpt.root.catalog import Checkpoint
-from ckpt.root.verify import Verdict
+from ckpt.root.verify import Verification, files_on_other_hosts, problems, size_problems, without_other_hosts
 from ckpt.storage import Storage, open_storage
 from ckpt.util.console import format_age, format_number, format_size, format_table, one_line
 
@@ -38,7 +38,7 @@ def verify(url: str) -> None:
     Exits with status 1 if one is damaged or cannot be read. A run may go on meanwhile: below a root, what is just being
     saved or removed is no fault.
     """
-    storage, names, pointed_at = catalog.located(url)
+    storage, names, pointed_at = catalog.resolve(url)
     if not names:
         raise MissingError(f"there are no checkpoints in {url}.")
     width = max(len(name) for name in names)
@@ -51,7 +51,7 @@ def show_checkpoints(root: str, *, verify: bool = False) -> None:
     """Print what `ckpt ls` does."""
     storage, found = _checkpoints(root)
     if not found:
-        catalog.check_there(storage)
+        catalog.check_exists(storage)
         click.echo(f"There are no checkpoints in {root}.")
         return
     _show_table([_row(storage, one, verify=verify) for one in found])
@@ -86,10 +86,10 @@ def _row(storage: Storage, checkpoint: Checkpoint, *, verify: bool) -> list[str]
 
 
 def _intact(storage: Storage, manifest: Manifest, *, verify: bool) -> str:
-    look = partial(catalog.problems, show=True) if verify else catalog.size_problems
+    look = partial(problems, show=True) if verify else size_problems
     try:
-        others = catalog.elsewhere(storage, manifest)
-        wrong = look(storage, catalog.kept_here(storage, manifest))
+        others = files_on_other_hosts(storage, manifest)
+        wrong = look(storage, without_other_hosts(storage, manifest))
     except StorageError as error:
         return f"{'no' if shows_damage(error) else 'not known'}: {one_line(str(error))}"
     if wrong:
@@ -134,23 +134,23 @@ def _show_on_terminal(rows: Sequence[Sequence[str]]) -> None:
     Console().print(table)
 
 
-def _show_verdict(storage: Storage, name: str, width: int) -> Verdict:
+def _show_verdict(storage: Storage, name: str, width: int) -> Verification:
     """Verify one checkpoint and print its line."""
-    found = verifying.verdict(storage, name)
+    found = verifying.verify_checkpoint(storage, name)
     colour = "red" if found.is_fault else "green" if found.state == verifying.INTACT else "yellow"
     about = one_line(_about(storage, found))
     click.echo(f"{name:<{width}}  {click.style(found.state, fg=colour)}  {about}")
     return found
 
 
-def _about(storage: Storage, found: Verdict) -> str:
+def _about(storage: Storage, found: Verification) -> str:
     if found.state == verifying.REMOVED:
         return "by retention, or by hand, since it was listed"
     if found.state == verifying.UNDER_WAY:
         return "a process is just saving or removing it: it is not committed"
     if found.manifest is None or found.is_fault:
         return _without_name("; ".join(found.problems), found.name)
-    others = catalog.elsewhere(storage, found.manifest)
+    others = files_on_other_hosts(storage, found.manifest)
     here = format_size(sum(file.size for file in found.manifest.files if file.path not in others))
     return f"{here}; the rest is on {_listed(others)}" if others else here
 

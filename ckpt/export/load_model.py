@@ -19,7 +19,8 @@ from ckpt.formats.pieces import PiecedTensor
 from ckpt.load.restore import Restoration
 from ckpt.load.select import choose
 from ckpt.ranks.consensus import run_on_all_ranks
-from ckpt.ranks.group import MAIN, Ranks, find_ranks
+from ckpt.ranks.find import find_ranks
+from ckpt.ranks.group import MAIN, Ranks
 from ckpt.root.catalog import locate
 from ckpt.state.model import ModelPart, tensors_in
 from ckpt.state.objects import ManagedObjects

@@ -21,7 +21,7 @@ from ckpt.load.restored import Restored
 from ckpt.load.select import Choice, choose
 from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
-from ckpt.ranks.hosts import EVERYWHERE, Hosts
+from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
 from ckpt.root.catalog import check_name
 from ckpt.root.folder import ROOT, is_foreign, open_url
 from ckpt.state.objects import ObjectSource
@@ -63,7 +63,7 @@ class StateLoader:
             held.enter_context(gc_paused())
             held.enter_context(self.pause_staging())
             tiers, name = self._find(name)
-            hosts = self.hosts if tiers is self.tiers else EVERYWHERE
+            hosts = self.hosts if tiers is self.tiers else ONE_SHARED_ROOT
             prepare = functools.partial(self._prepare, strict=strict, precious=precious)
             choice = choose(tiers, self.ranks, name, prepare, held, hosts, foreign=True)
             if choice is None:

@@ -24,7 +24,7 @@ from ckpt.load.own_tensors import OwnTensors
 from ckpt.load.verified_read import read, read_verified, verify
 from ckpt.ranks.group import MAIN
 from ckpt.root.file_names import own_key, spread_file, whole_file
-from ckpt.root.verified_file import StoredFile, VerifiedFile
+from ckpt.root.verified_file import VerifiedFile
 from ckpt.state.parts import LEFT, Place, SavedTensor
 from ckpt.storage import Storage
 from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
@@ -272,8 +272,7 @@ class CheckpointReader:
         return TensorFile.open(file, file.stored.key, self._asked_for)
 
     def _file(self, name: str) -> VerifiedFile:
-        record = self._records[name]
-        return VerifiedFile(StoredFile(self._storage, f"{self.manifest.name}/{record.path}"), record)
+        return VerifiedFile.of(self._storage, self.manifest.name, self._records[name])
 
     def _asked_for(self, transfer: Transfer) -> None:
         self._asked.append(transfer)
@@ -282,4 +281,4 @@ class CheckpointReader:
         if name not in self._records:
             raise DamagedError(f"{self.manifest.name} is damaged: it lists no {name}.")
         file = self._file(name)
-        return from_json(file.read(0, file.record.size), file.stored.key)
+        return from_json(file.read_all(), file.stored.key)

@@ -199,7 +199,7 @@ class Capture:
 
     @property
     def _keeps(self) -> bool:
-        return self.hosts.keeps(self.ranks.rank)
+        return self.hosts.owns_root(self.ranks.rank)
 
     def _divided(self, parts: Iterable[Part]) -> tuple[dict[str, PartState], dict[str, ShardedState]]:
         """Parts of which the main rank writes the state, and those that are spread over all ranks."""
@@ -225,7 +225,7 @@ class Capture:
     def _encoded_spread(self, part: Part) -> ShardedState:
         live, world_size = self._state_of(part), self.ranks.world_size
         state = documents.encode_sharded(part.kind, live, part.key, self.problems, world_size)
-        table = state.table.with_every_copy() if self.hosts.apart else state.table
+        table = state.table.with_every_copy() if self.hosts.separate_roots else state.table
         return replace(state, table=table, frozen=part.frozen(), about=_about(part, live))
 
 

@@ -111,7 +111,7 @@ def _write(saver: Saver, name: str, images: list[FilePlan], world_size: int) -> 
         saver.commit(attempt, files, {**facts, "seconds": seconds})
     except BaseException:
         with suppress(StorageError):  # what is to be told is what went wrong first
-            cleanup.clean(saver.storage, name)
+            cleanup.remove_uncommitted(saver.storage, name)
         raise
 
 

@@ -23,7 +23,7 @@ from ckpt.formats.tensor_bytes import host_bytes
 from ckpt.root import catalog
 from ckpt.root.file_names import part_of
 from ckpt.root.folder import Folder
-from ckpt.root.verified_file import StoredFile, VerifiedFile
+from ckpt.root.verified_file import VerifiedFile
 from ckpt.storage import Storage
 from ckpt.util.console import progress_bar
 
@@ -124,8 +124,8 @@ class _Side:
         """A document, or nothing if there is none."""
         if file is None or self.manifest is None or self.storage is None:
             return {}
-        key = f"{self.manifest.name}/{file.path}"
-        return from_json(VerifiedFile(StoredFile(self.storage, key), file).read(0, file.size), key)
+        document = VerifiedFile.of(self.storage, self.manifest.name, file)
+        return from_json(document.read_all(), document.stored.key)
 
     def tensors(self, part: str, held: ExitStack) -> dict[str, PiecedTensor]:
         if self.manifest is not None and not self.files(part):

@@ -18,7 +18,8 @@ from ckpt.formats.foreign.tied_weights import same_place
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.accelerate_state import kind_of
 from ckpt.load.reader import CheckpointReader
-from ckpt.root.catalog import locate, read_manifest, size_problems
+from ckpt.root.catalog import locate, read_manifest
+from ckpt.root.verify import size_problems
 from ckpt.state.deepspeed.engine import KEY
 from ckpt.state.optimizer import by_number
 from ckpt.state.parts import SavedTensor

@@ -15,7 +15,10 @@ from ckpt.errors import LockedError, MetricError, MissingError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.root import catalog, cleanup
 from ckpt.root import verify as verifying
+from ckpt.root.lock import lock_root
 from ckpt.root.retention import Keep
+from ckpt.root.save_marker import SaveMarker, marked_names, read_marker
+from ckpt.root.verify import size_problems, without_other_hosts
 from ckpt.storage import Entry, Staging, Storage, Unfinished, open_storage
 from ckpt.util.console import format_duration
 
@@ -89,7 +92,7 @@ class Plan:
         going = tuple(one for one in manifests if one.name in removable)
         outcome = Pruned(
             url=storage.url,
-            removed={one.name: catalog.kept_here(storage, one).size for one in going},
+            removed={one.name: without_other_hosts(storage, one).size for one in going},
             swept={one.name: one.size for one in old},
             kept=tuple(one.name for one in manifests if one not in going),
             damaged={name: why for name, why in damaged.items() if name not in {one.name for one in leftovers}},
@@ -118,7 +121,7 @@ class Plan:
             return {}
         with ExitStack() as held:
             try:
-                cleanup.take(self.storage, held, to_prune=True)
+                lock_root(self.storage, held, to_prune=True)
             except LockedError as error:
                 spared.update({one.name: str(error) for one in self.leftovers})
                 return {}
@@ -130,18 +133,18 @@ class Plan:
         return {one.name: one.size for one in self.leftovers if one.name not in spared}
 
     def _clean(self, one: Leftover, spared: dict[str, str]) -> None:
-        mark = cleanup.read_mark(self.storage, one.name) if one.marked else None
+        mark = read_marker(self.storage, one.name) if one.marked else None
         if mark is None:
             return
         if mark.age < self.grace:
             spared[one.name] = "was written anew meanwhile"
             return
-        cleanup.clean(self.storage, one.name)
-        if cleanup.read_mark(self.storage, one.name) is not None:
+        cleanup.remove_uncommitted(self.storage, one.name)
+        if read_marker(self.storage, one.name) is not None:
             spared[one.name] = "is being read"
 
     def _remove(self, manifest: Manifest, spared: dict[str, str]) -> bool:
-        stays = cleanup.reason_to_stay(self.storage, manifest)
+        stays = cleanup.remove_or_explain(self.storage, manifest)
         if stays:
             spared[manifest.name] = stays
         return not stays
@@ -152,7 +155,7 @@ def _removable(
 ) -> list[str]:
     """What may go. Checkpoints that are found to be damaged are added to `damaged`, and do not count."""
     for one in manifests:
-        if wrong := catalog.size_problems(storage, catalog.kept_here(storage, one)):
+        if wrong := size_problems(storage, without_other_hosts(storage, one)):
             damaged[one.name] = "; ".join(wrong)
     while names := keep.removable(manifests, damaged):
         newest = next(one.name for one in manifests if one.name not in damaged)
@@ -165,7 +168,7 @@ def _removable(
 
 def _damage(storage: Storage, name: str) -> list[str]:
     """Why a checkpoint does not count: what is wrong with it. One that cannot be read is an error: it may be intact."""
-    found = verifying.verdict(storage, name)
+    found = verifying.verify_checkpoint(storage, name)
     if found.error is not None:
         raise type(found.error)(
             f"{name} cannot be read: {found.error} Nothing says that it is damaged, so nothing was removed. Try again "
@@ -186,7 +189,7 @@ class Leftover:
 
 def _leftovers(storage: Storage, entries: list[Entry]) -> list[Leftover]:
     unfinished = list(storage.unfinished())
-    names = cleanup.marked_names(entries)
+    names = marked_names(entries)
     found = [_marked(storage, name, entries, unfinished) for name in names]
     outside = (one for one in unfinished if one.key.partition("/")[0] not in names)
     return [*found, *(Leftover(one.key, one.size, one.age) for one in outside)]
@@ -194,7 +197,7 @@ def _leftovers(storage: Storage, entries: list[Entry]) -> list[Leftover]:
 
 def _marked(storage: Storage, name: str, entries: list[Entry], unfinished: list[Unfinished]) -> Leftover:
     """A folder with a mark: the files that the mark names, and no manifest lists, and what is unfinished there."""
-    mark = cleanup.read_mark(storage, name) or cleanup.SaveMarker(())
+    mark = read_marker(storage, name) or SaveMarker(())
     manifest = catalog.find(storage, name).manifest
     listed = {f"{name}/{file.path}" for file in manifest.files} if manifest else set()
     stray = {f"{name}/{path}" for path in mark.files} - listed

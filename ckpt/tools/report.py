@@ -17,6 +17,7 @@ from ckpt.export.card import curves, plain
 from ckpt.formats.native.manifest import Manifest
 from ckpt.root import catalog
 from ckpt.root.catalog import Checkpoint
+from ckpt.root.verify import size_problems, without_other_hosts
 from ckpt.storage import Storage, open_storage
 from ckpt.util.console import format_duration, format_number, format_size
 
@@ -90,7 +91,7 @@ def _row(storage: Storage, one: Checkpoint) -> tuple[str, ...]:
     manifest = one.manifest
     if manifest is None:
         return (one.name, *("-",) * 6, f"no: {one.problem}")
-    wrong = catalog.size_problems(storage, catalog.kept_here(storage, manifest))
+    wrong = size_problems(storage, without_other_hosts(storage, manifest))
     waited, durable = (manifest.seconds.get(key) for key in ("blocked", "total"))
     return (
         one.name,

@@ -20,7 +20,8 @@ from ckpt.formats.native.header import SUFFIX, Outline, outlines
 from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.root import catalog
 from ckpt.root.file_names import part_of
-from ckpt.root.verified_file import StoredFile, VerifiedFile
+from ckpt.root.verified_file import VerifiedFile
+from ckpt.root.verify import files_on_other_hosts, reader_threads, size_problems, without_other_hosts
 from ckpt.storage import Storage
 
 _OF_A_RANK = re.compile(r"-\d{5}$")
@@ -107,7 +108,7 @@ def look(url: str | os.PathLike[str], options: Mapping[str, Any] | None = None) 
 
 
 def _missing(storage: Storage, manifest: Manifest) -> list[str]:
-    return catalog.size_problems(storage, catalog.kept_here(storage, manifest))
+    return size_problems(storage, without_other_hosts(storage, manifest))
 
 
 def _looked_at(storage: Storage, name: str) -> Shown:
@@ -123,7 +124,7 @@ def _looked_at(storage: Storage, name: str) -> Shown:
         tuple(parts),
         parent,
         tuple(dict.fromkeys(problems)),
-        elsewhere=catalog.elsewhere(storage, manifest),
+        elsewhere=files_on_other_hosts(storage, manifest),
     )
 
 
@@ -163,7 +164,7 @@ class _Contents:
         """The parts, as `state.json` has them; pieces of what is spread are listed there too."""
         for file in self.manifest.files:
             if file.name == catalog.STATE:
-                found = self._tried(lambda: json.loads(self._opened(file).read(0, file.size))["parts"])  # noqa: B023
+                found = self._tried(lambda: json.loads(self._opened(file).read_all())["parts"])  # noqa: B023
                 return dict(found or {})
         return {}
 
@@ -171,11 +172,11 @@ class _Contents:
         def header(file: FileRecord) -> dict[str, Outline]:
             return self._tried(lambda: outlines(self._opened(file), f"{self.manifest.name}/{file.path}")) or {}
 
-        with ThreadPoolExecutor(catalog.threads_for([self.storage])) as pool:
+        with ThreadPoolExecutor(reader_threads([self.storage])) as pool:
             return dict(zip([file.name for file in files], pool.map(header, files), strict=True))
 
     def _opened(self, file: FileRecord) -> VerifiedFile:
-        return VerifiedFile(StoredFile(self.storage, f"{self.manifest.name}/{file.path}"), file)
+        return VerifiedFile.of(self.storage, self.manifest.name, file)
 
     def _tried(self, read: Callable[[], Any]) -> Any:
         try:

@@ -17,6 +17,7 @@ from ckpt.formats.native.manifest import Manifest
 from ckpt.root import catalog, cleanup
 from ckpt.root.copy import Copies
 from ckpt.root.folder import Folder, open_url
+from ckpt.root.save_marker import read_marker
 from ckpt.root.verified_file import WINDOW
 from ckpt.root.verify import reading
 from ckpt.storage import LocalStorage, Staging, Storage
@@ -34,7 +35,7 @@ def bring(source: Place, destination: Place, *, step: int | None = None, options
     if isinstance(far, Staging):
         raise ConfigError(f"{far.url} takes no copies of files: publish a model there with 'ckpt push'.")
     own_options = options if "://" in os.fspath(source) else None
-    near, names, pointed_at = catalog.located(source, own_options)
+    near, names, pointed_at = catalog.resolve(source, own_options)
     if not names and step is None:
         return _bring_files(Folder.at(source, options), destination, far)
     copied: list[str] = []
@@ -72,33 +73,33 @@ def _bring_all(copies: Copies, manifests: list[Manifest]) -> list[str]:
     What a run has removed since it was listed is left out, and said.
     """
     for manifest in manifests:
-        _refuse_another(copies.far, manifest)
+        _refuse_another(copies.target, manifest)
     copied, damaged = [], []
-    copies.look([one.name for one in manifests if _has_begun(copies.far, one)])
+    copies.open_target([one.name for one in manifests if _has_begun(copies.target, one)])
     with ExitStack() as held:
-        held.enter_context(reading(copies.near, manifests[-1].name))  # so that the newest is still there in the end
+        held.enter_context(reading(copies.source, manifests[-1].name))  # so that the newest is still there in the end
         for manifest in manifests:
             try:
                 if _bring_one(copies, manifest.name):
                     copied.append(manifest.name)
                 else:
-                    say(f"{manifest.name} is not copied: it was removed from {copies.near.url} meanwhile")
+                    say(f"{manifest.name} is not copied: it was removed from {copies.source.url} meanwhile")
             except DamagedError as error:
                 damaged.append(one_line(str(error)))
-                cleanup.clean(copies.far, manifest.name)
+                cleanup.remove_uncommitted(copies.target, manifest.name)
     if damaged:
-        raise DamagedError(f"not all of {copies.near.url} was copied: {' '.join(damaged)}")
+        raise DamagedError(f"not all of {copies.source.url} was copied: {' '.join(damaged)}")
     return copied
 
 
 def _bring_one(copies: Copies, name: str) -> bool:
     """Copy a checkpoint as it is now: it may have been saved anew since it was listed. False if it is gone."""
-    with reading(copies.near, name) as manifest:
+    with reading(copies.source, name) as manifest:
         if manifest is None:
             return False
-        _refuse_another(copies.far, manifest)
-        if not _has_begun(copies.far, manifest):
-            _refuse_strange(copies.far, manifest)
+        _refuse_another(copies.target, manifest)
+        if not _has_begun(copies.target, manifest):
+            _refuse_strange(copies.target, manifest)
         copies.copy(manifest)
         return True
 
@@ -106,7 +107,7 @@ def _bring_one(copies: Copies, name: str) -> bool:
 def _has_begun(far: Storage, manifest: Manifest) -> bool:
     """Whether there is a copy already, or one that was cut off: files that are there are then the right ones."""
     known = catalog.find(far, manifest.name).manifest
-    mark = cleanup.read_mark(far, manifest.name)
+    mark = read_marker(far, manifest.name)
     return (known is not None and known.id == manifest.id) or (mark is not None and mark.id == manifest.id)
 
 
