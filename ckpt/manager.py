@@ -38,7 +38,9 @@ from ckpt.root.open import open_tiers, refuse_checkpoint, try_out_tiers
 from ckpt.root.retention import Keep
 from ckpt.save.capture import Capture, CapturedState
 from ckpt.save.environment import device_name, versions
+from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
+from ckpt.save.transaction import SaveRequest
 from ckpt.state import rng
 from ckpt.state.objects import KINDS, find_source
 from ckpt.state.registry import StateRegistry
@@ -151,7 +153,7 @@ class StateManager:
                 leads=self._ranks.rank == MAIN,
             )
             self._mirror = Mirror(copies, mirror_backlog)
-        self._saver = Saver(self._storage, self._ranks, keep, self._mirror, hosts, host_memory=host_memory)
+        self._saver = Saver(RootWriter(self._storage, self._ranks, keep, self._mirror, hosts), host_memory)
         self._background = background
         self._pusher = Pusher(self._ranks)
         self._when_busy = when_busy
@@ -171,7 +173,7 @@ class StateManager:
             self._loop,
             hosts,
             self._saver.snapshots.paused,
-            self._saver.follow,
+            self._saver.root.follow,
             self._tiers,
             broadcast,
             storage_options,
@@ -230,7 +232,7 @@ class StateManager:
     @property
     def run(self) -> str:
         """The run's identity, the same over all its resumes: after `resume`, on the main rank, for trackers."""
-        return self._saver.run
+        return self._saver.root.run
 
     @property
     def mirror_error(self) -> Exception | None:
@@ -355,7 +357,7 @@ class StateManager:
         self._saver.owner.require("resume()")
         self._set_started()
         restored = self._load(None, strict=strict)
-        self._saver.hold()
+        self._saver.root.hold()
         if restored is None and self._ranks.rank == MAIN:
             say(f"no checkpoint in {self._storage.url}: starting afresh")
         return restored
@@ -451,8 +453,8 @@ class StateManager:
             versions=versions(),
             hardware=device_name(),
             world_size=self._ranks.world_size,
-            lineage={"run": self._saver.run},
-            curves=curves(self._saver.manifests_of_run()),
+            lineage={"run": self._saver.root.run},
+            curves=curves(self._saver.root.manifests_of_run()),
         )
 
     def _start(self) -> None:
@@ -517,7 +519,8 @@ class StateManager:
         self._managed.look()
         self._oversights.saving()
         self._loop.habits.remarks.tell_lasting()
-        self._saver.save(name, lambda: self._capture(name, numbers), self._managed.optimized, facts, wait=wait)
+        request = SaveRequest(name, lambda: self._capture(name, numbers), self._managed.optimized, facts)
+        self._saver.save(request, wait=wait)
         self._source.after_save()
         self._set_started()
         self._saved_at = self._where()
@@ -538,7 +541,7 @@ class StateManager:
             "lacking": lacking,
         }
         parts = self._managed.parts.values()
-        capture = Capture(self._ranks, self._layout, self._saver.hosts, self._saver.compared)
+        capture = Capture(self._ranks, self._layout, self._saver.root.hosts, self._saver.compared)
         return capture.take(parts, own, rank_state)
 
     def _warn(self, lacking: Mapping[str, str]) -> None:
@@ -555,7 +558,7 @@ class StateManager:
         try:
             restored = self._loading.load(name, strict=strict, precious=precious)
         except StorageError as error:
-            self._saver.failed_load = str(error)  # what could not be looked at must not be overtaken by a save
+            self._saver.root.failed_load = str(error)  # what could not be looked at must not be overtaken by a save
             raise
         if restored is not None:
             self._set_started()
@@ -565,4 +568,4 @@ class StateManager:
         return restored
 
     def _make_memory_ready(self) -> None:
-        self._saver.make_memory_ready(self._managed.tensors, for_devices_only=not self._background)
+        self._saver.prefault(self._managed.tensors, for_devices_only=not self._background)

@@ -103,7 +103,7 @@ class Snapshots:
         for device in devices:
             self._stream(device)
 
-    def prepare(self, tensors: Iterable[torch.Tensor], *, for_devices_only: bool = False) -> None:
+    def prefault(self, tensors: Iterable[torch.Tensor], *, for_devices_only: bool = False) -> None:
         """Begin to make memory ready for as much state: all of it, or, where training waits, what devices hold."""
         found = [one for one in tensors if not (for_devices_only and one.is_cpu)]
         size = sum(-(-one.nbytes // _PAGE) * _PAGE for one in found) + (1 << 20)

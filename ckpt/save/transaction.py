@@ -1,4 +1,4 @@
-"""A save, on all ranks together."""
+"""One save on all ranks: capture, agree on the file names, write, agree that all is written, commit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt.errors import RanksError, StorageError
 from ckpt.formats.native.documents import rank_document
@@ -14,26 +14,36 @@ from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.formats.native.shard_table import ShardTable, disagreements
 from ckpt.formats.state import FilePlan
 from ckpt.ranks.consensus import Result, decide_together
-from ckpt.ranks.group import MAIN
-from ckpt.root.commit import Attempt, Earlier, Stored
-from ckpt.save.capture import CapturedState
+from ckpt.ranks.group import MAIN, Ranks
+from ckpt.root.commit import Attempt, Stored
+from ckpt.save.capture import CapturedState, Compared
 from ckpt.save.own_state import with_own_state
 from ckpt.save.rank_differences import Description, Verdict, agree_outlines, listed
-from ckpt.save.snapshot import Snapshot
-
-if TYPE_CHECKING:
-    from ckpt.save.saver import Saver
+from ckpt.save.root_writer import RootWriter
+from ckpt.save.snapshot import Snapshot, Snapshots
 
 _log = logging.getLogger("ckpt")
 
 
-@dataclass
-class Save:
-    """One save: the ranks agree on it, write, and agree that it is written."""
+@dataclass(frozen=True)
+class SaveRequest:
+    """What to save, and as what."""
 
-    saver: Saver
     name: str
-    facts: Mapping[str, Any]
+    capture: Callable[[], CapturedState]
+    optimizer_owned: Callable[[], frozenset[int]]  # addresses of the storages that only optimizer steps change
+    facts: Mapping[str, Any]  # of the manifest: progress and metrics
+
+
+@dataclass
+class SaveTransaction:
+    """One save. Every rank runs the same transaction; all of them commit, or all raise the same error."""
+
+    root: RootWriter
+    snapshots: Snapshots
+    channel: Ranks
+    compared: Compared
+    request: SaveRequest
     captured: Result = field(default_factory=Result)
     snapshot: Snapshot | None = None
     started: float = field(default_factory=time.monotonic)
@@ -43,66 +53,62 @@ class Save:
     written: list[FileRecord] = field(default_factory=list)
     attended: bool = False  # training waits for it, so that live tensors are still those that were captured
     _description: Description | None = None
-    _take: Callable[[], CapturedState] | None = None
 
     @property
     def detached(self) -> bool:
-        """Whether training may go on: nothing that it changes is still needed."""
+        """Whether training may continue: nothing that it changes is still needed."""
         return self.snapshot is not None
 
-    def prepare(
-        self, take: Callable[[], CapturedState], optimized: Callable[[], frozenset[int]], *, snapshot: bool
-    ) -> None:
-        """Take the state as it is now."""
-        self._take = take
-        self.captured = Result.of(take)
+    def capture(self, *, snapshot: bool) -> None:
+        """Capture the state as it is now; copy it to a snapshot if asked to, or if some of it is on a device."""
+        self.captured = Result.of(self.request.capture)
         captured = self.captured.value
         if captured is not None and not captured.gathered and (snapshot or captured.on_device):
-            found = self.captured.then(lambda one: self.saver.snapshots.take(one.copied_images, optimized))
-            self.snapshot, self.captured = found.value, Result(captured, found.error)
+            owned = self.request.optimizer_owned
+            copied = self.captured.then(lambda state: self.snapshots.take(state.copied_images, owned))
+            self.snapshot, self.captured = copied.value, Result(captured, copied.error)
         if self.snapshot is not None:
             self.blocked = time.monotonic() - self.started
 
-    def run(self) -> str:
+    def run(self) -> None:
+        """Write and commit what was captured."""
         if self.snapshot is not None:
             snapshot = self.snapshot
-            self.captured = self.captured.then(lambda one: _arrived(one, snapshot))
+            self.captured = self.captured.then(lambda captured: _arrived(captured, snapshot))
         self.seconds["copied"] = time.monotonic() - self.started
         plan = self._agree(self.captured.then(self._hello), self._plan)
         if plan is None:
             plan = self._keep_apart()
         elif self.captured.value is not None:
-            self.saver.compared.agreed(self.captured.value)
+            self.compared.agreed(self.captured.value)
         begun = self._begun(Attempt(**plan["attempt"]), plan)
         written = Result.of(lambda: self._write(begun))
         done = self._agree(written, lambda files: self._commit(begun, files), " (files written)")
-        if self._keeps_another_root:
-            self._put(begun, Manifest.from_bytes(done["manifest"].encode(), self.name))
-        self.saver.earlier = {file.name: Earlier(self.name, file) for file in self.written}
-        identity: str = done["id"]
-        return identity
+        if self._owns_another_root:
+            self._commit_here(begun, Manifest.from_bytes(done["manifest"].encode(), self.request.name))
+        self.root.advance(self.request.name, done["id"], self.written)
 
     @property
-    def _keeps_another_root(self) -> bool:
-        return self.saver.keeps and self.saver.ranks.rank != MAIN
+    def _owns_another_root(self) -> bool:
+        return self.root.owns_root and self.root.ranks.rank != MAIN
 
     def _begun(self, attempt: Attempt, plan: Mapping[str, Any]) -> Attempt:
-        """Where hosts have roots of their own, the save is begun in all of them before any file is written."""
-        if not self.saver.hosts.apart:
+        """Where hosts have roots of their own, begin in all of them before any file is written."""
+        if not self.root.hosts.apart:
             return attempt
-        if self._keeps_another_root:
+        if self._owns_another_root:
             self.documents = [FilePlan.of(path, text.encode()) for path, text in plan["documents"].items()]
-        join = Result.of(lambda: self.saver.join(attempt, plan["paths"]) if self._keeps_another_root else attempt)
+        join = Result.of(lambda: self.root.join(attempt, plan["paths"]) if self._owns_another_root else attempt)
         self._agree(Result(error=join.error), lambda _: None, " (begun everywhere)")
         begun: Attempt = join.value
         return begun
 
-    def _put(self, attempt: Attempt, manifest: Manifest) -> None:
-        """The main rank has committed it already: a manifest that is missing here is made up for by the next load."""
+    def _commit_here(self, attempt: Attempt, manifest: Manifest) -> None:
+        """The main rank has committed: if the manifest cannot be written here, the next load writes it."""
         try:
-            self.saver.put(attempt, manifest, {})
+            self.root.commit_manifest(attempt, manifest, {})
         except StorageError as error:
-            _log.warning("%s was committed, but its manifest could not be written here: %s", self.name, error)
+            _log.warning("%s was committed, but its manifest could not be written here: %s", manifest.name, error)
 
     @property
     def _copies(self) -> Mapping[str, FilePlan]:
@@ -118,8 +124,8 @@ class Save:
         captured: CapturedState = self.captured.value
         mine = Result.of(lambda: {**self._described(captured).details, "attended": self.attended})
         verdict = self._agree(mine, self._judge, " (state compared)")
-        if self.saver.compared.doubt(verdict["doubted"]) and verdict["attended"] and self._take is not None:
-            self.captured, self.snapshot, self._description = Result.of(self._take), None, None
+        if self.compared.doubt(verdict["doubted"]) and verdict["attended"]:
+            self.captured, self.snapshot, self._description = Result.of(self.request.capture), None, None
             again: dict[str, Any] | None = self._agree(self.captured.then(self._hello), self._plan, " (taken anew)")
             return again or self._keep_apart()
         refuse_to_mix(verdict["problems"])
@@ -130,7 +136,7 @@ class Save:
         self._tell_apart(verdict["differs"])
         compared = self.captured.then(lambda one: self._hello(one, compare=False))
         plan: dict[str, Any] = self._agree(compared, self._plan, " (kept apart)")
-        self.saver.compared.agreed(captured)
+        self.compared.agreed(captured)
         return plan
 
     def _judge(self, details: list[Any]) -> dict[str, Any]:
@@ -143,26 +149,26 @@ class Save:
 
     def _tell_apart(self, differs: Mapping[str, Any]) -> None:
         """Once for each part, on the main rank."""
-        new = [key for key in differs if key not in self.saver.compared.told]
-        self.saver.compared.told.update(new)
-        if new and self.saver.ranks.rank == MAIN:
+        new = [key for key in differs if key not in self.compared.told]
+        self.compared.told.update(new)
+        if new and self.root.ranks.rank == MAIN:
             _log.warning(
                 "ranks hold different state, and each keeps its own: %s. It comes back as it was to %d ranks alone.",
                 "; ".join(f"{key} ({_few(list(differs[key]['tensors']))})" for key in new),
-                self.saver.ranks.world_size,
+                self.root.ranks.world_size,
             )
 
     def _hello(self, captured: CapturedState, *, compare: bool = True) -> dict[str, Any]:
-        several = compare and self.saver.ranks.world_size > 1
+        several = compare and self.root.ranks.world_size > 1
         return {
             "document": captured.document.decode(),
             "paths": [image.path for image in (*captured.own_images, *captured.kept)],
             "outline": self._described(captured).outline if several else {},
-            "there": self.saver.there(self.name) if self._keeps_another_root else [],
+            "there": self.root.files_of(self.request.name) if self._owns_another_root else [],
         }
 
     def _agree(self, mine: Result, decide: Callable[[list[Any]], Any], phase: str = "") -> Any:
-        return decide_together(self.saver.talks, f"save_state({self.name!r}){phase}", mine, decide)
+        return decide_together(self.channel, f"save_state({self.request.name!r}){phase}", mine, decide)
 
     def _plan(self, hellos: list[Any]) -> dict[str, Any] | None:
         """On the main rank: how the files will be named; None if the ranks hold different state."""
@@ -172,9 +178,9 @@ class Save:
         self.documents = [self.captured.value.values, *own]
         shared = [image.path for image in [*self.captured.value.images, *self.documents]]
         paths = [*shared, *(path for one in hellos for path in one["paths"])]
-        attempt = self.saver.begin(self.name, paths, {path for one in hellos for path in one["there"]})
+        attempt = self.root.begin(self.request.name, paths, {path for one in hellos for path in one["there"]})
         plan: dict[str, Any] = {"attempt": asdict(attempt)}
-        if self.saver.hosts.apart:
+        if self.root.hosts.apart:
             texts = {one.path: b"".join(one.pieces()).decode() for one in self.documents}
             plan |= {"paths": paths, "documents": texts}
         return plan
@@ -186,38 +192,39 @@ class Save:
         files = [*captured.all_images, *(self.documents if captured.keeps else ())]
         images = [*(self._copies.get(file.path, file) for file in files), *captured.kept]
         began = time.monotonic()
-        stored = attempt.write(self.saver.storage, images, self.saver.earlier, show=captured.rank == MAIN)
+        stored = attempt.write(self.root.storage, images, self.root.linkable, show=captured.rank == MAIN)
         self.seconds["written"] = time.monotonic() - began
         self.written = [one.file for one in stored]
         return [asdict(one) for one in stored]
 
     def _commit(self, attempt: Attempt, reports: list[Any]) -> dict[str, str]:
-        stored = self._stored(reports)
+        stored = merge_reports(reports)
         total = time.monotonic() - self.started
         facts = {
-            **self.facts,
+            **self.request.facts,
             "layout": "sharded" if self.captured.value.spread else "full",
             "seconds": {"blocked": total if self.blocked is None else self.blocked, **self.seconds, "total": total},
         }
-        manifest = self.saver.commit(attempt, stored, facts)
-        return {"id": manifest.id, "manifest": manifest.to_bytes().decode() if self.saver.hosts.apart else ""}
+        manifest = self.root.commit(attempt, stored, facts)
+        return {"id": manifest.id, "manifest": manifest.to_bytes().decode() if self.root.hosts.apart else ""}
 
-    def _stored(self, reports: list[Any]) -> list[Stored]:
-        """All files, once each. Where hosts have roots of their own, their copies must be the same."""
-        stored: dict[str, Stored] = {}
-        other: dict[str, int] = {}
-        for rank, report in enumerate(reports):
-            for one in report:
-                record = FileRecord.from_json(one["file"])
-                if stored.setdefault(record.name, Stored(record, one["receipt"])).file != record:
-                    other.setdefault(record.name, rank)
-        if other:
-            listed = ", ".join(f"{name} on rank {rank}" for name, rank in other.items())
-            raise RanksError(
-                f"these are not the main rank's: {listed}. Hosts with roots of their own keep a copy each of what is "
-                "not spread over ranks, so it must be the same on all of them. Make it so, or use a shared root."
-            )
-        return list(stored.values())
+
+def merge_reports(reports: list[list[dict[str, Any]]]) -> list[Stored]:
+    """The files that ranks report, each once. Where hosts have roots of their own, their copies must be the same."""
+    stored: dict[str, Stored] = {}
+    other: dict[str, int] = {}
+    for rank, report in enumerate(reports):
+        for entry in report:
+            record = FileRecord.from_json(entry["file"])
+            if stored.setdefault(record.name, Stored(record, entry["receipt"])).file != record:
+                other.setdefault(record.name, rank)
+    if other:
+        named = ", ".join(f"{name} on rank {rank}" for name, rank in other.items())
+        raise RanksError(
+            f"these files differ from the main rank's: {named}. Hosts with roots of their own keep a copy each of what "
+            "is not sharded over ranks, so it must be the same on all of them. Make it so, or use a shared root."
+        )
+    return list(stored.values())
 
 
 def _few(names: list[str]) -> str:
