@@ -190,7 +190,7 @@ class StateManager:
         self._handle_sigterm = handle_sigterm
         self._preemption = Preemption(self._ranks)
         devices = {one.device for one in self._managed.tensors() if not (one.is_cpu or one.is_meta)}
-        self._saver.snapshots.meet(devices)
+        self._saver.snapshots.create_streams(devices)
         if devices and all(one.state for one in self._managed.optimizers):
             self._make_memory_ready()  # to pin it takes long; other memory is made ready from the first step on
         weakref.finalize(self, self._preemption.close)

@@ -112,7 +112,7 @@ class SaveTransaction:
 
     @property
     def _copies(self) -> Mapping[str, FilePlan]:
-        return self.snapshot.images if self.snapshot is not None else {}
+        return self.snapshot.files if self.snapshot is not None else {}
 
     def _described(self, captured: CapturedState) -> Description:
         if self._description is None:

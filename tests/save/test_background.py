@@ -228,17 +228,17 @@ def test_memory_is_not_made_ready_anew_while_a_save_uses_what_there_is(
     monkeypatch.setattr("ckpt.save.snapshot._LITTLE", 0)
     run = Run(1)
     with run.manager(gated) as manager:
-        arena = manager._saver.snapshots._arena
+        pool = manager._saver.snapshots._pool
         gated.gate.clear()
         manager.save_state("a")
-        before = arena.size
+        before = pool.size
         run.step()
         manager.step()
-        assert arena.size == before
+        assert pool.size == before
         gated.gate.set()
         manager.wait()
         manager.step()
-        assert arena.size > before
+        assert pool.size > before
 
 
 def test_without_memory_for_a_copy_training_waits_and_is_told_once(
@@ -325,7 +325,7 @@ def test_what_is_changed_in_place_before_its_copy_has_arrived_is_refused(by_a_st
     sending = ThreadCall(lambda: {weight.device: arrival}, "ckpt-copy")
     snapshot = Snapshot({}, [(TensorCopy("model.safetensors", "weight", weight, 0), weight._version)], sending)
     if by_a_step:
-        snapshot.settle()  # its hook does this, and lets it wait for the copies on the device
+        snapshot.detect_changes()  # its hook does this, and lets it wait for the copies on the device
         snapshot.wait()
     else:
         with pytest.raises(ckpt.StateError, match=r"changed in place while .*weight"):

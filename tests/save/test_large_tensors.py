@@ -15,7 +15,7 @@ from ckpt.formats.layout import Box
 from ckpt.formats.native.block_hash import BLOCK_SIZE
 from ckpt.formats.native.tensor_file import TensorFile, image
 from ckpt.formats.state import Shard
-from ckpt.save.pinned_pool import PIECE
+from ckpt.save.pinned_pool import CHUNK
 from tests.helpers.places import Place, at, copy
 
 MIB = 1 << 20
@@ -136,7 +136,7 @@ def test_two_blocks_that_changed_places_are_noticed(saved: Path, root: Place) ->
 
 def test_a_transposed_weight_over_two_pieces_of_memory_is_saved_as_it_is(root: Place) -> None:
     """One that is not contiguous, and so large that it lies in two of the pieces that are pinned one by one."""
-    rows = PIECE // 4096 + 500
+    rows = CHUNK // 4096 + 500
     weight = torch.arange(rows * 1024, dtype=torch.float32).reshape(1024, rows).t()
     model = nn.ParameterDict({"weight": nn.Parameter(weight)})
     assert not model["weight"].is_contiguous()
