@@ -17,7 +17,7 @@ from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.root.commit import Attempt, Stored
 from ckpt.save.capture import CapturedState, Compared
-from ckpt.save.own_state import with_own_state
+from ckpt.save.diverged_state import with_own_state
 from ckpt.save.rank_differences import Description, Verdict, agree_outlines, listed
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.snapshot import Snapshot, Snapshots
