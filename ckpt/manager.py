@@ -36,7 +36,8 @@ from ckpt.root.copy import Copies
 from ckpt.root.mirror import Mirror
 from ckpt.root.open import open_tiers, refuse_checkpoint, try_out_tiers
 from ckpt.root.retention import Keep
-from ckpt.save.capture import Capture, CapturedState
+from ckpt.save.capture import StateCapture
+from ckpt.save.captured_state import CapturedState
 from ckpt.save.environment import device_name, versions
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
@@ -541,8 +542,8 @@ class StateManager:
             "lacking": lacking,
         }
         parts = self._managed.parts.values()
-        capture = Capture(self._ranks, self._layout, self._saver.root.hosts, self._saver.compared)
-        return capture.take(parts, own, rank_state)
+        capture = StateCapture(self._ranks, self._layout, self._saver.root.hosts, self._saver.compared)
+        return capture.capture(parts, own, rank_state)
 
     def _warn(self, lacking: Mapping[str, str]) -> None:
         """What checkpoints lack is said once, at the first that lacks it, and in `Restored.approximated`."""

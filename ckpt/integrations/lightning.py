@@ -21,7 +21,8 @@ from ckpt.load.reader import CheckpointReader
 from ckpt.load.select import choose
 from ckpt.ranks.group import MAIN, Ranks, SingleProcess, find_ranks
 from ckpt.root import catalog
-from ckpt.save.capture import Capture, CapturedState
+from ckpt.save.capture import StateCapture
+from ckpt.save.captured_state import CapturedState
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
 from ckpt.save.transaction import SaveRequest
@@ -188,7 +189,7 @@ def _captured(checkpoint: dict[str, Any]) -> CapturedState:
         entries = {_WHOLE: Entry(checkpoint)}
     parts = [ObjectPart(key, entry) for key, entry in entries.items()]
     try:
-        return Capture(SingleProcess(), "full").take(parts, {}, {})
+        return StateCapture(SingleProcess(), "full").capture(parts, {}, {})
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{error}\nLightning took this from hparams, a callback, or on_save_checkpoint: give plain values there "

@@ -31,7 +31,7 @@ _log = logging.getLogger("ckpt")
 
 @dataclass
 class RootWriter:
-    """The one writer of a root, for one run.
+    """The only writer of a root, for one run.
 
     The rank that owns the root holds its lock from `hold` or the first `begin` until `close`.
     """
@@ -274,7 +274,7 @@ class RootWriter:
         try:
             with self.ranks.working(alone=True):  # to remove much takes long, and others may be at the next save
                 held.committed = cleanup.retain(self.keep, self.storage, held.committed, self.damaged)
-        except StorageError as error:  # the save stands; what could not be removed is tried again after the next one
+        except StorageError as error:  # the save stands; what could not be removed is tried again after the next save
             _log.warning("old checkpoints were not removed: %s", error)
 
     def abandon(self, name: str, error: Exception) -> None:

@@ -10,7 +10,7 @@ import torch
 from ckpt.errors import NotDurableError
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN
-from ckpt.save.capture import Compared
+from ckpt.save.comparison_history import ComparisonHistory
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.snapshot import Snapshots
 from ckpt.save.transaction import SaveRequest, SaveTransaction
@@ -31,7 +31,7 @@ class Saver:
     def __init__(self, root: RootWriter, host_memory: int | None = None) -> None:
         self.root = root
         self.snapshots = Snapshots(host_memory)
-        self.compared = Compared()
+        self.compared = ComparisonHistory()
         self.owner = Owner()
         self._channel = root.ranks.apart("saving")  # saves run beside whatever else the ranks talk about
         self._background = SerialWorker("ckpt-save")

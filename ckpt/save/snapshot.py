@@ -40,9 +40,7 @@ class Snapshot:
 
     files: dict[str, FilePlan]
     overlapped: list[tuple[TensorCopy, int]] = field(default_factory=list)  # each with its tensor's version counter
-    sending: ThreadCall | None = (
-        None  # enqueues the overlapped copies; returns for each device the event after the last
-    )
+    sending: ThreadCall | None = None  # enqueues the overlapped copies; returns the event after the last of each device
     finish: Callable[[], None] | None = None  # runs on the save thread: fetches the device copy into host memory
     _changed: list[str] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -134,10 +132,8 @@ class Snapshots:
 
     def _take_on_device(self, layout: SnapshotLayout, optimizer_owned: Callable[[], frozenset[int]]) -> Snapshot:
         """Copy on the device, which takes milliseconds, and fetch that later: to pin host memory takes seconds."""
-        module = torch.get_device_module(layout.device)
-        staged = functools.cache(
-            lambda: StagingViews(torch.empty(layout.size, dtype=torch.uint8, device=layout.device))
-        )
+        size, device = layout.size, layout.device
+        staged = functools.cache(lambda: StagingViews(torch.empty(size, dtype=torch.uint8, device=device)))
         cloned = [copy._replace(source=copy.source.clone()) for copy in layout.on_host]
         later = replace(layout, on_host=cloned, on_device=[])
         snapshot = Snapshot({})
@@ -145,8 +141,9 @@ class Snapshots:
 
         def fetch() -> None:
             assert snapshot.sending is not None
-            memory = self._memory(layout.size, layout.device)
-            stream = module.Stream(layout.device)
+            memory = self._memory(size, device)
+            module = torch.get_device_module(device)
+            stream = module.Stream(device)
             for event in snapshot.sending.result().values():
                 stream.wait_event(event)
             with module.stream(stream):
@@ -201,9 +198,7 @@ class Snapshots:
         deferred = set(map(id, later))
         now = [copy for copy in copies if id(copy) not in deferred]
         done = self._send(now, views)
-        snapshot.overlapped = [
-            (copy, copy.source._version) for copy in later
-        ]  # holds the tensors until they are copied
+        snapshot.overlapped = [(copy, copy.source._version) for copy in later]  # keeps them alive until they are copied
         snapshot.sending = ThreadCall(lambda: self._send(later, views), "ckpt-copy")
         self._pending = snapshot
         _synchronize(done)

@@ -81,7 +81,9 @@ class TestHolding:
         with pytest.raises(ckpt.LockedError, match="another run writes to"):
             other.hold()
         assert not other.is_held
+        held = writer._held  # referenced here, so that the lock is released by `close`, not with its last reference
         writer.close()
+        assert held is not None
         assert not writer.is_held
         other.hold()
         other.close()
@@ -295,7 +297,7 @@ class TestRetention:
             save(writer, name)
             writer.retain()
         assert names(tmp_path) == ["b"]
-        save(writer, "a")  # a new one: nothing of the old one is replaced
+        save(writer, "a")  # nothing is left of the older checkpoint of that name
         writer.close()
         assert ckpt.verify(tmp_path) == {"a": [], "b": []}
 

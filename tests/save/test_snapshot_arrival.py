@@ -26,7 +26,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ) -> Snapshot | None:
         snapshot = take(self, files, optimizer_owned)
         assert snapshot is not None
-        held = [(path, view, bytes(view)) for path, one in snapshot.files.items() for view in one.pieces()]
+        held = [(path, view, bytes(view)) for path, file in snapshot.files.items() for view in file.pieces()]
         for _, view, _ in held:
             view[:] = bytes(len(view))
 
