@@ -53,6 +53,17 @@ class Unsure(PassedOn):
         return super().read(key, start, stop)
 
 
+class NotSynced(PassedOn):
+    """A disk that writes manifests, but cannot say that they are durable."""
+
+    fails = False
+
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+        super().write(key, pieces, over=over)
+        if self.fails and key.endswith(FILE_NAME):
+            raise ckpt.NotDurableError("fsync failed.")
+
+
 def writer_of(root: Path | Storage, **options: object) -> RootWriter:
     return RootWriter(open_storage(str(root)) if isinstance(root, Path) else root, SingleProcess(), **options)  # type: ignore[arg-type]
 
@@ -236,12 +247,19 @@ class TestAnUnsureCommit:
         assert (tmp_path / "a" / "state.json").exists()
         writer.close()
 
-    def test_what_is_committed_but_not_durable_is_not_removed(self, tmp_path: Path) -> None:
-        writer = writer_of(tmp_path)
+    def test_while_a_commit_is_not_durable_the_files_that_it_replaces_are_kept(self, tmp_path: Path) -> None:
+        storage = NotSynced(str(tmp_path))
+        writer = writer_of(storage)
         save(writer, "a")
-        writer.abandon("a", ckpt.NotDurableError("fsync failed"))
+        storage.fails = True
+        with pytest.raises(ckpt.NotDurableError, match="a is committed and can be loaded") as caught:
+            save(writer, "a")
+        storage.fails = False
+        writer.abandon("a", caught.value)
+        assert (tmp_path / "a" / "state.json").read_bytes() == b"the state of a"  # a crash may bring its manifest back
+        save(writer, "b")
         writer.close()
-        assert ckpt.verify(tmp_path) == {"a": []}
+        assert ckpt.verify(tmp_path) == {"b": [], "a": []}
 
 
 class TestALostLock:
