@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+
+import torch
 
 from ckpt.formats.layout import is_sharded
+from ckpt.formats.state import Shard
 from ckpt.save.captured_state import CapturedState
 from ckpt.save.checksums import checksum
 from ckpt.state.replicated import Guarantee
@@ -26,7 +28,7 @@ class ComparisonHistory:
 
     def pending_checksums(self, captured: CapturedState) -> dict[str, dict[str, Callable[[], str]]]:
         """Checksums of what is guaranteed to be equal and has not been compared yet: all of it at the first save."""
-        tensors: dict[str, Mapping[str, Any]] = {
+        tensors: dict[str, Mapping[str, torch.Tensor]] = {
             **{key: _tensors_of(part.tensors) for key, part in captured.parts.items()},
             **{key: part.tensors for key, part in {**captured.sharded, **captured.gathered}.items()},
         }
@@ -50,5 +52,5 @@ class ComparisonHistory:
             self.equal.setdefault(key, set()).update(names)
 
 
-def _tensors_of(shards: Mapping[str, Any]) -> dict[str, Any]:
+def _tensors_of(shards: Mapping[str, Shard]) -> dict[str, torch.Tensor]:
     return {name: shard.tensor for name, shard in shards.items()}
