@@ -118,7 +118,7 @@ class TestHolding:
 
     def test_a_hold_that_fails_in_the_mirror_releases_the_root(self, tmp_path: Path) -> None:
         class Taken:
-            def hold(self, newest_first: list[Manifest]) -> None:
+            def start(self, newest_first: list[Manifest]) -> None:
                 raise ckpt.LockedError("another run copies there")
 
         writer = writer_of(tmp_path, mirror=Taken())
