@@ -188,7 +188,7 @@ class TestOvertaking:
         class Copied:
             newest = Manifest(name="copied", id="id", sequence=7, created="now", run="run", files=())
 
-            def hold(self, newest_first: list[Manifest]) -> None: ...
+            def start(self, newest_first: list[Manifest]) -> None: ...
 
         writer = writer_of(tmp_path, mirror=Copied())
         with pytest.raises(ckpt.ConfigError, match=r"copied is the newest"):
