@@ -10,8 +10,8 @@ from typing import Any
 import xxhash
 from torch.utils.data import DistributedSampler
 
+from ckpt.data.batch_digest import index_bytes
 from ckpt.data.epoch_layout import Layout
-from ckpt.data.sampling import text_of
 from ckpt.state import rng
 
 
@@ -34,7 +34,7 @@ class Past:
             for number, index in enumerate(order[self.start :])
             if number // deal.piece % deal.replicas == deal.replica
         )
-        return xxhash.xxh3_64_hexdigest(text_of(list(itertools.islice(given, self.samples)))) == self.digest
+        return xxhash.xxh3_64_hexdigest(index_bytes(list(itertools.islice(given, self.samples)))) == self.digest
 
 
 @dataclass

@@ -8,16 +8,15 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
 from torch.utils.data import DataLoader
 
+from ckpt.data.batch_digest import index_bytes
+from ckpt.data.remaining_order import RemainingIndices
 from ckpt.state.samplers import SamplerWrapper, reader
-
-if TYPE_CHECKING:
-    from ckpt.data.remaining_order import RemainingIndices
 
 
 @dataclass
@@ -53,7 +52,7 @@ class EpochPlan:
         self.arrive()
         for count, batch in enumerate(left, passed + 1):
             indices = self._indices(batch)
-            self.ahead.append((len(indices), text_of(indices)))
+            self.ahead.append((len(indices), index_bytes(indices)))
             yield batch if seed is None else _seeded(batch, seed, count)
 
     def taken(self, reads: int = 1) -> int:
@@ -88,10 +87,10 @@ class EpochPlan:
             indices = self._indices(batch)
             if self.samples is not None and len(indices) > missing:
                 self.left_out += missing
-                self.digest.update(text_of(indices[:missing]))
+                self.digest.update(index_bytes(indices[:missing]))
                 left = itertools.chain([batch[missing:]], left)
                 break
-            self.digest.update(text_of(indices))
+            self.digest.update(index_bytes(indices))
             by_batch.update(repr(batch).encode())
             missing -= len(indices)
             self.left_out += len(indices)
@@ -104,11 +103,6 @@ class EpochPlan:
         if not self.batched or not isinstance(batch, list | tuple | torch.Tensor):
             return [batch]
         return batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
-
-
-def text_of(indices: list[Any]) -> bytes:
-    """Indices as a digest takes them: the same bytes however they are cut into batches."""
-    return f"{indices!r}"[1:-1].encode() + b", " if indices else b""
 
 
 def _seeded(batch: Any, seed: int, count: int) -> Any:

@@ -10,13 +10,13 @@ from torch.utils.data import DataLoader
 
 from ckpt.data import sampling
 from ckpt.data.batch_digest import Contents, extract
+from ckpt.data.by_replay import Replay, unrepeated
 from ckpt.data.epoch_layout import batcher_of, layout_of
 from ckpt.data.loader_hook import Own, unfollowed
 from ckpt.data.loader_info import batch_size, goes_by_index, keeper_of, size_of, splits, stateful_samplers
 from ckpt.data.position import Position
 from ckpt.data.prefetch import Lookahead, reads_per_batch
 from ckpt.data.repartition import Regrouping
-from ckpt.data.replay import Replay, unrepeated
 from ckpt.data.sampling import EpochPlan
 from ckpt.errors import ConfigError
 from ckpt.state import rng, samplers
