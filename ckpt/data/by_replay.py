@@ -1,4 +1,18 @@
-"""Going through a stream again up to its position, and whether it yielded the same data."""
+"""A position restored by replay: the stream is read again from the start of the epoch up to its position.
+
+This costs as much reading as was done before the save, and is used where nothing cheaper is exact. A loader is replayed
+
+- if its data is a stream and neither the loader nor the dataset has `state_dict` and `load_state_dict`, or if only the
+  dataset has them but lives in worker processes (`loader_info.keeper_of`);
+- if it is a Hugging Face stream whose `state_dict` drops samples: those in a shuffle buffer, or in a batch of a `map`
+  with table output (`loader_info.loses_samples`);
+- if the saved state does not hold any more, because the number of ranks or the batch size has changed
+  (`repartition`), or if none was saved;
+- if `accelerator.skip_first_batches` asked for a number of batches to be skipped.
+
+Digests of the data show whether the replay yielded the same as before. An epoch that starts from the beginning is a
+replay of no batches.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +23,36 @@ from typing import Any
 
 from ckpt.data.batch_digest import Contents
 from ckpt.data.position import Position
+from ckpt.data.restore_strategy import RestoreStrategy
 from ckpt.state import rng
 from ckpt.util.console import bar
+
+
+class ByReplay(RestoreStrategy):
+    """Takes the batches that were handed out from a new iterator once more, and drops them."""
+
+    def open(self) -> Iterator[Any]:
+        cursor = self._cursor
+        cursor.begin()
+        self._contents = Contents() if cursor.keeper is None and cursor.reads else None
+        if cursor.reads_ahead:
+            self._look_ahead(again=cursor.position.batches * cursor.reads)
+        iterator = self._make_iterator()
+        if cursor.position.batches:
+            self._replay(iterator)
+        if not cursor.reads_ahead:
+            self.arrive()
+        return iterator
+
+    def _replay(self, iterator: Iterator[Any]) -> None:
+        cursor, position = self._cursor, self._cursor.position
+        replay = Replay(iterator, position.batches, self._note_contents)
+        replay.run(cursor.name)
+        if cursor.has_saved_position and self._contents is not None and position.layout:
+            drawn = cursor.reads_ahead or replay.drawn
+            why = unrepeated(self._contents, position, found=replay.found, drawn=drawn)
+            if why:
+                cursor.warn(f"{cursor.name} {why}")
 
 
 @dataclass

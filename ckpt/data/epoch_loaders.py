@@ -88,7 +88,7 @@ class Feeds:
     @property
     def begun(self) -> bool:
         """Whether the epoch has come to any loader."""
-        return any(not feed.waits for feed in self.by_key.values())
+        return any(not feed.has_saved_position for feed in self.by_key.values())
 
     @property
     def done(self) -> bool:
@@ -102,7 +102,7 @@ class Feeds:
         return {
             key: feed
             for key, feed in self.by_key.items()
-            if feed.loader is loader and not feed.is_open and not feed.waits
+            if feed.loader is loader and not feed.is_open and not feed.has_saved_position
         }
 
     def drop(self, *feeds: TrackedLoader) -> None:
@@ -110,7 +110,9 @@ class Feeds:
 
     def waits_for(self, loader: Any) -> int | None:
         """How many batches a loader will leave out when it is gone through next; none if it waits at no position."""
-        return next((feed.batches for feed in self.by_key.values() if feed.waits and feed.loader is loader), None)
+        return next(
+            (feed.batches for feed in self.by_key.values() if feed.has_saved_position and feed.loader is loader), None
+        )
 
     def left(self, loader: Any, *, announced: bool) -> int:
         """How many batches the next pass through a loader hands out."""
@@ -151,7 +153,13 @@ class Feeds:
     def give_up(self, skipping: Any) -> None:
         """A loader that skips by itself is gone through: the one with the same data need not, in an epoch to come."""
         data = getattr(samplers.reader(skipping), "dataset", None)
-        self.drop(*(one for one in self.by_key.values() if one.waits and samplers.reader(one.loader).dataset is data))
+        self.drop(
+            *(
+                one
+                for one in self.by_key.values()
+                if one.has_saved_position and samplers.reader(one.loader).dataset is data
+            )
+        )
 
     def state(self, unused: Callable[[TrackedLoader], int]) -> dict[str, Any]:
         """The position of each loader that this epoch has come to, or that waits for it to come."""
@@ -172,7 +180,7 @@ class Feeds:
     def begins_at(self) -> str:
         """Where the next pass through each loader begins, for the console."""
         found = {key: saved.get("batches", 0) for key, saved in self.waiting.positions.items()}
-        found |= {key: feed.batches for key, feed in self.by_key.items() if feed.waits}
+        found |= {key: feed.batches for key, feed in self.by_key.items() if feed.has_saved_position}
         return ", ".join(f"batch {batches} of {key}" for key, batches in found.items())
 
     def clear(self) -> None:
@@ -194,7 +202,7 @@ class Feeds:
             return self.waiting.like(loader) or next(free)
         again = 0 if name == "loader" else 1
         key = name if again else f"{name}.0"
-        while key in self.by_key and not self.by_key[key].waits:
+        while key in self.by_key and not self.by_key[key].has_saved_position:
             again += 1
             key = f"{name}.{again}"
         return key

@@ -16,7 +16,7 @@ _ELSEWHERE = (  # loaders with an `__iter__` of their own, patched where the scr
     ("accelerate.data_loader", "DataLoaderDispatcher"),
 )
 
-Own = Callable[[], Iterator[Any]]  # makes the iterator that the loader would have made by itself
+MakeIterator = Callable[[], Iterator[Any]]  # makes the iterator that the loader would have made by itself
 
 
 class Follower(Protocol):
@@ -26,7 +26,7 @@ class Follower(Protocol):
     def takes(self, loader: Any) -> bool:
         """Whether a loader that nobody owns may be this follower's training data."""
 
-    def follow(self, loader: Any, own: Own) -> Iterator[Any]:
+    def follow(self, loader: Any, own: MakeIterator) -> Iterator[Any]:
         """What to hand out in place of the loader's own iterator."""
 
 

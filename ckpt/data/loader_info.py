@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt.state import samplers
 from ckpt.state.parts import has_state
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Any, /) -> object: ...
 
 
 def goes_by_index(loader: Any) -> TypeGuard[DataLoader[Any]]:
@@ -20,14 +26,17 @@ def goes_by_index(loader: Any) -> TypeGuard[DataLoader[Any]]:
     return not (has_state(loader) and any(has_state(part) for part in parts))
 
 
-def keeper_of(loader: Any) -> Any:
-    """Who keeps the position itself, if anybody does: the loader, or a dataset that lives in this process."""
-    dataset = getattr(loader, "dataset", None)
+def keeper_of(loader: Any) -> Stateful | None:
+    """Whose `state_dict` holds the position: the loader's or, if it lives in this process, the dataset's, if any."""
+    dataset: Any = getattr(loader, "dataset", None)
     if loses_samples(dataset):
         return None
+    keeper: Stateful | None = None
     if has_state(loader) and not goes_by_index(loader):
-        return loader
-    return dataset if has_state(dataset) and getattr(loader, "num_workers", 0) == 0 else None
+        keeper = loader
+    elif has_state(dataset) and getattr(loader, "num_workers", 0) == 0:
+        keeper = dataset
+    return keeper
 
 
 def loses_samples(dataset: Any) -> bool:
@@ -52,7 +61,7 @@ def _steps(stream: Any) -> Iterator[Any]:
             yield from _steps(one)
 
 
-def stateful_samplers(loader: Any) -> list[Any]:
+def stateful_samplers(loader: Any) -> list[Stateful]:
     return [sampler for sampler in samplers.samplers(loader) if has_state(sampler)]
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from ckpt.data.batch_usage import BatchUsage, Handed
 from ckpt.data.batches import Batches, is_enumerated
 from ckpt.data.epoch_loaders import PLAIN, Feeds, Waiting
-from ckpt.data.loader_hook import Own
+from ckpt.data.loader_hook import MakeIterator
 from ckpt.data.loader_matching import epoch_variable, skips_by_itself
 from ckpt.data.loop_patterns import NESTED, NO_TRAINING, OTHER_LOADER, READ_AHEAD, LoopPatterns
 from ckpt.data.progress import Progress
@@ -142,12 +142,12 @@ class Loop:
         here = (os.getpid(), threading.get_ident())
         return not self._pulling and self._live in (None, here) and torch.is_grad_enabled()
 
-    def follow(self, loader: Any, own: Own) -> Iterator[Any]:
+    def follow(self, loader: Any, own: MakeIterator) -> Iterator[Any]:
         """A plain `for` over a loader: what is left of the epoch, if a position waits for it, or all of it."""
         length = lambda: self._feeds.left(loader, announced=False)  # noqa: E731
         return Batches.made(lambda found: self._follow_through(loader, own, found), length)
 
-    def _follow_through(self, loader: Any, own: Own, found: Callable[[], Any]) -> Iterator[Any]:
+    def _follow_through(self, loader: Any, own: MakeIterator, found: Callable[[], Any]) -> Iterator[Any]:
         """Outside of `epochs` it is an epoch: until its end or, where it is left, until the loop comes to the loader
         again. But if no optimizer was stepped meanwhile it was no training, and leaves no trace.
         """
@@ -245,7 +245,7 @@ class Loop:
                 self.habits.remarks.differs("data", f"{OTHER_LOADER} {what}.")
 
     def _through(
-        self, loader: Iterable[Any], found: Callable[[], Any], own: Own | None = None
+        self, loader: Iterable[Any], found: Callable[[], Any], own: MakeIterator | None = None
     ) -> Iterator[tuple[int, Any]]:
         """Each batch with its number in the epoch. `own` makes the iterator of a loader in a plain `for`."""
         jumps, handed = -1, None
@@ -256,7 +256,7 @@ class Loop:
             again = False
             try:
                 for batch, samples in self._pulled(
-                    one.feed.take(self.progress.epoch, announced=one.announced, own=own)
+                    one.feed.take(self.progress.epoch, announced=one.announced, make_iterator=own)
                 ):
                     self._count(one, samples, nested=bool(around))
                     one.handed.hand_out(batch)
@@ -313,7 +313,7 @@ class Loop:
 
     def _next_feed(self, loader: Any, *, announced: bool) -> tuple[str, TrackedLoader, dict[str, Any] | None]:
         found = self._feeds.next(loader, announced=announced)
-        if not found[1].waits and not self._feeds.open:
+        if not found[1].has_saved_position and not self._feeds.open:
             self.progress.batch = 0
         return found
 

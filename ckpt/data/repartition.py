@@ -99,7 +99,7 @@ class Regrouping:
     def _carry_batches(self, position: Position, ranks: int) -> dict[str, str]:
         """Custom batch samplers: only whole batches can be counted over to another number of ranks."""
         if ranks == self.world_size:
-            return {}  # the course skips by samples, whatever the batches are
+            return {}  # the plan skips by samples, whatever the batches are
         position.digest, position.indices, position.ahead = "", "", 0
         if not self._ahead:
             name = type(samplers.unwrapped(self.reader.batch_sampler)).__name__

@@ -63,7 +63,7 @@ class EpochPlan:
         return sum(samples for samples, _ in found)
 
     def forget(self) -> None:
-        """Let go of whoever set this course: an iterator that nobody finishes holds on to it."""
+        """Let go of whoever set this plan: an iterator that nobody finishes holds on to it."""
         self.begin, self.arrive = lambda: None, lambda: None
 
     def trouble(self, name: str) -> str:
@@ -135,22 +135,22 @@ class SeededBatch(list[Any]):
 
 
 class ResumableSampler(SamplerWrapper):
-    """Stands in a loader for its batch sampler, and does as it does until a course is set for the next epoch."""
+    """Stands in a loader for its batch sampler, and does as it does until a plan is set for the next epoch."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.course: EpochPlan | None = None
+        self.plan: EpochPlan | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator, so that the course is taken when the first index is asked for: a loader with workers makes one
+        # A generator, so that the plan is taken when the first index is asked for: a loader with workers makes one
         # iterator too many and drops it unused.
-        course, self.course = self.course, None
-        if course is None:
+        plan, self.plan = self.plan, None
+        if plan is None:
             yield from self.inner
-        elif course.rest is None:
-            yield from course.follow(self.inner)
+        elif plan.rest is None:
+            yield from plan.follow(self.inner)
         else:
-            yield from self._follow_rest(course, course.rest)
+            yield from self._follow_rest(plan, plan.rest)
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -160,13 +160,13 @@ class ResumableSampler(SamplerWrapper):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    def _follow_rest(self, course: EpochPlan, rest: RemainingIndices) -> Iterator[Any]:
+    def _follow_rest(self, plan: EpochPlan, rest: RemainingIndices) -> Iterator[Any]:
         if self.inner is rest.sampler:
-            yield from course.follow(rest)
+            yield from plan.follow(rest)
             return
         rest.owner.sampler = rest
         try:
-            yield from course.follow(self.inner)
+            yield from plan.follow(self.inner)
         finally:
             rest.owner.sampler = rest.sampler
 
