@@ -178,7 +178,7 @@ class StateManager:
         )
         self._managed.look()
         self._follow_loaders(follow=follow)
-        self._oversights = UnmanagedWatch(self._managed, self._loop.habits.remarks, save_every)
+        self._oversights = UnmanagedWatch(self._managed, self._loop.patterns.caveats, save_every)
         self._loop.on_training = weakly(self._oversights.trained)
         self._metrics: dict[str, Any] = {}
         self._warned: set[str] = set()
@@ -224,7 +224,7 @@ class StateManager:
     @property
     def progress(self) -> Progress:
         """Epoch, batch, step and samples so far."""
-        self._loop.habits.note_asked()
+        self._loop.patterns.note_asked()
         return self._loop.progress
 
     @property
@@ -516,7 +516,7 @@ class StateManager:
         self._source.before_save(self._folder(name))
         self._managed.look()
         self._oversights.saving()
-        self._loop.habits.remarks.tell_lasting()
+        self._loop.patterns.caveats.tell_lasting()
         self._saver.save(name, lambda: self._capture(name, numbers), self._managed.optimized, facts, wait=wait)
         self._source.after_save()
         self._set_started()

@@ -68,38 +68,38 @@ class BatchUsage:
         return [one for one in counts if isinstance(one, int)]
 
 
-class Handed:
+class HandedBatches:
     """The batches of a resumed pass, up to the first one that the script trains on.
 
     A script that finds its place itself (`if step < resume_step: continue`) drops as many batches as the loader has
     left out already. `trusted`: the script is known not to read ahead, so that what it does not train on is dropped.
     """
 
-    def __init__(self, left_out: int, signs: BatchUsage, *, trusted: bool = False) -> None:
+    def __init__(self, left_out: int, usage: BatchUsage, *, trusted: bool = False) -> None:
         self.left_out = left_out  # by the loader, before the first of these
         self.unused = 0
         self.skipped = 0  # by hand: the loader is to be taken back
-        self._signs = signs
+        self._usage = usage
         self._trusted = trusted
         self._tensors: list[weakref.ref[torch.Tensor]] = []
         self._count = 0
 
     def hand_out(self, batch: Any) -> None:
         """A batch is about to be given to the script."""
-        if not self._signs.seen:
+        if not self._usage.seen:
             self.unused = self._count
             self._count += 1
             self._tensors += [weakref.ref(one) for one in tensors_in(batch)]
 
     def note_training(self) -> None:
-        self._signs.note()
+        self._usage.note()
 
     def goes_back(self, *, exhausted: bool = False) -> bool:
         """Whether the script has dropped all that it was given, so that the loader is to be taken back: when these are
         as many as it would skip by hand, or when the loader has no more to give and they are fewer."""
         due = 0 < self._count < self.left_out if exhausted else 0 < self._count == self.left_out
         certain = self._trusted or self._count >= CERTAIN
-        if not due or self._signs.seen or not certain or not self._are_dropped():
+        if not due or self._usage.seen or not certain or not self._are_dropped():
             return False
         if not exhausted:
             self.skipped, self.left_out, self.unused = self.left_out, 0, 0
@@ -111,7 +111,7 @@ class Handed:
         return held * self._count <= len(self._tensors)
 
     def forget(self) -> None:
-        self._signs.forget()
+        self._usage.forget()
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:

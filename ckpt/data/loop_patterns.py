@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.data.batch_usage import Handed
+from ckpt.data.batch_usage import HandedBatches
 from ckpt.data.progress import Progress
 from ckpt.state.caveats import Caveats
 
@@ -51,12 +51,12 @@ TAKEN_BACK = (
 
 @dataclass
 class LoopPatterns:
-    """What has been seen of the loop so far. Its `remarks` are for the user, and for whoever resumes.
+    """What has been seen of the loop so far. Its `caveats` are for the user, and for whoever resumes.
 
-    `quiet`: the script finds its place in the data itself, and needs no remarks about that.
+    `quiet`: the script finds its place in the data itself, and needs no caveats about that.
     """
 
-    remarks: Caveats
+    caveats: Caveats
     quiet: bool = False
     plain_epochs: int = 0  # counted for passes that nobody announced
     asked: bool = False  # the script has looked at where the checkpoint was
@@ -73,14 +73,14 @@ class LoopPatterns:
         tell."""
         unsure = self._unsure(over=over) if without_loader else {}
         return {
-            "remarks": {**self.remarks.lasting, **unsure},
+            "remarks": {**self.caveats.lasting, **unsure},
             "steps_per_epoch": self._per_epoch,
             "epoch_offset": self._offset,
             "plain_epochs": self.plain_epochs,
         }
 
     def go_back(self, state: Mapping[str, Any], approximated: dict[str, str]) -> None:
-        self.remarks.resumed(approximated)
+        self.caveats.resumed(approximated)
         approximated.update(state.get("remarks", {}))
         self._per_epoch, self._offset = state.get("steps_per_epoch"), state.get("epoch_offset")
         self.plain_epochs = state.get("plain_epochs", 0)
@@ -97,7 +97,7 @@ class LoopPatterns:
         """`manager.step` was called; `fed` if a pass through a loader is under way, or has been in this epoch."""
         self._steps += 1
         if fed and self._thread not in (None, threading.get_ident()):
-            self.remarks.note("prefetching", READ_AHEAD)
+            self.caveats.note("prefetching", READ_AHEAD)
         self._look(fed=fed, in_epochs=in_epochs, has_data=has_data)
 
     def updated(self, *, fed: bool, in_epochs: bool, has_data: bool) -> None:
@@ -109,7 +109,7 @@ class LoopPatterns:
         self._followed = self._followed or fed
         once_an_epoch = in_epochs and self.steps_in_epoch < 2
         if not (self._followed or self.quiet or once_an_epoch or has_data):
-            self.remarks.note("data", NOT_FOLLOWED)
+            self.caveats.note("data", NOT_FOLLOWED)
 
     @property
     def steps_in_epoch(self) -> int:
@@ -140,14 +140,14 @@ class LoopPatterns:
             return
         if counted is None:
             if self.resumed and progress.epoch and not self.asked:
-                self.remarks.differs("epoch", _counts_anew(progress.epoch, "from its beginning"))
+                self.caveats.differs("epoch", _counts_anew(progress.epoch, "from its beginning"))
         elif self._offset is None:
             self._offset = counted - progress.epoch
         elif counted - progress.epoch != self._offset and self.resumed:
-            self.remarks.differs("epoch", _counts_anew(progress.epoch + self._offset, f"from {counted}"))
+            self.caveats.differs("epoch", _counts_anew(progress.epoch + self._offset, f"from {counted}"))
             self._offset = counted - progress.epoch
         elif counted - progress.epoch != self._offset:
-            self.remarks.note("epoch", IN_TURN)
+            self.caveats.note("epoch", IN_TURN)
         self.resumed = False
 
     def is_ahead(self, progress: Progress, counted: int | None) -> bool:
@@ -156,15 +156,15 @@ class LoopPatterns:
             return False
         return counted == progress.epoch + self._offset + 1
 
-    def settled(self, handed: Handed, before: int, *, enumerated: bool) -> None:
+    def settled(self, handed: HandedBatches, before: int, *, enumerated: bool) -> None:
         """The first batch of a pass is trained on. `before`: how many were unused when its checkpoint was saved."""
         if handed.skipped:
-            self.remarks.tell("skipped", TAKEN_BACK.format(handed.skipped))
+            self.caveats.tell("skipped", TAKEN_BACK.format(handed.skipped))
         elif handed.left_out and handed.unused and not self.quiet:
             reads_ahead = handed.unused == before
-            self.remarks.differs("data", READ_AHEAD if reads_ahead else SKIPPED.format(handed.unused))
+            self.caveats.differs("data", READ_AHEAD if reads_ahead else SKIPPED.format(handed.unused))
         elif handed.left_out and enumerated:
-            self.remarks.differs("enumerate", ENUMERATED.format(handed.left_out))
+            self.caveats.differs("enumerate", ENUMERATED.format(handed.left_out))
 
 
 def _counts_anew(epoch: int, how: str) -> str:
