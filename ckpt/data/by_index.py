@@ -15,7 +15,7 @@ from ckpt.data import sampling
 from ckpt.data.cursor import Cursor
 from ckpt.data.loader_hook import MakeIterator
 from ckpt.data.remaining_order import RemainingIndices
-from ckpt.data.repartition import Regrouping
+from ckpt.data.repartition import Repartition
 from ckpt.data.restore_strategy import RestoreStrategy
 from ckpt.data.sampling import EpochPlan
 from ckpt.errors import ConfigError
@@ -27,10 +27,10 @@ class ByIndex(RestoreStrategy):
 
     lands_with_order = True
 
-    def __init__(self, cursor: Cursor, make_iterator: MakeIterator, regrouping: Regrouping, epoch: int) -> None:
+    def __init__(self, cursor: Cursor, make_iterator: MakeIterator, repartition: Repartition, epoch: int) -> None:
         super().__init__(cursor, make_iterator)
         self._loader: DataLoader[Any] = cursor.reader
-        self._regrouping = regrouping
+        self._repartition = repartition
         self._epoch = epoch
         self._plan: EpochPlan | None = None  # none where rank 0 reads for all
 
@@ -43,11 +43,11 @@ class ByIndex(RestoreStrategy):
         if not self._cursor.reads:
             self._cursor.begin()
             return self._make_iterator()
-        rest = self._regrouping.rest(self._cursor.position)
+        rest = self._repartition.rest(self._cursor.position)
         if self._cursor.reads_ahead and not self._loader.num_workers:  # workers read with generators of their own
             self._look_ahead()
         self._plan = self._make_plan(rest)
-        sampling.steer(self._loader).plan = self._plan
+        sampling.install(self._loader).plan = self._plan
         return self._make_iterator()
 
     def update_position(self) -> None:
@@ -88,7 +88,7 @@ class ByIndex(RestoreStrategy):
             self._begin,
             self.land,
             skip=position.batches * self._cursor.reads,
-            samples=position.samples if position.samples and self._regrouping.skips_samples else None,
+            samples=position.samples if position.samples and self._repartition.skips_samples else None,
             rest=rest,
             batched=self._loader.batch_sampler is not None,
             expected=position.indices,

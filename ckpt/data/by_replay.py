@@ -67,7 +67,7 @@ class Replay:
 
     def run(self, name: str) -> None:
         before = rng.capture()
-        with bar(f"going through {self.batches} batches of {name} again", self.batches) as advance:
+        with bar(f"replaying {self.batches} batches of {name}", self.batches) as advance:
             for batch in itertools.islice(self.iterator, self.batches):
                 self.found += 1
                 self.note(batch)

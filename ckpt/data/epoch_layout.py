@@ -60,7 +60,7 @@ def layout_of(loader: Any) -> Layout:
 
 
 def _of_accelerate(loader: Any, reader: Any, batch: int | None) -> Layout:
-    dealer = next((one for one in (reader.batch_sampler, reader.dataset) if hasattr(one, "process_index")), None)
+    dealer = next((part for part in (reader.batch_sampler, reader.dataset) if hasattr(part, "process_index")), None)
     dealer = samplers.unwrapped(dealer)
     if dealer is None:  # one rank reads: alone, or for all
         ranks = loader.state.num_processes if hasattr(loader, "split_batches") and not loader.split_batches else 1
@@ -75,7 +75,7 @@ def _of_accelerate(loader: Any, reader: Any, batch: int | None) -> Layout:
 
 def _batch_size(reader: Any) -> int | None:
     sampler = getattr(reader, "batch_sampler", None)
-    if sampler is None and hasattr(reader, "batch_sampler"):  # a stream, or samples one by one
+    if sampler is None and hasattr(reader, "batch_sampler"):  # a stream, or single samples
         return reader.batch_size or 1
     size = getattr(sampler, "batch_size", None)
     return size if isinstance(size, int) else None

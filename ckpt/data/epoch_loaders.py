@@ -81,7 +81,7 @@ class EpochLoaders:
         self._ranks = ranks
         self._named = named  # the loaders that have a name, as they are now
         self._claimed: dict[str, dict[str, Any]] = {}  # positions whose loader has not been iterated over yet
-        self._steered: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
+        self._wrapped: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
 
     @property
     def open(self) -> list[TrackedLoader]:
@@ -143,7 +143,7 @@ class EpochLoaders:
         if saved is not None:
             self._claimed[key] = saved
         if isinstance(loader, DataLoader):
-            self._steered.add(loader)
+            self._wrapped.add(loader)
         return tracked
 
     def put_back(self, key: str, tracked: TrackedLoader, saved: dict[str, Any]) -> None:
@@ -189,8 +189,8 @@ class EpochLoaders:
 
     def release(self) -> None:
         """Give the loaders their own samplers back."""
-        for loader in self._steered:
-            sampling.release(loader)
+        for loader in self._wrapped:
+            sampling.uninstall(loader)
 
     def _key(self, loader: Any, *, announced: bool) -> str:
         """The key of the next pass through a loader."""

@@ -1,4 +1,4 @@
-"""What a loader is: how it can be brought back to a position, and how much it hands out."""
+"""Properties of a loader: how its position can be restored, its sizes, and who divides its batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Stateful(Protocol):
 
 
 def goes_by_index(loader: Any) -> TypeGuard[DataLoader[Any]]:
-    """Whether a loader is brought back by its indices: map-style data, unless the loader keeps its parts' state."""
+    """Whether a position is restored by indices: map-style data, unless the loader saves the state of its parts."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     parts = [loader.dataset, *samplers.samplers(loader)]
@@ -48,17 +48,17 @@ def loses_samples(dataset: Any) -> bool:
     steps = list(_steps(stream))
     tables = bool(getattr(getattr(dataset, "_formatting", None), "is_table", False))
     return any(
-        type(one).__name__ == "BufferShuffledExamplesIterable" or (tables and getattr(one, "batched", False))
-        for one in steps
+        type(step).__name__ == "BufferShuffledExamplesIterable" or (tables and getattr(step, "batched", False))
+        for step in steps
     )
 
 
 def _steps(stream: Any) -> Iterator[Any]:
     """A stream and, recursively, its sources."""
     yield stream
-    for one in (getattr(stream, "ex_iterable", None), *(getattr(stream, "ex_iterables", None) or ())):
-        if one is not None:
-            yield from _steps(one)
+    for source in (getattr(stream, "ex_iterable", None), *(getattr(stream, "ex_iterables", None) or ())):
+        if source is not None:
+            yield from _steps(source)
 
 
 def stateful_samplers(loader: Any) -> list[Stateful]:
@@ -68,7 +68,7 @@ def stateful_samplers(loader: Any) -> list[Stateful]:
 def splits(loader: Any) -> bool:
     """Whether Accelerate gives every rank a piece of each batch."""
     dealers = (loader, getattr(loader, "batch_sampler", None))
-    return any(getattr(one, "split_batches", False) is True for one in dealers)
+    return any(getattr(dealer, "split_batches", False) is True for dealer in dealers)
 
 
 def size_of(dataset: Any) -> int | None:

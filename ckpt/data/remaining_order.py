@@ -16,7 +16,7 @@ from ckpt.state import rng
 
 
 @dataclass(frozen=True)
-class Past:
+class ConsumedSamples:
     """What one replica consumed under the earlier layout: `samples` indices after `start`, and their digest."""
 
     layout: Layout
@@ -28,18 +28,18 @@ class Past:
         """Whether the order contains what was consumed. Not decidable at its end, where samplers pad."""
         if not self.digest or len(order) < self.start + self.samples * self.layout.replicas:
             return True
-        deal = self.layout
+        layout = self.layout
         given = (
             index
             for number, index in enumerate(order[self.start :])
-            if number // deal.piece % deal.replicas == deal.replica
+            if number // layout.piece % layout.replicas == layout.replica
         )
         return xxhash.xxh3_64_hexdigest(index_bytes(list(itertools.islice(given, self.samples)))) == self.digest
 
 
 @dataclass
 class RemainingIndices:
-    """The order after `start` global samples. Stands in for the sampler of `owner`, the batch sampler.
+    """The order after `start` global samples. Replaces the sampler of `owner`, the batch sampler.
 
     `advance` must run while the generators are in their state of the epoch's start, because samplers draw from them.
     With `deals` the sampler is a DistributedSampler, and this replica gets its share of what is left.
@@ -49,8 +49,8 @@ class RemainingIndices:
     sampler: Any
     start: int
     deals: bool
-    past: Past | None = None
-    unsure: bool = False  # whether the owner asks its sampler at all
+    consumed: ConsumedSamples | None = None
+    unsure: bool = False  # whether the owner uses its sampler at all
     trouble: str = ""
     _used: bool = False
     _left: Iterable[Any] = field(default_factory=list)
@@ -58,11 +58,11 @@ class RemainingIndices:
     def advance(self) -> None:
         if not self.deals:
             iterator = iter(self.sampler)
-            gone = list(itertools.islice(iterator, self.start))
+            consumed = list(itertools.islice(iterator, self.start))
             self._left = iterator
         elif deals_in_turn(self.sampler):
             whole = whole_order(self.sampler)
-            gone, self._left = whole[: self.start], self._share(whole[self.start :])
+            consumed, self._left = whole[: self.start], self._share(whole[self.start :])
         else:
             self._left = itertools.islice(self.sampler, self.start // self.sampler.num_replicas, None)
             self.trouble = (
@@ -71,7 +71,7 @@ class RemainingIndices:
                 "DistributedSampler, or change the number of ranks between epochs."
             )
             return
-        if self.past is not None and not self.past.agrees(gone):
+        if self.consumed is not None and not self.consumed.agrees(consumed):
             self.trouble = (
                 f"{type(self.sampler).__name__} gave another order than before the resume, so samples of this epoch "
                 "repeat or are missed. Give the sampler a generator of its own, or a state_dict."
@@ -89,7 +89,7 @@ class RemainingIndices:
         return int(left // ranks if self.sampler.drop_last else -(-left // ranks))
 
     def checked(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Batches of a custom batch sampler: named as trouble if it never asks its sampler, but copied the order."""
+        """The batches of a custom batch sampler; `trouble` if it never uses its sampler, but has copied the order."""
         first = list(itertools.islice(batches, 1))
         if first and not self._used:
             self.trouble = (

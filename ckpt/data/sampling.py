@@ -1,4 +1,4 @@
-"""The order of samples: followed, recorded, and gone back to without reading the samples in between."""
+"""The order of samples: recorded by a wrapped sampler, and continued without reading the samples that are skipped."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from ckpt.state.samplers import SamplerWrapper, reader
 
 @dataclass
 class EpochPlan:
-    """Which way an epoch goes: how many batches to leave out, and what to do at its begin and when they are left out.
+    """The plan of one epoch: how many batches of indices to skip, and what to call at its start and after skipping.
 
-    `begin` is called when the first index is asked for, and returns what to seed workers from, or None. `rest` is what
-    the sampler has left to give, where its samples were dealt out in another way earlier in the epoch. `samples`, if it
-    is known, says how many samples to leave out in place of how many batches: where somebody else makes batches, they
-    may have another length now. `expected` is the digest of what is left out, `expected_batches` that of earlier
-    versions.
+    `begin` is called when the first index is asked for, and returns what to seed workers from, or None. `rest` is the
+    remaining order, where the epoch was divided in another way before. `samples`, if not None, is the number of samples
+    to skip, in place of `skip` batches: those of a custom batch sampler may have another length now. `expected` is the
+    digest of what is skipped, `expected_batches` that of earlier versions.
     """
 
     begin: Callable[[], int | None]
@@ -40,30 +39,30 @@ class EpochPlan:
     expected_batches: str = ""
     digest: Any = field(default_factory=xxhash.xxh3_64)  # of the indices that have reached the training loop
     same_order: bool = True
-    left_out: int = 0  # samples
-    ahead: deque[tuple[int, bytes]] = field(default_factory=deque)
+    left_out: int = 0  # samples that were skipped
+    ahead: deque[tuple[int, bytes]] = field(default_factory=deque)  # batches the training loop has not got yet
 
     def follow(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches of indices to read, each noted down before it is handed out."""
+        """The batches of indices to read, each recorded before it is yielded."""
         seed = self.begin()
         if self.rest is not None:
             self.rest.advance()
-        passed, left = self._leave_out(iter(batches))
+        skipped, left = self._skip(iter(batches))
         self.arrive()
-        for count, batch in enumerate(left, passed + 1):
+        for count, batch in enumerate(left, skipped + 1):
             indices = self._indices(batch)
             self.ahead.append((len(indices), index_bytes(indices)))
             yield batch if seed is None else _seeded(batch, seed, count)
 
     def taken(self, reads: int = 1) -> int:
-        """What this many reads brought has reached the training loop; fewer, at the end: how many samples it has."""
+        """The training loop has got the batches of this many reads, or fewer at the end: how many samples they have."""
         found = [self.ahead.popleft() for _ in range(min(reads, len(self.ahead)))]
         for _, indices in found:
             self.digest.update(indices)
         return sum(samples for samples, _ in found)
 
     def forget(self) -> None:
-        """Let go of whoever set this plan: an iterator that nobody finishes holds on to it."""
+        """Drop the callbacks: an iterator that is never finished keeps this object alive."""
         self.begin, self.arrive = lambda: None, lambda: None
 
     def trouble(self, name: str) -> str:
@@ -75,12 +74,12 @@ class EpochPlan:
             "be missed. Give the sampler a generator of its own, or a state_dict."
         )
 
-    def _leave_out(self, left: Iterator[Any]) -> tuple[int, Iterator[Any]]:
-        """Go past what was handed out. Returns how many batches that was, and the others; the first may be cut."""
+    def _skip(self, left: Iterator[Any]) -> tuple[int, Iterator[Any]]:
+        """Skip what was handed out. Returns how many batches that was, and the others; the first may be cut."""
         if self.rest is not None and self.rest.unsure:
             left = self.rest.checked(left)
-        by_batch, passed, missing = xxhash.xxh3_64(), 0, self.samples or 0
-        while passed < self.skip if self.samples is None else missing > 0:
+        by_batch, skipped, missing = xxhash.xxh3_64(), 0, self.samples or 0
+        while skipped < self.skip if self.samples is None else missing > 0:
             batch = next(left, None)
             if batch is None:
                 break
@@ -94,10 +93,10 @@ class EpochPlan:
             by_batch.update(repr(batch).encode())
             missing -= len(indices)
             self.left_out += len(indices)
-            passed += 1
+            skipped += 1
         digests = (self.expected, self.digest.hexdigest()), (self.expected_batches, by_batch.hexdigest())
         self.same_order = all(expected in ("", found) for expected, found in digests)
-        return passed, left
+        return skipped, left
 
     def _indices(self, batch: Any) -> list[Any]:
         if not self.batched or not isinstance(batch, list | tuple | torch.Tensor):
@@ -114,8 +113,8 @@ def _seeded(batch: Any, seed: int, count: int) -> Any:
 class SeededBatch(list[Any]):
     """Indices that seed a worker's generators when it starts to read them.
 
-    A worker's generators otherwise depend on every batch it has read before, which nobody can go back to without
-    reading them all again: random augmentations would differ after a resume.
+    A worker's generators otherwise depend on every batch it has read before, and could only be restored by reading them
+    all again: random augmentations would differ after a resume.
     """
 
     def __init__(self, indices: Iterable[Any], seed: int) -> None:
@@ -130,14 +129,14 @@ class SeededBatch(list[Any]):
                 sys.modules["numpy"].random.seed(self.seed % (1 << 32))
         return super().__iter__()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[SeededBatch], tuple[list[Any], int]]:
         return SeededBatch, (self[:], self.seed)
 
 
 class ResumableSampler(SamplerWrapper):
-    """Stands in a loader for its batch sampler, and does as it does until a plan is set for the next epoch."""
+    """Replaces the batch sampler of a loader, and yields the same until a plan is set for the next epoch."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Iterable[Any]) -> None:
         self.inner = inner
         self.plan: EpochPlan | None = None
 
@@ -156,7 +155,7 @@ class ResumableSampler(SamplerWrapper):
         return len(self.inner)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # not there yet, as while a copy of this object is being made
+        if name == "inner":  # not set yet, as while this object is being copied
             raise AttributeError(name)
         return getattr(self.inner, name)
 
@@ -171,20 +170,20 @@ class ResumableSampler(SamplerWrapper):
             rest.owner.sampler = rest.sampler
 
 
-def steer(loader: DataLoader[Any]) -> ResumableSampler:
-    """Put a `ResumableSampler` into the loader that reads, once, and return it."""
+def install(loader: DataLoader[Any]) -> ResumableSampler:
+    """Replace the loader's sampler by a `ResumableSampler`, once, and return that."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     current = getattr(loader, name)
     if isinstance(current, ResumableSampler):
         return current
-    # persistent workers go on with the sampler they began with, also for a later manager
+    # persistent workers keep the sampler they began with, also under a later manager
     former = getattr(getattr(loader, "_iterator", None), "_index_sampler", None)
-    steered = former if isinstance(former, ResumableSampler) else ResumableSampler(current)
-    object.__setattr__(loader, name, steered)  # the loader itself refuses; it means users who swap data in mid-epoch
-    return steered
+    sampler = former if isinstance(former, ResumableSampler) else ResumableSampler(current)
+    object.__setattr__(loader, name, sampler)  # DataLoader forbids it: it means users who swap data in mid-epoch
+    return sampler
 
 
-def release(loader: Any) -> None:
+def uninstall(loader: Any) -> None:
     """Give the loader its own sampler back."""
     loader = reader(loader)
     for name in ("sampler", "batch_sampler"):

@@ -29,7 +29,7 @@ from ckpt.data.cursor import Cursor, OnArrival
 from ckpt.data.loader_hook import MakeIterator, unfollowed
 from ckpt.data.loader_info import goes_by_index, size_of
 from ckpt.data.position import Position
-from ckpt.data.repartition import Regrouping
+from ckpt.data.repartition import Repartition
 from ckpt.data.restore_strategy import RestoreStrategy
 from ckpt.state import samplers
 
@@ -40,7 +40,7 @@ class TrackedLoader:
     def __init__(self, loader: Iterable[Any], rank: int, world_size: int) -> None:
         self.loader = loader
         self._cursor = Cursor(loader, rank, world_size)
-        self._regrouping = Regrouping(loader, self._cursor.reads, rank, world_size)
+        self._repartition = Repartition(loader, self._cursor.reads, rank, world_size)
         self._strategy: RestoreStrategy | None = None
         self._iterator: Iterator[Any] | None = None
         self._make_iterator: MakeIterator = lambda: unfollowed(loader)
@@ -88,7 +88,7 @@ class TrackedLoader:
     def go_back(self, saved: dict[str, Any], on_arrival: OnArrival, warn: Callable[[str], None]) -> dict[str, str]:
         """Let `take` continue from a saved position. Returns what will not be as it was, and why."""
         position = self._cursor.go_to(saved, on_arrival, warn)
-        return self._regrouping.carry_over(position) | self._changed_dataset(position) | self._new_workers(position)
+        return self._repartition.carry_over(position) | self._changed_dataset(position) | self._new_workers(position)
 
     def skip(self, batches: int) -> None:
         """Let `take` begin after so many batches of an epoch that begins then, with everything as it is."""
@@ -135,7 +135,7 @@ class TrackedLoader:
         """How this loader is taken to its position."""
         cursor = self._cursor
         if goes_by_index(cursor.reader):
-            return ByIndex(cursor, self._make_iterator, self._regrouping, epoch)
+            return ByIndex(cursor, self._make_iterator, self._repartition, epoch)
         if cursor.keeper is not None and cursor.has_saved_position and cursor.position.state is not None:
             return ByState(cursor, self._make_iterator)
         return ByReplay(cursor, self._make_iterator)

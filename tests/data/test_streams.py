@@ -83,7 +83,7 @@ def test_a_stream_of_hugging_face_that_is_not_shuffled_goes_on_by_its_own_state(
     after, told = _go(f"{anywhere}/run", DataLoader(_lines(tmp_path), 5))
     assert sorted(before + after) == list(range(SIZE))
     assert told == {}
-    assert "going through" not in capfd.readouterr().err
+    assert "replaying" not in capfd.readouterr().err
 
 
 def test_where_samples_would_be_lost_is_found_wherever_it_is_in_the_stream(tmp_path: Path) -> None:
