@@ -50,7 +50,7 @@ class ByReplay(RestoreStrategy):
         replay.run(cursor.name)
         if cursor.has_saved_position and self._contents is not None and position.layout:
             drawn = cursor.reads_ahead or replay.drawn
-            why = unrepeated(self._contents, position, found=replay.found, drawn=drawn)
+            why = mismatch(self._contents, position, found=replay.found, drawn=drawn)
             if why:
                 cursor.warn(f"{cursor.name} {why}")
 
@@ -75,7 +75,7 @@ class Replay:
         self.drawn = rng.differ(before, rng.capture())
 
 
-def unrepeated(now: Contents, position: Position, *, found: int, drawn: bool) -> str:
+def mismatch(now: Contents, position: Position, *, found: int, drawn: bool) -> str:
     """Why a replayed stream did not yield what it had yielded before the save; empty if it did.
 
     `drawn`: reading the stream moved the global generators, which training moves as well. Augmentations are then drawn

@@ -5,12 +5,12 @@ Used by all three strategies for restoring a position (`by_index`, `by_state`, `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from ckpt.data.epoch_layout import batcher_of, layout_of
-from ckpt.data.loader_info import Stateful, goes_by_index, keeper_of, size_of, splits, stateful_samplers
+from ckpt.data.loader_info import Loader, Stateful, goes_by_index, keeper_of, size_of, splits, stateful_samplers
 from ckpt.data.position import Position
 from ckpt.data.prefetch import reads_per_batch
 from ckpt.state import rng, samplers
@@ -27,7 +27,7 @@ class Cursor:
     reader reads here for each one that the loop gets: none where rank 0 reads for all ranks.
     """
 
-    def __init__(self, loader: Iterable[Any], rank: int, world_size: int) -> None:
+    def __init__(self, loader: Loader, rank: int, world_size: int) -> None:
         self.loader = loader
         self.rank = rank
         self.reader: Any = samplers.reader(loader)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from ckpt.data.position import Position
 from ckpt.state import samplers
+
+
+class Batcher(Protocol):
+    """An object that makes batches of what its sampler yields: a batch sampler, or a loader without one."""
+
+    sampler: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +94,14 @@ def dealing_sampler(loader: Any) -> DistributedSampler[Any] | None:
     return found if isinstance(found, DistributedSampler) else None
 
 
-def batcher_of(reader: Any) -> Any:
+def batcher_of(reader: Any) -> Batcher | None:
     """The object that batches what its `sampler` yields and nothing else, so that batching can start at any sample;
     None for a custom batch sampler, which may group samples or have copied the order already."""
+    batcher: Batcher = reader
     if reader.batch_sampler is None:
-        return reader
-    found = samplers.unwrapped(reader.batch_sampler)
-    while hasattr(found, "batch_sampler"):  # Accelerate puts its own around it
-        found = found.batch_sampler
-    known = isinstance(found, BatchSampler) and type(found).__module__.partition(".")[0] in ("torch", "torchdata")
-    return found if known else None
+        return batcher
+    batcher = samplers.unwrapped(reader.batch_sampler)
+    while hasattr(batcher, "batch_sampler"):  # Accelerate wraps it in its own
+        batcher = batcher.batch_sampler
+    known = isinstance(batcher, BatchSampler) and type(batcher).__module__.partition(".")[0] in ("torch", "torchdata")
+    return batcher if known else None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import DataLoader
 
 from ckpt.data import sampling
-from ckpt.data.loader_info import size_of
+from ckpt.data.loader_info import Loader, size_of
 from ckpt.data.loader_matching import likeness
 from ckpt.data.tracked_loader import TrackedLoader
 from ckpt.ranks.group import Ranks
@@ -49,7 +49,7 @@ class UnclaimedPositions:
         self.positions[key] = saved
         self._arrived = False
 
-    def like(self, loader: Any) -> str | None:
+    def like(self, loader: Loader) -> str | None:
         """The key of a position that was saved for such a loader in a plain `for`."""
         plain = ((key, saved) for key, saved in self.positions.items() if key.startswith(PLAIN))
         return next((key for key, saved in plain if saved.get("likeness") == likeness(loader)), None)
@@ -75,7 +75,7 @@ class EpochLoaders:
     every epoch, and be iterated over twice in one. Loaders in a plain `for` are matched by what they are.
     """
 
-    def __init__(self, ranks: Ranks, named: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, ranks: Ranks, named: Callable[[], Mapping[str, Loader]]) -> None:
         self.by_key: dict[str, TrackedLoader] = {}
         self.unclaimed = UnclaimedPositions()
         self._ranks = ranks
@@ -97,10 +97,10 @@ class EpochLoaders:
     def done(self) -> bool:
         return all(tracked.done for tracked in self.by_key.values())
 
-    def is_named(self, loader: Any) -> bool:
+    def is_named(self, loader: Loader) -> bool:
         return any(named is loader for named in self._named().values())
 
-    def over(self, loader: Any) -> dict[str, TrackedLoader]:
+    def over(self, loader: Loader) -> dict[str, TrackedLoader]:
         """The passes through a loader that have ended, or were left."""
         return {
             key: tracked
@@ -112,18 +112,18 @@ class EpochLoaders:
         gone = {id(tracked) for tracked in dropped}
         self.by_key = {key: tracked for key, tracked in self.by_key.items() if id(tracked) not in gone}
 
-    def saved_batches(self, loader: Any) -> int | None:
+    def saved_batches(self, loader: Loader) -> int | None:
         """How many batches the next pass through a loader skips; none if it has claimed no position."""
         resumed = (tracked for tracked in self.by_key.values() if tracked.has_saved_position)
-        return next((tracked.batches for tracked in resumed if tracked.loader is loader), None)
+        return next((tracked.batches_handed_out for tracked in resumed if tracked.loader is loader), None)
 
-    def left(self, loader: Any, *, announced: bool) -> int:
+    def left(self, loader: Loader, *, announced: bool) -> int:
         """How many batches the next pass through a loader hands out."""
         claimed = self.saved_batches(loader)
         saved = self.unclaimed.positions.get(self._key(loader, announced=announced), {})
-        return len(loader) - (saved.get("batches", 0) if claimed is None else claimed)
+        return len(cast(Sized, loader)) - (saved.get("batches", 0) if claimed is None else claimed)
 
-    def is_used_up(self, loader: Any) -> bool:
+    def is_used_up(self, loader: Loader) -> bool:
         """Whether the position that was saved for a loader in a plain `for` is the end of its epoch."""
         key = self._key(loader, announced=False)
         saved = self._claimed.get(key) or self.unclaimed.positions.get(key) or {}
@@ -131,13 +131,13 @@ class EpochLoaders:
         ended = saved.get("done") or saved.get("exhausted")
         return bool(ended or (size is not None and saved.get("batches", 0) >= size > 0))
 
-    def next(self, loader: Any, *, announced: bool) -> tuple[str, TrackedLoader, dict[str, Any] | None]:
+    def next(self, loader: Loader, *, announced: bool) -> tuple[str, TrackedLoader, dict[str, Any] | None]:
         """The key and the loader of the next pass, and the saved position that it begins at, if any."""
         key = self._key(loader, announced=announced)
         tracked = self.by_key[key] if key in self.by_key else self.add(key, loader)
         return key, tracked, self._claimed.pop(key, None)
 
-    def add(self, key: str, loader: Any) -> TrackedLoader:
+    def add(self, key: str, loader: Loader) -> TrackedLoader:
         tracked = self.by_key[key] = TrackedLoader(loader, self._ranks.rank, self._ranks.world_size)
         saved = self.unclaimed.claim(key, tracked)
         if saved is not None:
@@ -153,7 +153,7 @@ class EpochLoaders:
         if self.is_named(tracked.loader):
             self.add(key, tracked.loader)
 
-    def give_up(self, skipping: Any) -> None:
+    def give_up(self, skipping: Loader) -> None:
         """A loader that skips by itself is read: another one with the same data does not continue from its position,
         but begins at the start of a later epoch."""
         data = getattr(samplers.reader(skipping), "dataset", None)
@@ -179,7 +179,7 @@ class EpochLoaders:
     def begins_at(self) -> str:
         """Where the next pass through each loader begins, for the console."""
         found = {key: saved.get("batches", 0) for key, saved in self.unclaimed.positions.items()}
-        found |= {key: tracked.batches for key, tracked in self.by_key.items() if tracked.has_saved_position}
+        found |= {key: tracked.batches_handed_out for key, tracked in self.by_key.items() if tracked.has_saved_position}
         return ", ".join(f"batch {batches} of {key}" for key, batches in found.items())
 
     def clear(self) -> None:
@@ -192,7 +192,7 @@ class EpochLoaders:
         for loader in self._wrapped:
             sampling.uninstall(loader)
 
-    def _key(self, loader: Any, *, announced: bool) -> str:
+    def _key(self, loader: Loader, *, announced: bool) -> str:
         """The key of the next pass through a loader."""
         name = next((key for key, named in self._named().items() if named is loader), "loader" if announced else PLAIN)
         if name == PLAIN:

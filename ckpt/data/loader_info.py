@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -11,8 +11,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from ckpt.state import samplers
 from ckpt.state.parts import has_state
 
+Loader = Iterable[Any]  # a DataLoader, a loader around one such as Accelerate's, or any iterable of batches
+
 
 class Stateful(Protocol):
+    """An object that saves and restores its own position."""
+
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Any, /) -> object: ...

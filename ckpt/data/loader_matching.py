@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 from types import FrameType
-from typing import Any
 
-from ckpt.data.loader_info import size_of
+from ckpt.data.loader_info import Loader, size_of
 from ckpt.state import samplers
 
 _EPOCH_NAMES = ("epoch", "epoch_idx", "epoch_index", "epoch_number", "current_epoch", "cur_epoch", "ep", "_epoch")
@@ -15,7 +14,7 @@ _DEEPEST = 8  # frames above the loop that are searched for its variable
 _PLUMBING = ("ckpt", "tqdm", "accelerate", "torch", "torchdata")
 
 
-def likeness(loader: Any) -> str:
+def likeness(loader: Loader) -> str:
     """A description by which the next run of the script recognises a loader without a name:
     `DataLoader of TensorDataset (80), RandomSampler`. The batch size is left out: it may change between runs.
     """
@@ -26,7 +25,7 @@ def likeness(loader: Any) -> str:
     return f"{kinds} ({size_of(dataset)}), {', '.join(names_of_samplers)}"
 
 
-def skips_by_itself(loader: Any) -> bool:
+def skips_by_itself(loader: Loader) -> bool:
     """Whether a loader skips batches already: what `accelerate.skip_first_batches` returns."""
     names = (type(part).__name__ for part in (loader, *samplers.samplers(loader)))
     return any(name in ("SkipBatchSampler", "SkipDataLoader") for name in names)

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from ckpt.data.batches import Batches
 from ckpt.data.epoch_loaders import PLAIN, EpochLoaders, UnclaimedPositions
 from ckpt.data.loader_hook import MakeIterator
+from ckpt.data.loader_info import Loader
 from ckpt.data.loader_matching import epoch_variable, skips_by_itself
 from ckpt.data.loop_patterns import LoopPatterns
 from ckpt.data.passes import FindIterator, Passes
@@ -35,7 +36,7 @@ class Loop:
     """
 
     def __init__(
-        self, ranks: Ranks, named: Callable[[], Mapping[str, Any]], *, follow: bool = True, others: bool = False
+        self, ranks: Ranks, named: Callable[[], Mapping[str, Loader]], *, follow: bool = True, others: bool = False
     ) -> None:
         """`follow`: whether a plain `for` over the named loaders is followed; with `others`, over any DataLoader."""
         self.before_pass: Callable[[], None] = lambda: None  # before a plain `for` reads a loader
@@ -107,34 +108,34 @@ class Loop:
         self.patterns.ends_epoch(plain=plain)
         self._loaders.clear()
 
-    def saved_batches(self, loader: Any) -> int | None:
+    def saved_batches(self, loader: Loader) -> int | None:
         """How many batches the next pass through a loader skips; none if no position was saved for it."""
         return self._loaders.saved_batches(loader)
 
-    def skip(self, loader: Any, batches: int) -> None:
+    def skip(self, loader: Loader, batches: int) -> None:
         """Let the next pass through a loader begin after so many batches."""
         self._passes.next_loader(loader, announced=False)[1].skip(batches)
         self.progress.batch = batches
 
     # --- a plain `for` over a loader (see `loader_hook.Follower`)
 
-    def owns(self, loader: Any) -> bool:
+    def owns(self, loader: Loader) -> bool:
         """Whether a plain `for` over a loader is to be followed, because the loader has a name."""
         if self._thread.may_be_here() and skips_by_itself(loader):
             self._loaders.give_up(loader)
         return self._follow and self._thread.may_be_here() and self._loaders.is_named(loader)
 
-    def takes(self, loader: Any) -> bool:
+    def takes(self, loader: Loader) -> bool:
         """Whether a plain `for` over a loader without a name may be training, and can be followed."""
         safe = self._others and self._thread.is_known and self._thread.may_be_here()
         return safe and getattr(loader, "in_order", True) and not skips_by_itself(loader)
 
-    def follow(self, loader: Any, own: MakeIterator) -> Iterator[Any]:
+    def follow(self, loader: Loader, own: MakeIterator) -> Iterator[Any]:
         """A plain `for` over a loader: the rest of the epoch, if a position was saved for it, or all of it."""
         length = lambda: self._loaders.left(loader, announced=False)  # noqa: E731
         return Batches.made(lambda found: self._follow_through(loader, own, found), length)
 
-    def _follow_through(self, loader: Any, own: MakeIterator, found: FindIterator) -> Iterator[Any]:
+    def _follow_through(self, loader: Loader, own: MakeIterator, found: FindIterator) -> Iterator[Any]:
         """Outside of `epochs` this is an epoch: until its end or, where it is left, until the loop iterates over the
         loader again. But if no optimizer was stepped meanwhile it was no training, and is not counted.
         """
@@ -154,7 +155,7 @@ class Loop:
             elif all(tracked.done for tracked in over) and counts and not self._loaders.open:
                 self._next_epoch(plain=plain)
 
-    def _catch_up(self, loader: Any, own: MakeIterator, found: FindIterator, *, counts: bool, plain: bool) -> None:
+    def _catch_up(self, loader: Loader, own: MakeIterator, found: FindIterator, *, counts: bool, plain: bool) -> None:
         """Bring the count of epochs to that of the pass that begins: one that was left is over, and so is a saved one
         of which nothing is left."""
         if self._loaders.over(loader) and counts and not self._loaders.open:
@@ -167,13 +168,13 @@ class Loop:
             loader.iteration = self.progress.epoch  # Accelerate's loaders count their epochs, from 0 in a new process
 
     def _through(
-        self, loader: Iterable[Any], found: FindIterator, own: MakeIterator | None = None
+        self, loader: Loader, found: FindIterator, own: MakeIterator | None = None
     ) -> Iterator[tuple[int, Any]]:
         """Each batch with its number in the epoch. `own` makes the iterator of a loader in a plain `for`."""
         restores, handed = -1, None
         while restores != self._restores:
             restores = self._restores
-            around = {id(tracked): tracked.batches for tracked in self._loaders.open}
+            around = {id(tracked): tracked.batches_handed_out for tracked in self._loaders.open}
             current = self._passes.begin(loader, found, handed, self.models, announced=own is None)
             again = False
             try:
@@ -184,7 +185,7 @@ class Loop:
                     self.patterns.hands_out()
                     self._passes.count(current, samples, nested=bool(around))
                     current.handed.hand_out(batch)
-                    yield current.tracked.batches - 1, batch
+                    yield current.tracked.batches_handed_out - 1, batch
                     again = current.may_go_back and current.handed.goes_back()
                     if restores != self._restores or again:
                         break

@@ -11,6 +11,7 @@ from torch import nn
 from ckpt.data.batch_usage import BatchUsage, HandedBatches
 from ckpt.data.batches import Batches, is_enumerated
 from ckpt.data.epoch_loaders import PLAIN, EpochLoaders
+from ckpt.data.loader_info import Loader
 from ckpt.data.loader_matching import epoch_variable
 from ckpt.data.loop_patterns import NESTED, NO_TRAINING, OTHER_LOADER, READ_AHEAD, LoopPatterns
 from ckpt.data.progress import Progress
@@ -60,7 +61,7 @@ class Passes:
 
     def begin(
         self,
-        loader: Iterable[Any],
+        loader: Loader,
         iterator: FindIterator,
         handed: HandedBatches | None,
         models: Callable[[], Iterable[nn.Module]],
@@ -70,16 +71,16 @@ class Passes:
         """`handed`: what the script was given before its loader was taken back."""
         key, tracked, saved = self.next_loader(loader, announced=announced)
         trusted = (saved or {}).get("unused") == 0
-        handed = handed or HandedBatches(tracked.batches if saved else 0, BatchUsage(models()), trusted=trusted)
+        handed = handed or HandedBatches(
+            tracked.batches_handed_out if saved else 0, BatchUsage(models()), trusted=trusted
+        )
         new = Pass(key, tracked, saved, handed, announced, iterator, self.progress.batch)
         if not (announced or self.in_epochs or self.open):
             new.counted = epoch_variable()
         self.open.append(new)
         return new
 
-    def next_loader(
-        self, loader: Iterable[Any], *, announced: bool
-    ) -> tuple[str, TrackedLoader, dict[str, Any] | None]:
+    def next_loader(self, loader: Loader, *, announced: bool) -> tuple[str, TrackedLoader, dict[str, Any] | None]:
         found = self._loaders.next(loader, announced=announced)
         if not found[1].has_saved_position and not self._loaders.open:
             self.progress.batch = 0
@@ -115,7 +116,9 @@ class Passes:
 
         Loaders that are read side by side are another thing: each moves on while the other is open.
         """
-        stood_still = [tracked for tracked in self._loaders.open if around.get(id(tracked)) == tracked.batches]
+        stood_still = [
+            tracked for tracked in self._loaders.open if around.get(id(tracked)) == tracked.batches_handed_out
+        ]
         if stood_still:
             self._loaders.drop(ended.tracked)
         if ended.trained and any(other.tracked in stood_still and not other.announced for other in self.open):

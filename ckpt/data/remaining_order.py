@@ -11,7 +11,7 @@ import xxhash
 from torch.utils.data import DistributedSampler
 
 from ckpt.data.batch_digest import index_bytes
-from ckpt.data.epoch_layout import Layout
+from ckpt.data.epoch_layout import Batcher, Layout
 from ckpt.state import rng
 
 
@@ -45,7 +45,7 @@ class RemainingIndices:
     With `deals` the sampler is a DistributedSampler, and this replica gets its share of what is left.
     """
 
-    owner: Any
+    owner: Batcher
     sampler: Any
     start: int
     deals: bool

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from ckpt.data.epoch_layout import Layout, batcher_of, dealing_sampler, layout_of, saved_layout
+from ckpt.data.epoch_layout import Batcher, Layout, batcher_of, dealing_sampler, layout_of, saved_layout
 from ckpt.data.loader_info import goes_by_index, keeper_of, size_of, splits
 from ckpt.data.position import Position
 from ckpt.data.remaining_order import ConsumedSamples, RemainingIndices
@@ -69,19 +69,20 @@ class Repartition:
             owner, sampler, position.start, self._sampler is sampler, self.consumed, unsure=batcher is None
         )
 
-    def _owner(self) -> Any:
+    def _owner(self) -> Batcher | None:
         """A custom batch sampler around a DistributedSampler."""
         found = samplers.unwrapped(self.reader.batch_sampler)
         return found if self._sampler is not None and getattr(found, "sampler", None) is self._sampler else None
 
     def _carry_order(self, position: Position, then: Layout, ranks: int) -> dict[str, str]:
         changes = self._order_changes(position) if self._ahead and ranks != self.world_size else {}
-        if batcher_of(self.reader) is None and (self._owner() is None or then.replicas == self.now.replicas):
+        batcher = batcher_of(self.reader)
+        if batcher is None and (self._owner() is None or then.replicas == self.now.replicas):
             return changes | self._carry_batches(position, ranks)
         if self._ahead and then.window is None:
             return changes | self._carry_batches(position, ranks)
-        if self._sampler is None and not self._ahead and ranks != self.world_size:
-            changes["data"] = self._own_order(position, ranks)
+        if batcher is not None and self._sampler is None and not self._ahead and ranks != self.world_size:
+            changes["data"] = self._own_order(position, ranks, samplers.unwrapped(batcher.sampler))
             if then.batch in (None, self.now.batch):
                 return changes
         gone = position.batches * (then.window or 0) if self._ahead else position.samples * then.replicas
@@ -122,9 +123,8 @@ class Repartition:
             "there. With DataLoaderConfiguration(use_seedable_sampler=True) it is the same for any number"
         }
 
-    def _own_order(self, position: Position, ranks: int) -> str:
+    def _own_order(self, position: Position, ranks: int, sampler: object) -> str:
         """A sampler that is no DistributedSampler: by its length, each rank has all samples or a custom share."""
-        sampler = samplers.unwrapped(batcher_of(self.reader).sampler)
         size, total = position.sampler_size, position.dataset_size
         if ranks == 1:
             ranks, size = self.world_size, size_of(sampler)

@@ -19,7 +19,7 @@ The states of a `TrackedLoader`:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ckpt.data.by_index import ByIndex
@@ -27,7 +27,7 @@ from ckpt.data.by_replay import ByReplay
 from ckpt.data.by_state import ByState
 from ckpt.data.cursor import Cursor, OnArrival
 from ckpt.data.loader_hook import MakeIterator, unfollowed
-from ckpt.data.loader_info import goes_by_index, size_of
+from ckpt.data.loader_info import Loader, goes_by_index, size_of
 from ckpt.data.position import Position
 from ckpt.data.repartition import Repartition
 from ckpt.data.restore_strategy import RestoreStrategy
@@ -37,7 +37,7 @@ from ckpt.state import samplers
 class TrackedLoader:
     """One pass through a loader: `take` hands out the epoch's batches, from the saved position if there is one."""
 
-    def __init__(self, loader: Iterable[Any], rank: int, world_size: int) -> None:
+    def __init__(self, loader: Loader, rank: int, world_size: int) -> None:
         self.loader = loader
         self._cursor = Cursor(loader, rank, world_size)
         self._repartition = Repartition(loader, self._cursor.reads, rank, world_size)
@@ -70,8 +70,8 @@ class TrackedLoader:
         self._cursor.position.trained = trained
 
     @property
-    def batches(self) -> int:
-        """How many have been handed out in this epoch, of whatever size."""
+    def batches_handed_out(self) -> int:
+        """In this epoch, of whatever size."""
         return self._cursor.position.before + self._cursor.position.batches
 
     @property

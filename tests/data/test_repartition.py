@@ -312,7 +312,7 @@ def _told(job: Job) -> dict[str, str]:
 
 def _together(steps: list[list[Any]]) -> list[list[int]]:
     """The global batch of each step."""
-    return [sorted(flat(step[0] for step in one)) for one in zip(*steps, strict=True)]
+    return [sorted(flat(step[0] for step in ranks)) for ranks in zip(*steps, strict=True)]
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("distributed", 0), ("distributed", 2), ("in order", 0)])
