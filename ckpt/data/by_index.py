@@ -70,7 +70,7 @@ class ByIndex(RestoreStrategy):
         if not position.ahead:
             self._cursor.restore_keeper()
         position.samples = max(position.samples, self._plan.left_out if self._cursor.reads == 1 else 0)
-        why = self._plan.trouble(self._cursor.name)
+        why = self._plan.problem(self._cursor.name)
         if why:
             self._cursor.warn(why)
 

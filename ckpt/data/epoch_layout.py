@@ -58,7 +58,7 @@ def layout_of(loader: Any) -> Layout:
     batch = _batch_size(reader)
     if reader is not loader:
         return _of_accelerate(loader, reader, batch)
-    sampler = dealing_sampler(loader)
+    sampler = distributed_sampler_of(loader)
     if sampler is None:
         return Layout(batch=batch, window=batch)
     replicas = sampler.num_replicas
@@ -66,17 +66,17 @@ def layout_of(loader: Any) -> Layout:
 
 
 def _of_accelerate(loader: Any, reader: Any, batch: int | None) -> Layout:
-    dealer = next((part for part in (reader.batch_sampler, reader.dataset) if hasattr(part, "process_index")), None)
-    dealer = samplers.unwrapped(dealer)
-    if dealer is None:  # one rank reads: alone, or for all
+    splitter = next((part for part in (reader.batch_sampler, reader.dataset) if hasattr(part, "process_index")), None)
+    splitter = samplers.unwrapped(splitter)
+    if splitter is None:  # one rank reads: alone, or for all
         ranks = loader.state.num_processes if hasattr(loader, "split_batches") and not loader.split_batches else 1
         return Layout(batch=batch, window=batch and batch * ranks, piece=batch or 1)
-    replicas, whole = dealer.num_processes, dealer.batch_size
+    replicas, whole = splitter.num_processes, splitter.batch_size
     if whole is None:
-        return Layout(replicas=replicas, replica=dealer.process_index)
-    batch = whole // replicas if dealer.split_batches else whole
+        return Layout(replicas=replicas, replica=splitter.process_index)
+    batch = whole // replicas if splitter.split_batches else whole
     window = batch * replicas
-    return Layout(replicas=replicas, replica=dealer.process_index, piece=batch, batch=batch, window=window)
+    return Layout(replicas=replicas, replica=splitter.process_index, piece=batch, batch=batch, window=window)
 
 
 def _batch_size(reader: Any) -> int | None:
@@ -87,7 +87,7 @@ def _batch_size(reader: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def dealing_sampler(loader: Any) -> DistributedSampler[Any] | None:
+def distributed_sampler_of(loader: Any) -> DistributedSampler[Any] | None:
     """The DistributedSampler that the loader batches directly. One inside another sampler does not fix the order."""
     outer = samplers.unwrapped(getattr(loader, "batch_sampler", None))
     found = samplers.unwrapped(getattr(loader if outer is None else outer, "sampler", None))

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from ckpt.data import sampling
 from ckpt.data.loader_info import Loader, size_of
-from ckpt.data.loader_matching import likeness
+from ckpt.data.loader_matching import description
 from ckpt.data.tracked_loader import TrackedLoader
 from ckpt.ranks.group import Ranks
 from ckpt.state import rng, samplers
@@ -25,11 +25,12 @@ PLAIN = "plain"  # the key of loaders in a plain `for` that the manager was not 
 class UnclaimedPositions:
     """Saved positions that no loader has claimed yet: a loader claims its own when it is first iterated over.
 
-    `ready` restores the global generators as they were saved. What will not be as it was is added to `approximated`.
+    `rewind_rng` restores the global generators as they were saved. What will differ from an uninterrupted run is added
+    to `approximated`.
     """
 
     positions: dict[str, Any] = field(default_factory=dict)
-    ready: Callable[[], None] = lambda: None
+    rewind_rng: Callable[[], None] = lambda: None
     approximated: dict[str, str] = field(default_factory=dict)
     reported: bool = False  # `approximated` has been printed: what a later loader adds is printed at once
     _arrived: bool = False
@@ -52,13 +53,13 @@ class UnclaimedPositions:
     def like(self, loader: Loader) -> str | None:
         """The key of a position that was saved for such a loader in a plain `for`."""
         plain = ((key, saved) for key, saved in self.positions.items() if key.startswith(PLAIN))
-        return next((key for key, saved in plain if saved.get("likeness") == likeness(loader)), None)
+        return next((key for key, saved in plain if saved.get("likeness") == description(loader)), None)
 
     def _arrive(self, done: bool, before: dict[str, Any]) -> None:
         """A loader has reached its position. Of loaders side by side, the first sees the generators as they were saved;
         the others see what it has drawn since."""
         if done or not self._arrived:
-            self.ready()
+            self.rewind_rng()
             self._arrived = not done
         else:
             rng.restore(before)
@@ -163,7 +164,7 @@ class EpochLoaders:
     def state(self, unused: Callable[[TrackedLoader], int]) -> dict[str, Any]:
         """The position of each loader that was read in this epoch, and those that are unclaimed."""
         now = {
-            key: {**tracked.state(), "likeness": likeness(tracked.loader), "unused": unused(tracked)}
+            key: {**tracked.state(), "likeness": description(tracked.loader), "unused": unused(tracked)}
             for key, tracked in self.by_key.items()
         }
         return {**self.unclaimed.positions, **now}

@@ -71,8 +71,8 @@ def stateful_samplers(loader: Any) -> list[Stateful]:
 
 def splits(loader: Any) -> bool:
     """Whether Accelerate gives every rank a piece of each batch."""
-    dealers = (loader, getattr(loader, "batch_sampler", None))
-    return any(getattr(dealer, "split_batches", False) is True for dealer in dealers)
+    splitters = (loader, getattr(loader, "batch_sampler", None))
+    return any(getattr(splitter, "split_batches", False) is True for splitter in splitters)
 
 
 def size_of(dataset: Any) -> int | None:

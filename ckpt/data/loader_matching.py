@@ -14,7 +14,7 @@ _DEEPEST = 8  # frames above the loop that are searched for its variable
 _PLUMBING = ("ckpt", "tqdm", "accelerate", "torch", "torchdata")
 
 
-def likeness(loader: Loader) -> str:
+def description(loader: Loader) -> str:
     """A description by which the next run of the script recognises a loader without a name:
     `DataLoader of TensorDataset (80), RandomSampler`. The batch size is left out: it may change between runs.
     """

@@ -270,7 +270,7 @@ class Loop:
         return self._loaders.begins_at()
 
     def rewind_rng(self) -> None:
-        self._loaders.unclaimed.ready()
+        self._loaders.unclaimed.rewind_rng()
 
     def release(self) -> None:
         """Remove all hooks from loaders and optimizers."""

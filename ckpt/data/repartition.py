@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from ckpt.data.epoch_layout import Batcher, Layout, batcher_of, dealing_sampler, layout_of, saved_layout
+from ckpt.data.epoch_layout import Batcher, Layout, batcher_of, distributed_sampler_of, layout_of, saved_layout
 from ckpt.data.loader_info import goes_by_index, keeper_of, size_of, splits
 from ckpt.data.position import Position
 from ckpt.data.remaining_order import ConsumedSamples, RemainingIndices
@@ -31,7 +31,7 @@ class Repartition:
         self.reader = samplers.reader(self.loader)
         self.now = layout_of(self.loader)
         self._ahead = self.reader is not self.loader
-        self._sampler = None if self._ahead else dealing_sampler(self.loader)
+        self._sampler = None if self._ahead else distributed_sampler_of(self.loader)
 
     def carry_over(self, position: Position) -> dict[str, str]:
         """Convert the position in place. Returns what will differ from an unchanged run, and why."""
@@ -66,7 +66,7 @@ class Repartition:
             return None  # another kind of loader than the one that was saved
         sampler = samplers.unwrapped(owner.sampler)
         return RemainingIndices(
-            owner, sampler, position.start, self._sampler is sampler, self.consumed, unsure=batcher is None
+            owner, sampler, position.start, self._sampler is sampler, self.consumed, may_bypass_sampler=batcher is None
         )
 
     def _owner(self) -> Batcher | None:

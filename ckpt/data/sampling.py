@@ -65,10 +65,10 @@ class EpochPlan:
         """Drop the callbacks: an iterator that is never finished keeps this object alive."""
         self.begin, self.arrive = lambda: None, lambda: None
 
-    def trouble(self, name: str) -> str:
+    def problem(self, name: str) -> str:
         """Why samples of this epoch repeat or are missed; empty if they do not."""
-        if self.same_order or (self.rest is not None and self.rest.trouble):
-            return "" if self.rest is None else self.rest.trouble
+        if self.same_order or (self.rest is not None and self.rest.problem):
+            return "" if self.rest is None else self.rest.problem
         return (
             f"the sampler of {name} gave another order than before the resume, so samples of this epoch may repeat or "
             "be missed. Give the sampler a generator of its own, or a state_dict."
@@ -76,7 +76,7 @@ class EpochPlan:
 
     def _skip(self, left: Iterator[Any]) -> tuple[int, Iterator[Any]]:
         """Skip what was handed out. Returns how many batches that was, and the others; the first may be cut."""
-        if self.rest is not None and self.rest.unsure:
+        if self.rest is not None and self.rest.may_bypass_sampler:
             left = self.rest.checked(left)
         by_batch, skipped, missing = xxhash.xxh3_64(), 0, self.samples or 0
         while skipped < self.skip if self.samples is None else missing > 0:

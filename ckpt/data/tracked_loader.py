@@ -1,20 +1,20 @@
 """A loader whose position is tracked, so that it can be saved in mid-epoch and restored in another process.
 
-The states of a `TrackedLoader`:
+The states of a `TrackedLoader`, which stands for one pass:
 
-             +--> fresh -----------------.
-    created -|                            > take() --> open --> in the middle --> done
-             +--> has_saved_position ----'     ^            |
-                  (go_back, skip)              `- left -----'
+    fresh ------------------+
+                            +-- take() --> open --> in the middle --+--> done
+    has_saved_position -----+                                       +--> left
+      ^ go_back(), skip()
 
 - fresh: nothing was handed out in this epoch.
-- has_saved_position: `go_back` or `skip` has set where the next pass begins; the loader has not been read yet. It
-  becomes false in the pass, when that position is reached (`Cursor.arrive`).
-- open: `take` has made an iterator (`is_open`). A strategy takes it to the position:
-  `by_index` where data is map-style, `by_state` where the loader or the dataset has a `state_dict`, and `by_replay`
-  where the data can only be read again.
-- in the middle: batches were handed out, and `state` says how many. The loop may leave it (`break`, a load).
-- done: the epoch is over.
+- has_saved_position: the next pass begins at a position set by `go_back` or `skip`, and the loader has not been read
+  yet. The property becomes false in the pass, when that position is reached (`Cursor.arrive`).
+- open: `take` has made an iterator (`is_open`), and a strategy takes it to the position: `by_index` where data is
+  map-style, `by_state` where the loader or the dataset has a `state_dict`, `by_replay` where the data can only be read
+  again.
+- in the middle: batches were handed out; `state` is the position after the last of them.
+- done: the epoch is over. Left: the loop ended before that (`break`, an error, a load), and the position is kept.
 """
 
 from __future__ import annotations

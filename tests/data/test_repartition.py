@@ -423,7 +423,7 @@ def test_the_digest_that_an_earlier_version_saved_is_compared_too(same: bool) ->
         digest.update(repr(batch if same else batch[::-1]).encode())
     plan = EpochPlan(lambda: None, lambda: None, skip=2, expected_batches=digest.hexdigest())
     assert list(plan.follow(Recorded(batches))) == [[5, 4]]
-    assert ("another order" in plan.trouble("DataLoader")) is not same
+    assert ("another order" in plan.problem("DataLoader")) is not same
 
 
 def test_a_position_of_an_earlier_version_is_gone_on_from(anywhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
