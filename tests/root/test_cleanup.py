@@ -135,7 +135,7 @@ class TestLeftovers:
     def test_of_a_save_that_was_never_committed_are_swept_and_files_of_others_are_kept(self, storage: Storage) -> None:
         manifest = save(storage, "committed")
         begin_and_write(storage, attempt_at(storage, "cut-off"))
-        others = {"cut-off/notes.txt", "data/train.bin", ".keep", f".try-{'0' * 31}"}
+        others = {"cut-off/notes.txt", "data/train.bin", ".keep", f".try-{'0' * 31}", f".try-{'0' * 32}.txt"}
         for key in (*others, *PROBES):
             storage.write(key, [b"x"])
         found = sweep(storage)
