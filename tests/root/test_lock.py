@@ -16,7 +16,10 @@ from ckpt.storage import Storage
 from tests.helpers.processes import DEADLINE
 
 
-def test_a_second_run_is_refused_and_told_what_to_do(storage: Storage) -> None:
+def test_a_second_run_is_refused_at_once_and_told_what_to_do(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        lock, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: pytest.fail("it waits"))
+    )
     with ExitStack() as first, ExitStack() as second:
         lock_root(storage, first)
         with pytest.raises(ckpt.LockedError, match=r"another run writes to .*process \d+ on .* another root"):
