@@ -75,4 +75,4 @@ class ObjectStorage:
 
     def lock(self, key: str, *, shared: bool = False, note: str = "") -> AbstractContextManager[None]:
         check_key(key)
-        return self._leases.shared(key, note) if shared else self._leases.alone(key, note)
+        return self._leases.shared(key, note) if shared else self._leases.exclusive(key, note)

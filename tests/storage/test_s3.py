@@ -271,9 +271,9 @@ class TestLocks:
     @pytest.fixture
     def elsewhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As if every other holder were on another machine: nobody can be looked up. And lives are short."""
-        monkeypatch.setattr(leases, "is_gone", lambda sign: None)
-        monkeypatch.setattr(leases, "_LOOK", 0.1)
-        monkeypatch.setattr(leases, "LIFE", 3.0)
+        monkeypatch.setattr(leases, "has_ended", lambda record: None)
+        monkeypatch.setattr(leases, "_POLL", 0.1)
+        monkeypatch.setattr(leases, "EXPIRY", 3.0)
 
     @pytest.mark.usefixtures("elsewhere")
     def test_a_holder_elsewhere_is_gone_when_it_gives_no_sign_of_life(self, s3: str) -> None:
@@ -286,8 +286,8 @@ class TestLocks:
     def test_a_holder_elsewhere_that_lives_is_known_by_its_signs(
         self, s3: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(leases, "BEAT", 0.5)
-        monkeypatch.setattr(leases, "LIFE", 60.0)  # it is not waited for, and a slow machine must not seem dead
+        monkeypatch.setattr(leases, "RENEWAL", 0.5)
+        monkeypatch.setattr(leases, "EXPIRY", 60.0)  # it is not waited for, and a slow machine must not seem dead
         first, second = open_storage(s3), open_storage(s3)
         with first.lock(".lock", note="alive"), pytest.raises(ckpt.LockedError, match="alive"), second.lock(".lock"):
             pass
@@ -296,9 +296,9 @@ class TestLocks:
         storage = open_storage(s3)
         storage.write("object", [b"before"])
         with storage.lock(".lock", note="the first"):
-            monkeypatch.setattr(leases, "is_gone", lambda sign: True)
+            monkeypatch.setattr(leases, "has_ended", lambda record: True)
             with open_storage(s3).lock(".lock", note="the second"):
-                monkeypatch.setattr(leases, "LIFE", 0.0)
+                monkeypatch.setattr(leases, "EXPIRY", 0.0)
                 refused = pytest.raises(ckpt.LockedError, match=r"\.lock was taken over by another run.*the second")
                 with refused:
                     storage.write("object", [b"after"])
@@ -311,7 +311,7 @@ class TestLocks:
     def test_what_was_held_without_a_sign_of_life_for_long_is_let_go_if_nobody_took_it(self, s3: str) -> None:
         storage = ObjectStorage(objects := S3Objects(BUCKET, s3.removeprefix(f"s3://{BUCKET}/"), {}))
         with storage.lock(".lock", note="asleep"):
-            storage._leases._held[0].renewed -= 2 * leases.LIFE
+            storage._leases._held[0].renewed -= 2 * leases.EXPIRY
         assert list(objects.entries(lease_record.FOLDER)) == []
 
     def test_what_is_left_of_a_lock_and_says_nothing_is_nobodys(self, s3: str) -> None:
@@ -502,7 +502,7 @@ class TestManager:
     def test_of_two_writers_of_one_name_one_wins_and_the_other_is_told(
         self, s3: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(leases.Leases, "alone", leases.Leases.shared)  # as if there were no locks
+        monkeypatch.setattr(leases.Leases, "exclusive", leases.Leases.shared)  # as if there were no locks
         with (
             ckpt.StateManager(s3, model=nn.Linear(2, 2)) as first,
             ckpt.StateManager(s3, model=nn.Linear(2, 2)) as second,
