@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from ckpt.errors import ConfigError, StorageError, TransientError
 from ckpt.storage.hub.errors import MovedError, asked_to_wait, cause_of, explained, may_help, status_of
-from ckpt.storage.retry import RetryPolicy
+from ckpt.storage.retry import Retries, RetryPolicy
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -30,7 +30,7 @@ _ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _MAY_NOT = 403
 _EXISTS = 409
 _CONFLICTS = (_EXISTS, 412)
-_PAUSES = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # seconds, after others have committed
+_COMMIT_RETRIES = RetryPolicy(tries=8, longest_pause=6.4)  # when others have committed first
 _log = logging.getLogger("ckpt")
 
 
@@ -45,29 +45,33 @@ class HubFile:
 
 @dataclass
 class Hub:
-    """How long the Hub is asked again where that may help: less long before it has ever answered."""
+    """Requests to the Hub, retried where that may help."""
 
-    patience: RetryPolicy = field(default_factory=lambda: RetryPolicy(shortest=1.0))
+    retry_policy: RetryPolicy = field(default_factory=lambda: RetryPolicy(first_pause=1.0))
     reached: bool = False
 
     def tried(self, call: Callable[[], Result]) -> Result:
-        """Make a call, again where that helps, and as late as the Hub asks."""
-        patience = self.patience if self.reached else self.patience.until_reached()
-        for pause in patience.pauses():
+        """The result of a call. Transient failures are retried until the deadline, as late as the Hub asks."""
+        retries = self.retry_policy.start()
+        while True:
             try:
                 result = call()
             except Exception as error:
-                cause = cause_of(error)
-                self.reached = self.reached or status_of(cause) > 0
-                if not may_help(cause):
+                pause = self._pause_after(cause_of(error), retries)
+                if pause is None:
                     raise
-                wait = asked_to_wait(cause) or pause
-                _log.warning("the Hub is asked again in %.1f s: %s", wait, status_of(cause) or type(cause).__name__)
-                time.sleep(wait)
+                time.sleep(pause)
             else:
                 self.reached = True
                 return result
-        return call()
+
+    def _pause_after(self, error: BaseException, retries: Retries) -> float | None:
+        """Seconds to wait before the next try; None if there is none."""
+        self.reached = self.reached or status_of(error) > 0
+        pause = retries.next_pause(reached=self.reached, asked=asked_to_wait(error)) if may_help(error) else None
+        if pause is not None:
+            _log.warning("the Hub is asked again in %.1f s: %s", pause, status_of(error) or type(error).__name__)
+        return pause
 
 
 @dataclass(frozen=True)
@@ -190,13 +194,17 @@ class HubRepo:
 
         Returns the commit that then has all of it, and the number of changes: none if nothing was to be done.
         """
-        for pause in _PAUSES:
+        retries = _COMMIT_RETRIES.start()
+        while True:
             head = self.head()
             operations = make(head)
             try:
                 return self._commit(operations, message, head) if operations else head, len(operations)
             except MovedError:
-                time.sleep(pause)
+                pause = retries.next_pause()
+                if pause is None:
+                    break
+            time.sleep(pause)
         raise TransientError(
             f"{self.url}: others commit there again and again, so nothing was changed. Try again later, or use a "
             "branch of your own."

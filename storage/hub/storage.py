@@ -63,7 +63,7 @@ class HubStorage:
         repo, revision, path = match.groups()
         if not interval >= 0:
             raise ConfigError(f"interval={interval!r} must be a number of seconds between two commits.")
-        hub = Hub(RetryPolicy(deadline=deadline, shortest=1.0))
+        hub = Hub(RetryPolicy(deadline=deadline, first_pause=1.0))
         self._repo = HubRepo(repo, unquote(revision or MAIN_BRANCH), token, hub)
         self._top = check_key(path) + "/" if path else ""
         self._pending = Pending(self._repo, interval, self._forget)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.errors import ConfigError, StorageError, TransientError
-from ckpt.storage.retry import FIRST_CONTACT, RetryPolicy
+from ckpt.storage.retry import Retries, RetryPolicy
 from ckpt.storage.s3.errors import UnreachedError, explained
 
 if TYPE_CHECKING:
@@ -32,9 +31,9 @@ class Connection:
 
     def __init__(self, bucket: str, options: Mapping[str, Any]) -> None:
         given = dict(options)
-        self.patience = RetryPolicy(**{name: given.pop(name) for name in ("deadline", "stall") if name in given})
+        self._retry_policy = RetryPolicy(**{name: given.pop(name) for name in ("deadline", "stall") if name in given})
         self.bucket = bucket
-        self.fs = _open(given, self.patience)
+        self.fs = _open(given, self._retry_policy)
         self.at_once: int = self.fs.max_concurrency
         self._slots = asyncio.Semaphore(self.at_once)
         self._reached = False
@@ -64,29 +63,23 @@ class Connection:
         return answer
 
     async def tried(self, what: str, where: str, attempt: Callable[[Moved], Awaitable[_T]]) -> _T:
-        """The result of an attempt. What may pass is tried again until the deadline; all else is raised at once."""
+        """The result of an attempt. Transient failures are retried until the deadline, others raised at once."""
         problem: StorageError | ConfigError
-        pauses: Iterator[float] = iter(())
-        tries, began = 0, 0.0
+        retries: Retries | None = None
         while True:
             async with self._slots:
-                if not tries:  # of a large read most requests wait for their turn: that time is not theirs
-                    began, pauses = time.monotonic(), self.patience.pauses()
-                tries += 1
+                retries = retries or self._retry_policy.start()  # time in the queue for a slot does not count
                 try:
                     return await self._watched(attempt)
                 except Exception as error:
                     problem = explained(error, what, where, self.bucket)
-            pause = next(pauses, None)
-            if pause is None or not isinstance(problem, TransientError):
-                break
+            if not isinstance(problem, TransientError):
+                raise problem  # not where `error` was caught: what is chained might quote a secret
             self._reached = self._reached or not isinstance(problem, UnreachedError)
-            if not self._reached and time.monotonic() - began + pause > FIRST_CONTACT:
-                break
+            tries, pause = retries.tries, retries.next_pause(reached=self._reached)
+            if pause is None:
+                raise TransientError(f"{problem} Tried {tries} times.")
             await asyncio.sleep(pause)
-        if isinstance(problem, TransientError):
-            problem = TransientError(f"{problem} Tried {tries} times.")
-        raise problem  # not where the other one was caught: what is chained might quote a secret
 
     async def _watched(self, attempt: Callable[[Moved], Awaitable[_T]]) -> _T:
         """One attempt, given up when nothing has moved for a while."""
@@ -95,7 +88,7 @@ class Connection:
         try:
             while True:
                 before = moved.count
-                await asyncio.wait({task}, timeout=self.patience.stall)
+                await asyncio.wait({task}, timeout=self._retry_policy.stall)
                 if task.done():
                     return task.result()
                 if moved.count == before:
@@ -130,13 +123,13 @@ async def _stop(tasks: Iterable[Any]) -> None:
     await asyncio.gather(*left, return_exceptions=True)
 
 
-def _open(options: dict[str, Any], patience: RetryPolicy) -> S3FileSystem:
+def _open(options: dict[str, Any], policy: RetryPolicy) -> S3FileSystem:
     from s3fs import S3FileSystem
 
     ours = {
         "retries": {"total_max_attempts": 1},  # `tried` does it, with a deadline
-        "read_timeout": patience.stall,
-        "connect_timeout": min(10.0, patience.stall),
+        "read_timeout": policy.stall,
+        "connect_timeout": min(10.0, policy.stall),
         "connector_args": {"resolver": _resolver()},
     }
     if "@" in str(options.get("endpoint_url", "")):

@@ -393,7 +393,7 @@ class TestWrongRoots:
     def test_an_endpoint_that_cannot_be_trusted_is_told_so_soon(
         self, server: Server, s3: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ckpt.storage.s3.connection.FIRST_CONTACT", 0.0)
+        monkeypatch.setattr("ckpt.storage.retry.FIRST_CONTACT", 0.0)
         options = {"endpoint_url": server.url.replace("http:", "https:")}
         with pytest.raises(ckpt.TransientError, match=r"no secure connection\. Check .*AWS_CA_BUNDLE.* Tried 1 times"):
             ckpt.StateManager(s3, model=nn.Linear(1, 1), storage_options=options)
@@ -401,7 +401,7 @@ class TestWrongRoots:
     def test_a_server_that_answers_is_not_taken_for_a_misspelt_one(
         self, server: Server, s3: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ckpt.storage.s3.connection.FIRST_CONTACT", 0.0)
+        monkeypatch.setattr("ckpt.storage.retry.FIRST_CONTACT", 0.0)
         busy = iter(["slow down"] * 3)
         with FaultyProxy(server.port, lambda method, path: next(busy, None)) as proxy:
             open_storage(s3, endpoint_url=proxy.url).write("object", [b"x"])
