@@ -41,6 +41,7 @@ class Process:
     crashed: bool = False
     frozen_until: float = 0.0
     faulty_until: float = 0.0  # requests may fail until then
+    loses_answers: bool = False  # to writes, for about as long as a lease lasts
     disturbed: float = float("-inf")  # when it was last frozen or had a failing request
 
     @property
@@ -55,11 +56,13 @@ class Task:
     process: Process
     wake: float
     done: bool = False
+    is_sending: bool = False  # a request, which arrives also when its process is frozen
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
     @property
     def due(self) -> float:
-        return self.wake if self.process.crashed else max(self.wake, self.process.frozen_until)
+        can_run = self.process.crashed or self.is_sending
+        return self.wake if can_run else max(self.wake, self.process.frozen_until)
 
 
 class World:
@@ -212,11 +215,15 @@ class Store:
     def _request(self, effect: Callable[[], T], change: str = "", repeated: Exception | None = None) -> T:
         """A request takes its time, and where the network is faulty it fails: before it takes effect, or after.
 
-        `repeated` is what the store answers when the client sends it again because the first answer was lost.
+        `repeated` is what the store answers when the client sends it again because the first answer was lost. That a
+        process is frozen between its decision to remove an object and the request is left out: stores have no
+        conditional removal, so nothing could be done about it.
         """
         world, process = self._world, self._world.this_process
+        world.this_task.is_sending = True
         world.sleep(self._latency())
-        fault = world.random.choice(["", "unreached", "lost", "lost"]) if world.now < process.faulty_until else ""
+        world.this_task.is_sending = False
+        fault = self._fault(process, is_write=repeated is not None)
         if fault:
             process.disturbed = world.now
             world.note(f"{change or 'a read'} is {fault}")
@@ -231,13 +238,20 @@ class Store:
             world.sleep(self._latency())
         return result
 
+    def _fault(self, process: Process, *, is_write: bool) -> str:
+        choices = ["", "lost"] if process.loses_answers and is_write else [""]
+        if self._world.now < process.faulty_until:
+            choices = ["", "unreached", "lost", "lost"]
+        return self._world.random.choice(choices)
+
     def _latency(self) -> float:
         return self._world.random.choice([0.01, 0.02, 0.05, 0.1, 0.5]) * self._world.random.random()
 
     def _fail(self, repeated: Exception | None) -> NoReturn:
         """The client tries for a while, and gives up or gets an answer to a later try."""
         world = self._world
-        world.sleep(world.random.choice([0.1, 2.0, 20.0, 100.0]) * world.random.random())
+        long = world.this_process.loses_answers
+        world.sleep(leases.EXPIRY if long else world.random.choice([0.1, 2.0, 20.0, 100.0]) * world.random.random())
         world.this_process.disturbed = world.now
         raise repeated if repeated is not None and world.random.random() < 0.5 else TransientError("no answer")
 
@@ -371,6 +385,8 @@ class Actors:
             holder = Holder(world.this_process, of._held[-1], began)
             self.inside.append(holder)
             world.note(f"holds {holder.lease.path}")
+            if shared and not holder.trusts(world.now):
+                self.violated(f"process {holder.process.number} holds a shared lease that others may have removed")
             try:
                 work(of)
             finally:

@@ -106,6 +106,16 @@ def test_no_two_hold_what_excludes_them_and_who_lives_is_not_taken_over(world: W
 
 
 @every_seed
+def test_who_gets_no_answers_to_renewals_does_not_believe_that_they_were_made_later(world: World) -> None:
+    actors = Actors(world)
+    for number in range(4):
+        process, of = start(world)
+        process.loses_answers = number < 2
+        world.spawn(process, partial(take_and_hold, actors, of, shared=0.0))
+    world.run([world.spawn(world.process(), lambda: world.sleep(DURATION))])
+
+
+@every_seed
 def test_what_dead_processes_held_is_free_after_the_expiry(world: World) -> None:
     actors = run_disturbed(world, shared=0.5)
     for process in world.processes:
