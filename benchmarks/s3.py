@@ -28,7 +28,7 @@ from torch import nn
 
 import ckpt
 from ckpt.storage import open_storage
-from ckpt.storage.multipart import PART
+from ckpt.storage.multipart import PART_SIZE as PART
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # the server is the tests' own
 

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from ckpt.errors import AbsentError, ConfigError, DeniedError, StorageError, TransientError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed
-from ckpt.storage.multipart import PART, cut
+from ckpt.storage.multipart import PART_SIZE, split_into_parts
 
 _turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 _guard = threading.Lock()
@@ -39,12 +39,12 @@ class FilesystemObjects:
 
     def put(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> str:
         if over == ANY:
-            with self._explained("write", key):
+            with self._translated_errors("write", key):
                 self._stream(self._path(key), pieces)
             return ""
-        with _turn(f"{self.url}/{key}"), self._explained("write", key):
+        with _turn(f"{self.url}/{key}"), self._translated_errors("write", key):
             self._expect(key, over)
-            if over is None and isinstance(pieces, list) and sum(map(len, pieces)) < PART:
+            if over is None and isinstance(pieces, list) and sum(map(len, pieces)) < PART_SIZE:
                 self._create(key, b"".join(pieces))
             else:
                 self._stream(self._path(key), pieces, lambda: self._expect(key, over))
@@ -55,7 +55,7 @@ class FilesystemObjects:
             raise changed(f"{self.url}/{key}")
 
     def version(self, key: str) -> str | None:
-        with self._explained("read", key):
+        with self._translated_errors("read", key):
             try:
                 facts = self._fs.info(self._path(key), refresh=True)
             except _NOTHING_THERE:
@@ -63,7 +63,7 @@ class FilesystemObjects:
             return None if facts["type"] == "directory" else str(self._fs.ukey(self._path(key)))
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        with self._explained("read", key):
+        with self._translated_errors("read", key):
             size = self._fs.size(self._path(key))
             stop = size if stop is None else min(stop, size)
             return bytes(self._fs.cat_file(self._path(key), start, stop)) if start < stop else b""
@@ -78,14 +78,14 @@ class FilesystemObjects:
         return missing
 
     def copy(self, source: str, target: str) -> None:
-        with self._explained("copy", source):
+        with self._translated_errors("copy", source):
             if not self._fs.isfile(self._path(source)):
                 raise FileNotFoundError(source)
             self._with_folder(self._path(target), lambda path: self._fs.cp_file(self._path(source), path))
 
     def entries(self, prefix: str) -> Iterator[Entry]:
         self._fs.invalidate_cache()
-        with self._explained("list", prefix):
+        with self._translated_errors("list", prefix):
             found = self._fs.find(f"{self._prefix}/{prefix}".rstrip("/"), detail=True)
         for path, facts in found.items():
             key = path.removeprefix(f"{self._prefix}/")
@@ -94,7 +94,7 @@ class FilesystemObjects:
 
     def remove(self, keys: list[str]) -> None:
         for key in keys:
-            with self._explained("delete", key), suppress(*_NOTHING_THERE):
+            with self._translated_errors("delete", key), suppress(*_NOTHING_THERE):
                 if self._fs.isfile(self._path(key)):
                     self._fs.rm_file(self._path(key))
 
@@ -117,14 +117,16 @@ class FilesystemObjects:
     def _stream(self, path: str, pieces: Iterable[Buffer], confirm: Callable[[], None] = lambda: None) -> None:
         """Write parts as they come. The object appears when all are there and `confirm` raises nothing, or never."""
         try:
-            file = self._with_folder(path, lambda there: self._fs.open(there, "wb", block_size=PART, autocommit=False))
+            file = self._with_folder(
+                path, lambda there: self._fs.open(there, "wb", block_size=PART_SIZE, autocommit=False)
+            )
         except NotImplementedError:
             raise DeniedError(
                 f"{self.url} can only be read: fsspec has no way to let an object appear there as a whole. To write to "
                 "the Hub, use hub://."
             ) from None
         try:
-            for part in cut(pieces):
+            for part in split_into_parts(pieces):
                 for view in part:
                     file.write(view)
             file.close()
@@ -145,7 +147,7 @@ class FilesystemObjects:
             return call(path)
 
     @contextmanager
-    def _explained(self, what: str, key: str) -> Iterator[None]:
+    def _translated_errors(self, what: str, key: str) -> Iterator[None]:
         try:
             yield
             return

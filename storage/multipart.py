@@ -8,25 +8,25 @@ from typing import Protocol
 
 from ckpt.storage.base import Buffer
 
-PART = 16 << 20
+PART_SIZE = 16 << 20
 _MOST = 10_000  # parts of an object
 _GROWS = 1_000  # of pieces that are not known beforehand, parts grow after as many
 _AT_A_TIME = 256 << 10
 
 
-class Counter(Protocol):
+class ByteCounter(Protocol):
     count: int
 
 
-def cut(pieces: Iterable[Buffer], size: int = PART) -> Iterator[list[memoryview]]:
+def split_into_parts(pieces: Iterable[Buffer], size: int = PART_SIZE) -> Iterator[list[memoryview]]:
     """The pieces as parts of at least `size` bytes, but for the last. What is in a list is not copied."""
     if isinstance(pieces, list):
         views = [memoryview(piece).cast("B") for piece in pieces]
-        return _sliced(views, max(size, -(-sum(map(len, views)) // _MOST)))
-    return _gathered(pieces, size)
+        return _slice_views(views, max(size, -(-sum(map(len, views)) // _MOST)))
+    return _gather_copies(pieces, size)
 
 
-def _sliced(views: list[memoryview], size: int) -> Iterator[list[memoryview]]:
+def _slice_views(views: list[memoryview], size: int) -> Iterator[list[memoryview]]:
     part: list[memoryview] = []
     room = size
     for view in views:
@@ -40,7 +40,7 @@ def _sliced(views: list[memoryview], size: int) -> Iterator[list[memoryview]]:
         yield part
 
 
-def _gathered(pieces: Iterable[Buffer], size: int) -> Iterator[list[memoryview]]:
+def _gather_copies(pieces: Iterable[Buffer], size: int) -> Iterator[list[memoryview]]:
     """Copies: a piece stays as it is only until the next one is asked for."""
     number, part, filled = 0, bytearray(), 0
     for piece in pieces:
@@ -64,7 +64,7 @@ class Body:
     Reads like a file for whoever signs it, and is an asynchronous iterator for whoever sends it.
     """
 
-    def __init__(self, views: list[memoryview], moved: Counter) -> None:
+    def __init__(self, views: list[memoryview], moved: ByteCounter) -> None:
         self._views = views
         self._moved = moved
         self._size = sum(map(len, views))

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckpt.errors import DamagedError, TransientError
-from ckpt.storage.hub.errors import explained
-from ckpt.storage.hub.repo import HubRepo, bars
+from ckpt.storage.hub.errors import translated_errors
+from ckpt.storage.hub.repo import HubRepo, client_bars
 from ckpt.util.console import progress_bar, say
 
 _HASHED = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # the names of blobs: git's hash, or sha256 of large files
@@ -47,7 +47,7 @@ def fetched(repo: HubRepo, patterns: Sequence[str] | None, offline: TransientErr
 def _downloaded(repo: HubRepo, patterns: Sequence[str] | None) -> Path:
     from huggingface_hub import snapshot_download
 
-    with explained("download", repo.url), bars(show=sys.stderr.isatty()):
+    with translated_errors("download", repo.url), client_bars(show=sys.stderr.isatty()):
         endpoint = repo.api.endpoint
         found = snapshot_download(
             repo.id,

@@ -18,7 +18,7 @@ class MovedError(TransientError):
     """A branch of a repository does not stand where a commit was made for: somebody else has committed."""
 
 
-def may_help(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether it may work if it is tried again: the Hub is busy, or was not reached."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -27,18 +27,18 @@ def may_help(error: BaseException) -> bool:
 
 
 @contextmanager
-def explained(verb: str, where: str) -> Iterator[None]:
+def translated_errors(verb: str, where: str) -> Iterator[None]:
     """Turn what the client raises into errors of ours."""
     try:
         yield
     except CkptError:
         raise
     except Exception as error:
-        problem = translated(cause_of(error), f"could not {verb} {where}")
+        problem = translate_error(cause_of(error), f"could not {verb} {where}")
         raise problem from None  # the cause holds the request's headers
 
 
-def translated(error: BaseException, what: str) -> Exception:
+def translate_error(error: BaseException, what: str) -> Exception:
     """The error that a user sees in place of the client's."""
     from huggingface_hub.errors import (
         EntryNotFoundError,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from ckpt.errors import ConfigError, StorageError, TransientError
-from ckpt.storage.hub.errors import MovedError, asked_to_wait, cause_of, explained, may_help, status_of
+from ckpt.storage.hub.errors import MovedError, asked_to_wait, cause_of, is_transient, status_of, translated_errors
 from ckpt.storage.retry import Retries, RetryPolicy
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Hub:
     retry_policy: RetryPolicy = field(default_factory=lambda: RetryPolicy(first_pause=1.0))
     reached: bool = False
 
-    def tried(self, call: Callable[[], Result]) -> Result:
+    def with_retries(self, call: Callable[[], Result]) -> Result:
         """The result of a call. Transient failures are retried until the deadline, as late as the Hub asks."""
         retries = self.retry_policy.start()
         while True:
@@ -68,7 +68,7 @@ class Hub:
     def _pause_after(self, error: BaseException, retries: Retries) -> float | None:
         """Seconds to wait before the next try; None if there is none."""
         self.reached = self.reached or status_of(error) > 0
-        pause = retries.next_pause(reached=self.reached, asked=asked_to_wait(error)) if may_help(error) else None
+        pause = retries.next_pause(reached=self.reached, asked=asked_to_wait(error)) if is_transient(error) else None
         if pause is not None:
             _log.warning("the Hub is asked again in %.1f s: %s", pause, status_of(error) or type(error).__name__)
         return pause
@@ -186,7 +186,7 @@ class HubRepo:
         def send() -> None:
             self.api.preupload_lfs_files(self.id, additions, revision=self.revision, free_memory=True)
 
-        with bars(show=False):  # training goes on meanwhile
+        with client_bars(show=False):  # training goes on meanwhile
             self._ask("upload to", send)
 
     def commit_on_head(self, make: Callable[[str], Sequence[Operation]], message: str) -> tuple[str, int]:
@@ -227,9 +227,9 @@ class HubRepo:
                 parent_commit=parent,
             )
 
-        with explained("commit to", self.url), bars(show=sys.stderr.isatty()):
+        with translated_errors("commit to", self.url), client_bars(show=sys.stderr.isatty()):
             try:
-                return str(self.hub.tried(send).oid)
+                return str(self.hub.with_retries(send).oid)
             except OSError as error:
                 if status_of(error) not in _CONFLICTS:
                     raise
@@ -239,16 +239,16 @@ class HubRepo:
         return made
 
     def _marked(self, mark: str) -> str | None:
-        commits = self.hub.tried(lambda: self.api.list_repo_commits(self.id, revision=self.revision))
+        commits = self.hub.with_retries(lambda: self.api.list_repo_commits(self.id, revision=self.revision))
         return next((one.commit_id for one in commits if mark in one.message), None)
 
     def _ask(self, verb: str, call: Callable[[], Result], where: str = "") -> Result:
-        with explained(verb, where or self.url):
-            return self.hub.tried(call)
+        with translated_errors(verb, where or self.url):
+            return self.hub.with_retries(call)
 
 
 @contextmanager
-def bars(*, show: bool) -> Iterator[None]:
+def client_bars(*, show: bool) -> Iterator[None]:
     """Whether the client shows its bars, of which there is one for every file."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 

@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from ckpt.errors import AbsentError, ConfigError, StorageError, TruncatedError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, below, changed, check_key
 from ckpt.storage.deprecated import FormerName
-from ckpt.storage.hub.errors import explained
+from ckpt.storage.hub.errors import translated_errors
 from ckpt.storage.hub.pending import Pending, Receipt
 from ckpt.storage.hub.repo import MAIN_BRANCH, Hub, HubFile, HubRepo
 from ckpt.storage.memory import MemoryStorage
@@ -212,7 +212,7 @@ class HubStorage:
         """Send the bytes of a large file; those of a small one go with the commit."""
         from huggingface_hub import CommitOperationAdd
 
-        with explained("write", f"{self._repo.url}/{path}"):
+        with translated_errors("write", f"{self._repo.url}/{path}"):
             addition = CommitOperationAdd(path, content)
             size = addition.upload_info.size
             try:

@@ -21,7 +21,7 @@ _log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class HeldLock:
     """A lock that this process holds."""
 
     key: str
@@ -50,9 +50,9 @@ class LocalLocks:
     def __init__(self, root: Path, shown: str) -> None:
         self._root = root
         self._shown = shown
-        self._alone: list[Held] = []  # lock files of the holders in this storage
+        self._exclusive: list[HeldLock] = []  # lock files of the holders in this storage
 
-    def take(self, key: str, path: Path, *, shared: bool, note: str) -> Held | None:
+    def acquire(self, key: str, path: Path, *, shared: bool, note: str) -> HeldLock | None:
         """Lock what is at `path`. None where the filesystem has no locks."""
         while True:
             with no_fork:
@@ -66,7 +66,7 @@ class LocalLocks:
                     break
                 close(held.descriptor)  # its holder removed it before he released it
         if held.noted:
-            self._alone.append(held)
+            self._exclusive.append(held)
             try:
                 os.ftruncate(held.descriptor, 0)
                 os.pwrite(held.descriptor, note.encode(), 0)
@@ -75,7 +75,7 @@ class LocalLocks:
                 raise
         return held
 
-    def release(self, held: Held) -> None:
+    def release(self, held: HeldLock) -> None:
         with no_fork:
             if held.descriptor not in _held:  # a forked child has closed its copy already
                 return
@@ -85,10 +85,10 @@ class LocalLocks:
             finally:
                 close(held.descriptor)
 
-    def _leave(self, held: Held) -> None:
+    def _leave(self, held: HeldLock) -> None:
         """Remove the traces of a lock. One that stays harms nobody, and nobody could do anything about it."""
         if held.noted:
-            self._alone.remove(held)
+            self._exclusive.remove(held)
             with suppress(OSError):
                 os.ftruncate(held.descriptor, 0)  # the next holder may leave no note
         with suppress(OSError):  # it is not empty any more
@@ -97,14 +97,14 @@ class LocalLocks:
 
     def confirm(self) -> None:
         """Refuse to go on if the file by which this process holds the root is gone: others may hold it by now."""
-        for held in self._alone:
+        for held in self._exclusive:
             if held.descriptor in _held and not self._is_in_place(held):  # a forked child has closed its copy
                 raise LostError(
                     f"{self._shown}/{held.key} was removed, alone or with all of {self._shown}, while this run held "
                     "it: nothing kept others from writing there."
                 )
 
-    def _is_in_place(self, held: Held) -> bool:
+    def _is_in_place(self, held: HeldLock) -> bool:
         try:
             return held.is_in_place()
         except OSError as error:
@@ -113,12 +113,14 @@ class LocalLocks:
                 f"{error.strerror or error}. Nothing was changed there. Try again."
             ) from error
 
-    def _locked(self, key: str, path: Path, *, shared: bool, note: str) -> Held | None:
+    def _locked(self, key: str, path: Path, *, shared: bool, note: str) -> HeldLock | None:
         descriptor, made = self._opened(path, shared=shared)
         with _closed_on_error(descriptor):
             return self._flocked(key, path, descriptor, shared=shared, note=note, made=made)
 
-    def _flocked(self, key: str, path: Path, descriptor: int, *, shared: bool, note: str, made: bool) -> Held | None:
+    def _flocked(
+        self, key: str, path: Path, descriptor: int, *, shared: bool, note: str, made: bool
+    ) -> HeldLock | None:
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
@@ -134,7 +136,7 @@ class LocalLocks:
                 return None
             raise
         noted = bool(note) and not shared and _is_lock_file(path) and stat.S_ISREG(os.fstat(descriptor).st_mode)
-        return Held(key, path, descriptor, noted=noted, made=made)
+        return HeldLock(key, path, descriptor, noted=noted, made=made)
 
     def _opened(self, path: Path, *, shared: bool) -> tuple[int, bool]:
         """A descriptor of what is to be locked, and whether a folder was made for it."""
@@ -195,7 +197,7 @@ def _warn_without_locks(root: str) -> None:
 
 
 @contextmanager
-def waited_for(folder: Path) -> Iterator[None]:
+def locked_directory(folder: Path) -> Iterator[None]:
     """Hold a directory alone, when whoever holds it now has released it."""
     with no_fork:  # a child must not get a copy of the lock
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

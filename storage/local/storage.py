@@ -28,7 +28,7 @@ from ckpt.storage.deprecated import FormerName
 from ckpt.storage.local.direct_read import read_scattered
 from ckpt.storage.local.direct_write import write_durably
 from ckpt.storage.local.durable_directories import make_directories, sync_directory
-from ckpt.storage.local.locks import LocalLocks, waited_for
+from ckpt.storage.local.locks import LocalLocks, locked_directory
 
 TEMPORARY = ".ckpt-tmp"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -79,7 +79,7 @@ class LocalStorage:
 
     def version(self, key: str) -> str | None:
         path = self._path(key, followed=True)
-        with self._explained("read", key):
+        with self._translated_errors("read", key):
             try:
                 status = os.stat(path)
             except _NOTHING_THERE:
@@ -91,7 +91,7 @@ class LocalStorage:
     def link(self, source: str, target: str) -> None:
         """A hard link: the bytes are there once, until the last of their names is removed."""
         there = self._path(source, followed=True)
-        with self._explained("read", source):
+        with self._translated_errors("read", source):
             os.stat(there)
         try:
             self._make(target, lambda path: os.link(os.path.realpath(there), path))
@@ -103,7 +103,7 @@ class LocalStorage:
     def _make(self, key: str, make: Callable[[Path], None], *, over: str | None = ANY) -> None:
         """Make a file under another name, and give it its own when it is whole."""
         path = self._path(key)
-        with self._explained("write", key):
+        with self._translated_errors("write", key):
             self._locks.confirm()
             make_directories(path.parent, self._root)
             temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY}")
@@ -131,23 +131,23 @@ class LocalStorage:
 
     def _replace(self, temporary: Path, key: str, over: str | None) -> None:
         """Give a file its name if that is still the one of `over`. One at a time, by an flock on the root."""
-        with waited_for(self._root):
+        with locked_directory(self._root):
             if self.version(key) != over:
                 raise changed(f"{self._shown}/{key}")
             os.replace(temporary, self._path(key))
 
     def _pieces(self, key: str) -> Iterator[bytes]:
-        with self._explained("read", key), open(self._path(key, followed=True), "rb", buffering=0) as file:
+        with self._translated_errors("read", key), open(self._path(key, followed=True), "rb", buffering=0) as file:
             while piece := file.read(_COPIED_AT_ONCE):
                 yield piece
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        with self._explained("read", key), open(self._path(key, followed=True), "rb") as file:
+        with self._translated_errors("read", key), open(self._path(key, followed=True), "rb") as file:
             file.seek(start)
             return file.read(-1 if stop is None else max(0, stop - start))
 
     def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
-        with self._explained("read", key):
+        with self._translated_errors("read", key):
             path = self._path(key, followed=True)
             views = [memoryview(buffer).cast("B") for buffer in buffers]
             missing = read_scattered(str(path), start, views, cached=again)
@@ -155,7 +155,7 @@ class LocalStorage:
                 raise TruncatedError(f"{self._shown}/{key} ends {missing} bytes too early.")
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        with self._explained("list", prefix):
+        with self._translated_errors("list", prefix):
             for folder, names in self._walk(prefix):
                 for name in names:
                     path = os.path.join(folder, name)
@@ -167,12 +167,12 @@ class LocalStorage:
         self._locks.confirm()
         for key in keys:
             path = self._path(key)
-            with self._explained("delete", key), suppress(*_NOTHING_THERE):
+            with self._translated_errors("delete", key), suppress(*_NOTHING_THERE):
                 path.unlink()
             self._drop_empty(path.parent)
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
-        with self._explained("list", prefix):
+        with self._translated_errors("list", prefix):
             for folder, names in self._walk(prefix):
                 for path in (os.path.join(folder, name) for name in names if name.endswith(TEMPORARY)):
                     with suppress(FileNotFoundError):  # finished while we walk
@@ -182,7 +182,7 @@ class LocalStorage:
 
     def sweep(self, prefix: str = "", *, age: float | None = None) -> None:
         self._locks.confirm()
-        with self._explained("sweep", prefix):
+        with self._translated_errors("sweep", prefix):
             for left in list(self.unfinished(prefix)):
                 if age is None or left.age >= age:
                     path = self._root / left.key
@@ -197,8 +197,8 @@ class LocalStorage:
         A lock file's content is the note of the one who holds it alone. Directories and readers leave none.
         """
         path = self._path(key, followed=True)
-        with self._explained("lock", key):
-            held = self._locks.take(key, path, shared=shared, note=note)
+        with self._translated_errors("lock", key):
+            held = self._locks.acquire(key, path, shared=shared, note=note)
         try:
             yield
         finally:
@@ -240,7 +240,7 @@ class LocalStorage:
             folder = folder.parent
 
     @contextmanager
-    def _explained(self, verb: str, key: str) -> Iterator[None]:
+    def _translated_errors(self, verb: str, key: str) -> Iterator[None]:
         """Turn the system's errors into ours: what, where, why, what to do."""
         where = f"{self._shown}/{key}"
         try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.errors import ConfigError, StorageError, TransientError
 from ckpt.storage.retry import Retries, RetryPolicy
-from ckpt.storage.s3.errors import UnreachedError, explained
+from ckpt.storage.s3.errors import UnreachedError, translate_error
 
 if TYPE_CHECKING:
     from s3fs import S3FileSystem
@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 _AT_ONCE = 8
 
 
-class Moved:
+class BytesMoved:
     """Bytes that one try of a request has moved so far."""
 
     count = 0
@@ -50,7 +50,7 @@ class Connection:
 
     def start(self, work: Coroutine[Any, Any, _T], tasks: set[asyncio.Task[Any]]) -> Future[_T]:
         """Begin work in the loop, as one of `tasks`."""
-        return asyncio.run_coroutine_threadsafe(_among(tasks, work), self.fs.loop)
+        return asyncio.run_coroutine_threadsafe(_tracked(tasks, work), self.fs.loop)
 
     def stop(self, tasks: set[asyncio.Task[Any]]) -> None:
         """Cancel the tasks. When this returns, none of them touches anybody's memory any more."""
@@ -62,7 +62,7 @@ class Connection:
         self._reached = True
         return answer
 
-    async def tried(self, what: str, where: str, attempt: Callable[[Moved], Awaitable[_T]]) -> _T:
+    async def with_retries(self, what: str, where: str, attempt: Callable[[BytesMoved], Awaitable[_T]]) -> _T:
         """The result of an attempt. Transient failures are retried until the deadline, others raised at once."""
         problem: StorageError | ConfigError
         retries: Retries | None = None
@@ -72,7 +72,7 @@ class Connection:
                 try:
                     return await self._watched(attempt)
                 except Exception as error:
-                    problem = explained(error, what, where, self.bucket)
+                    problem = translate_error(error, what, where, self.bucket)
             if not isinstance(problem, TransientError):
                 raise problem  # not where `error` was caught: what is chained might quote a secret
             self._reached = self._reached or not isinstance(problem, UnreachedError)
@@ -81,9 +81,9 @@ class Connection:
                 raise TransientError(f"{problem} Tried {tries} times.")
             await asyncio.sleep(pause)
 
-    async def _watched(self, attempt: Callable[[Moved], Awaitable[_T]]) -> _T:
+    async def _watched(self, attempt: Callable[[BytesMoved], Awaitable[_T]]) -> _T:
         """One attempt, given up when nothing has moved for a while."""
-        moved = Moved()
+        moved = BytesMoved()
         task = asyncio.ensure_future(attempt(moved))
         try:
             while True:
@@ -97,7 +97,7 @@ class Connection:
             await _stop({task})
 
 
-async def run_on_all_ranks(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
     """The results of all. If one fails, the others are stopped first."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
@@ -106,7 +106,7 @@ async def run_on_all_ranks(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]
         await _stop(tasks)
 
 
-async def _among(tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, _T]) -> _T:
+async def _tracked(tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, _T]) -> _T:
     task = asyncio.current_task()
     assert task is not None
     tasks.add(task)

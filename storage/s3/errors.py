@@ -55,13 +55,13 @@ def not_deleted(errors: Iterable[Mapping[str, Any]], where: str) -> StorageError
     return (TransientError if passing else StorageError)(f"could not delete in {where}: {listed}.")
 
 
-def explained(error: BaseException, what: str, where: str, bucket: str) -> StorageError | ConfigError:
+def translate_error(error: BaseException, what: str, where: str, bucket: str) -> StorageError | ConfigError:
     """An error of ours for one of botocore's, of aiohttp's or of the system's. Quotes no secret."""
     from botocore import exceptions
 
     answer = _answer(error)
     if answer is not None:
-        return _answered(answer, what, where, bucket)
+        return _translate_answer(answer, what, where, bucket)
     if isinstance(error, StorageError | ConfigError):
         return error
     if _is(error, exceptions.NoCredentialsError, exceptions.PartialCredentialsError):
@@ -77,7 +77,7 @@ def explained(error: BaseException, what: str, where: str, bucket: str) -> Stora
             "storage_options={'endpoint_url': ...}) and the network."
         )
     kind = type(error.__cause__ or error).__name__
-    if _is_passing(error):
+    if _is_network_failure(error):
         return TransientError(f"could not {what} {where}: the connection failed ({kind}).")
     if _is(error, exceptions.BotoCoreError, ValueError, TypeError):
         return ConfigError(f"could not {what} {where}: {kind}. Check storage_options and the URL.")
@@ -96,7 +96,7 @@ def _answer(error: BaseException) -> dict[str, Any] | None:
     return found.response if isinstance(found, ClientError) else None
 
 
-def _answered(answer: dict[str, Any], what: str, where: str, bucket: str) -> StorageError:
+def _translate_answer(answer: dict[str, Any], what: str, where: str, bucket: str) -> StorageError:
     code = str(answer.get("Error", {}).get("Code", ""))
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     begin = f"could not {what} {where}: the server says {code or status}"
@@ -123,7 +123,7 @@ def _answered(answer: dict[str, Any], what: str, where: str, bucket: str) -> Sto
     return StorageError(f"{begin} ({status}).")
 
 
-def _is_passing(error: BaseException) -> bool:
+def _is_network_failure(error: BaseException) -> bool:
     from aiohttp import ClientError as ConnectionFailure
     from botocore.exceptions import FlexibleChecksumError as Altered
     from botocore.exceptions import HTTPClientError

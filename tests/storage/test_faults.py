@@ -17,7 +17,7 @@ from torch import nn
 
 import ckpt
 from ckpt.storage import ANY, Buffer, Storage, open_storage
-from ckpt.storage.multipart import PART
+from ckpt.storage.multipart import PART_SIZE
 from tests.helpers.faulty_proxy import FAULTS, NOT_DELETED, FaultyProxy, random_faults
 from tests.helpers.places import PassedOn
 from tests.helpers.processes import DEADLINE, start_alone
@@ -171,11 +171,11 @@ class _KilledInTheMiddle(PassedOn):
 
     def _cut_off(self, pieces: Iterable[Buffer]) -> Iterator[memoryview]:
         whole, sent = b"".join(pieces), 0
-        for sent in range(0, len(whole), PART):
-            if sent == 2 * PART:
+        for sent in range(0, len(whole), PART_SIZE):
+            if sent == 2 * PART_SIZE:
                 self.server.kill()
                 self.killed.set()
-            yield memoryview(whole)[sent : sent + PART]
+            yield memoryview(whole)[sent : sent + PART_SIZE]
 
 
 def test_a_server_that_is_killed_during_a_save_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_a_server_that_is_killed_during_a_save_and_comes_back(monkeypatch: pytes
         for name, value in environment(server.url).items():
             monkeypatch.setenv(name, value)
         root = f"s3://{BUCKET}/run"
-        storage, size = _KilledInTheMiddle(root, server), 3 * PART
+        storage, size = _KilledInTheMiddle(root, server), 3 * PART_SIZE
         model = of_step(1, size)
         with ckpt.StateManager(storage, model=model) as manager:
             manager.save_state("step-1", wait=True)

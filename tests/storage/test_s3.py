@@ -22,7 +22,7 @@ from torch import nn
 import ckpt
 from ckpt.storage import ObjectStorage, Storage, lease_record, leases, open_storage
 from ckpt.storage.retry import RetryPolicy
-from ckpt.storage.s3.connection import Connection, Moved
+from ckpt.storage.s3.connection import BytesMoved, Connection
 from ckpt.storage.s3.objects import S3Objects
 from tests.helpers.faulty_proxy import FaultyProxy
 from tests.helpers.seaweed import BUCKET, KEY, SECRET, Server, environment
@@ -592,15 +592,15 @@ class TestDeadlines:
         connection = Connection(BUCKET, {"max_concurrency": 1})
         came, go = threading.Event(), threading.Event()
 
-        async def attempt(moved: Moved) -> int:
+        async def attempt(moved: BytesMoved) -> int:
             came.set()
             while not go.is_set():
                 await asyncio.sleep(0.01)
             return len(started)
 
-        first = connection.start(connection.tried("read", "here", attempt), set())
+        first = connection.start(connection.with_retries("read", "here", attempt), set())
         came.wait()
-        second = connection.start(connection.tried("read", "here", attempt), set())
+        second = connection.start(connection.with_retries("read", "here", attempt), set())
         connection.run(asyncio.sleep(0.1))  # by then the second waits
         assert len(started) == 1
         go.set()
@@ -612,7 +612,7 @@ def test_a_body_reads_like_a_file_and_iterates_like_a_stream() -> None:
 
     data = os.urandom(1000)
     body, file = (
-        Body([memoryview(data)[:10], memoryview(data)[10:700], memoryview(data)[700:]], Moved()),
+        Body([memoryview(data)[:10], memoryview(data)[10:700], memoryview(data)[700:]], BytesMoved()),
         io.BytesIO(data),
     )
     for size in (5, 6, 0, 900, None, 3):
