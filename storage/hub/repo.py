@@ -1,4 +1,4 @@
-"""One repository on the Hub, through `huggingface_hub`: its files at a commit, and new commits on top of one."""
+"""A repository on the Hub, through `huggingface_hub`: its files at a commit, and new commits on its head."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file in a repository: its size, and the hash of what is in it: sha256 of large files, git's of others."""
+    """A file in a repository: its size, and its hash: sha256 of large files, git's of others."""
 
     path: str
     size: int
@@ -76,7 +76,7 @@ class Hub:
 
 @dataclass(frozen=True)
 class HubRepo:
-    """A repository and one of its branches. The token comes from `HF_TOKEN` or a login, if none is given."""
+    """A repository and a branch of it. Without a token, that of `HF_TOKEN` or of a login is used."""
 
     id: str
     revision: str = MAIN_BRANCH
@@ -93,7 +93,7 @@ class HubRepo:
 
     @property
     def page(self) -> str:
-        """Where a browser finds it."""
+        """The address of its web page."""
         return f"{self.api.endpoint}/{self.id}"
 
     @cached_property
@@ -103,9 +103,9 @@ class HubRepo:
         return HfApi(token=self.token, library_name="torch-ckpt")
 
     def create(self, *, private: bool | None = None) -> bool:
-        """Make the repository and the branch, where they are not there yet; no pull request (`refs/pr/1`).
+        """Create the repository and the branch if they do not exist; but no pull request (`refs/pr/1`).
 
-        Returns whether this call has certainly made the repository.
+        Returns whether this call has certainly created the repository.
         """
         made = self._ask("create", lambda: self._made(private=private))
         if self.revision != MAIN_BRANCH and not self.revision.startswith("refs/"):
@@ -120,7 +120,7 @@ class HubRepo:
             status = status_of(cause_of(error))
             if status not in (_EXISTS, _MAY_NOT):
                 raise
-            if status == _MAY_NOT and not self.api.repo_exists(self.id):  # if it is there, the token may still push
+            if status == _MAY_NOT and not self.api.repo_exists(self.id):  # if it exists, the token may still push
                 raise
             return False
         return True
@@ -181,18 +181,18 @@ class HubRepo:
         return found
 
     def upload(self, additions: Sequence[CommitOperationAdd]) -> None:
-        """Send the bytes of large files ahead of their commit, and forget them here. What the Hub has is not sent."""
+        """Upload large files ahead of their commit, and release their memory. Files that the Hub has are not sent."""
 
         def send() -> None:
             self.api.preupload_lfs_files(self.id, additions, revision=self.revision, free_memory=True)
 
-        with client_bars(show=False):  # training goes on meanwhile
+        with client_bars(show=False):  # training continues meanwhile
             self._ask("upload to", send)
 
     def commit_on_head(self, make: Callable[[str], Sequence[Operation]], message: str) -> tuple[str, int]:
-        """Commit what `make` says is to be done, given the head; again on the new head when others were first.
+        """Commit the operations that `make` returns for a head; again on the new head if others have committed first.
 
-        Returns the commit that then has all of it, and the number of changes: none if nothing was to be done.
+        Returns the commit that contains them, and their number. Without operations there is no commit.
         """
         retries = _COMMIT_RETRIES.start()
         while True:
@@ -211,9 +211,9 @@ class HubRepo:
         )
 
     def _commit(self, operations: Sequence[Operation], message: str, parent: str) -> str:
-        """One commit on top of `parent`. If the branch is elsewhere, it raises `MovedError` and nothing has changed.
+        """A commit on top of `parent`. If the branch has another head, raises `MovedError`, and nothing has changed.
 
-        Where the answer to a commit was lost, the mark in its description tells whether it was made.
+        If the answer to a commit was lost, the mark in its description tells whether it was made.
         """
         mark = f"ckpt {secrets.token_hex(8)}"
 
@@ -240,7 +240,7 @@ class HubRepo:
 
     def _marked(self, mark: str) -> str | None:
         commits = self.hub.with_retries(lambda: self.api.list_repo_commits(self.id, revision=self.revision))
-        return next((one.commit_id for one in commits if mark in one.message), None)
+        return next((commit.commit_id for commit in commits if mark in commit.message), None)
 
     def _ask(self, verb: str, call: Callable[[], Result], where: str = "") -> Result:
         with translated_errors(verb, where or self.url):
@@ -249,7 +249,7 @@ class HubRepo:
 
 @contextmanager
 def client_bars(*, show: bool) -> Iterator[None]:
-    """Whether the client shows its bars, of which there is one for every file."""
+    """Whether the client shows its progress bars: one for every file."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if show or are_progress_bars_disabled():

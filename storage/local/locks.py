@@ -22,16 +22,16 @@ _log = logging.getLogger("ckpt")
 
 @dataclass(frozen=True, eq=False)
 class HeldLock:
-    """A lock that this process holds."""
+    """An flock that this process holds."""
 
     key: str
     path: Path
     descriptor: int
-    noted: bool  # a lock file, which contains its holder's note
-    made: bool  # an empty folder, to be removed with the lock
+    noted: bool  # it is a lock file with the holder's note in it
+    made: bool  # it is an empty folder, created for the lock and removed with it
 
     def is_in_place(self) -> bool:
-        """Whether the path still leads to what is locked. A lock on what has been removed excludes nobody."""
+        """Whether the path still leads to the locked file. A lock on a file that was removed excludes nobody."""
         try:
             there = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -42,9 +42,9 @@ class HeldLock:
 class LocalLocks:
     """The locks of one local storage that this process holds.
 
-    A name that begins with a dot is a lock file, made if it is missing. Any other key is locked itself, be it a folder
-    or a file; if nothing is there, an empty folder is made for as long as the lock lasts. A file would be in the way of
-    what is saved under that name later.
+    A key whose name begins with a dot is a lock file, created if it is missing. For any other key the folder or file
+    itself is locked; if there is none, an empty folder is created for as long as the lock lasts. A lock file would be
+    in the way of the checkpoint that is saved under that name later.
     """
 
     def __init__(self, root: Path, shown: str) -> None:
@@ -53,7 +53,7 @@ class LocalLocks:
         self._exclusive: list[HeldLock] = []  # lock files of the holders in this storage
 
     def acquire(self, key: str, path: Path, *, shared: bool, note: str) -> HeldLock | None:
-        """Lock what is at `path`. None where the filesystem has no locks."""
+        """Lock the file or folder at `path`. None where the filesystem has no locks."""
         while True:
             with no_fork:
                 held = self._locked(key, path, shared=shared, note=note)
@@ -64,7 +64,7 @@ class LocalLocks:
                 if in_place:
                     _held.add(held.descriptor)
                     break
-                close(held.descriptor)  # its holder removed it before he released it
+                close(held.descriptor)  # its previous holder removed it before releasing it
         if held.noted:
             self._exclusive.append(held)
             try:
@@ -86,17 +86,17 @@ class LocalLocks:
                 close(held.descriptor)
 
     def _leave(self, held: HeldLock) -> None:
-        """Remove the traces of a lock. One that stays harms nobody, and nobody could do anything about it."""
+        """Remove the note and the folder of a lock. A failure is ignored: what is left does no harm."""
         if held.noted:
             self._exclusive.remove(held)
             with suppress(OSError):
                 os.ftruncate(held.descriptor, 0)  # the next holder may leave no note
-        with suppress(OSError):  # it is not empty any more
+        with suppress(OSError):  # not empty any more
             if held.made and held.is_in_place():
                 held.path.rmdir()
 
     def confirm(self) -> None:
-        """Refuse to go on if the file by which this process holds the root is gone: others may hold it by now."""
+        """Raise if a lock file that this process holds was removed: others may hold the root by now."""
         for held in self._exclusive:
             if held.descriptor in _held and not self._is_in_place(held):  # a forked child has closed its copy
                 raise LostError(
@@ -139,7 +139,7 @@ class LocalLocks:
         return HeldLock(key, path, descriptor, noted=noted, made=made)
 
     def _opened(self, path: Path, *, shared: bool) -> tuple[int, bool]:
-        """A descriptor of what is to be locked, and whether a folder was made for it."""
+        """A descriptor of the file or folder to lock, and whether the folder was created for it."""
         if _is_lock_file(path) and not shared and not path.is_dir():
             make_directories(path.parent, self._root)
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), False
@@ -153,14 +153,14 @@ class LocalLocks:
 
 
 def close(descriptor: int) -> None:
-    """Close what was locked. The descriptor is gone even where that reports an error, which says nothing of a lock."""
+    """Close a descriptor and so release its lock, which happens even if close(2) reports an error."""
     with suppress(OSError):
         os.close(descriptor)
 
 
 @contextmanager
 def _closed_on_error(descriptor: int) -> Iterator[None]:
-    """Or the lock would last as long as the process."""
+    """Close a descriptor on an error, or its lock would last as long as the process."""
     try:
         yield
     except BaseException:
@@ -173,10 +173,12 @@ def _is_lock_file(path: Path) -> bool:
 
 
 _held: set[int] = set()
-no_fork = threading.RLock()  # or a child would get a copy of a lock that `_held` does not know
+no_fork = (
+    threading.RLock()
+)  # while it is held no child is forked, which would inherit a lock that `_held` does not have yet
 
 
-def _let_go_in_child() -> None:
+def _release_in_child() -> None:
     # A data loader's worker is a fork that may outlive a killed trainer for seconds. With a copy of the descriptor it
     # would keep the lock, and the restarted trainer would be refused.
     for descriptor in _held:
@@ -185,7 +187,7 @@ def _let_go_in_child() -> None:
     no_fork.release()
 
 
-os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=_let_go_in_child)
+os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=_release_in_child)
 
 _warned: set[str] = set()
 
@@ -193,12 +195,12 @@ _warned: set[str] = set()
 def _warn_without_locks(root: str) -> None:
     if root not in _warned:
         _warned.add(root)
-        _log.warning("%s: this filesystem has no locks. See to it that only one run writes there at a time.", root)
+        _log.warning("%s: this filesystem has no locks. Make sure that only one run writes there at a time.", root)
 
 
 @contextmanager
 def locked_directory(folder: Path) -> Iterator[None]:
-    """Hold a directory alone, when whoever holds it now has released it."""
+    """Hold a directory exclusively, waiting for the present holder to release it."""
     with no_fork:  # a child must not get a copy of the lock
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

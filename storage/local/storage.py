@@ -1,4 +1,4 @@
-"""Files below a directory."""
+"""The storage of a local or network filesystem: files below a directory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ckpt.storage.local.locks import LocalLocks, locked_directory
 TEMPORARY = ".ckpt-tmp"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
-# what says nothing about the bytes themselves: a failing disk, a server that is away, a limit of this process
+# errors that do not mean the bytes are gone: a failing disk, an unreachable server, a limit of this process
 _PASSING = {
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR,
     errno.EBUSY, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED,
@@ -46,7 +46,7 @@ _SNAPSHOT = re.compile(r"(.*/models--[^/]+)/snapshots/[0-9a-f]{40}(?:/.*)?")
 
 
 class LocalStorage:
-    """A directory, made when the first object is written."""
+    """A directory, created when the first object is written."""
 
     is_local = True
     near = FormerName("is_local")
@@ -68,7 +68,7 @@ class LocalStorage:
 
     @property
     def place(self) -> str:
-        """The same for every spelling of this root: relative, absolute, or through symbolic links."""
+        """The resolved path: equal for every spelling of this root, relative, absolute, or through symbolic links."""
         return os.path.realpath(self._root)
 
     def __repr__(self) -> str:
@@ -89,7 +89,7 @@ class LocalStorage:
         return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
 
     def link(self, source: str, target: str) -> None:
-        """A hard link: the bytes are there once, until the last of their names is removed."""
+        """A hard link: the bytes are stored once, until the last of their names is removed."""
         there = self._path(source, followed=True)
         with self._translated_errors("read", source):
             os.stat(there)
@@ -101,7 +101,7 @@ class LocalStorage:
             self.write(target, self._pieces(source))
 
     def _make(self, key: str, make: Callable[[Path], None], *, over: str | None = ANY) -> None:
-        """Make a file under another name, and give it its own when it is whole."""
+        """Create a file under a temporary name, and rename it when it is complete."""
         path = self._path(key)
         with self._translated_errors("write", key):
             self._locks.confirm()
@@ -192,9 +192,9 @@ class LocalStorage:
 
     @contextmanager
     def lock(self, key: str, *, shared: bool = False, note: str = "") -> Iterator[None]:
-        """An flock on the file or directory itself: the kernel lets go of it when the process dies.
+        """An flock on the file or directory itself: the kernel releases it when the process dies.
 
-        A lock file's content is the note of the one who holds it alone. Directories and readers leave none.
+        A lock file contains the note of its exclusive holder. Directories and shared holders have none.
         """
         path = self._path(key, followed=True)
         with self._translated_errors("lock", key):
@@ -206,7 +206,7 @@ class LocalStorage:
                 self._locks.release(held)
 
     def _path(self, key: str, *, followed: bool = False) -> Path:
-        """Where `key` is. Unless it is `followed`, a link by that name is itself what is replaced or removed."""
+        """The path of `key`. Unless it is `followed`, a symbolic link of that name is itself replaced or removed."""
         path = self._root / check_key(key)
         words = key.split("/") if followed else key.split("/")[:-1]
         if self._has_links(words) and not self._stays_below(os.path.realpath(path if followed else path.parent)):
@@ -214,14 +214,14 @@ class LocalStorage:
         return path
 
     def _has_links(self, words: Iterable[str]) -> bool:
-        return any(os.path.islink(one) for one in accumulate(words, "{}/{}".format, initial=str(self._root)))
+        return any(os.path.islink(path) for path in accumulate(words, "{}/{}".format, initial=str(self._root)))
 
     def _stays_below(self, real: str) -> bool:
         root = os.path.realpath(self._bounds)
         return os.path.commonpath([root, real]) == root
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, Iterable[str]]]:
-        """The folders below `prefix`, deepest first, with the names of their files. One it may not read is an error."""
+        """The folders below `prefix`, deepest first, with the names of their files. An unreadable one is an error."""
 
         def failed(error: OSError) -> None:
             if not isinstance(error, _NOTHING_THERE):  # or a run would start anew beside its checkpoints
@@ -241,7 +241,7 @@ class LocalStorage:
 
     @contextmanager
     def _translated_errors(self, verb: str, key: str) -> Iterator[None]:
-        """Turn the system's errors into ours: what, where, why, what to do."""
+        """Translate the system's errors into `StorageError`s: what, where, why, what to do."""
         where = f"{self._shown}/{key}"
         try:
             yield

@@ -1,4 +1,4 @@
-"""Calls to S3 through s3fs: from any thread, tried again, and never left behind."""
+"""Calls to S3 through s3fs, from any thread: retried, and cancelled when their caller is interrupted."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _AT_ONCE = 8
 
 
 class BytesMoved:
-    """Bytes that one try of a request has moved so far."""
+    """Bytes that a try of a request has sent or received so far."""
 
     count = 0
 
 
 class Connection:
-    """A bucket, through the event loop that s3fs runs in a thread of its own."""
+    """A bucket, through the event loop that s3fs runs in its own thread."""
 
     def __init__(self, bucket: str, options: Mapping[str, Any]) -> None:
         given = dict(options)
@@ -39,7 +39,7 @@ class Connection:
         self._reached = False
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run to the end. If this thread is interrupted, the work is stopped first."""
+        """Run a coroutine to its end. If this thread is interrupted, the coroutine is cancelled first."""
         tasks: set[asyncio.Task[Any]] = set()
         future = self.start(work, tasks)
         try:
@@ -49,15 +49,15 @@ class Connection:
             raise
 
     def start(self, work: Coroutine[Any, Any, _T], tasks: set[asyncio.Task[Any]]) -> Future[_T]:
-        """Begin work in the loop, as one of `tasks`."""
+        """Start a coroutine in the loop. While it runs, its task is in `tasks`."""
         return asyncio.run_coroutine_threadsafe(_tracked(tasks, work), self.fs.loop)
 
     def stop(self, tasks: set[asyncio.Task[Any]]) -> None:
-        """Cancel the tasks. When this returns, none of them touches anybody's memory any more."""
+        """Cancel the tasks. When this returns, none of them accesses the caller's buffers any more."""
         asyncio.run_coroutine_threadsafe(_stop(tasks), self.fs.loop).result()
 
     async def call(self, method: str, **arguments: Any) -> Any:
-        """One request."""
+        """A single request."""
         answer = await self.fs._call_s3(method, Bucket=self.bucket, **arguments)
         self._reached = True
         return answer
@@ -82,7 +82,7 @@ class Connection:
             await asyncio.sleep(pause)
 
     async def _watched(self, attempt: Callable[[BytesMoved], Awaitable[_T]]) -> _T:
-        """One attempt, given up when nothing has moved for a while."""
+        """An attempt, cancelled when no byte has moved for `stall` seconds."""
         moved = BytesMoved()
         task = asyncio.ensure_future(attempt(moved))
         try:
@@ -98,7 +98,7 @@ class Connection:
 
 
 async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """The results of all. If one fails, the others are stopped first."""
+    """The results of all coroutines. If one fails, the others are cancelled before its error is raised."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return list(await asyncio.gather(*tasks))
@@ -127,7 +127,7 @@ def _open(options: dict[str, Any], policy: RetryPolicy) -> S3FileSystem:
     from s3fs import S3FileSystem
 
     ours = {
-        "retries": {"total_max_attempts": 1},  # `tried` does it, with a deadline
+        "retries": {"total_max_attempts": 1},  # `with_retries` does it, with a deadline
         "read_timeout": policy.stall,
         "connect_timeout": min(10.0, policy.stall),
         "connector_args": {"resolver": _resolver()},
@@ -147,19 +147,19 @@ def _open(options: dict[str, Any], policy: RetryPolicy) -> S3FileSystem:
 
 
 def _resolver() -> Any:
-    """Looks names up in threads that a program which is about to end still starts: its last save goes on."""
+    """A resolver with its own threads: an executor refuses work when the program ends, during its last save."""
     from aiohttp.abc import AbstractResolver
 
     class Resolver(AbstractResolver):
         async def resolve(self, host: str, port: int = 0, family: int = socket.AF_UNSPEC) -> list[Any]:
             found = await _in_thread(lambda: socket.getaddrinfo(host, port, family, socket.SOCK_STREAM))
             return [
-                {"hostname": host, "host": one[4][0], "port": port, "family": one[0], "proto": one[2], "flags": 0}
-                for one in found
+                {"hostname": host, "host": address[0], "port": port, "family": kind, "proto": proto, "flags": 0}
+                for kind, _, proto, _, address in found
             ]
 
         async def close(self) -> None:
-            """Nothing is kept."""
+            """Nothing to close."""
 
     return Resolver()
 

@@ -1,4 +1,4 @@
-"""What goes wrong with S3, in our words: whether it is worth another try, and what to check otherwise."""
+"""Errors of S3 as `StorageError`s: whether a retry may help, and what to check otherwise."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ _CHECK_CREDENTIALS = (
 
 
 class UnreachedError(TransientError):
-    """No server answered."""
+    """No server has answered, so that the address may be wrong."""
 
 
 def code_of(error: BaseException) -> str:
-    """The code that the server gave; empty if it gave none."""
+    """The error code of the server's answer; empty if there is none."""
     answer = _answer(error)
     return str(answer.get("Error", {}).get("Code", "")) if answer else ""
 
 
 def not_deleted(errors: Iterable[Mapping[str, Any]], where: str) -> StorageError:
-    """An error for what a bulk delete has left, object by object, though the request itself went well."""
-    wrong = {str(one.get("Key")): str(one.get("Code") or "") for one in errors}
-    passing = all(code in _TRANSIENT or not code for code in wrong.values())  # SeaweedFS gives none
+    """The error for objects that a bulk delete has not removed, although the request itself succeeded."""
+    wrong = {str(error.get("Key")): str(error.get("Code") or "") for error in errors}
+    is_transient = all(code in _TRANSIENT or not code for code in wrong.values())  # SeaweedFS gives none
     listed = ", ".join(f"{key} ({code or 'without a reason'})" for key, code in wrong.items())
-    return (TransientError if passing else StorageError)(f"could not delete in {where}: {listed}.")
+    return (TransientError if is_transient else StorageError)(f"could not delete in {where}: {listed}.")
 
 
 def translate_error(error: BaseException, what: str, where: str, bucket: str) -> StorageError | ConfigError:
-    """An error of ours for one of botocore's, of aiohttp's or of the system's. Quotes no secret."""
+    """The error for one of botocore, aiohttp or the system. Quotes no secret."""
     from botocore import exceptions
 
     answer = _answer(error)
@@ -85,7 +85,7 @@ def translate_error(error: BaseException, what: str, where: str, bucket: str) ->
 
 
 def _is(error: BaseException, *kinds: type[BaseException]) -> bool:
-    """Whether it is of these kinds, or was caused by one."""
+    """Whether an error is of these classes, or was caused by one."""
     return isinstance(error, kinds) or isinstance(error.__cause__, kinds)
 
 
@@ -105,9 +105,9 @@ def _translate_answer(answer: dict[str, Any], what: str, where: str, bucket: str
     if code in _ABSENT:
         return AbsentError(f"{where} does not exist.")
     if code == "NoSuchUpload":
-        return AbsentError(f"{begin}: that upload was finished meanwhile, or somebody has given it up.")
+        return AbsentError(f"{begin}: that upload was completed or aborted meanwhile.")
     if code == "NoSuchBucket":
-        return StorageError(f"{begin}. Make the bucket {bucket!r}, or check its name and the endpoint.")
+        return StorageError(f"{begin}. Create the bucket {bucket!r}, or check its name and the endpoint.")
     if code in _DENIED:
         return DeniedError(f"{begin}. {_CHECK_CREDENTIALS}")
     if code in _FULL or status == 507:

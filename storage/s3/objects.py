@@ -1,4 +1,4 @@
-"""Objects in a bucket of S3, or of anything that speaks its language."""
+"""Objects in a bucket of S3, or of a server with the same API."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ class S3Objects:
         more: dict[str, str] = {}
         while True:
             page = self._s3.run(self._request("list_objects_v2", "", "list", Prefix=self._prefix + prefix, **more))
-            for one in page.get("Contents", ()):
-                if not one["Key"].endswith("/"):  # stands for a folder, as consoles make them: no key of ours
-                    yield Entry(one["Key"].removeprefix(self._prefix), one["Size"])
+            for found in page.get("Contents", ()):
+                if not found["Key"].endswith("/"):  # a placeholder for a folder, as consoles create them
+                    yield Entry(found["Key"].removeprefix(self._prefix), found["Size"])
             if not page.get("IsTruncated"):
                 return
             more = {"ContinuationToken": page["NextContinuationToken"]}
@@ -90,11 +90,11 @@ class S3Objects:
 
     def unfinished(self, prefix: str) -> Iterator[Unfinished]:
         for key, upload, begun in self._uploads(self._prefix + prefix):
-            with suppress(AbsentError):  # finished while we look
+            with suppress(AbsentError):  # completed meanwhile
                 yield Unfinished(key, self._size_of(key, upload), begun)
 
     def _size_of(self, key: str, upload: str) -> int:
-        """How many bytes of an upload have arrived."""
+        """The bytes of a multipart upload that have arrived."""
         size, more = 0, dict[str, int]()
         while True:
             page = self._s3.run(self._request("list_parts", key, "list", UploadId=upload, **more))
@@ -110,14 +110,14 @@ class S3Objects:
                     self._s3.run(self._request("abort_multipart_upload", key, UploadId=upload))
 
     def _uploads(self, top: str) -> Iterator[tuple[str, str, float]]:
-        """Unfinished uploads: their keys, their ids, and how many seconds ago they began, by the server's clock."""
+        """Unfinished multipart uploads: key, id, and age in seconds by the server's clock."""
         more: dict[str, str] = {}
         while True:
             page = self._s3.run(self._request("list_multipart_uploads", "", "list", Prefix=top, **more))
-            for one in page.get("Uploads", ()):
-                if one["Key"].startswith(top):
-                    begun = (_date(page) - one["Initiated"]).total_seconds()
-                    yield one["Key"].removeprefix(self._prefix), one["UploadId"], begun
+            for upload in page.get("Uploads", ()):
+                if upload["Key"].startswith(top):
+                    age = (_date(page) - upload["Initiated"]).total_seconds()
+                    yield upload["Key"].removeprefix(self._prefix), upload["UploadId"], age
             if not page.get("IsTruncated"):
                 return
             more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
@@ -144,7 +144,7 @@ class S3Objects:
             raise not_deleted(answer["Errors"], self.url)
 
     async def _chunks(self, key: str, start: int, stop: int | None, moved: BytesMoved) -> AsyncIterator[bytes]:
-        """The bytes as they come. None where the object has ended before `start`."""
+        """The bytes of a range as they arrive; nothing if the object ends before `start`."""
         span = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"} if start or stop is not None else {}
         try:
             answer = await self._s3.call("get_object", Key=self._prefix + key, **span)
@@ -158,7 +158,7 @@ class S3Objects:
                 yield chunk
 
     async def _fill_all(self, key: str, start: int, buffers: list[memoryview]) -> int:
-        """Several ranges at the same time. How many bytes are missing at the end."""
+        """Read several ranges concurrently. Returns how many bytes are missing at the end."""
         requests, at = [], start
         for views in split_into_parts(buffers, _READ_AT_ONCE):
             requests.append(self._fill_one(key, at, views))
@@ -178,7 +178,7 @@ class S3Objects:
 
 
 def _scatter(chunk: bytes, views: list[memoryview]) -> list[memoryview]:
-    """Copy bytes to the beginning of the views. Returns what is left of them."""
+    """Copy bytes to the beginning of the views. Returns the rest of the views."""
     data = memoryview(chunk)
     while data:
         count = min(len(data), len(views[0]))
@@ -189,5 +189,5 @@ def _scatter(chunk: bytes, views: list[memoryview]) -> list[memoryview]:
 
 
 def _date(answer: Mapping[str, Any]) -> datetime:
-    """What time it is for the server."""
+    """The time of the server's clock."""
     return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])

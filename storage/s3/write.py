@@ -1,4 +1,4 @@
-"""One object written to S3: at once, in parts, or copied by the server."""
+"""The write of an object to S3: in a single request, in parts, or as a copy inside the server."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     import asyncio
 
 COPIED_AT_ONCE = 256 << 20
-_TOKEN = "ckpt-write"  # noqa: S105  # names a write, so that one whose answer was lost is known again
+_TOKEN = "ckpt-write"  # noqa: S105  # metadata that identifies a write whose answer was lost
 
 
 class Write:
-    """One write of one object, which is known again when an answer was lost."""
+    """A write of an object. Its token tells, after a lost answer, whether the object in the bucket is its own."""
 
     def __init__(self, s3: Connection, key: str, where: str, over: str | None) -> None:
         self._s3 = s3
@@ -65,7 +65,7 @@ class Write:
     def _uploaded(
         self, upload: str, first: list[memoryview], second: list[memoryview], rest: Iterable[list[memoryview]]
     ) -> list[dict[str, Any]]:
-        """Upload parts as they come, a few at the same time. Nothing is on its way when this returns or raises."""
+        """Upload parts as they come, several concurrently. No request is in flight when this returns or raises."""
         tasks: set[asyncio.Task[Any]] = set()
         running: set[Future[dict[str, Any]]] = set()
         done: list[dict[str, Any]] = []
@@ -89,14 +89,14 @@ class Write:
         return await self._s3.with_retries("write", self._where, attempt)
 
     async def _copy_parts(self, upload: str, origin: dict[str, Any], size: int) -> list[dict[str, Any]]:
-        async def one(number: int, start: int) -> dict[str, Any]:
+        async def copy_part(number: int, start: int) -> dict[str, Any]:
             span = f"bytes={start}-{min(size, start + COPIED_AT_ONCE) - 1}"
             place = {"UploadId": upload, "PartNumber": number, "CopySourceRange": span}
             answer = await self._request("upload_part_copy", **place, **origin)
             return _completed_part(number, answer["CopyPartResult"])
 
         starts = range(0, size, COPIED_AT_ONCE)
-        return await gather_or_cancel(one(number, start) for number, start in enumerate(starts, 1))
+        return await gather_or_cancel(copy_part(number, start) for number, start in enumerate(starts, 1))
 
     async def _complete(self, upload: str, parts: list[dict[str, Any]]) -> str:
         async def attempt(moved: BytesMoved) -> str:
@@ -106,7 +106,10 @@ class Write:
         return await self._s3.with_retries("write", self._where, attempt)
 
     async def _send_once(self, method: str, **arguments: Any) -> str:
-        """The version after a request that counts once. If an earlier one has been heeded, that is no conflict."""
+        """Send the request that makes the object appear, and return its version.
+
+        When it is sent again and an earlier one has taken effect, the server reports a conflict that is none.
+        """
         self._tries += 1
         try:
             return str((await self._s3.call(method, Key=self._key, **arguments))["ETag"])
@@ -116,12 +119,14 @@ class Write:
             there = await self._s3.call("head_object", Key=self._key)
             if there.get("Metadata", {}).get(_TOKEN) == self._token:
                 return str(there["ETag"])
-        if code in ("NoSuchKey", "404") and "IfMatch" in self._condition:  # removed; others say 412 then
+        if (
+            code in ("NoSuchKey", "404") and "IfMatch" in self._condition
+        ):  # the object was removed; some servers say 412
             raise changed(self._where)
         raise failure
 
     def _give_up(self, upload: str) -> None:
-        with suppress(StorageError):  # what is left is swept later
+        with suppress(StorageError):  # `sweep` removes what is left
             self._s3.run(self._request("abort_multipart_upload", UploadId=upload))
 
     async def _request(self, method: str, **arguments: Any) -> Any:
@@ -132,7 +137,7 @@ class Write:
 
 
 def _completed_part(number: int, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """What completes a part: its tag, and the checksum that the server has compared."""
+    """A part as `complete_multipart_upload` wants it: its tag, and the checksum that the server has compared."""
     sums = {name: value for name, value in answer.items() if name.startswith("Checksum") and name != "ChecksumType"}
     return {"PartNumber": number, "ETag": answer["ETag"], **sums}
 
@@ -146,7 +151,7 @@ def _chain(
 
 
 def _collect_done(running: set[Future[dict[str, Any]]], done: list[dict[str, Any]]) -> set[Future[dict[str, Any]]]:
-    """Wait for at least one, keep the results, and return those that go on."""
+    """Wait for at least one, collect results, and return the futures that are still running."""
     ended, left = wait(running, return_when=FIRST_COMPLETED)
-    done.extend(one.result() for one in ended)
+    done.extend(future.result() for future in ended)
     return left

@@ -361,7 +361,7 @@ class Holder:
     was_silent: bool = False  # for so long that it may have been taken for dead
 
     def trusts(self, now: float) -> bool:
-        """Whether it goes on without asking the store: see `Leases.confirm`."""
+        """Whether it continues without asking the store: see `Leases.confirm`."""
         age = now + self.process.clock - self.lease.renewed
         return not self.lease.lost and age <= leases.EXPIRY / 2
 

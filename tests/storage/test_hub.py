@@ -405,7 +405,7 @@ def _without_network(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert ckpt.pull(REPO, tmp_path / "offline", step=7) == str(tmp_path / "offline" / "step-00000007")
     assert "is taken from the cache" in capfd.readouterr().err
     assert not any(ckpt.verify(tmp_path / "offline").values())
-    with pytest.raises(ckpt.TransientError, match="The cache has no whole copy of hub://me/other either"):
+    with pytest.raises(ckpt.TransientError, match="The cache has no complete copy of hub://me/other either"):
         ckpt.pull("me/other", tmp_path / "other")
 
 

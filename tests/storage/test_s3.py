@@ -349,7 +349,7 @@ class TestWrongRoots:
             (
                 "no bucket",
                 ckpt.StorageError,
-                r"NoSuchBucket\. Make the bucket 'ckpt', or check its name and the endpoint",
+                r"NoSuchBucket\. Create the bucket 'ckpt', or check its name and the endpoint",
             ),
             ("denied", ckpt.DeniedError, r"AccessDenied\. Check the credentials .*that they may list, read, write"),
             ("not implemented", ckpt.StorageError, r"NotImplemented\. ckpt needs conditional writes"),
