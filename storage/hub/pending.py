@@ -97,18 +97,18 @@ class Pending:
     def _commit_when_due(self) -> None:
         due = self._last + self._interval
         while True:
-            goes_on = self._wait(due)
+            is_running = self._wait(due)
             with self._guard:
-                if goes_on and self._changes and time.monotonic() < self._last + self._interval:
+                if is_running and self._changes and time.monotonic() < self._last + self._interval:
                     due = self._last + self._interval  # `settle` has committed meanwhile, and there are new changes
                     continue
                 try:
                     self._commit()
                 except CkptError as error:  # retried here, and by `settle`, which raises
-                    fate = "wait to be" if goes_on else "were not"
+                    fate = "wait to be" if is_running else "were not"
                     _log.warning("changes %s committed to %s: %s", fate, self._repo.url, error)
                     due = time.monotonic() + self._interval
-                if not self._changes or not goes_on:
+                if not self._changes or not is_running:
                     self._thread = None
                     return
 

@@ -109,7 +109,7 @@ class LocalLocks:
             return held.is_in_place()
         except OSError as error:
             raise StorageError(
-                f"could not look at {self._shown}/{held.key}, by which this run holds {self._shown}: "
+                f"could not check {self._shown}/{held.key}, by which this run holds {self._shown}: "
                 f"{error.strerror or error}. Nothing was changed there. Try again."
             ) from error
 

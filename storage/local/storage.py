@@ -209,14 +209,14 @@ class LocalStorage:
         """The path of `key`. Unless it is `followed`, a symbolic link of that name is itself replaced or removed."""
         path = self._root / check_key(key)
         words = key.split("/") if followed else key.split("/")[:-1]
-        if self._has_links(words) and not self._stays_below(os.path.realpath(path if followed else path.parent)):
+        if self._has_links(words) and not self._is_below(os.path.realpath(path if followed else path.parent)):
             raise ConfigError(f"{self._shown}/{key} leads out of the root through a symbolic link. It is not touched.")
         return path
 
     def _has_links(self, words: Iterable[str]) -> bool:
         return any(os.path.islink(path) for path in accumulate(words, "{}/{}".format, initial=str(self._root)))
 
-    def _stays_below(self, real: str) -> bool:
+    def _is_below(self, real: str) -> bool:
         root = os.path.realpath(self._bounds)
         return os.path.commonpath([root, real]) == root
 

@@ -62,7 +62,7 @@ def test_a_held_lock_that_cannot_be_looked_at_is_a_clear_error(tmp_path: Path, m
     with storage.lock(".lock", note="me"):
         storage.write("a", [b"x"])
         monkeypatch.setattr(HeldLock, "is_in_place", _fail)
-        with pytest.raises(StorageError, match=r"could not look at .*\.lock"):
+        with pytest.raises(StorageError, match=r"could not check .*\.lock"):
             storage.delete(["a"])
         monkeypatch.undo()
         assert storage.read("a") == b"x"

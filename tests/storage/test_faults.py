@@ -47,7 +47,7 @@ def of_step(step: int, size: int = LARGE) -> nn.Linear:
 
 def check(root: str, saved: list[int], size: int = LARGE) -> None:
     """What is committed verifies, what was reported as saved is among it, and the newest one loads."""
-    found = {one.name: one for one in ckpt.list_checkpoints(root) if one.committed}
+    found = {checkpoint.name: checkpoint for checkpoint in ckpt.list_checkpoints(root) if checkpoint.committed}
     assert {f"step-{step}" for step in saved} <= set(found)
     assert {name: ckpt.verify(f"{root}/{name}")[name] for name in found} == {name: [] for name in found}
     if found:
@@ -233,7 +233,7 @@ def test_after_every_kill_during_an_upload_the_newest_checkpoint_is_whole(
         assert torch.equal(model.weight, of_step(step).weight)
         reached = step
     assert {name: wrong for name, wrong in ckpt.verify(s3).items() if "never committed" not in str(wrong)} == {
-        one.name: [] for one in ckpt.list_checkpoints(s3) if one.committed
+        checkpoint.name: [] for checkpoint in ckpt.list_checkpoints(s3) if checkpoint.committed
     }
     capfd.readouterr()
 

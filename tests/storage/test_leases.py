@@ -114,7 +114,7 @@ def once(error: Exception) -> Callable[[str], Exception | None]:
 LOST = [ConnectionError("reset"), FileExistsError("the client has tried it again"), TimeoutError("no answer")]
 
 
-@pytest.mark.parametrize("error", LOST, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)
 def test_a_lock_whose_answer_was_lost_does_not_lock_its_own_holder_out(tmp_path: Path, error: Exception) -> None:
     first = storage(tmp_path)
     Unreliable.lose = once(error)

@@ -86,7 +86,7 @@ def test_who_was_taken_for_gone_leaves_the_lease_of_who_took_over(url: str, monk
             patch.setattr(leases, "EXPIRY", 0.0)  # so long ago is its last sign of life
             lock.__exit__(None, None, None)
             patch.undo()
-            sign = json.loads(next(one for one in lease_files(url) if one.name == ".lock").read_text())
+            sign = json.loads(next(file for file in lease_files(url) if file.name == ".lock").read_text())
             assert sign["note"] == "the second"
             assert sign["process"] == process_identity(os.getpid())
             with pytest.raises(ckpt.LockedError, match="the second"), open_storage(url).lock(".lock"):

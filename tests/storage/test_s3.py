@@ -85,7 +85,7 @@ def uploads(server: Server, root: str) -> list[str]:
     """The keys of unfinished uploads below a root."""
     prefix = root.removeprefix(f"s3://{BUCKET}/") + "/"
     found = client(server).list_multipart_uploads(Bucket=BUCKET, Prefix=prefix).get("Uploads", ())
-    return [one["Key"].removeprefix(prefix) for one in found]
+    return [entry["Key"].removeprefix(prefix) for entry in found]
 
 
 def unfinished(root: str, key: str) -> None:
@@ -207,9 +207,9 @@ class TestLeftovers:
         assert sorted(uploads(server, s3)) == ["other/model", "step-10/model"]
         storage.sweep()  # these may be others' who are at work just now
         assert sorted(uploads(server, s3)) == ["other/model", "step-10/model"]
-        assert {one.key for one in storage.unfinished()} == {"other/model", "step-10/model"}
-        assert all(0 <= one.age < 600 for one in storage.unfinished())
-        assert [one.key for one in storage.unfinished("step-10")] == ["step-10/model"]
+        assert {upload.key for upload in storage.unfinished()} == {"other/model", "step-10/model"}
+        assert all(0 <= upload.age < 600 for upload in storage.unfinished())
+        assert [upload.key for upload in storage.unfinished("step-10")] == ["step-10/model"]
         storage.sweep("other", age=3600)
         assert len(uploads(server, s3)) == 2
         storage.sweep(age=0)
@@ -228,7 +228,7 @@ class TestLeftovers:
 
     def test_what_has_arrived_of_an_upload_is_counted(self, server: Server, s3: str) -> None:
         begin_upload(server, s3, "a/model", 2)
-        assert [(one.key, one.size) for one in open_storage(s3).unfinished()] == [("a/model", 10 * MB)]
+        assert [(upload.key, upload.size) for upload in open_storage(s3).unfinished()] == [("a/model", 10 * MB)]
 
 
 HOLD = """
@@ -367,7 +367,7 @@ class TestWrongRoots:
             manager.save_state("a", wait=True)
         with FaultyProxy(server.port, lambda method, path: None if method in ("GET", "HEAD") else "denied") as proxy:
             options = {"endpoint_url": proxy.url}
-            assert [one.name for one in ckpt.list_checkpoints(s3, storage_options=options)] == ["a"]
+            assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(s3, storage_options=options)] == ["a"]
             assert ckpt.verify(s3, storage_options=options) == {"a": []}
             ckpt.merge(f"{s3}/a", tmp_path / "model.safetensors", storage_options=options)
             assert proxy.done["denied"] > 0
@@ -434,7 +434,7 @@ class TestCredentials:
         with ckpt.StateManager.from_config(config, model=nn.Linear(1, 1)) as manager:
             manager.save_state("a", wait=True)
         assert ckpt.verify(s3, storage_options=explicit) == {"a": []}
-        assert [one.name for one in ckpt.list_checkpoints(s3, storage_options=explicit)] == ["a"]
+        assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(s3, storage_options=explicit)] == ["a"]
         ckpt.merge(f"{s3}/a", f"{s3}-out/model.safetensors", storage_options=explicit)
         ckpt.merge(f"{s3}/a", tmp_path / "model.safetensors", storage_options=explicit)
         merged = open_storage(f"{s3}-out", **explicit).read("model.safetensors")
@@ -481,7 +481,7 @@ class TestManager:
             for name in ("a", "b", "c", "c"):
                 nn.init.constant_(model.weight, float(ord(name)))
                 manager.save_state(name, wait=True)
-        assert [one.name for one in ckpt.list_checkpoints(s3)] == ["c", "b"]
+        assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(s3)] == ["c", "b"]
         assert ckpt.verify(s3) == {"c": [], "b": []}
         assert {key.partition("/")[0] for key in sizes(open_storage(s3))} == {"b", "c"}
         other = nn.Linear(3, 3)
@@ -533,9 +533,9 @@ manager.save_state("a")
             manager.save_state("a", wait=True)
             with open_storage(s3).lock("a", shared=True):
                 manager.save_state("b", wait=True)
-                assert [one.name for one in ckpt.list_checkpoints(s3)] == ["b", "a"]
+                assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(s3)] == ["b", "a"]
             manager.save_state("c", wait=True)
-        assert [one.name for one in ckpt.list_checkpoints(s3)] == ["c"]
+        assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(s3)] == ["c"]
 
     def test_options_are_for_all_that_is_loaded_by_its_url(
         self, server: Server, s3: str, monkeypatch: pytest.MonkeyPatch
