@@ -34,7 +34,7 @@ from benchmarks.shared.report import (
 )
 from benchmarks.shared.results import Samples
 from ckpt.storage import open_storage
-from ckpt.storage.multipart import PART
+from ckpt.storage.multipart import PART_SIZE as PART
 from tests.helpers.seaweed import BUCKET, environment, serving
 
 AT_ONCE = 8

@@ -1,4 +1,4 @@
-"""Where bytes go. Knows nothing of formats or of training."""
+"""Storages: where bytes are written and read. Independent of formats and of training."""
 
 from ckpt.storage.base import ANY, Buffer, Entry, Staging, Storage, Unfinished
 from ckpt.storage.hub.storage import HubStorage

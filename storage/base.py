@@ -1,4 +1,4 @@
-"""What a storage promises."""
+"""The storage protocol: what every backend guarantees, and what an object store must offer to become a storage."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Protocol, runtime_checkable
 from ckpt.errors import ConfigError, ConflictError, LockedError
 
 Buffer = bytes | bytearray | memoryview
-ANY = "*"  # whatever is there
+ANY = "*"  # any version, or none
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One stored object: its key below the root and its size in bytes."""
+    """A stored object: its key below the root and its size in bytes."""
 
     key: str
     size: int
@@ -24,7 +24,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A write that has not ended: its key, the bytes that are there, and the seconds since, by the storage's clock."""
+    """A write that has not ended: its key, the bytes that have arrived, and its age in seconds by the store's clock."""
 
     key: str
     size: int
@@ -32,7 +32,7 @@ class Unfinished:
 
 
 class LostError(LockedError):
-    """What this process held alone has been removed: nothing keeps others from writing there."""
+    """The lock file that this process held exclusively was removed: others are not excluded any more."""
 
 
 @runtime_checkable
@@ -48,8 +48,8 @@ class Storage(Protocol):
     - `list` is never cached: an object is listed from the moment its `write` returned until its `delete` did.
     - Nothing outside the root is read, written or removed.
     - Whatever fails raises a `StorageError`; nothing under a key is an `AbsentError`, fewer bytes than were asked for a
-      `TruncatedError`, no space left a `FullError`, something else under it than was expected a `ConflictError`. Only
-      the first two say that bytes are gone: what could merely not be read must be any other one.
+      `TruncatedError`, no space left a `FullError`, another version under it than was expected a `ConflictError`.
+      Only the first two say that bytes are gone: where reading fails for another reason, another one must be raised.
     """
 
     is_local: bool  # bytes that one process has read cost the others on its host next to nothing: page cache or memory
@@ -62,17 +62,16 @@ class Storage(Protocol):
         """Store the pieces, one after the other, as the object `key`; an older one is replaced.
 
         `over` is the `version` that may be replaced; with none, nothing may be there. Of two who write over the same
-        version one succeeds. The other gets a `ConflictError`, and what is there stays.
+        version one succeeds. The other gets a `ConflictError`, and the object is kept.
 
-        Pieces in a list are there and stay as they are until `write` returns; of others, each until the next one is
-        asked for.
+        Pieces in a list must not change until `write` returns; those of another iterable, until the next is asked for.
         """
 
     def version(self, key: str) -> str | None:
-        """A name for the object as it is now, which it keeps until other bytes are written. None if there is none."""
+        """A name for the present content of an object, which changes when it is written. None if there is no object."""
 
     def link(self, source: str, target: str) -> None:
-        """Store what is under `source` under `target` too, without moving it where that can be done.
+        """Store the object `source` under `target` too, without transferring its bytes where possible.
 
         As atomic and durable as `write`. Removing one of the two leaves the other.
         """
@@ -90,51 +89,51 @@ class Storage(Protocol):
         """Every object whose key is below `prefix`, at any depth, in no particular order."""
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove the objects, the first before all others, the last after them. What is not there is no error."""
+        """Remove the objects, the first before all others, the last after them. A missing one is no error."""
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
-        """Writes below `prefix` that have not ended: under way, or left behind by somebody who was killed."""
+        """Writes below `prefix` that have not ended: in progress, or left behind by a process that was killed."""
 
     def sweep(self, prefix: str = "", *, age: float | None = None) -> None:
-        """Remove what unfinished writes below `prefix` left behind. Call it only while nobody writes there.
+        """Remove what unfinished writes below `prefix` have left. Call it only while nobody writes there.
 
-        What is younger than `age` seconds stays. If none is given, all goes; but where others may write below the root
-        all the same, what is younger than a day stays unless `prefix` is given.
+        Writes younger than `age` seconds are kept. Without `age` all are removed; but on object stores, where others
+        may write below the root all the same, those younger than a day are kept unless `prefix` is given.
         """
 
     def lock(self, key: str, *, shared: bool = False, note: str = "") -> AbstractContextManager[None]:
-        """Hold `key` until the context is left or this process is gone, however it goes.
+        """Hold `key` until the context is left or this process has ended, even if it is killed.
 
-        Many may hold it shared, or one alone. Does not wait for it: if somebody else is in the way, a `LockedError`
-        quotes the holder's `note`. Only to learn whether a holder elsewhere is still alive may take a minute. Where the
-        place below has no locks, nothing is held and a warning is logged once.
+        Many may hold it shared, or one exclusively. Does not wait for the lock: if it is held, a `LockedError`
+        quotes the holder's `note`. Only to find out whether a holder on another machine is alive may take a minute.
+        Where the filesystem has no locks, nothing is held and a warning is logged once.
         """
 
 
 @runtime_checkable
 class Staging(Protocol):
-    """What a storage has beside `Storage` where objects are shown by commits, of which there can be only so many.
+    """The methods that a storage has besides `Storage` if objects appear by commits, whose number is limited.
 
-    Objects are staged, by any process, and then published together: all of them are there from one moment on. Until
-    then nothing is to be seen of them, and nobody has to clear them away.
+    Objects are staged, by any process, and then published together: all of them appear at the same moment. Until then
+    they are not visible, and nobody has to clean them up.
     """
 
     def stage(self, key: str, pieces: Iterable[Buffer]) -> str:
-        """Bring the bytes there, to be published under `key`. Returns a receipt, which is good in every process."""
+        """Upload bytes, to be published under `key`. Returns a receipt, which is valid in every process."""
 
     def publish(self, receipts: Mapping[str, str], *, gone: Iterable[str] = ()) -> None:
-        """Show what was staged, by key, and remove what is `gone`: all of it or nothing.
+        """Publish staged objects by their receipts, and remove the keys in `gone`: all of it or nothing.
 
-        Where the last commit is not long ago, that waits for what comes next, or for `settle`; if the process is killed
-        meanwhile, what was there before stands.
+        Soon after another commit this is deferred, to the next commit or to `settle`. If the process is killed before,
+        nothing has changed.
         """
 
     def settle(self) -> None:
-        """Return when everything that was published is durable, and everything deleted gone."""
+        """Commit what was deferred: then everything published is durable, and everything deleted is gone."""
 
 
 class Objects(Protocol):
-    """Objects below one prefix of a store. Keys are checked, and errors are ours already."""
+    """A client of an object store, below one prefix. Keys are checked already; errors are `StorageError`s."""
 
     @property
     def url(self) -> str:
@@ -150,13 +149,13 @@ class Objects(Protocol):
         """As `Storage.read`."""
 
     def fill(self, key: str, start: int, buffers: list[memoryview]) -> int:
-        """Fill the buffers, one after the other. Returns how many bytes are missing at the end."""
+        """Fill the buffers in turn from `start`. Returns how many bytes are missing because the object ends earlier."""
 
     def copy(self, source: str, target: str) -> None:
-        """Let the store copy an object."""
+        """Copy an object inside the store."""
 
     def entries(self, prefix: str) -> Iterator[Entry]:
-        """What there is below a prefix, now."""
+        """The objects below a prefix, never from a cache."""
 
     def remove(self, keys: list[str]) -> None:
         """Remove objects, in no particular order."""
@@ -165,14 +164,14 @@ class Objects(Protocol):
         """As `Storage.unfinished`."""
 
     def abort(self, prefix: str, age: float) -> None:
-        """Give up writes below a prefix that began longer ago than `age` seconds, and have not ended."""
+        """Abort unfinished writes below a prefix that began at least `age` seconds ago."""
 
 
 _SEGMENT = re.compile(r"[^/\\\0]+")
 
 
 def check_key(key: str) -> str:
-    """Return `key` if it stays below the root, refuse it otherwise."""
+    """Return `key` if it is valid: it cannot lead out of the root."""
     segments = key.split("/")
     if any(segment in (".", "..") or not _SEGMENT.fullmatch(segment) for segment in segments):
         raise ConfigError(
@@ -182,13 +181,13 @@ def check_key(key: str) -> str:
 
 
 def below(key: str, prefix: str) -> bool:
-    """Whether `key` lies below the folder `prefix` (everything lies below the empty one)."""
+    """Whether `key` lies below the folder `prefix`. Every key lies below the empty one."""
     return not prefix or key.startswith(prefix.rstrip("/") + "/")
 
 
 def changed(where: str) -> ConflictError:
-    """What a write raises that finds another version than the one it may replace."""
+    """The error of a write that finds another version than the one it may replace."""
     return ConflictError(
-        f"{where} is not what it was: somebody else has written it meanwhile, and theirs stays. See to it that one run "
-        "alone writes there."
+        f"{where} is not what it was: somebody else has written it meanwhile, and their version is kept. Make "
+        "sure that only one run writes there."
     )

@@ -1,4 +1,4 @@
-"""Objects in whatever fsspec has a filesystem for: gs://, az://, hf:// and others."""
+"""Object stores through fsspec's filesystems: gs://, az://, hf:// and others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from ckpt.errors import AbsentError, ConfigError, DeniedError, StorageError, TransientError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed
-from ckpt.storage.multipart import PART, cut
+from ckpt.storage.multipart import PART_SIZE, split_into_parts
 
 _turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 _guard = threading.Lock()
@@ -22,9 +22,9 @@ _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 class FilesystemObjects:
     """`scheme://prefix`, through fsspec. Retries are the filesystem's own.
 
-    A small object that must be new is made by the filesystem's own means for that. Otherwise versions are compared,
-    then written over: fsspec has no way to do both at once, so this tells two writers in two processes apart only if
-    one has ended before the other begins.
+    A small object that must be new is created by the filesystem's exclusive mode. Any other conditional write compares
+    versions and then writes: fsspec cannot do both atomically, so of two processes that write at the same time both may
+    succeed.
     """
 
     def __init__(self, scheme: str, prefix: str, options: Mapping[str, Any]) -> None:
@@ -39,12 +39,12 @@ class FilesystemObjects:
 
     def put(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> str:
         if over == ANY:
-            with self._explained("write", key):
+            with self._translated_errors("write", key):
                 self._stream(self._path(key), pieces)
             return ""
-        with _turn(f"{self.url}/{key}"), self._explained("write", key):
+        with _turn(f"{self.url}/{key}"), self._translated_errors("write", key):
             self._expect(key, over)
-            if over is None and isinstance(pieces, list) and sum(map(len, pieces)) < PART:
+            if over is None and isinstance(pieces, list) and sum(map(len, pieces)) < PART_SIZE:
                 self._create(key, b"".join(pieces))
             else:
                 self._stream(self._path(key), pieces, lambda: self._expect(key, over))
@@ -55,7 +55,7 @@ class FilesystemObjects:
             raise changed(f"{self.url}/{key}")
 
     def version(self, key: str) -> str | None:
-        with self._explained("read", key):
+        with self._translated_errors("read", key):
             try:
                 facts = self._fs.info(self._path(key), refresh=True)
             except _NOTHING_THERE:
@@ -63,7 +63,7 @@ class FilesystemObjects:
             return None if facts["type"] == "directory" else str(self._fs.ukey(self._path(key)))
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        with self._explained("read", key):
+        with self._translated_errors("read", key):
             size = self._fs.size(self._path(key))
             stop = size if stop is None else min(stop, size)
             return bytes(self._fs.cat_file(self._path(key), start, stop)) if start < stop else b""
@@ -78,14 +78,14 @@ class FilesystemObjects:
         return missing
 
     def copy(self, source: str, target: str) -> None:
-        with self._explained("copy", source):
+        with self._translated_errors("copy", source):
             if not self._fs.isfile(self._path(source)):
                 raise FileNotFoundError(source)
             self._with_folder(self._path(target), lambda path: self._fs.cp_file(self._path(source), path))
 
     def entries(self, prefix: str) -> Iterator[Entry]:
         self._fs.invalidate_cache()
-        with self._explained("list", prefix):
+        with self._translated_errors("list", prefix):
             found = self._fs.find(f"{self._prefix}/{prefix}".rstrip("/"), detail=True)
         for path, facts in found.items():
             key = path.removeprefix(f"{self._prefix}/")
@@ -94,16 +94,16 @@ class FilesystemObjects:
 
     def remove(self, keys: list[str]) -> None:
         for key in keys:
-            with self._explained("delete", key), suppress(*_NOTHING_THERE):
+            with self._translated_errors("delete", key), suppress(*_NOTHING_THERE):
                 if self._fs.isfile(self._path(key)):
                     self._fs.rm_file(self._path(key))
 
     def unfinished(self, prefix: str) -> Iterator[Unfinished]:
-        """None that one could know of."""
+        """None: fsspec does not list them."""
         return iter(())
 
     def abort(self, prefix: str, age: float) -> None:
-        """Nothing to do: filesystems have no words for it. What is unfinished is not listed."""
+        """Nothing to do: fsspec has no call for it, and unfinished objects are not listed."""
 
     def _path(self, key: str) -> str:
         return f"{self._prefix}/{key}"
@@ -115,29 +115,31 @@ class FilesystemObjects:
             raise changed(f"{self.url}/{key}") from None
 
     def _stream(self, path: str, pieces: Iterable[Buffer], confirm: Callable[[], None] = lambda: None) -> None:
-        """Write parts as they come. The object appears when all are there and `confirm` raises nothing, or never."""
+        """Write parts as they come. The object appears when all are written and `confirm` does not raise, or never."""
         try:
-            file = self._with_folder(path, lambda there: self._fs.open(there, "wb", block_size=PART, autocommit=False))
+            file = self._with_folder(
+                path, lambda there: self._fs.open(there, "wb", block_size=PART_SIZE, autocommit=False)
+            )
         except NotImplementedError:
             raise DeniedError(
-                f"{self.url} can only be read: fsspec has no way to let an object appear there as a whole. To write to "
-                "the Hub, use hub://."
+                f"{self.url} can only be read: fsspec cannot make a complete object appear there. To write to the "
+                "Hub, use hub://."
             ) from None
         try:
-            for part in cut(pieces):
+            for part in split_into_parts(pieces):
                 for view in part:
                     file.write(view)
             file.close()
-            confirm()  # to write may have taken long
+            confirm()  # writing may have taken long
         except BaseException:
             with suppress(AttributeError):
-                file.closed = True  # or it would be finished when it is collected
+                file.closed = True  # or the garbage collector would complete it
             file.discard()
             raise
         self._with_folder(path, lambda there: file.commit())
 
     def _with_folder(self, path: str, call: Any) -> Any:
-        """Call with a path, in a folder that is made where the filesystem needs one."""
+        """Call with a path, and if its folder is missing, create that and call again."""
         try:
             return call(path)
         except FileNotFoundError:
@@ -145,7 +147,7 @@ class FilesystemObjects:
             return call(path)
 
     @contextmanager
-    def _explained(self, what: str, key: str) -> Iterator[None]:
+    def _translated_errors(self, what: str, key: str) -> Iterator[None]:
         try:
             yield
             return
@@ -159,16 +161,16 @@ class FilesystemObjects:
 
 
 def _turn(name: str) -> threading.Lock:
-    """The lock under which this process compares and writes one object.
+    """The lock under which this process compares and writes an object.
 
-    Each has its own: a lease is renewed while a large file is being uploaded.
+    Every object has its own, so that a lease is renewed while a large file is uploaded.
     """
     with _guard:
         return _turns.setdefault(name, threading.Lock())
 
 
 def _problem(error: Exception, what: str, where: str) -> StorageError | None:
-    """An error of ours for one of a filesystem's; none for others'. Not every client raises the system's kinds."""
+    """The `StorageError` for an error of a filesystem, whose class differs between clients; None for other errors."""
     status = _status(error)
     begin = f"could not {what} {where}"
     if isinstance(error, _NOTHING_THERE):
@@ -185,13 +187,13 @@ def _problem(error: Exception, what: str, where: str) -> StorageError | None:
 
 
 def _status(error: Exception) -> int:
-    """What a server has answered, as clients call it; 0 if it has not."""
+    """The HTTP status of an error, under any name that clients use; 0 if it has none."""
     found = (getattr(error, name, None) for name in ("status_code", "status", "code"))
-    return next((one for one in found if isinstance(one, int) and 400 <= one < 600), 0)
+    return next((status for status in found if isinstance(status, int) and 400 <= status < 600), 0)
 
 
 def _network() -> tuple[type[Exception], ...]:
-    aiohttp = sys.modules.get("aiohttp")  # there, if the filesystem uses it
+    aiohttp = sys.modules.get("aiohttp")  # imported if the filesystem uses it
     return (ConnectionError, TimeoutError, asyncio.TimeoutError, *([aiohttp.ClientError] if aiohttp else ()))
 
 

@@ -1,57 +1,77 @@
-"""The object by which a lease is known: what it says, where it lies, and whether its holder has ended."""
+"""The object that represents a lease: where it is stored, what it contains, and whether its holder has ended."""
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 from urllib.parse import quote
 
-from ckpt.util.process_identity import process_identity, start_time
+from ckpt.util.process_identity import Identity, process_identity, start_time
 
 FOLDER = ".locks"
 
-held_here: set[str] = set()  # holders in this process
+holders_here: set[str] = set()  # ids of the leases that this process holds or acquires
+
+
+class Record(TypedDict):
+    """The JSON in a lease's object."""
+
+    note: str  # about the holder, for whoever is refused
+    process: Identity
+    holder: str  # id of the lease
+    sign: str  # random, so that every renewal is a new version of the object
 
 
 @dataclass
-class Held:
-    """What this process holds."""
+class Lease:
+    """A lease that this process holds or acquires."""
 
     key: str
     path: str
     note: str
-    alone: bool
+    exclusive: bool
     version: str | None = None
-    renewed: float = field(default_factory=time.monotonic)
+    renewed: float = field(default_factory=lambda: time.monotonic())  # looked up late: tests replace the clock
     lost: bool = False
     holder: str = field(default_factory=lambda: uuid.uuid4().hex)
     process: int = field(default_factory=os.getpid)
-    turn: threading.Lock = field(default_factory=threading.Lock)
+    writing: threading.Lock = field(default_factory=lambda: threading.Lock())
 
-    def text(self) -> bytes:
-        sign = {
-            "note": self.note,
-            "process": process_identity(os.getpid()),
-            "holder": self.holder,
-            "sign": uuid.uuid4().hex,
-        }
-        return json.dumps(sign).encode()
+    def new_record(self) -> Record:
+        """A sign of life."""
+        identity = process_identity(os.getpid())
+        return Record(note=self.note, process=identity, holder=self.holder, sign=uuid.uuid4().hex)
 
-
-def quoted(key: str) -> str:
-    return quote(key, safe="")
+    @property
+    def age(self) -> float:
+        """Seconds since the last renewal."""
+        return time.monotonic() - self.renewed
 
 
-def is_gone(sign: dict[str, Any]) -> bool | None:
-    """Whether a holder has ended. None if that cannot be known here."""
-    mine = process_identity(os.getpid())
-    if sign["process"] == mine:
-        return sign["holder"] not in held_here
-    if sign["process"][:2] != mine[:2]:
+def exclusive_path(key: str) -> str:
+    """The object of whoever holds `key` exclusively: there is one path, so conditional writes decide who that is."""
+    return f"{FOLDER}/alone/{quote(key, safe='')}"
+
+
+def shared_folder(key: str) -> str:
+    """The prefix of the objects of those who hold `key` shared: each has its own."""
+    return f"{FOLDER}/shared/{quote(key, safe='')}/"
+
+
+def new_shared_path(key: str) -> str:
+    return shared_folder(key) + uuid.uuid4().hex
+
+
+def has_ended(record: Record) -> bool | None:
+    """Whether a holder has ended. None if that cannot be known: it runs on another machine or in another container."""
+    here = process_identity(os.getpid())
+    if record["process"] == here:
+        return record["holder"] not in holders_here
+    if record["process"][:2] != here[:2]:
         return None
-    return bool(start_time(int(sign["process"][2])) != sign["process"][3])
+    _, _, process, started = record["process"]
+    return start_time(int(process or 0)) != started

@@ -1,10 +1,11 @@
-"""Locks for a place that has none: objects that say who holds what, written again and again while he lives.
+"""Locks for object stores, which have none: objects that name their holder and are rewritten while it lives.
 
-Whoever holds a key alone has an object that only one can write. Every reader has one of his own. Each looks for the
-others' after it has written its own, so of two who come at the same time at least one sees the other.
+An exclusive holder writes the only object of its key, conditionally. Every shared holder writes an object of its own.
+Each checks for conflicting holders after it has written its object, so of two that arrive at the same time at least one
+sees the other.
 
-No clock is compared with another's: a holder on this machine is looked up in the system, and one elsewhere is taken for
-gone when his object has not changed for a while.
+Clocks of different machines are never compared: a holder on this machine is looked up in the process table, and one on
+another machine has expired when its object has not changed for `EXPIRY` seconds of the observer's clock.
 """
 
 from __future__ import annotations
@@ -14,261 +15,283 @@ import logging
 import os
 import threading
 import time
-import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 from ckpt.errors import AbsentError, ConflictError, DeniedError, LockedError, StorageError
 from ckpt.storage.base import Objects
-from ckpt.storage.lease_record import FOLDER, Held, held_here, is_gone, quoted
+from ckpt.storage.lease_record import (
+    Lease,
+    Record,
+    exclusive_path,
+    has_ended,
+    holders_here,
+    new_shared_path,
+    shared_folder,
+)
 
 _log = logging.getLogger("ckpt")
 
-BEAT = 10.0  # seconds from one sign of life to the next
-LIFE = 60.0  # without one, a holder is gone
-_LOOK = 1.0
+RENEWAL = 10.0  # seconds between two renewals
+EXPIRY = 60.0  # seconds without a renewal after which a holder is taken for dead
+_POLL = 1.0  # seconds
 
 
 class Leases:
-    """The locks of one storage that this process holds."""
+    """The leases of one storage that this process holds, renewed by a daemon thread."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
-        self._held: list[Held] = []
-        self._seen: dict[str, tuple[str, float]] = {}  # versions of others' objects, and since when they are known
-        self._changed = threading.Event()
-        self._beating = False
-        self._left: list[str] = []  # objects that could not be removed yet
+        self._held: list[Lease] = []
+        self._seen: dict[str, tuple[str, float]] = {}  # by path: the version last seen, and when it was first seen
+        self._wake = threading.Event()
+        self._renewing = False
+        self._to_remove: list[Lease] = []  # their objects could not be removed yet
         self._guard = threading.Lock()
 
     @contextmanager
-    def alone(self, key: str, note: str) -> Iterator[None]:
-        held = Held(key, f"{FOLDER}/alone/{quoted(key)}", note, alone=True)
-        self._claim(held)
+    def exclusive(self, key: str, note: str) -> Iterator[None]:
+        lease = Lease(key, exclusive_path(key), note, exclusive=True)
+        self._claim(lease)
         try:
-            self._refuse_readers(key)
+            self._refuse_if_shared(key)
         except BaseException:
-            self._drop(held)
+            self._remove(lease)
             raise
-        with self._kept(held):
+        with self._kept_alive(lease):
             yield
 
     @contextmanager
     def shared(self, key: str, note: str) -> Iterator[None]:
-        held = Held(key, f"{FOLDER}/shared/{quoted(key)}/{uuid.uuid4().hex}", note, alone=False)
-        held_here.add(held.holder)
+        lease = Lease(key, new_shared_path(key), note, exclusive=False)
+        holders_here.add(lease.holder)
         try:
-            self._objects.put(held.path, [held.text()])
-        except DeniedError:  # who may only read can keep nobody from removing what he reads
-            held_here.discard(held.holder)
+            self._write_shared(lease)
+        except DeniedError:  # a reader without write access cannot protect what it reads
+            holders_here.discard(lease.holder)
             yield
             return
-        except BaseException:  # it may have taken effect all the same
-            self._leave(held)
+        except BaseException:  # the write may have taken effect
+            self._remove_later(lease)
             raise
-        try:
-            self._refuse_if_held(key, f"{FOLDER}/alone/{quoted(key)}")
-        except BaseException:
-            self._drop(held)
-            raise
-        with self._kept(held):
+        with self._kept_alive(lease):  # also while a holder is waited for, or this one would be taken for dead
+            self._refuse_if_held(key, exclusive_path(key))
+            while lease.age > EXPIRY / 2:  # this process was frozen: others may have removed the object
+                self._renew(lease)
+                self._refuse_if_held(key, exclusive_path(key))
             yield
 
     def confirm(self) -> None:
-        """Refuse to go on if somebody has taken over what this process held alone."""
-        for held in [one for one in self._held if one.alone]:
-            if time.monotonic() - held.renewed > LIFE / 2 and not held.lost:
-                self._renew(held)
-            if held.lost:
+        """Raise if another process has taken over a key that this one held exclusively."""
+        for lease in [lease for lease in self._held if lease.exclusive]:
+            if lease.age > EXPIRY / 2 and not lease.lost:
+                self._renew(lease)
+            if lease.lost:
                 raise LockedError(
-                    f"{self._objects.url}/{held.key} was taken over by another run, because this one gave no sign of "
-                    f"life for {LIFE:g} s: {self._note(held.path)} Nothing is written any more. Stop one of the two, "
-                    "then start again: it goes on from the newest checkpoint."
+                    f"{self._objects.url}/{lease.key} was taken over by another run, because this one gave no sign of "
+                    f"life for {EXPIRY:g} s: {self._note(lease.path)} Nothing is written any more. Stop one of the "
+                    "two, then start again: it continues from the newest checkpoint."
                 )
 
-    def _claim(self, held: Held) -> None:
-        """Write the object that only one can write; over that of a holder who is gone."""
-        held_here.add(held.holder)
+    def _claim(self, lease: Lease) -> None:
+        """Write the object of an exclusive holder, over that of one that has ended. Raises if the holder is alive."""
+        holders_here.add(lease.holder)
         try:
-            while not self._put_alone(held):
-                held.version = self._refuse_if_held(held.key, held.path)
+            while not self._write_exclusive(lease):
+                lease.version = self._refuse_if_held(lease.key, lease.path)
         except BaseException:
-            held_here.discard(held.holder)  # or what may have taken effect would lock this process out
+            holders_here.discard(lease.holder)  # or a write that took effect after all would lock this process out
             raise
-        held.renewed = time.monotonic()
 
-    def _put_alone(self, held: Held) -> bool:
-        """Write the object over the version that is known. Returns whether it is this holder's now.
+    def _write_exclusive(self, lease: Lease) -> bool:
+        """Write a new record over the version that is known. Returns whether this lease owns the object now.
 
-        A write that was refused or has failed may have taken effect: its answer was lost, and the client has tried it
-        again. So what is there decides.
+        A write that was refused or has failed may have taken effect: its answer was lost, and the client has sent it
+        again. So the object itself decides. A lease counts as renewed from before the write: observers count from then
+        on at the earliest.
         """
+        began, record = time.monotonic(), lease.new_record()
         try:
-            held.version = self._objects.put(held.path, [held.text()], over=held.version)
+            lease.version = self._objects.put(lease.path, [json.dumps(record).encode()], over=lease.version)
         except ConflictError:
-            return self._is_mine(held)
+            found = self._read_own(lease)
+            if found != record:  # another's, or that of an earlier write whose answer was lost
+                return found is not None and self._write_exclusive(lease)
         except StorageError:
             with suppress(StorageError):
-                if self._is_mine(held):
+                if self._read_own(lease) == record:
+                    lease.renewed = began
                     return True
             raise
+        lease.renewed = began
         return True
 
-    def _is_mine(self, held: Held) -> bool:
-        """Whether the object that is there now is this holder's; if so, its version is the known one."""
-        version, sign = self._look(held.path)
-        if sign is None or sign.get("holder") != held.holder:
-            return False
-        held.version = version
-        return True
+    def _write_shared(self, lease: Lease) -> None:
+        began = time.monotonic()
+        self._objects.put(lease.path, [json.dumps(lease.new_record()).encode()])
+        lease.renewed = began
 
-    def _refuse_readers(self, key: str) -> None:
-        for entry in self._objects.entries(f"{FOLDER}/shared/{quoted(key)}/"):
-            version, sign = self._look(entry.key)
+    def _read_own(self, lease: Lease) -> Record | None:
+        """The record in the object if it belongs to this lease; then its version is the known one from now on."""
+        version, record = self._read(lease.path)
+        if record is None or record.get("holder") != lease.holder:
+            return None
+        lease.version = version
+        return record
+
+    def _refuse_if_shared(self, key: str) -> None:
+        """Raise if a shared holder is alive. Objects of those that are not are removed."""
+        for entry in self._objects.entries(shared_folder(key)):
+            version, record = self._read(entry.key)
             if version is None:
                 continue
-            if sign is None or is_gone(sign) or self._is_stale(entry.key, version):
+            if record is None or has_ended(record) or self._has_expired(entry.key, version):
                 self._objects.remove([entry.key])
             else:
-                raise self._refusal(key, sign)
+                raise self._refusal(key, record)
 
     def _refuse_if_held(self, key: str, path: str) -> str | None:
-        """Raise if the holder is alive. Returns the version of what is left of one who is gone; none if nothing is."""
+        """Raise if the exclusive holder is alive. Returns the version of a dead one's object; None if there is none.
+
+        Whether a holder on another machine is alive shows when its object changes, or does not for `EXPIRY` seconds.
+        """
         first: str | None = None
         while True:
-            version, sign = self._look(path)
-            if version is None or sign is None:
+            version, record = self._read(path)
+            if version is None or record is None:
                 return version
-            gone = is_gone(sign)
-            if gone or self._is_stale(path, version):
+            ended = has_ended(record)
+            if ended or self._has_expired(path, version):
                 return version
-            if gone is False or version != (first or version):
-                raise self._refusal(key, sign)
+            if ended is False or version != (first or version):
+                raise self._refusal(key, record)
             if first is None:
                 _log.warning(
                     "%s/%s is held: %s Waiting for up to %g s to see whether it is still alive.",
-                    self._objects.url, key, sign["note"], LIFE,
+                    self._objects.url, key, record["note"], EXPIRY,
                 )  # fmt: skip
             first = version
-            time.sleep(_LOOK)
+            time.sleep(_POLL)
 
-    def _look(self, path: str) -> tuple[str | None, dict[str, Any] | None]:
-        """The version of a holder's object, and what it says; no version if there is none.
+    def _read(self, path: str) -> tuple[str | None, Record | None]:
+        """Version and content of a holder's object; no version if there is none.
 
-        One that says nothing is nobody's: whoever holds something has written all of his.
+        An object without valid content belongs to nobody: a holder has written all of its own.
         """
         version = self._objects.version(path)
         try:
-            sign = json.loads(self._objects.get(path))
+            record: Record = json.loads(self._objects.get(path))
         except AbsentError:
             return None, None
         except ValueError:
             return version, None
-        return version, sign
+        return version, record
 
-    def _is_stale(self, path: str, version: str | None) -> bool:
+    def _has_expired(self, path: str, version: str | None) -> bool:
+        """Whether this process has known the same version of an object for longer than a living holder leaves it."""
         known, since = self._seen.get(path, (None, 0.0))
         if known != version:
             since = time.monotonic()
             self._seen[path] = (str(version), since)
-        return time.monotonic() - since > LIFE
+        return time.monotonic() - since > EXPIRY
 
-    def _refusal(self, key: str, sign: dict[str, Any]) -> LockedError:
-        return LockedError(f"{self._objects.url}/{key} is held: {sign['note'] or 'by somebody else.'}")
+    def _refusal(self, key: str, record: Record) -> LockedError:
+        return LockedError(f"{self._objects.url}/{key} is held: {record['note'] or 'by somebody else.'}")
 
     def _note(self, path: str) -> str:
         with suppress(StorageError):
-            return str((self._look(path)[1] or {}).get("note", ""))
+            record = self._read(path)[1]
+            return record["note"] if record else ""
         return ""
 
     @contextmanager
-    def _kept(self, held: Held) -> Iterator[None]:
+    def _kept_alive(self, lease: Lease) -> Iterator[None]:
         with self._guard:
-            self._held.append(held)
-            self._begin_to_beat()
+            self._held.append(lease)
+            self._start_renewing()
         try:
             yield
         except GeneratorExit:
-            # Nobody has closed it, and it is being collected, in whatever thread and with whatever locks held: nothing
-            # may be waited for. The next beat removes the object.
-            if os.getpid() == held.process:
-                held_here.discard(held.holder)
-                self._left.append(held.path)
-                self._held.remove(held)
+            # The context was never left and is being garbage-collected, in any thread and with any locks held, so that
+            # nothing may block. The renewing thread removes the object.
+            if os.getpid() == lease.process:
+                holders_here.discard(lease.holder)
+                self._to_remove.append(lease)
+                self._held.remove(lease)
             raise
         except BaseException:
-            self._let_go(held)
+            self._release(lease)
             raise
-        self._let_go(held)
+        self._release(lease)
 
-    def _let_go(self, held: Held) -> None:
-        if os.getpid() == held.process:  # a forked child lets its parent hold on
+    def _release(self, lease: Lease) -> None:
+        if os.getpid() == lease.process:  # a forked child leaves the lease to its parent
             with self._guard:
-                self._held.remove(held)
-                self._changed.set()
-            self._drop(held)
+                self._held.remove(lease)
+                self._wake.set()
+            self._remove(lease)
 
-    def _drop(self, held: Held) -> None:
-        """Remove the object, if it is certainly ours. What is left refuses others as long as this process lives."""
-        held_here.discard(held.holder)
-        with held.turn:
-            if not held.lost and time.monotonic() - held.renewed > LIFE / 2:
+    def _remove(self, lease: Lease) -> None:
+        """Remove the object if it is certainly this lease's. Until that succeeds, the renewing thread tries again."""
+        holders_here.discard(lease.holder)
+        with lease.writing:
+            if not lease.lost and lease.age > EXPIRY / 2:
                 with suppress(StorageError):
-                    self._sign(held)
-            if held.lost or time.monotonic() - held.renewed > LIFE:
+                    self._write_renewal(lease)
+            if lease.lost or lease.age > EXPIRY:
                 return
             try:
-                self._objects.remove([held.path])
+                self._objects.remove([lease.path])
             except StorageError:
-                self._leave(held)
+                self._remove_later(lease)
 
-    def _leave(self, held: Held) -> None:
-        """Let the next beat remove the object."""
-        held_here.discard(held.holder)
+    def _remove_later(self, lease: Lease) -> None:
+        holders_here.discard(lease.holder)
         with self._guard:
-            self._left.append(held.path)
-            self._begin_to_beat()
+            self._to_remove.append(lease)
+            self._start_renewing()
 
-    def _begin_to_beat(self) -> None:
-        if not self._beating:
-            self._beating = True
-            threading.Thread(target=self._beat, name="ckpt-lease", daemon=True).start()
+    def _start_renewing(self) -> None:
+        if not self._renewing:
+            self._renewing = True
+            threading.Thread(target=self._renew_until_idle, name="ckpt-lease", daemon=True).start()
 
-    def _beat(self) -> None:
+    def _renew_until_idle(self) -> None:
         while True:
-            self._changed.wait(BEAT)
+            self._wake.wait(RENEWAL)
             with self._guard:
-                self._changed.clear()
-                due = [one for one in self._held if time.monotonic() - one.renewed > BEAT / 2]
-                self._beating = bool(self._held or self._left)
-                if not self._beating:
+                self._wake.clear()
+                due = [lease for lease in self._held if lease.age > RENEWAL / 2]
+                self._renewing = bool(self._held or self._to_remove)
+                if not self._renewing:
                     return
-            self._catch_up(due)
+            self._renew_and_remove(due)
 
-    def _catch_up(self, due: Iterable[Held]) -> None:
-        """Give signs of life, and remove what is left. Where that fails, the next beat tries again."""
-        for held in due:
+    def _renew_and_remove(self, due: Iterable[Lease]) -> None:
+        """Renew leases and remove objects that are due. What fails is tried again after the next interval."""
+        for lease in due:
             with suppress(StorageError):
-                self._renew(held)
-        while self._left:
+                self._renew(lease)
+        while self._to_remove:
             try:
-                self._objects.remove(self._left[:1])
+                self._remove_if_owned(self._to_remove[0])
             except StorageError:
                 return
-            self._left.pop(0)
+            self._to_remove.pop(0)
 
-    def _renew(self, held: Held) -> None:
-        with held.turn:
-            if held in self._held:
-                self._sign(held)
+    def _remove_if_owned(self, lease: Lease) -> None:
+        """Remove an object that may be gone, and another holder's be in its place: a conditional write decides."""
+        if not lease.exclusive or self._write_exclusive(lease):
+            self._objects.remove([lease.path])
 
-    def _sign(self, held: Held) -> None:
-        if held.alone:
-            held.lost = not self._put_alone(held)
-        else:
-            self._objects.put(held.path, [held.text()])
-        if held.lost:
-            _log.error("%s/%s was taken over by another run", self._objects.url, held.key)
-        else:
-            held.renewed = time.monotonic()
+    def _renew(self, lease: Lease) -> None:
+        with lease.writing:
+            if lease in self._held:
+                self._write_renewal(lease)
+
+    def _write_renewal(self, lease: Lease) -> None:
+        if not lease.exclusive:
+            self._write_shared(lease)
+        elif not self._write_exclusive(lease):
+            lease.lost = True
+            _log.error("%s/%s was taken over by another run", self._objects.url, lease.key)

@@ -1,4 +1,4 @@
-"""Objects in this process's memory: for tests, notebooks and dry runs."""
+"""A storage in this process's memory: for tests, notebooks and dry runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _spaces: dict[str, _Space] = {}
 
 
 class MemoryStorage:
-    """`memory://name`: every storage of the same name in this process shares its objects."""
+    """`memory://name`: storages of the same name in this process share their objects."""
 
     is_local = True
     near = FormerName("is_local")
@@ -87,7 +87,7 @@ class MemoryStorage:
         return iter(())
 
     def sweep(self, prefix: str = "", *, age: float | None = None) -> None:
-        """Nothing to do: an unfinished write leaves nothing."""
+        """Nothing to do: an unfinished write leaves nothing behind."""
 
     @contextmanager
     def lock(self, key: str, *, shared: bool = False, note: str = "") -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Pieces of any size become parts of one size, and a part becomes the body of a request."""
+"""Splitting of an object's pieces into the parts of a multipart upload, and a part as the body of a request."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from typing import Protocol
 
 from ckpt.storage.base import Buffer
 
-PART = 16 << 20
-_MOST = 10_000  # parts of an object
-_GROWS = 1_000  # of pieces that are not known beforehand, parts grow after as many
-_AT_A_TIME = 256 << 10
+PART_SIZE = 16 << 20  # bytes
+_MOST_PARTS = 10_000  # of one object, by the rules of S3
+_GROWS_AFTER = 1_000  # parts of a stream of unknown length, so that it ends before `_MOST_PARTS`
+_CHUNK = 256 << 10  # bytes that are handed to the socket at once
 
 
-class Counter(Protocol):
+class ByteCounter(Protocol):
+    """Counts the bytes of a request that were sent, by which a stalled one is known."""
+
     count: int
 
 
-def cut(pieces: Iterable[Buffer], size: int = PART) -> Iterator[list[memoryview]]:
-    """The pieces as parts of at least `size` bytes, but for the last. What is in a list is not copied."""
+def split_into_parts(pieces: Iterable[Buffer], size: int = PART_SIZE) -> Iterator[list[memoryview]]:
+    """The pieces as parts of at least `size` bytes, except the last. Pieces in a list are not copied."""
     if isinstance(pieces, list):
         views = [memoryview(piece).cast("B") for piece in pieces]
-        return _sliced(views, max(size, -(-sum(map(len, views)) // _MOST)))
-    return _gathered(pieces, size)
+        return _slice_views(views, max(size, -(-sum(map(len, views)) // _MOST_PARTS)))
+    return _gather_copies(pieces, size)
 
 
-def _sliced(views: list[memoryview], size: int) -> Iterator[list[memoryview]]:
+def _slice_views(views: list[memoryview], size: int) -> Iterator[list[memoryview]]:
     part: list[memoryview] = []
     room = size
     for view in views:
@@ -40,14 +42,14 @@ def _sliced(views: list[memoryview], size: int) -> Iterator[list[memoryview]]:
         yield part
 
 
-def _gathered(pieces: Iterable[Buffer], size: int) -> Iterator[list[memoryview]]:
-    """Copies: a piece stays as it is only until the next one is asked for."""
+def _gather_copies(pieces: Iterable[Buffer], size: int) -> Iterator[list[memoryview]]:
+    """Copies: a piece of a stream is valid only until the next one is asked for."""
     number, part, filled = 0, bytearray(), 0
     for piece in pieces:
         view = memoryview(piece).cast("B")
         while view:
             if not part:
-                part = bytearray(size * (1 + number // _GROWS))
+                part = bytearray(size * (1 + number // _GROWS_AFTER))
             taken = min(len(view), len(part) - filled)
             part[filled : filled + taken] = view[:taken]
             view, filled = view[taken:], filled + taken
@@ -59,12 +61,12 @@ def _gathered(pieces: Iterable[Buffer], size: int) -> Iterator[list[memoryview]]
 
 
 class Body:
-    """Memory as the body of a request. It is sent from where it lies, a little at a time.
+    """Views as the body of a request, sent in small chunks without a copy.
 
-    Reads like a file for whoever signs it, and is an asynchronous iterator for whoever sends it.
+    A file for botocore, which signs it, and an asynchronous iterator for aiohttp, which sends it.
     """
 
-    def __init__(self, views: list[memoryview], moved: Counter) -> None:
+    def __init__(self, views: list[memoryview], moved: ByteCounter) -> None:
         self._views = views
         self._moved = moved
         self._size = sum(map(len, views))
@@ -89,8 +91,8 @@ class Body:
         return found
 
     async def __aiter__(self) -> AsyncIterator[memoryview]:
-        for start in range(self._at, self._size, _AT_A_TIME):
-            for view in self._between(start, min(self._size, start + _AT_A_TIME)):
+        for start in range(self._at, self._size, _CHUNK):
+            for view in self._between(start, min(self._size, start + _CHUNK)):
                 yield view
                 self._moved.count += len(view)
 

@@ -1,4 +1,4 @@
-"""A storage made of a store's plain objects, which knows neither folders nor locks."""
+"""A storage on top of an object store, which has neither folders nor locks of its own."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ckpt.storage.deprecated import FormerName
 from ckpt.storage.lease_record import FOLDER
 from ckpt.storage.leases import Leases
 
-_LATELY = 24 * 3600.0  # seconds
+_DAY = 24 * 3600.0  # seconds: a younger upload may belong to another writer below the same root
 
 
 class ObjectStorage:
-    """`Objects` as a storage. Locks are leases: objects that say who holds what, and that he is alive."""
+    """`Objects` as a storage. Locks are leases: objects that name their holder, and are rewritten while it lives."""
 
     is_local = False
     near = FormerName("is_local")
@@ -71,8 +71,8 @@ class ObjectStorage:
     def sweep(self, prefix: str = "", *, age: float | None = None) -> None:
         top = prefix and f"{check_key(prefix)}/"
         self._leases.confirm()
-        self._objects.abort(top, (0.0 if prefix else _LATELY) if age is None else age)
+        self._objects.abort(top, (0.0 if prefix else _DAY) if age is None else age)
 
     def lock(self, key: str, *, shared: bool = False, note: str = "") -> AbstractContextManager[None]:
         check_key(key)
-        return self._leases.shared(key, note) if shared else self._leases.alone(key, note)
+        return self._leases.shared(key, note) if shared else self._leases.exclusive(key, note)

@@ -1,4 +1,4 @@
-"""Two storages as one, for reading."""
+"""A storage over another, such as a root over its mirror."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckpt.storage.deprecated import FormerName
 
 
 class Tiers:
-    """What the first storage does not have is read from the second. All else is done to the first."""
+    """Reads an object from the second storage if the first does not have it. All other calls go to the first."""
 
     is_local = True
     near = FormerName("is_local")

@@ -1,43 +1,74 @@
-"""When to try again, and when to give up."""
+"""Retries of failed requests: exponential backoff with jitter until a deadline.
+
+A backend decides which of its failures may pass, makes the request again, and asks `Retries` when. That holds for
+requests of S3 and of the Hub, and for commits that others forestall.
+"""
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ckpt.errors import ConfigError
 
 FIRST_CONTACT = 10.0  # seconds: a server that was never reached is more likely misspelt than restarting
-_dice = random.SystemRandom()  # the global generator is part of what is trained
+_random = random.SystemRandom()  # the global generator belongs to the training
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """For how many seconds a request is tried again (`deadline`), and one that moves no byte is borne (`stall`)."""
+    """How often and for how long a request is repeated."""
 
-    deadline: float = 300.0
-    stall: float = 60.0
-    shortest: float = 0.1
-    longest: float = 20.0
+    deadline: float = 300.0  # seconds from the first try to the last
+    stall: float = 60.0  # seconds without a byte moved, after which a try has failed
+    tries: int | None = None  # at most
+    first_pause: float = 0.1  # seconds, at most, before the second try; twice as long before each further one
+    longest_pause: float = 20.0
 
     def __post_init__(self) -> None:
         if not (self.deadline >= 0 and self.stall > 0):
             raise ConfigError(f"deadline={self.deadline!r} and stall={self.stall!r} must be numbers of seconds.")
 
-    def until_reached(self) -> RetryPolicy:
-        """The same for a server that was never reached."""
-        return replace(self, deadline=min(FIRST_CONTACT, self.deadline))
+    def start(self) -> Retries:
+        """The deadline of a request runs from now on."""
+        return Retries(self)
 
     def pauses(self) -> Iterator[float]:
-        """Seconds to wait before each further try, longer and longer, and random: clients that failed together must not
-        come back together. They end when the deadline is near, which is counted from this call.
+        """Seconds to wait before each further try, until the deadline, which is counted from this call.
+
+        They are random, or clients that failed together would come back together. The last try is at the deadline.
         """
         return self._pauses_until(time.monotonic() + self.deadline)
 
     def _pauses_until(self, end: float) -> Iterator[float]:
-        most = self.shortest
-        while (left := end - time.monotonic()) > 0:
-            yield min(left, _dice.uniform(most / 2, most))
-            most = min(self.longest, 2 * most)
+        longest = self.first_pause
+        for tries in itertools.count(1):
+            left = end - time.monotonic()
+            if left <= 0 or tries == self.tries:
+                return
+            yield min(left, _random.uniform(longest / 2, longest))
+            longest = min(self.longest_pause, 2 * longest)
+
+
+class Retries:
+    """The tries of one request."""
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self.tries = 1
+        self._began = time.monotonic()
+        self._pauses = policy.pauses()
+
+    def next_pause(self, *, reached: bool = True, asked: float | None = None) -> float | None:
+        """After a failed try: seconds to wait before the next one, or None to give up.
+
+        A server that was never `reached` is given up after `FIRST_CONTACT` seconds. What a server `asked` for is waited
+        for instead of a pause of our own.
+        """
+        pause = next(self._pauses, None)
+        if pause is None or (not reached and time.monotonic() - self._began + pause > FIRST_CONTACT):
+            return None
+        self.tries += 1
+        return asked or pause

@@ -1,4 +1,4 @@
-"""A URL picks the storage."""
+"""From a path or URL to its storage: the built-in schemes, fsspec's, and those of entry points."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Storage:
     """The storage that `root` names: a path, a URL, or a storage already.
 
-    `options` are for whatever serves the URL, in the words of its fsspec filesystem: for `s3://` for instance
-    `endpoint_url`, `profile`, `key`, `secret`. Of ours are `deadline` and `stall`: for how many seconds a request that
-    fails is tried again, and a server that moves no byte is borne. `hub://` takes `token`, `deadline`, and `interval`:
-    seconds between two commits.
+    `options` are passed to the backend, under the names of its fsspec filesystem: `endpoint_url`, `profile`, `key` or
+    `secret` for `s3://`, for instance. Two are ckpt's own: `deadline`, the seconds for which a failing request is
+    retried, and `stall`, the seconds without a byte moved after which it has failed. `hub://` takes `token`,
+    `deadline`, and `interval`: the seconds between two commits.
     """
     accept_near(root)
     if isinstance(root, Storage):
@@ -51,7 +51,7 @@ def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Stor
 
 
 def place_of(storage: Storage) -> str:
-    """What two storages have in common if they are one root, however that was spelled."""
+    """Equal for two storages of the same root, however their paths were spelled."""
     return storage.place if isinstance(storage, LocalStorage) else storage.url
 
 
@@ -61,7 +61,7 @@ def _open_path(path: str, **options: Any) -> Storage:
 
 
 def _expanded(path: str) -> str:
-    """With the home of a user for `~`, unless there is a folder of that name: earlier versions made one."""
+    """A path with `~` replaced by the home folder, unless a folder of that name exists: earlier versions made one."""
     first = path.partition("/")[0]
     return os.path.expanduser(path) if first.startswith("~") and not os.path.lexists(first) else path
 
@@ -116,7 +116,7 @@ _BUILT_IN: dict[str, Callable[..., Storage]] = {
     "memory": _open_memory,
     "s3": _open_s3,
     "s3a": _open_s3,
-    # of fsspec's filesystems those that show an object when it is whole; not ftp, say
+    # the fsspec filesystems where an object appears only when it is complete: not ftp, for instance
     **{
         scheme: _open_filesystem(scheme) for scheme in ("abfs", "abfss", "az", "gcs", "gs", "hf", "local", "oci", "oss")
     },
@@ -138,5 +138,5 @@ def _factory(scheme: str, url: str) -> Callable[..., Storage]:
 
 
 def _masked(url: str) -> str:
-    """Without a user's name and password."""
+    """A URL without user name and password."""
     return re.sub(r"//[^/]*@", "//***@", url)

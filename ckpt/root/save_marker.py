@@ -44,7 +44,9 @@ class SaveMarker:
     id: str = ""
     since: str = ""
     removing: bool = False
-    writer: tuple[str | int, ...] = ()  # the identity of the process that wrote it; empty in those of older versions
+    writer: tuple[
+        str | int | None, ...
+    ] = ()  # the identity of the process that wrote it; empty in those of older versions
 
     @property
     def age(self) -> float:
@@ -61,7 +63,7 @@ class SaveMarker:
             return False
         if self.writer[:2] != mine[:2]:
             return self.age < DAY
-        return bool(start_time(int(self.writer[2])) == self.writer[3])
+        return bool(start_time(int(self.writer[2] or 0)) == self.writer[3])
 
 
 def mark_save(storage: Storage, name: str, files: Iterable[str], replaces: Iterable[str], id: str) -> None:
@@ -159,7 +161,7 @@ def _wait_for_removal(storage: Storage, name: str) -> None:
             time.sleep(_PAUSE)
 
 
-def _own_identity() -> tuple[str | int, ...]:
+def _own_identity() -> tuple[str | int | None, ...]:
     try:
         return tuple(process_identity(os.getpid()))
     except OSError:  # a system without /proc

@@ -1,4 +1,4 @@
-"""Memory as direct I/O wants it: at aligned addresses, and moved without holding the interpreter's lock."""
+"""Page-aligned memory for direct I/O and pinning, and copies between buffers that release the GIL."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import os
 import sys
 from contextlib import suppress
 
-O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # none where the system has no such thing
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # 0 where the system does not have it
 ALIGNMENT = 4096
 _HUGE = 2 << 20
 _WIPE_ON_FORK = 18 if sys.platform == "linux" else None  # MADV_WIPEONFORK, which Python does not name
 
 
 def allocate_pages(size: int) -> mmap.mmap:
-    """New memory of this process alone, in huge pages where there are such: those come twenty times faster.
+    """Allocate private memory, in huge pages where the system has them: they are faulted in twenty times faster.
 
-    They are only for memory that is not shared. A forked process finds it empty: were it to have the contents, whoever
-    writes first would get a copy, and the disk or a device might go on with the other's.
+    A forked child sees zeros. If it shared the pages copy-on-write, the first write in the parent would move the
+    parent's data to new pages, while the disk or a device still works on the old ones.
     """
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in (getattr(mmap, "MADV_HUGEPAGE", None), _WIPE_ON_FORK):
@@ -29,19 +29,19 @@ def allocate_pages(size: int) -> mmap.mmap:
 
 
 def allocate_aligned(size: int) -> memoryview:
-    """New memory that begins with a huge page: the disk takes from those a fifth faster."""
+    """Allocate memory that starts at a huge page, from which direct writes are a fifth faster."""
     whole = memoryview(allocate_pages(size + _HUGE))
     start = -address_of(whole) % _HUGE
     return whole[start : start + size]
 
 
 def address_of(view: memoryview) -> int:
-    """Where writable memory lies."""
+    """The address of a writable buffer."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:
-    """Copy bytes to a target of the same length; what is read-only has no address, and is copied with the lock."""
+    """Copy to a target of the same length without the GIL; ctypes gives no address of a read-only source: with it."""
     if source.readonly:
         target[:] = source
     elif source:

@@ -1,4 +1,4 @@
-"""What people see: progress bars on a terminal, and plain lines."""
+"""Console output: lines on standard error, progress bars, and numbers and tables as text."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 
-_UNITS = (("d", 172_800, 86_400), ("h", 3600, 3600), ("min", 60, 60), ("s", 0, 1))  # name, from, seconds
-PROGRESS_MIN_BYTES = 256_000_000  # bytes: what takes long enough to be shown
+_UNITS = (
+    ("d", 172_800, 86_400),
+    ("h", 3600, 3600),
+    ("min", 60, 60),
+    ("s", 0, 1),
+)  # name, used from so many seconds, seconds of the unit
+PROGRESS_MIN_BYTES = 256_000_000  # less is done before a bar could be read
 
 
 def say(text: str) -> None:
-    """A line for the person who runs this, on standard error."""
+    """Print a line for the user on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -20,7 +25,7 @@ def say(text: str) -> None:
 def progress_bar(
     label: str, total: float, *, in_bytes: bool = False, show: bool = True
 ) -> Iterator[Callable[[float], None]]:
-    """A progress bar; yields what moves it on. On anything but a terminal it is quiet."""
+    """Show a progress bar and yield the function that advances it. Without a terminal nothing is shown."""
     if not show or not sys.stderr.isatty():
         yield lambda amount: None
         return
@@ -35,7 +40,7 @@ def progress_bar(
 
 
 def format_size(count: float) -> str:
-    """`1.5 GB`."""
+    """A number of bytes: `1.5 GB`."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -44,13 +49,14 @@ def format_size(count: float) -> str:
 
 
 def format_age(created: str) -> str:
-    """How long ago that was: `3 min`."""
+    """Time since an ISO timestamp: `3 min`."""
     return format_duration((datetime.now(timezone.utc) - datetime.fromisoformat(created)).total_seconds())
 
 
 def format_duration(seconds: float) -> str:
-    seconds = max(0.0, seconds)  # the clock of the machine that wrote it may be ahead
-    name, _, unit = next(one for one in _UNITS if seconds >= one[1])
+    """`3 min`, in the largest unit that fits."""
+    seconds = max(0.0, seconds)  # a timestamp of a machine whose clock is ahead
+    name, _, unit = next(unit for unit in _UNITS if seconds >= unit[1])
     return f"{seconds // unit:.0f} {name}"
 
 
@@ -59,11 +65,12 @@ def format_number(value: float) -> str:
 
 
 def one_line(text: str) -> str:
+    """A text with its lines joined by spaces."""
     return " ".join(line.strip() for line in text.splitlines())
 
 
 def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> Iterator[str]:
-    """A table as text, a line a row however long, for grep and awk. What is in the columns `right` ends alike."""
+    """A table as text, one line per row, for grep and awk. The columns named in `right` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):
         cells = zip(columns, row, widths, strict=True)

@@ -1,4 +1,4 @@
-"""Which process an object belongs to: a forked child inherits the object, but none of its threads and locks."""
+"""Detection of forked children: they inherit an object, but none of its threads and locks."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from ckpt.errors import ConfigError
 
 @dataclass(frozen=True)
 class OwnerProcess:
-    """The process that made an object."""
+    """The process that created an object."""
 
     process: int = field(default_factory=os.getpid)
 
     @property
     def is_here(self) -> bool:
-        """False in a forked child."""
+        """True in that process, False in a forked child of it."""
         return os.getpid() == self.process
 
     def require(self, call: str) -> None:
-        """Refuse a call in a forked child: it would wait for threads that it does not have, or write to the parent's
-        root without the lock."""
+        """Raise in a forked child: the call would wait for threads that it does not have, or write without lock."""
         if not self.is_here:
             raise ConfigError(
                 f"{call}: this StateManager belongs to process {self.process}, and this is process {os.getpid()}, a "

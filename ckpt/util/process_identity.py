@@ -1,22 +1,23 @@
-"""Which process on this machine is which, even when its number is used again."""
+"""Identity of a process on this machine that is not mistaken for another's when its number is reused."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+
+Identity = list[str | int | None]  # as in JSON: boot id, inode of the PID namespace, process id, start time
 
 
-def process_identity(process: int) -> list[Any]:
-    """What a process is known by, on this machine and within its namespace, even when its number is used again."""
+def process_identity(process: int) -> Identity:
+    """Identity of a process in this PID namespace, unique across reboots and reuse of process ids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return [boot, os.stat("/proc/self/ns/pid").st_ino, process, start_time(process)]
 
 
 def start_time(process: int) -> str | None:
-    """When a process began, in ticks of the system. None if it has ended."""
+    """When a process started, in clock ticks since boot. None if it has ended, also if it is still a zombie."""
     try:
-        facts = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if facts[0] in "ZX" else facts[19]
+    return None if fields[0] in "ZX" else fields[19]

@@ -1,4 +1,4 @@
-"""One piece of work at a time, in a thread of its own."""
+"""Calls in a background thread, whose errors are raised in the caller's."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ckpt.util.fork_safety import OwnerProcess
 
 
 class ThreadCall:
-    """A call that is made in a thread beside this one.
+    """A call in a thread of its own, started at once.
 
-    The thread is no daemon: when the program ends, in whatever orderly way, what is under way is finished first. And it
-    is no executor: those refuse work while the interpreter shuts down.
+    The thread is not a daemon: a program that ends waits for it. It does not belong to an executor either: those refuse
+    work while the interpreter shuts down.
     """
 
     def __init__(self, call: Callable[[], Any], name: str) -> None:
@@ -29,15 +29,15 @@ class ThreadCall:
         return not self._done.is_set()
 
     def has_failed(self) -> bool:
-        """Whether the call has raised, when it is done. A forked child, which has no such thread, is refused."""
+        """Wait for the call; return whether it has raised. Refused in a forked child, which has no such thread."""
         if self.busy:
             self._owner.require(self._thread.name)
-        self._done.wait()  # before Python 3.13 a thread passes for ended once a signal has interrupted `join`
+        self._done.wait()  # before Python 3.13 a `join` that a signal has interrupted marks the thread as ended
         self._thread.join()
         return self._error is not None
 
     def result(self) -> Any:
-        """What the call has returned, when it is done; or raised."""
+        """Wait for the call, and return its result or raise its error."""
         if self.has_failed():
             raise self._error  # type: ignore[misc]
         return self._result
@@ -45,14 +45,14 @@ class ThreadCall:
     def _run(self, call: Callable[[], Any]) -> None:
         try:
             self._result = call()
-        except BaseException as error:  # for whoever asks
+        except BaseException as error:  # raised by `result`
             self._error = error
         finally:
             self._done.set()
 
 
 class SerialWorker:
-    """Runs one call at a time, each in a thread beside this one."""
+    """Runs one call at a time in a background thread. The next `start`, `wait` or `check` raises its error."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -63,18 +63,18 @@ class SerialWorker:
         return self._call is not None and self._call.busy
 
     def start(self, call: Callable[[], object]) -> None:
-        """Begin a call. The one before must be done."""
+        """Wait for the previous call, then start this one."""
         self.wait()
         self._call = ThreadCall(call, self._name)
 
     def wait(self) -> None:
-        """Until the call is done. What it raised is raised here, once."""
+        """Wait for the call. Raises its error, if no other call has raised it yet."""
         if self._call is not None:
             self._call.has_failed()
         self.check()
 
     def check(self) -> None:
-        """Raise what the last call has raised, if it is done and nobody has been told yet."""
+        """Raise the error of a call that is done, once. Does not wait."""
         if self._call is not None and not self._call.busy:
             done, self._call = self._call, None
             done.result()

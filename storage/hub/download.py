@@ -1,6 +1,6 @@
-"""Copies of repositories in Hugging Face's cache: verified by their hashes, and of use without the network.
+"""Downloads into Hugging Face's cache: verified by their hashes, and usable without the network.
 
-Imports no torch: a shell asks for them too.
+Does not import torch: shell commands use it too.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckpt.errors import DamagedError, TransientError
-from ckpt.storage.hub.errors import explained
-from ckpt.storage.hub.repo import HubRepo, bars
+from ckpt.storage.hub.errors import translated_errors
+from ckpt.storage.hub.repo import HubRepo, client_bars
 from ckpt.util.console import progress_bar, say
 
 _HASHED = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # the names of blobs: git's hash, or sha256 of large files
@@ -22,7 +22,7 @@ _PIECE = 8 << 20
 
 
 def unreachable(repo: HubRepo) -> TransientError | None:
-    """Why the Hub cannot be reached; none if it can. Raises if there is no such repository or revision."""
+    """Why the Hub cannot be reached; None if it can. Raises if there is no such repository or revision."""
     try:
         repo.head()
     except TransientError as error:
@@ -33,7 +33,7 @@ def unreachable(repo: HubRepo) -> TransientError | None:
 def fetched(repo: HubRepo, patterns: Sequence[str] | None, offline: TransientError | None) -> Path:
     """The folder in the cache with the files that match, all of them intact.
 
-    What is not there is downloaded; where the Hub cannot be reached, what is there is taken, and it says so.
+    Missing files are downloaded. If the Hub cannot be reached, the cached files are used, with a message.
     """
     if offline is None:
         folder = _downloaded(repo, patterns)
@@ -47,7 +47,7 @@ def fetched(repo: HubRepo, patterns: Sequence[str] | None, offline: TransientErr
 def _downloaded(repo: HubRepo, patterns: Sequence[str] | None) -> Path:
     from huggingface_hub import snapshot_download
 
-    with explained("download", repo.url), bars(show=sys.stderr.isatty()):
+    with translated_errors("download", repo.url), client_bars(show=sys.stderr.isatty()):
         endpoint = repo.api.endpoint
         found = snapshot_download(
             repo.id,
@@ -71,12 +71,12 @@ def _cached(repo: HubRepo, patterns: Sequence[str] | None, unreachable: Transien
             local_files_only=True,
         )
     except LocalEntryNotFoundError:
-        raise TransientError(f"{unreachable} The cache has no whole copy of {repo.url} either.") from None
+        raise TransientError(f"{unreachable} The cache has no complete copy of {repo.url} either.") from None
     return Path(found)
 
 
 def verify(folder: Path, patterns: Sequence[str] | None = None) -> None:
-    """Compare the files of a snapshot that match with the hashes that name their blobs."""
+    """Compare the matching files of a snapshot with the hashes in the names of their blobs."""
     from huggingface_hub.utils import filter_repo_objects
 
     files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]

@@ -1,4 +1,4 @@
-"""What the Hub's client raises, as errors of ours: what, where, why, what to do. No token is in any of them."""
+"""Errors of the Hub's client as ckpt's: what, where, why, what to do. None contains a token."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _KEPT = "What was uploaded is kept there, and is not sent again."
 
 
 class MovedError(TransientError):
-    """A branch of a repository does not stand where a commit was made for: somebody else has committed."""
+    """The head of a branch is not the parent that a commit was made for: somebody else has committed."""
 
 
-def may_help(error: BaseException) -> bool:
-    """Whether it may work if it is tried again: the Hub is busy, or was not reached."""
+def is_transient(error: BaseException) -> bool:
+    """Whether a retry may help: the Hub is busy, or was not reached."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     status = status_of(error)
@@ -27,18 +27,18 @@ def may_help(error: BaseException) -> bool:
 
 
 @contextmanager
-def explained(verb: str, where: str) -> Iterator[None]:
-    """Turn what the client raises into errors of ours."""
+def translated_errors(verb: str, where: str) -> Iterator[None]:
+    """Translate the errors that the client raises in this context."""
     try:
         yield
     except CkptError:
         raise
     except Exception as error:
-        problem = translated(cause_of(error), f"could not {verb} {where}")
+        problem = translate_error(cause_of(error), f"could not {verb} {where}")
         raise problem from None  # the cause holds the request's headers
 
 
-def translated(error: BaseException, what: str) -> Exception:
+def translate_error(error: BaseException, what: str) -> Exception:
     """The error that a user sees in place of the client's."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
@@ -99,19 +99,20 @@ def _by_status(status: int, error: BaseException, what: str) -> Exception:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The client wraps what went wrong with one file of many."""
+    """The original error: the client wraps that of a single file among many."""
     while isinstance(error, RuntimeError) and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def status_of(error: BaseException) -> int:
-    """What the Hub has answered; 0 if it has not."""
+    """The HTTP status of the Hub's answer; 0 if there was none."""
     response = getattr(error, "response", None)
     return int(getattr(response, "status_code", 0) or 0)
 
 
 def asked_to_wait(error: BaseException) -> float | None:
+    """The seconds of a Retry-After header; None if there is none."""
     headers: Any = getattr(getattr(error, "response", None), "headers", {})
     asked = headers.get("Retry-After", "")
     return min(float(asked), _LONGEST_WAIT) if asked.isdigit() else None

@@ -1,4 +1,4 @@
-"""Changes to a repository on their way into a commit. Those that come soon after a commit wait for the next one."""
+"""Changes to a repository, batched into commits: those that follow soon after a commit wait for the next one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 _log = logging.getLogger("ckpt")
-_LOOK = 0.2  # seconds after which a waiting thread looks whether the program has ended
+_LOOK = 0.2  # seconds between checks of a waiting thread whether the program ends
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """What the Hub needs to be told of a file whose bytes it has, or those of a small one that go with the commit."""
+    """A staged file: the hash of a large one, whose bytes the Hub has, or the bytes of a small one for the commit."""
 
     size: int
     oid: str = ""
@@ -49,11 +49,11 @@ class Receipt:
         return addition
 
 
-Changes = dict[str, Receipt | None]  # by path; None for what shall be gone
+Changes = dict[str, Receipt | None]  # by path; None to remove the file
 
 
 class Pending:
-    """What is yet to be committed. Commits are made at most every `interval` seconds, but for `settle`."""
+    """The changes that are not committed yet. Except by `settle`, commits are at least `interval` seconds apart."""
 
     def __init__(self, repo: HubRepo, interval: float, committed: Callable[[], None]) -> None:
         self._repo = repo
@@ -70,7 +70,7 @@ class Pending:
         return dict(self._changes)
 
     def add(self, changes: Mapping[str, Receipt | None]) -> None:
-        """Have changes committed: now, if the last commit is long ago. If that fails they are forgotten."""
+        """Commit changes now, or later if the last commit is recent. If a commit now fails, they are dropped."""
         with self._guard:
             before, self._changes = self._changes, {**self._changes, **changes}
             if time.monotonic() < self._last + self._interval:
@@ -83,37 +83,37 @@ class Pending:
                 raise
 
     def settle(self) -> None:
-        """Commit what is waiting."""
+        """Commit the pending changes now."""
         with self._guard:
             self._commit()
             self._wake.set()
 
     def _commit_later(self) -> None:
         if self._thread is None:
-            # no daemon: what was saved is committed when the program ends, however it does in good order
+            # not a daemon: a program that ends waits for the commit
             self._thread = threading.Thread(target=self._commit_when_due, name="ckpt-hub")
             self._thread.start()
 
     def _commit_when_due(self) -> None:
         due = self._last + self._interval
         while True:
-            goes_on = self._wait(due)
+            is_running = self._wait(due)
             with self._guard:
-                if goes_on and self._changes and time.monotonic() < self._last + self._interval:
-                    due = self._last + self._interval  # somebody else has committed, and there is more since
+                if is_running and self._changes and time.monotonic() < self._last + self._interval:
+                    due = self._last + self._interval  # `settle` has committed meanwhile, and there are new changes
                     continue
                 try:
                     self._commit()
-                except CkptError as error:  # it is tried again, here and by `settle`, which raises
-                    fate = "wait to be" if goes_on else "were not"
+                except CkptError as error:  # retried here, and by `settle`, which raises
+                    fate = "wait to be" if is_running else "were not"
                     _log.warning("changes %s committed to %s: %s", fate, self._repo.url, error)
                     due = time.monotonic() + self._interval
-                if not self._changes or not goes_on:
+                if not self._changes or not is_running:
                     self._thread = None
                     return
 
     def _wait(self, due: float) -> bool:
-        """Wait, but not for what `settle` has done already. Returns whether the program goes on."""
+        """Wait until `due`, or until `settle` has committed. Returns False if the program ends."""
         while time.monotonic() < due and not self._wake.wait(_LOOK):
             if not threading.main_thread().is_alive():
                 return False

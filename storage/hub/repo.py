@@ -1,4 +1,4 @@
-"""One repository on the Hub, through `huggingface_hub`: its files at a commit, and new commits on top of one."""
+"""A repository on the Hub, through `huggingface_hub`: its files at a commit, and new commits on its head."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from ckpt.errors import ConfigError, StorageError, TransientError
-from ckpt.storage.hub.errors import MovedError, asked_to_wait, cause_of, explained, may_help, status_of
-from ckpt.storage.retry import RetryPolicy
+from ckpt.storage.hub.errors import MovedError, asked_to_wait, cause_of, is_transient, status_of, translated_errors
+from ckpt.storage.retry import Retries, RetryPolicy
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -30,13 +30,13 @@ _ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _MAY_NOT = 403
 _EXISTS = 409
 _CONFLICTS = (_EXISTS, 412)
-_PAUSES = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)  # seconds, after others have committed
+_COMMIT_RETRIES = RetryPolicy(tries=8, longest_pause=6.4)  # when others have committed first
 _log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file in a repository: its size, and the hash of what is in it: sha256 of large files, git's of others."""
+    """A file in a repository: its size, and its hash: sha256 of large files, git's of others."""
 
     path: str
     size: int
@@ -45,34 +45,38 @@ class HubFile:
 
 @dataclass
 class Hub:
-    """How long the Hub is asked again where that may help: less long before it has ever answered."""
+    """Requests to the Hub, retried where that may help."""
 
-    patience: RetryPolicy = field(default_factory=lambda: RetryPolicy(shortest=1.0))
+    retry_policy: RetryPolicy = field(default_factory=lambda: RetryPolicy(first_pause=1.0))
     reached: bool = False
 
-    def tried(self, call: Callable[[], Result]) -> Result:
-        """Make a call, again where that helps, and as late as the Hub asks."""
-        patience = self.patience if self.reached else self.patience.until_reached()
-        for pause in patience.pauses():
+    def with_retries(self, call: Callable[[], Result]) -> Result:
+        """The result of a call. Transient failures are retried until the deadline, as late as the Hub asks."""
+        retries = self.retry_policy.start()
+        while True:
             try:
                 result = call()
             except Exception as error:
-                cause = cause_of(error)
-                self.reached = self.reached or status_of(cause) > 0
-                if not may_help(cause):
+                pause = self._pause_after(cause_of(error), retries)
+                if pause is None:
                     raise
-                wait = asked_to_wait(cause) or pause
-                _log.warning("the Hub is asked again in %.1f s: %s", wait, status_of(cause) or type(cause).__name__)
-                time.sleep(wait)
+                time.sleep(pause)
             else:
                 self.reached = True
                 return result
-        return call()
+
+    def _pause_after(self, error: BaseException, retries: Retries) -> float | None:
+        """Seconds to wait before the next try; None if there is none."""
+        self.reached = self.reached or status_of(error) > 0
+        pause = retries.next_pause(reached=self.reached, asked=asked_to_wait(error)) if is_transient(error) else None
+        if pause is not None:
+            _log.warning("the Hub is asked again in %.1f s: %s", pause, status_of(error) or type(error).__name__)
+        return pause
 
 
 @dataclass(frozen=True)
 class HubRepo:
-    """A repository and one of its branches. The token comes from `HF_TOKEN` or a login, if none is given."""
+    """A repository and a branch of it. Without a token, that of `HF_TOKEN` or of a login is used."""
 
     id: str
     revision: str = MAIN_BRANCH
@@ -89,7 +93,7 @@ class HubRepo:
 
     @property
     def page(self) -> str:
-        """Where a browser finds it."""
+        """The address of its web page."""
         return f"{self.api.endpoint}/{self.id}"
 
     @cached_property
@@ -99,9 +103,9 @@ class HubRepo:
         return HfApi(token=self.token, library_name="torch-ckpt")
 
     def create(self, *, private: bool | None = None) -> bool:
-        """Make the repository and the branch, where they are not there yet; no pull request (`refs/pr/1`).
+        """Create the repository and the branch if they do not exist; but no pull request (`refs/pr/1`).
 
-        Returns whether this call has certainly made the repository.
+        Returns whether this call has certainly created the repository.
         """
         made = self._ask("create", lambda: self._made(private=private))
         if self.revision != MAIN_BRANCH and not self.revision.startswith("refs/"):
@@ -116,7 +120,7 @@ class HubRepo:
             status = status_of(cause_of(error))
             if status not in (_EXISTS, _MAY_NOT):
                 raise
-            if status == _MAY_NOT and not self.api.repo_exists(self.id):  # if it is there, the token may still push
+            if status == _MAY_NOT and not self.api.repo_exists(self.id):  # if it exists, the token may still push
                 raise
             return False
         return True
@@ -177,35 +181,39 @@ class HubRepo:
         return found
 
     def upload(self, additions: Sequence[CommitOperationAdd]) -> None:
-        """Send the bytes of large files ahead of their commit, and forget them here. What the Hub has is not sent."""
+        """Upload large files ahead of their commit, and release their memory. Files that the Hub has are not sent."""
 
         def send() -> None:
             self.api.preupload_lfs_files(self.id, additions, revision=self.revision, free_memory=True)
 
-        with bars(show=False):  # training goes on meanwhile
+        with client_bars(show=False):  # training continues meanwhile
             self._ask("upload to", send)
 
     def commit_on_head(self, make: Callable[[str], Sequence[Operation]], message: str) -> tuple[str, int]:
-        """Commit what `make` says is to be done, given the head; again on the new head when others were first.
+        """Commit the operations that `make` returns for a head; again on the new head if others have committed first.
 
-        Returns the commit that then has all of it, and the number of changes: none if nothing was to be done.
+        Returns the commit that contains them, and their number. Without operations there is no commit.
         """
-        for pause in _PAUSES:
+        retries = _COMMIT_RETRIES.start()
+        while True:
             head = self.head()
             operations = make(head)
             try:
                 return self._commit(operations, message, head) if operations else head, len(operations)
             except MovedError:
-                time.sleep(pause)
+                pause = retries.next_pause()
+                if pause is None:
+                    break
+            time.sleep(pause)
         raise TransientError(
             f"{self.url}: others commit there again and again, so nothing was changed. Try again later, or use a "
             "branch of your own."
         )
 
     def _commit(self, operations: Sequence[Operation], message: str, parent: str) -> str:
-        """One commit on top of `parent`. If the branch is elsewhere, it raises `MovedError` and nothing has changed.
+        """A commit on top of `parent`. If the branch has another head, raises `MovedError`, and nothing has changed.
 
-        Where the answer to a commit was lost, the mark in its description tells whether it was made.
+        If the answer to a commit was lost, the mark in its description tells whether it was made.
         """
         mark = f"ckpt {secrets.token_hex(8)}"
 
@@ -219,9 +227,9 @@ class HubRepo:
                 parent_commit=parent,
             )
 
-        with explained("commit to", self.url), bars(show=sys.stderr.isatty()):
+        with translated_errors("commit to", self.url), client_bars(show=sys.stderr.isatty()):
             try:
-                return str(self.hub.tried(send).oid)
+                return str(self.hub.with_retries(send).oid)
             except OSError as error:
                 if status_of(error) not in _CONFLICTS:
                     raise
@@ -231,17 +239,17 @@ class HubRepo:
         return made
 
     def _marked(self, mark: str) -> str | None:
-        commits = self.hub.tried(lambda: self.api.list_repo_commits(self.id, revision=self.revision))
-        return next((one.commit_id for one in commits if mark in one.message), None)
+        commits = self.hub.with_retries(lambda: self.api.list_repo_commits(self.id, revision=self.revision))
+        return next((commit.commit_id for commit in commits if mark in commit.message), None)
 
     def _ask(self, verb: str, call: Callable[[], Result], where: str = "") -> Result:
-        with explained(verb, where or self.url):
-            return self.hub.tried(call)
+        with translated_errors(verb, where or self.url):
+            return self.hub.with_retries(call)
 
 
 @contextmanager
-def bars(*, show: bool) -> Iterator[None]:
-    """Whether the client shows its bars, of which there is one for every file."""
+def client_bars(*, show: bool) -> Iterator[None]:
+    """Whether the client shows its progress bars: one for every file."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if show or are_progress_bars_disabled():

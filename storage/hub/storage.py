@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from ckpt.errors import AbsentError, ConfigError, StorageError, TruncatedError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, below, changed, check_key
 from ckpt.storage.deprecated import FormerName
-from ckpt.storage.hub.errors import explained
+from ckpt.storage.hub.errors import translated_errors
 from ckpt.storage.hub.pending import Pending, Receipt
 from ckpt.storage.hub.repo import MAIN_BRANCH, Hub, HubFile, HubRepo
 from ckpt.storage.memory import MemoryStorage
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 _REST = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.*))?")
-_SMALL = 1 << 20  # bytes: what is larger goes through a file, so that it need not be in memory as a whole
+_SMALL = 1 << 20  # bytes: larger objects go through a temporary file instead of memory
 INTERVAL = 60.0  # seconds between commits: the Hub limits them to about a hundred an hour
-DEADLINE = 300.0  # seconds for which a request that fails is tried again
+DEADLINE = 300.0  # seconds for which a failing request is retried
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class _Snapshot:
 
 
 class HubStorage:
-    """Files of a repository, below a path in it. It is made, as a private one, when the first object is written.
+    """Files of a repository, below a path in it. A private repository is created when the first object is written.
 
-    A commit has many files, and there can be only so many commits: what `publish` and `delete` are given within
-    `interval` seconds of a commit goes into the next one. `write` and `settle` do not wait. When another writer has
-    committed in between, a commit is made again on top of theirs. What fails is tried again for `deadline` seconds.
+    The Hub limits the number of commits: changes by `publish` and `delete` within `interval` seconds of a commit go
+    into the next one. `write` and `settle` do not wait. When another writer has committed in between, the commit is
+    made again on top of theirs. Failing requests are retried for `deadline` seconds.
 
-    Large files are read in ranges, at the commit that was last looked at. The Hub has no locks: `lock` holds against
-    others in this process only.
+    Large files are read in ranges, at the commit that was last listed. The Hub has no locks: `lock` excludes others in
+    this process only.
     """
 
     is_local = False
@@ -63,7 +63,7 @@ class HubStorage:
         repo, revision, path = match.groups()
         if not interval >= 0:
             raise ConfigError(f"interval={interval!r} must be a number of seconds between two commits.")
-        hub = Hub(RetryPolicy(deadline=deadline, shortest=1.0))
+        hub = Hub(RetryPolicy(deadline=deadline, first_pause=1.0))
         self._repo = HubRepo(repo, unquote(revision or MAIN_BRANCH), token, hub)
         self._top = check_key(path) + "/" if path else ""
         self._pending = Pending(self._repo, interval, self._forget)
@@ -80,7 +80,7 @@ class HubStorage:
 
     @property
     def folder(self) -> str:
-        """Where in the repository the root is; empty at its top."""
+        """The path of the root in the repository; empty at its top."""
         return self._top.rstrip("/")
 
     def __repr__(self) -> str:
@@ -95,12 +95,12 @@ class HubStorage:
             self._write_over(key, Receipt.from_text(receipt), over)
 
     def version(self, key: str) -> str | None:
-        """As it was last committed: what waits for a commit shall go on waiting."""
+        """The committed version: asking for it does not commit pending changes."""
         found = self._refreshed().files.get(self._path(key))
         return found.oid if found else None
 
     def _write_over(self, key: str, receipt: Receipt, over: str | None) -> None:
-        """A commit of its own, on a head that has that version of the object and no other."""
+        """A commit of its own, on a head that has the expected version of the object."""
         path = self._path(key)
 
         def make(head: str) -> list[CommitOperationAdd | CommitOperationDelete]:
@@ -136,7 +136,7 @@ class HubStorage:
         self.settle()
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        fresh = start == 0 and stop is None  # small, or new: what it says must not be of yesterday
+        fresh = start == 0 and stop is None  # a whole small file, such as a manifest, must not be outdated
         commit, found = self._found(key, fresh=fresh)
         stop = found.size if stop is None else min(stop, found.size)
         return self._repo.read(found.path, commit, start, stop) if start < stop else b""
@@ -154,7 +154,7 @@ class HubStorage:
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         top = prefix and check_key(prefix)
-        waiting = self._pending.changes  # before the commit is looked at, in which they may be meanwhile
+        waiting = self._pending.changes  # before the head is read, which may contain them by then
         sizes = {path: file.size for path, file in self._refreshed().files.items()}
         for path, receipt in waiting.items():
             if receipt is None:
@@ -174,7 +174,7 @@ class HubStorage:
         return iter(())
 
     def sweep(self, prefix: str = "", *, age: float | None = None) -> None:
-        """Nothing to do: what is not committed is not there."""
+        """Nothing to do: files that are not committed are not visible."""
 
     def lock(self, key: str, *, shared: bool = False, note: str = "") -> AbstractContextManager[None]:
         return self._locks.lock(key, shared=shared, note=note)
@@ -186,8 +186,8 @@ class HubStorage:
         self._seen = None
 
     def _refreshed(self) -> _Snapshot:
-        """The newest commit. Where there is no repository yet, nothing."""
-        seen = self._seen  # another thread may forget it at any time
+        """The head and its files; nothing if there is no repository yet."""
+        seen = self._seen  # another thread may reset it at any time
         try:
             head = self._repo.head()
             if seen is None or seen.commit != head:
@@ -198,7 +198,7 @@ class HubStorage:
         return seen
 
     def _found(self, key: str, *, fresh: bool = False) -> tuple[str, HubFile]:
-        """An object, and the commit to read it at: that which was last looked at, unless it has no such object."""
+        """An object, and the commit to read it at: the one last listed, unless it has no such object."""
         path = self._path(key)
         self.settle()
         seen = None if fresh else self._seen
@@ -209,10 +209,10 @@ class HubStorage:
         return seen.commit, seen.files[path]
 
     def _sent(self, path: str, content: bytes | Path) -> Receipt:
-        """Send the bytes of a large file; those of a small one go with the commit."""
+        """Upload a large file; the bytes of a small one go with the commit."""
         from huggingface_hub import CommitOperationAdd
 
-        with explained("write", f"{self._repo.url}/{path}"):
+        with translated_errors("write", f"{self._repo.url}/{path}"):
             addition = CommitOperationAdd(path, content)
             size = addition.upload_info.size
             try:
@@ -221,7 +221,7 @@ class HubStorage:
                 self._repo.create(private=True)
                 self._repo.upload([addition])
             if addition._should_ignore:
-                raise StorageError(f"{self._repo.url}: .gitignore leaves {path} out. Take it out of there.")
+                raise StorageError(f"{self._repo.url}: .gitignore excludes {path}. Remove it from there.")
             if addition._upload_mode == "lfs":
                 return Receipt(size, oid=addition.upload_info.sha256.hex())
             whole = content if isinstance(content, bytes) else content.read_bytes()
@@ -230,8 +230,8 @@ class HubStorage:
 
 @contextmanager
 def _spooled(pieces: Iterable[Buffer]) -> Iterator[bytes | Path]:
-    """The pieces as bytes, or in a file, which the client can send by whichever protocol it likes."""
-    with tempfile.TemporaryFile() as file:  # it has no name: whoever is killed leaves nothing behind
+    """The pieces as bytes or as a temporary file, which the client can send by any protocol."""
+    with tempfile.TemporaryFile() as file:  # without a name: a killed process leaves nothing behind
         for piece in pieces:
             file.write(memoryview(piece).cast("B"))
         file.flush()

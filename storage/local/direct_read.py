@@ -1,7 +1,7 @@
-"""Reads from a file into several buffers: what is in the page cache from there, what is not past it.
+"""Reads from a file into several buffers: from the page cache if the bytes are there, with direct I/O otherwise.
 
-A checkpoint is read once, when a run begins. Through the page cache its bytes would be copied into fresh pages first,
-which takes as long again as the disk needs, and would drive out pages that are of use.
+A checkpoint is read once, when a run begins. Through the page cache its bytes would be copied into new pages first,
+which takes as long as the disk itself, and evicts pages that are in use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM}
 _WORTH_IT = 256 << 10  # bytes
 _BOUNCE = 4 << 20
 _BYTES_AT_ONCE = 1 << 30
-_BUFFERS_AT_ONCE = 1024  # what every system takes (IOV_MAX)
+_BUFFERS_AT_ONCE = 1024  # IOV_MAX, as every system has it
 
 _own = threading.local()
 _libc = ctypes.CDLL(None)
@@ -36,9 +36,9 @@ class _Pages(ctypes.Structure):
 
 
 def read_scattered(path: str, start: int, buffers: list[memoryview], *, cached: bool = False) -> int:
-    """Fill the buffers, one after the other, from `start` on. Returns how many bytes are missing at the end.
+    """Fill the buffers in turn from `start`. Returns how many bytes are missing because the file ends earlier.
 
-    What shall be `cached` is read through the page cache in any case.
+    With `cached`, all is read through the page cache.
     """
     left = [buffer for buffer in buffers if len(buffer)]
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -57,14 +57,14 @@ def read_scattered(path: str, start: int, buffers: list[memoryview], *, cached: 
 
 
 def _is_cached(descriptor: int, start: int, size: int) -> bool:
-    """Whether most of these bytes are in the page cache. Where the system does not tell, they are taken to be."""
+    """Whether most of these bytes are in the page cache. True where the kernel has no call to ask."""
     span, found = _Range(start, size), _Pages()
-    told = _libc.syscall(_CACHESTAT, descriptor, ctypes.byref(span), ctypes.byref(found), 0) == 0
-    return not told or found.cached * mmap.PAGESIZE * 2 > size
+    known = _libc.syscall(_CACHESTAT, descriptor, ctypes.byref(span), ctypes.byref(found), 0) == 0
+    return not known or found.cached * mmap.PAGESIZE * 2 > size
 
 
 def _past_cache(path: str, start: int, left: list[memoryview]) -> tuple[int, list[memoryview]]:
-    """Read aligned pieces straight from the disk. Stops where that is refused, or the file ends."""
+    """Read aligned blocks with direct I/O. Stops where that is refused, or the file ends."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | O_DIRECT)
     except OSError:
@@ -89,7 +89,7 @@ def _past_cache(path: str, start: int, left: list[memoryview]) -> tuple[int, lis
 
 
 def _bounce() -> memoryview:
-    """Aligned memory of this thread's own."""
+    """An aligned bounce buffer, one per thread."""
     if not hasattr(_own, "bounce"):
         _own.bounce = allocate_aligned(_BOUNCE)
     bounce: memoryview = _own.bounce
@@ -97,7 +97,7 @@ def _bounce() -> memoryview:
 
 
 def _scatter(source: memoryview, targets: list[memoryview]) -> None:
-    """Copy to one target after the other."""
+    """Copy a buffer to several in turn."""
     for target in targets:
         count = min(len(source), len(target))
         copy_bytes(source[:count], target[:count])
@@ -105,7 +105,7 @@ def _scatter(source: memoryview, targets: list[memoryview]) -> None:
 
 
 def _at_once(buffers: list[memoryview]) -> list[memoryview]:
-    """As many of the buffers as the system fills in one call."""
+    """As many of the buffers as one system call fills."""
     room = _BYTES_AT_ONCE
     taken = []
     for buffer in buffers[:_BUFFERS_AT_ONCE]:
@@ -116,7 +116,7 @@ def _at_once(buffers: list[memoryview]) -> list[memoryview]:
 
 
 def _rest(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of buffers once their first `count` bytes are filled."""
+    """The rest of the buffers once their first `count` bytes are filled."""
     for index, buffer in enumerate(buffers):
         if count < len(buffer):
             return [buffer[count:], *buffers[index + 1 :]]

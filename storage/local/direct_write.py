@@ -1,7 +1,7 @@
-"""Large files are written past the page cache, where the filesystem lets us: durable in half the time.
+"""Durable writes of large files with direct I/O, where the filesystem allows it: in half the time.
 
-Through the cache every byte is copied into fresh pages, and `fsync` waits for all of them at the end. Directly, the
-disk works from the first block on, while the next one is being gathered.
+Through the page cache every byte is copied into new pages, and `fsync` waits for all of them at the end. With direct
+I/O the disk works from the first block on, while the next one is being filled.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ BLOCK = 8 << 20
 _WRITERS = 8
 _RESERVED = 256 << 20
 
-_spare: list[memoryview] = []  # blocks of files that are done, for those to come: new memory takes its time
+_spare: list[memoryview] = []  # blocks of finished files, for the next ones: allocating memory takes time
 
 
 def write_durably(descriptor: int, pieces: Iterable[Buffer]) -> None:
-    """Write the pieces to a new file, one after the other, and wait until they outlive a crash.
+    """Write the pieces to a new file in turn, and return when they would survive a crash.
 
-    A list of one large piece is written from where it lies. Of others a piece is done with when the next one is asked
-    for, and a few blocks of memory are held.
+    A list of one large aligned piece is written without a copy. Others are copied into a few blocks of memory: a piece
+    is not used any more when the next one is asked for.
     """
-    file = _File(descriptor, sum(memoryview(one).nbytes for one in pieces) if isinstance(pieces, list) else None)
+    file = _File(descriptor, sum(memoryview(piece).nbytes for piece in pieces) if isinstance(pieces, list) else None)
     try:
         if isinstance(pieces, list) and len(pieces) == 1 and _is_aligned(pieces[0]):
             view = memoryview(pieces[0]).cast("B")
@@ -49,22 +49,22 @@ def _is_aligned(piece: Buffer) -> bool:
 
 
 class _File:
-    """A file that several threads write, a block each, into space that is reserved beforehand."""
+    """A file that several threads write block by block, into space reserved beforehand."""
 
     def __init__(self, descriptor: int, expected: int | None) -> None:
         self._descriptor = descriptor
         self._expected = expected
         self._writers = [SerialWorker("ckpt-write") for _ in range(_WRITERS)]
         self._buffers: list[memoryview] = []
-        self._number = 0  # of the block in hand
-        self._filled = 0  # bytes of it
+        self._number = 0  # of the current block
+        self._filled = 0  # bytes in it
         self._size = 0
         self._reserved = 0
         self._can_reserve = True
         self._direct = _opened_directly(descriptor)
 
     def add(self, view: memoryview) -> None:
-        """Take bytes over, to write them when a block is full."""
+        """Copy bytes into the current block, which is written when it is full."""
         while view:
             buffer = self._buffer()
             taken = min(len(view), BLOCK - self._filled)
@@ -75,7 +75,7 @@ class _File:
                 self.write(buffer)
 
     def write(self, block: memoryview) -> None:
-        """Write a block that stays as it is until this writer's turn comes again."""
+        """Write a block, which must not change until this writer's next turn."""
         writer = self._writers[self._number % _WRITERS]
         writer.wait()
         self._reserve(len(block))
@@ -88,7 +88,7 @@ class _File:
             self._write_through_cache(block, start)
 
     def finish(self) -> None:
-        """Write what is left, and wait: nothing may be on its way to a file that is closed."""
+        """Write the last block, and wait for all writers: none may write to a descriptor that is closed."""
         try:
             if self._filled:
                 self.write(self._buffers[self._number % _WRITERS][: self._filled])
@@ -107,7 +107,7 @@ class _File:
             os.ftruncate(self._descriptor, self._size)
 
     def _buffer(self) -> memoryview:
-        """The block in hand. What it held before has been written."""
+        """The current block. Its previous content has been written."""
         if len(self._buffers) <= self._number % _WRITERS:
             self._buffers.append(_block())
         if not self._filled:
@@ -121,14 +121,14 @@ class _File:
         try:
             self._can_reserve = reserve(self._descriptor, self._size, step)
         except OSError:
-            if self._expected is not None:  # all of these bytes are to come
+            if self._expected is not None:  # all of these bytes will be written
                 raise
-            self._can_reserve = False  # perhaps there is room for those that are: writing will tell
+            self._can_reserve = False  # the bytes that really come may fit: the write will show it
         if self._can_reserve:
             self._reserved = self._size + step
 
     def _wait(self) -> None:
-        """Until all writers are done. The first error is raised when they are, also that waiting was interrupted."""
+        """Wait for all writers, also after an error or an interrupt, then raise the first of them."""
         errors = []
         for writer in self._writers:
             while True:
@@ -142,7 +142,7 @@ class _File:
             raise errors[0]
 
     def _write_directly(self, block: memoryview, start: int) -> None:
-        """Write a block; through the cache where direct writing is refused."""
+        """Write a block with direct I/O; through the page cache where that is refused."""
         written = 0
         if self._direct is not None:
             try:
@@ -166,7 +166,7 @@ def _block() -> memoryview:
 
 
 def _opened_directly(descriptor: int) -> int | None:
-    """The same file once more, for writing past the cache; none where that is refused."""
+    """A second descriptor of the file, for direct I/O; None where that is refused."""
     try:
         return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_CLOEXEC | O_DIRECT) if O_DIRECT else None
     except OSError:

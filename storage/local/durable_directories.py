@@ -1,4 +1,4 @@
-"""Directories whose names outlive a crash."""
+"""Directories whose creation survives a crash."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EIN
 
 
 def make_directories(folder: Path, root: Path) -> None:
-    """Like mkdir -p, with every new name made durable in its parent.
+    """Like mkdir -p, with fsync of the parent of every new directory.
 
-    Below `root`, a lock file that an older ckpt left where a folder belongs makes room for the folder.
+    Below `root`, a lock file that an older ckpt left under the name of a folder is replaced by the folder.
     """
     missing = []
     while not folder.is_dir():
@@ -37,7 +37,7 @@ def make_directories(folder: Path, root: Path) -> None:
 def _remove_leftover_lock(path: Path) -> bool:
     """Remove a file that ckpt 0.x made by locking a name before its folder was there.
 
-    It is one if it is empty and nobody holds a lock on it. Anything else is left alone.
+    Such a file is empty and not locked. Any other file is left as it is.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -65,7 +65,7 @@ def _can_be_locked(descriptor: int) -> bool:
 
 
 def sync_directory(folder: str | Path) -> None:
-    """Make the names in a folder durable."""
+    """fsync a directory, so that the names in it survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -21,17 +21,17 @@ _log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """A lock that this process holds."""
+class HeldLock:
+    """An flock that this process holds."""
 
     key: str
     path: Path
     descriptor: int
-    noted: bool  # a lock file, which contains its holder's note
-    made: bool  # an empty folder, to be removed with the lock
+    noted: bool  # it is a lock file with the holder's note in it
+    made: bool  # it is an empty folder, created for the lock and removed with it
 
     def is_in_place(self) -> bool:
-        """Whether the path still leads to what is locked. A lock on what has been removed excludes nobody."""
+        """Whether the path still leads to the locked file. A lock on a file that was removed excludes nobody."""
         try:
             there = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
@@ -42,18 +42,18 @@ class Held:
 class LocalLocks:
     """The locks of one local storage that this process holds.
 
-    A name that begins with a dot is a lock file, made if it is missing. Any other key is locked itself, be it a folder
-    or a file; if nothing is there, an empty folder is made for as long as the lock lasts. A file would be in the way of
-    what is saved under that name later.
+    A key whose name begins with a dot is a lock file, created if it is missing. For any other key the folder or file
+    itself is locked; if there is none, an empty folder is created for as long as the lock lasts. A lock file would be
+    in the way of the checkpoint that is saved under that name later.
     """
 
     def __init__(self, root: Path, shown: str) -> None:
         self._root = root
         self._shown = shown
-        self._alone: list[Held] = []  # lock files of the holders in this storage
+        self._exclusive: list[HeldLock] = []  # lock files of the holders in this storage
 
-    def take(self, key: str, path: Path, *, shared: bool, note: str) -> Held | None:
-        """Lock what is at `path`. None where the filesystem has no locks."""
+    def acquire(self, key: str, path: Path, *, shared: bool, note: str) -> HeldLock | None:
+        """Lock the file or folder at `path`. None where the filesystem has no locks."""
         while True:
             with no_fork:
                 held = self._locked(key, path, shared=shared, note=note)
@@ -64,9 +64,9 @@ class LocalLocks:
                 if in_place:
                     _held.add(held.descriptor)
                     break
-                close(held.descriptor)  # its holder removed it before he released it
+                close(held.descriptor)  # its previous holder removed it before releasing it
         if held.noted:
-            self._alone.append(held)
+            self._exclusive.append(held)
             try:
                 os.ftruncate(held.descriptor, 0)
                 os.pwrite(held.descriptor, note.encode(), 0)
@@ -75,7 +75,7 @@ class LocalLocks:
                 raise
         return held
 
-    def release(self, held: Held) -> None:
+    def release(self, held: HeldLock) -> None:
         with no_fork:
             if held.descriptor not in _held:  # a forked child has closed its copy already
                 return
@@ -85,40 +85,42 @@ class LocalLocks:
             finally:
                 close(held.descriptor)
 
-    def _leave(self, held: Held) -> None:
-        """Remove the traces of a lock. One that stays harms nobody, and nobody could do anything about it."""
+    def _leave(self, held: HeldLock) -> None:
+        """Remove the note and the folder of a lock. A failure is ignored: what is left does no harm."""
         if held.noted:
-            self._alone.remove(held)
+            self._exclusive.remove(held)
             with suppress(OSError):
                 os.ftruncate(held.descriptor, 0)  # the next holder may leave no note
-        with suppress(OSError):  # it is not empty any more
+        with suppress(OSError):  # not empty any more
             if held.made and held.is_in_place():
                 held.path.rmdir()
 
     def confirm(self) -> None:
-        """Refuse to go on if the file by which this process holds the root is gone: others may hold it by now."""
-        for held in self._alone:
+        """Raise if a lock file that this process holds was removed: others may hold the root by now."""
+        for held in self._exclusive:
             if held.descriptor in _held and not self._is_in_place(held):  # a forked child has closed its copy
                 raise LostError(
                     f"{self._shown}/{held.key} was removed, alone or with all of {self._shown}, while this run held "
                     "it: nothing kept others from writing there."
                 )
 
-    def _is_in_place(self, held: Held) -> bool:
+    def _is_in_place(self, held: HeldLock) -> bool:
         try:
             return held.is_in_place()
         except OSError as error:
             raise StorageError(
-                f"could not look at {self._shown}/{held.key}, by which this run holds {self._shown}: "
+                f"could not check {self._shown}/{held.key}, by which this run holds {self._shown}: "
                 f"{error.strerror or error}. Nothing was changed there. Try again."
             ) from error
 
-    def _locked(self, key: str, path: Path, *, shared: bool, note: str) -> Held | None:
+    def _locked(self, key: str, path: Path, *, shared: bool, note: str) -> HeldLock | None:
         descriptor, made = self._opened(path, shared=shared)
         with _closed_on_error(descriptor):
             return self._flocked(key, path, descriptor, shared=shared, note=note, made=made)
 
-    def _flocked(self, key: str, path: Path, descriptor: int, *, shared: bool, note: str, made: bool) -> Held | None:
+    def _flocked(
+        self, key: str, path: Path, descriptor: int, *, shared: bool, note: str, made: bool
+    ) -> HeldLock | None:
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
@@ -134,10 +136,10 @@ class LocalLocks:
                 return None
             raise
         noted = bool(note) and not shared and _is_lock_file(path) and stat.S_ISREG(os.fstat(descriptor).st_mode)
-        return Held(key, path, descriptor, noted=noted, made=made)
+        return HeldLock(key, path, descriptor, noted=noted, made=made)
 
     def _opened(self, path: Path, *, shared: bool) -> tuple[int, bool]:
-        """A descriptor of what is to be locked, and whether a folder was made for it."""
+        """A descriptor of the file or folder to lock, and whether the folder was created for it."""
         if _is_lock_file(path) and not shared and not path.is_dir():
             make_directories(path.parent, self._root)
             return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), False
@@ -151,14 +153,14 @@ class LocalLocks:
 
 
 def close(descriptor: int) -> None:
-    """Close what was locked. The descriptor is gone even where that reports an error, which says nothing of a lock."""
+    """Close a descriptor and so release its lock, which happens even if close(2) reports an error."""
     with suppress(OSError):
         os.close(descriptor)
 
 
 @contextmanager
 def _closed_on_error(descriptor: int) -> Iterator[None]:
-    """Or the lock would last as long as the process."""
+    """Close a descriptor on an error, or its lock would last as long as the process."""
     try:
         yield
     except BaseException:
@@ -171,10 +173,12 @@ def _is_lock_file(path: Path) -> bool:
 
 
 _held: set[int] = set()
-no_fork = threading.RLock()  # or a child would get a copy of a lock that `_held` does not know
+no_fork = (
+    threading.RLock()
+)  # while it is held no child is forked, which would inherit a lock that `_held` does not have yet
 
 
-def _let_go_in_child() -> None:
+def _release_in_child() -> None:
     # A data loader's worker is a fork that may outlive a killed trainer for seconds. With a copy of the descriptor it
     # would keep the lock, and the restarted trainer would be refused.
     for descriptor in _held:
@@ -183,7 +187,7 @@ def _let_go_in_child() -> None:
     no_fork.release()
 
 
-os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=_let_go_in_child)
+os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=_release_in_child)
 
 _warned: set[str] = set()
 
@@ -191,12 +195,12 @@ _warned: set[str] = set()
 def _warn_without_locks(root: str) -> None:
     if root not in _warned:
         _warned.add(root)
-        _log.warning("%s: this filesystem has no locks. See to it that only one run writes there at a time.", root)
+        _log.warning("%s: this filesystem has no locks. Make sure that only one run writes there at a time.", root)
 
 
 @contextmanager
-def waited_for(folder: Path) -> Iterator[None]:
-    """Hold a directory alone, when whoever holds it now has released it."""
+def locked_directory(folder: Path) -> Iterator[None]:
+    """Hold a directory exclusively, waiting for the present holder to release it."""
     with no_fork:  # a child must not get a copy of the lock
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -1,4 +1,4 @@
-"""Room for a file, reserved by the filesystem itself."""
+"""Reservation of disk space with fallocate(2)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def reserve(descriptor: int, start: int, size: int) -> bool:
-    """Reserve so many bytes of a file from `start` on. False where the filesystem does not do that.
+    """Reserve `size` bytes of a file from `start` on. False where the filesystem does not support that.
 
-    By fallocate(2): where a filesystem lacks it (NFS 3), `os.posix_fallocate` writes to every block instead, and all
-    bytes go over the network twice. Raises an `OSError` if there is no room.
+    Not by `os.posix_fallocate`: where a filesystem has no fallocate(2), as NFS 3, that writes to every block, and all
+    bytes go over the network twice. Raises an `OSError` if there is not enough space.
     """
     fallocate = _fallocate()
     if fallocate is None:
@@ -25,13 +25,13 @@ def reserve(descriptor: int, start: int, size: int) -> bool:
         if code in _NO_ROOM:
             raise OSError(code, os.strerror(code))
         if code != errno.EINTR:
-            return False  # whatever it is, writing will tell
+            return False  # whatever it is, the write will show it
     return True
 
 
 @cache
 def _fallocate() -> Callable[[int, int, int, int], int] | None:
-    """The C library's function; None where it has none."""
+    """fallocate of the C library; None where it has none."""
     try:
         found = ctypes.CDLL(None, use_errno=True).fallocate
     except (OSError, AttributeError):

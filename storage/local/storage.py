@@ -1,4 +1,4 @@
-"""Files below a directory."""
+"""The storage of a local or network filesystem: files below a directory."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from ckpt.storage.deprecated import FormerName
 from ckpt.storage.local.direct_read import read_scattered
 from ckpt.storage.local.direct_write import write_durably
 from ckpt.storage.local.durable_directories import make_directories, sync_directory
-from ckpt.storage.local.locks import LocalLocks, waited_for
+from ckpt.storage.local.locks import LocalLocks, locked_directory
 
 TEMPORARY = ".ckpt-tmp"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
-# what says nothing about the bytes themselves: a failing disk, a server that is away, a limit of this process
+# errors that do not mean the bytes are gone: a failing disk, an unreachable server, a limit of this process
 _PASSING = {
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR,
     errno.EBUSY, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED,
@@ -46,7 +46,7 @@ _SNAPSHOT = re.compile(r"(.*/models--[^/]+)/snapshots/[0-9a-f]{40}(?:/.*)?")
 
 
 class LocalStorage:
-    """A directory, made when the first object is written."""
+    """A directory, created when the first object is written."""
 
     is_local = True
     near = FormerName("is_local")
@@ -68,7 +68,7 @@ class LocalStorage:
 
     @property
     def place(self) -> str:
-        """The same for every spelling of this root: relative, absolute, or through symbolic links."""
+        """The resolved path: equal for every spelling of this root, relative, absolute, or through symbolic links."""
         return os.path.realpath(self._root)
 
     def __repr__(self) -> str:
@@ -79,7 +79,7 @@ class LocalStorage:
 
     def version(self, key: str) -> str | None:
         path = self._path(key, followed=True)
-        with self._explained("read", key):
+        with self._translated_errors("read", key):
             try:
                 status = os.stat(path)
             except _NOTHING_THERE:
@@ -89,9 +89,9 @@ class LocalStorage:
         return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
 
     def link(self, source: str, target: str) -> None:
-        """A hard link: the bytes are there once, until the last of their names is removed."""
+        """A hard link: the bytes are stored once, until the last of their names is removed."""
         there = self._path(source, followed=True)
-        with self._explained("read", source):
+        with self._translated_errors("read", source):
             os.stat(there)
         try:
             self._make(target, lambda path: os.link(os.path.realpath(there), path))
@@ -101,9 +101,9 @@ class LocalStorage:
             self.write(target, self._pieces(source))
 
     def _make(self, key: str, make: Callable[[Path], None], *, over: str | None = ANY) -> None:
-        """Make a file under another name, and give it its own when it is whole."""
+        """Create a file under a temporary name, and rename it when it is complete."""
         path = self._path(key)
-        with self._explained("write", key):
+        with self._translated_errors("write", key):
             self._locks.confirm()
             make_directories(path.parent, self._root)
             temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY}")
@@ -131,23 +131,23 @@ class LocalStorage:
 
     def _replace(self, temporary: Path, key: str, over: str | None) -> None:
         """Give a file its name if that is still the one of `over`. One at a time, by an flock on the root."""
-        with waited_for(self._root):
+        with locked_directory(self._root):
             if self.version(key) != over:
                 raise changed(f"{self._shown}/{key}")
             os.replace(temporary, self._path(key))
 
     def _pieces(self, key: str) -> Iterator[bytes]:
-        with self._explained("read", key), open(self._path(key, followed=True), "rb", buffering=0) as file:
+        with self._translated_errors("read", key), open(self._path(key, followed=True), "rb", buffering=0) as file:
             while piece := file.read(_COPIED_AT_ONCE):
                 yield piece
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        with self._explained("read", key), open(self._path(key, followed=True), "rb") as file:
+        with self._translated_errors("read", key), open(self._path(key, followed=True), "rb") as file:
             file.seek(start)
             return file.read(-1 if stop is None else max(0, stop - start))
 
     def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
-        with self._explained("read", key):
+        with self._translated_errors("read", key):
             path = self._path(key, followed=True)
             views = [memoryview(buffer).cast("B") for buffer in buffers]
             missing = read_scattered(str(path), start, views, cached=again)
@@ -155,7 +155,7 @@ class LocalStorage:
                 raise TruncatedError(f"{self._shown}/{key} ends {missing} bytes too early.")
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
-        with self._explained("list", prefix):
+        with self._translated_errors("list", prefix):
             for folder, names in self._walk(prefix):
                 for name in names:
                     path = os.path.join(folder, name)
@@ -167,12 +167,12 @@ class LocalStorage:
         self._locks.confirm()
         for key in keys:
             path = self._path(key)
-            with self._explained("delete", key), suppress(*_NOTHING_THERE):
+            with self._translated_errors("delete", key), suppress(*_NOTHING_THERE):
                 path.unlink()
             self._drop_empty(path.parent)
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
-        with self._explained("list", prefix):
+        with self._translated_errors("list", prefix):
             for folder, names in self._walk(prefix):
                 for path in (os.path.join(folder, name) for name in names if name.endswith(TEMPORARY)):
                     with suppress(FileNotFoundError):  # finished while we walk
@@ -182,7 +182,7 @@ class LocalStorage:
 
     def sweep(self, prefix: str = "", *, age: float | None = None) -> None:
         self._locks.confirm()
-        with self._explained("sweep", prefix):
+        with self._translated_errors("sweep", prefix):
             for left in list(self.unfinished(prefix)):
                 if age is None or left.age >= age:
                     path = self._root / left.key
@@ -192,13 +192,13 @@ class LocalStorage:
 
     @contextmanager
     def lock(self, key: str, *, shared: bool = False, note: str = "") -> Iterator[None]:
-        """An flock on the file or directory itself: the kernel lets go of it when the process dies.
+        """An flock on the file or directory itself: the kernel releases it when the process dies.
 
-        A lock file's content is the note of the one who holds it alone. Directories and readers leave none.
+        A lock file contains the note of its exclusive holder. Directories and shared holders have none.
         """
         path = self._path(key, followed=True)
-        with self._explained("lock", key):
-            held = self._locks.take(key, path, shared=shared, note=note)
+        with self._translated_errors("lock", key):
+            held = self._locks.acquire(key, path, shared=shared, note=note)
         try:
             yield
         finally:
@@ -206,22 +206,22 @@ class LocalStorage:
                 self._locks.release(held)
 
     def _path(self, key: str, *, followed: bool = False) -> Path:
-        """Where `key` is. Unless it is `followed`, a link by that name is itself what is replaced or removed."""
+        """The path of `key`. Unless it is `followed`, a symbolic link of that name is itself replaced or removed."""
         path = self._root / check_key(key)
         words = key.split("/") if followed else key.split("/")[:-1]
-        if self._has_links(words) and not self._stays_below(os.path.realpath(path if followed else path.parent)):
+        if self._has_links(words) and not self._is_below(os.path.realpath(path if followed else path.parent)):
             raise ConfigError(f"{self._shown}/{key} leads out of the root through a symbolic link. It is not touched.")
         return path
 
     def _has_links(self, words: Iterable[str]) -> bool:
-        return any(os.path.islink(one) for one in accumulate(words, "{}/{}".format, initial=str(self._root)))
+        return any(os.path.islink(path) for path in accumulate(words, "{}/{}".format, initial=str(self._root)))
 
-    def _stays_below(self, real: str) -> bool:
+    def _is_below(self, real: str) -> bool:
         root = os.path.realpath(self._bounds)
         return os.path.commonpath([root, real]) == root
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, Iterable[str]]]:
-        """The folders below `prefix`, deepest first, with the names of their files. One it may not read is an error."""
+        """The folders below `prefix`, deepest first, with the names of their files. An unreadable one is an error."""
 
         def failed(error: OSError) -> None:
             if not isinstance(error, _NOTHING_THERE):  # or a run would start anew beside its checkpoints
@@ -240,8 +240,8 @@ class LocalStorage:
             folder = folder.parent
 
     @contextmanager
-    def _explained(self, verb: str, key: str) -> Iterator[None]:
-        """Turn the system's errors into ours: what, where, why, what to do."""
+    def _translated_errors(self, verb: str, key: str) -> Iterator[None]:
+        """Translate the system's errors into `StorageError`s: what, where, why, what to do."""
         where = f"{self._shown}/{key}"
         try:
             yield

@@ -1,18 +1,17 @@
-"""Calls to S3 through s3fs: from any thread, tried again, and never left behind."""
+"""Calls to S3 through s3fs, from any thread: retried, and cancelled when their caller is interrupted."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import threading
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.errors import ConfigError, StorageError, TransientError
-from ckpt.storage.retry import FIRST_CONTACT, RetryPolicy
-from ckpt.storage.s3.errors import UnreachedError, explained
+from ckpt.storage.retry import Retries, RetryPolicy
+from ckpt.storage.s3.errors import UnreachedError, translate_error
 
 if TYPE_CHECKING:
     from s3fs import S3FileSystem
@@ -21,26 +20,26 @@ _T = TypeVar("_T")
 _AT_ONCE = 8
 
 
-class Moved:
-    """Bytes that one try of a request has moved so far."""
+class BytesMoved:
+    """Bytes that a try of a request has sent or received so far."""
 
     count = 0
 
 
 class Connection:
-    """A bucket, through the event loop that s3fs runs in a thread of its own."""
+    """A bucket, through the event loop that s3fs runs in its own thread."""
 
     def __init__(self, bucket: str, options: Mapping[str, Any]) -> None:
         given = dict(options)
-        self.patience = RetryPolicy(**{name: given.pop(name) for name in ("deadline", "stall") if name in given})
+        self._retry_policy = RetryPolicy(**{name: given.pop(name) for name in ("deadline", "stall") if name in given})
         self.bucket = bucket
-        self.fs = _open(given, self.patience)
+        self.fs = _open(given, self._retry_policy)
         self.at_once: int = self.fs.max_concurrency
         self._slots = asyncio.Semaphore(self.at_once)
         self._reached = False
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run to the end. If this thread is interrupted, the work is stopped first."""
+        """Run a coroutine to its end. If this thread is interrupted, the coroutine is cancelled first."""
         tasks: set[asyncio.Task[Any]] = set()
         future = self.start(work, tasks)
         try:
@@ -50,52 +49,46 @@ class Connection:
             raise
 
     def start(self, work: Coroutine[Any, Any, _T], tasks: set[asyncio.Task[Any]]) -> Future[_T]:
-        """Begin work in the loop, as one of `tasks`."""
-        return asyncio.run_coroutine_threadsafe(_among(tasks, work), self.fs.loop)
+        """Start a coroutine in the loop. While it runs, its task is in `tasks`."""
+        return asyncio.run_coroutine_threadsafe(_tracked(tasks, work), self.fs.loop)
 
     def stop(self, tasks: set[asyncio.Task[Any]]) -> None:
-        """Cancel the tasks. When this returns, none of them touches anybody's memory any more."""
+        """Cancel the tasks. When this returns, none of them accesses the caller's buffers any more."""
         asyncio.run_coroutine_threadsafe(_stop(tasks), self.fs.loop).result()
 
     async def call(self, method: str, **arguments: Any) -> Any:
-        """One request."""
+        """A single request."""
         answer = await self.fs._call_s3(method, Bucket=self.bucket, **arguments)
         self._reached = True
         return answer
 
-    async def tried(self, what: str, where: str, attempt: Callable[[Moved], Awaitable[_T]]) -> _T:
-        """The result of an attempt. What may pass is tried again until the deadline; all else is raised at once."""
+    async def with_retries(self, what: str, where: str, attempt: Callable[[BytesMoved], Awaitable[_T]]) -> _T:
+        """The result of an attempt. Transient failures are retried until the deadline, others raised at once."""
         problem: StorageError | ConfigError
-        pauses: Iterator[float] = iter(())
-        tries, began = 0, 0.0
+        retries: Retries | None = None
         while True:
             async with self._slots:
-                if not tries:  # of a large read most requests wait for their turn: that time is not theirs
-                    began, pauses = time.monotonic(), self.patience.pauses()
-                tries += 1
+                retries = retries or self._retry_policy.start()  # time in the queue for a slot does not count
                 try:
                     return await self._watched(attempt)
                 except Exception as error:
-                    problem = explained(error, what, where, self.bucket)
-            pause = next(pauses, None)
-            if pause is None or not isinstance(problem, TransientError):
-                break
+                    problem = translate_error(error, what, where, self.bucket)
+            if not isinstance(problem, TransientError):
+                raise problem  # not where `error` was caught: what is chained might quote a secret
             self._reached = self._reached or not isinstance(problem, UnreachedError)
-            if not self._reached and time.monotonic() - began + pause > FIRST_CONTACT:
-                break
+            tries, pause = retries.tries, retries.next_pause(reached=self._reached)
+            if pause is None:
+                raise TransientError(f"{problem} Tried {tries} times.")
             await asyncio.sleep(pause)
-        if isinstance(problem, TransientError):
-            problem = TransientError(f"{problem} Tried {tries} times.")
-        raise problem  # not where the other one was caught: what is chained might quote a secret
 
-    async def _watched(self, attempt: Callable[[Moved], Awaitable[_T]]) -> _T:
-        """One attempt, given up when nothing has moved for a while."""
-        moved = Moved()
+    async def _watched(self, attempt: Callable[[BytesMoved], Awaitable[_T]]) -> _T:
+        """An attempt, cancelled when no byte has moved for `stall` seconds."""
+        moved = BytesMoved()
         task = asyncio.ensure_future(attempt(moved))
         try:
             while True:
                 before = moved.count
-                await asyncio.wait({task}, timeout=self.patience.stall)
+                await asyncio.wait({task}, timeout=self._retry_policy.stall)
                 if task.done():
                     return task.result()
                 if moved.count == before:
@@ -104,8 +97,8 @@ class Connection:
             await _stop({task})
 
 
-async def run_on_all_ranks(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
-    """The results of all. If one fails, the others are stopped first."""
+async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """The results of all coroutines. If one fails, the others are cancelled before its error is raised."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return list(await asyncio.gather(*tasks))
@@ -113,7 +106,7 @@ async def run_on_all_ranks(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]
         await _stop(tasks)
 
 
-async def _among(tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, _T]) -> _T:
+async def _tracked(tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, _T]) -> _T:
     task = asyncio.current_task()
     assert task is not None
     tasks.add(task)
@@ -130,13 +123,13 @@ async def _stop(tasks: Iterable[Any]) -> None:
     await asyncio.gather(*left, return_exceptions=True)
 
 
-def _open(options: dict[str, Any], patience: RetryPolicy) -> S3FileSystem:
+def _open(options: dict[str, Any], policy: RetryPolicy) -> S3FileSystem:
     from s3fs import S3FileSystem
 
     ours = {
-        "retries": {"total_max_attempts": 1},  # `tried` does it, with a deadline
-        "read_timeout": patience.stall,
-        "connect_timeout": min(10.0, patience.stall),
+        "retries": {"total_max_attempts": 1},  # `with_retries` does it, with a deadline
+        "read_timeout": policy.stall,
+        "connect_timeout": min(10.0, policy.stall),
         "connector_args": {"resolver": _resolver()},
     }
     if "@" in str(options.get("endpoint_url", "")):
@@ -154,19 +147,19 @@ def _open(options: dict[str, Any], patience: RetryPolicy) -> S3FileSystem:
 
 
 def _resolver() -> Any:
-    """Looks names up in threads that a program which is about to end still starts: its last save goes on."""
+    """A resolver with its own threads: an executor refuses work when the program ends, during its last save."""
     from aiohttp.abc import AbstractResolver
 
     class Resolver(AbstractResolver):
         async def resolve(self, host: str, port: int = 0, family: int = socket.AF_UNSPEC) -> list[Any]:
             found = await _in_thread(lambda: socket.getaddrinfo(host, port, family, socket.SOCK_STREAM))
             return [
-                {"hostname": host, "host": one[4][0], "port": port, "family": one[0], "proto": one[2], "flags": 0}
-                for one in found
+                {"hostname": host, "host": address[0], "port": port, "family": kind, "proto": proto, "flags": 0}
+                for kind, _, proto, _, address in found
             ]
 
         async def close(self) -> None:
-            """Nothing is kept."""
+            """Nothing to close."""
 
     return Resolver()
 

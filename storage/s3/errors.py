@@ -1,4 +1,4 @@
-"""What goes wrong with S3, in our words: whether it is worth another try, and what to check otherwise."""
+"""Errors of S3 as `StorageError`s: whether a retry may help, and what to check otherwise."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ _CHECK_CREDENTIALS = (
 
 
 class UnreachedError(TransientError):
-    """No server answered."""
+    """No server has answered, so that the address may be wrong."""
 
 
 def code_of(error: BaseException) -> str:
-    """The code that the server gave; empty if it gave none."""
+    """The error code of the server's answer; empty if there is none."""
     answer = _answer(error)
     return str(answer.get("Error", {}).get("Code", "")) if answer else ""
 
 
 def not_deleted(errors: Iterable[Mapping[str, Any]], where: str) -> StorageError:
-    """An error for what a bulk delete has left, object by object, though the request itself went well."""
-    wrong = {str(one.get("Key")): str(one.get("Code") or "") for one in errors}
-    passing = all(code in _TRANSIENT or not code for code in wrong.values())  # SeaweedFS gives none
+    """The error for objects that a bulk delete has not removed, although the request itself succeeded."""
+    wrong = {str(error.get("Key")): str(error.get("Code") or "") for error in errors}
+    is_transient = all(code in _TRANSIENT or not code for code in wrong.values())  # SeaweedFS gives none
     listed = ", ".join(f"{key} ({code or 'without a reason'})" for key, code in wrong.items())
-    return (TransientError if passing else StorageError)(f"could not delete in {where}: {listed}.")
+    return (TransientError if is_transient else StorageError)(f"could not delete in {where}: {listed}.")
 
 
-def explained(error: BaseException, what: str, where: str, bucket: str) -> StorageError | ConfigError:
-    """An error of ours for one of botocore's, of aiohttp's or of the system's. Quotes no secret."""
+def translate_error(error: BaseException, what: str, where: str, bucket: str) -> StorageError | ConfigError:
+    """The error for one of botocore, aiohttp or the system. Quotes no secret."""
     from botocore import exceptions
 
     answer = _answer(error)
     if answer is not None:
-        return _answered(answer, what, where, bucket)
+        return _translate_answer(answer, what, where, bucket)
     if isinstance(error, StorageError | ConfigError):
         return error
     if _is(error, exceptions.NoCredentialsError, exceptions.PartialCredentialsError):
@@ -77,7 +77,7 @@ def explained(error: BaseException, what: str, where: str, bucket: str) -> Stora
             "storage_options={'endpoint_url': ...}) and the network."
         )
     kind = type(error.__cause__ or error).__name__
-    if _is_passing(error):
+    if _is_network_failure(error):
         return TransientError(f"could not {what} {where}: the connection failed ({kind}).")
     if _is(error, exceptions.BotoCoreError, ValueError, TypeError):
         return ConfigError(f"could not {what} {where}: {kind}. Check storage_options and the URL.")
@@ -85,7 +85,7 @@ def explained(error: BaseException, what: str, where: str, bucket: str) -> Stora
 
 
 def _is(error: BaseException, *kinds: type[BaseException]) -> bool:
-    """Whether it is of these kinds, or was caused by one."""
+    """Whether an error is of these classes, or was caused by one."""
     return isinstance(error, kinds) or isinstance(error.__cause__, kinds)
 
 
@@ -96,7 +96,7 @@ def _answer(error: BaseException) -> dict[str, Any] | None:
     return found.response if isinstance(found, ClientError) else None
 
 
-def _answered(answer: dict[str, Any], what: str, where: str, bucket: str) -> StorageError:
+def _translate_answer(answer: dict[str, Any], what: str, where: str, bucket: str) -> StorageError:
     code = str(answer.get("Error", {}).get("Code", ""))
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     begin = f"could not {what} {where}: the server says {code or status}"
@@ -105,9 +105,9 @@ def _answered(answer: dict[str, Any], what: str, where: str, bucket: str) -> Sto
     if code in _ABSENT:
         return AbsentError(f"{where} does not exist.")
     if code == "NoSuchUpload":
-        return AbsentError(f"{begin}: that upload was finished meanwhile, or somebody has given it up.")
+        return AbsentError(f"{begin}: that upload was completed or aborted meanwhile.")
     if code == "NoSuchBucket":
-        return StorageError(f"{begin}. Make the bucket {bucket!r}, or check its name and the endpoint.")
+        return StorageError(f"{begin}. Create the bucket {bucket!r}, or check its name and the endpoint.")
     if code in _DENIED:
         return DeniedError(f"{begin}. {_CHECK_CREDENTIALS}")
     if code in _FULL or status == 507:
@@ -123,7 +123,7 @@ def _answered(answer: dict[str, Any], what: str, where: str, bucket: str) -> Sto
     return StorageError(f"{begin} ({status}).")
 
 
-def _is_passing(error: BaseException) -> bool:
+def _is_network_failure(error: BaseException) -> bool:
     from aiohttp import ClientError as ConnectionFailure
     from botocore.exceptions import FlexibleChecksumError as Altered
     from botocore.exceptions import HTTPClientError

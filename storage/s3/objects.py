@@ -1,4 +1,4 @@
-"""Objects in a bucket of S3, or of anything that speaks its language."""
+"""Objects in a bucket of S3, or of a server with the same API."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 from ckpt.errors import AbsentError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished
-from ckpt.storage.multipart import cut
+from ckpt.storage.multipart import split_into_parts
 from ckpt.storage.s3 import write as s3_write
-from ckpt.storage.s3.connection import Connection, Moved, run_on_all_ranks
+from ckpt.storage.s3.connection import BytesMoved, Connection, gather_or_cancel
 from ckpt.storage.s3.errors import code_of, not_deleted
 from ckpt.storage.s3.write import Write
 
@@ -35,13 +35,13 @@ class S3Objects:
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
     def put(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> str:
-        parts = cut(pieces)
+        parts = split_into_parts(pieces)
         first = next(parts, [])
         second = next(parts, None)
         write = Write(self._s3, self._prefix + key, self._where(key), over)
         if second is None:
-            return self._s3.run(write.at_once(first))
-        return write.in_parts(first, second, parts)
+            return self._s3.run(write.put_whole(first))
+        return write.put_in_parts(first, second, parts)
 
     def version(self, key: str) -> str | None:
         try:
@@ -54,11 +54,11 @@ class S3Objects:
             self._head(key)
             return b""
 
-        async def attempt(moved: Moved) -> bytes:
+        async def attempt(moved: BytesMoved) -> bytes:
             found = [chunk async for chunk in self._chunks(key, start, stop, moved)]
             return b"".join(found)
 
-        return self._s3.run(self._s3.tried("read", self._where(key), attempt))
+        return self._s3.run(self._s3.with_retries("read", self._where(key), attempt))
 
     def fill(self, key: str, start: int, buffers: list[memoryview]) -> int:
         return self._s3.run(self._fill_all(key, start, buffers))
@@ -70,15 +70,15 @@ class S3Objects:
         if size <= s3_write.COPIED_AT_ONCE:
             self._s3.run(self._request("copy_object", target, **origin))
         else:
-            write.copied(origin, size)
+            write.copy_in_parts(origin, size)
 
     def entries(self, prefix: str) -> Iterator[Entry]:
         more: dict[str, str] = {}
         while True:
             page = self._s3.run(self._request("list_objects_v2", "", "list", Prefix=self._prefix + prefix, **more))
-            for one in page.get("Contents", ()):
-                if not one["Key"].endswith("/"):  # stands for a folder, as consoles make them: no key of ours
-                    yield Entry(one["Key"].removeprefix(self._prefix), one["Size"])
+            for found in page.get("Contents", ()):
+                if not found["Key"].endswith("/"):  # a placeholder for a folder, as consoles create them
+                    yield Entry(found["Key"].removeprefix(self._prefix), found["Size"])
             if not page.get("IsTruncated"):
                 return
             more = {"ContinuationToken": page["NextContinuationToken"]}
@@ -86,15 +86,15 @@ class S3Objects:
     def remove(self, keys: list[str]) -> None:
         for start in range(0, len(keys), _DELETED_AT_ONCE):
             some = keys[start : start + _DELETED_AT_ONCE]
-            self._s3.run(self._s3.tried("delete", self.url, partial(self._remove, some)))
+            self._s3.run(self._s3.with_retries("delete", self.url, partial(self._remove, some)))
 
     def unfinished(self, prefix: str) -> Iterator[Unfinished]:
         for key, upload, begun in self._uploads(self._prefix + prefix):
-            with suppress(AbsentError):  # finished while we look
+            with suppress(AbsentError):  # completed meanwhile
                 yield Unfinished(key, self._size_of(key, upload), begun)
 
     def _size_of(self, key: str, upload: str) -> int:
-        """How many bytes of an upload have arrived."""
+        """The bytes of a multipart upload that have arrived."""
         size, more = 0, dict[str, int]()
         while True:
             page = self._s3.run(self._request("list_parts", key, "list", UploadId=upload, **more))
@@ -110,14 +110,14 @@ class S3Objects:
                     self._s3.run(self._request("abort_multipart_upload", key, UploadId=upload))
 
     def _uploads(self, top: str) -> Iterator[tuple[str, str, float]]:
-        """Unfinished uploads: their keys, their ids, and how many seconds ago they began, by the server's clock."""
+        """Unfinished multipart uploads: key, id, and age in seconds by the server's clock."""
         more: dict[str, str] = {}
         while True:
             page = self._s3.run(self._request("list_multipart_uploads", "", "list", Prefix=top, **more))
-            for one in page.get("Uploads", ()):
-                if one["Key"].startswith(top):
-                    begun = (_date(page) - one["Initiated"]).total_seconds()
-                    yield one["Key"].removeprefix(self._prefix), one["UploadId"], begun
+            for upload in page.get("Uploads", ()):
+                if upload["Key"].startswith(top):
+                    age = (_date(page) - upload["Initiated"]).total_seconds()
+                    yield upload["Key"].removeprefix(self._prefix), upload["UploadId"], age
             if not page.get("IsTruncated"):
                 return
             more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
@@ -132,19 +132,19 @@ class S3Objects:
         if key:
             arguments["Key"] = self._prefix + key
 
-        async def attempt(moved: Moved) -> Any:
+        async def attempt(moved: BytesMoved) -> Any:
             return await self._s3.call(method, **arguments)
 
-        return await self._s3.tried(what, self._where(key), attempt)
+        return await self._s3.with_retries(what, self._where(key), attempt)
 
-    async def _remove(self, keys: list[str], moved: Moved) -> None:
+    async def _remove(self, keys: list[str], moved: BytesMoved) -> None:
         listed = {"Objects": [{"Key": self._prefix + key} for key in keys], "Quiet": True}
         answer = await self._s3.call("delete_objects", Delete=listed)
         if answer.get("Errors"):
             raise not_deleted(answer["Errors"], self.url)
 
-    async def _chunks(self, key: str, start: int, stop: int | None, moved: Moved) -> AsyncIterator[bytes]:
-        """The bytes as they come. None where the object has ended before `start`."""
+    async def _chunks(self, key: str, start: int, stop: int | None, moved: BytesMoved) -> AsyncIterator[bytes]:
+        """The bytes of a range as they arrive; nothing if the object ends before `start`."""
         span = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"} if start or stop is not None else {}
         try:
             answer = await self._s3.call("get_object", Key=self._prefix + key, **span)
@@ -158,27 +158,27 @@ class S3Objects:
                 yield chunk
 
     async def _fill_all(self, key: str, start: int, buffers: list[memoryview]) -> int:
-        """Several ranges at the same time. How many bytes are missing at the end."""
+        """Read several ranges concurrently. Returns how many bytes are missing at the end."""
         requests, at = [], start
-        for views in cut(buffers, _READ_AT_ONCE):
+        for views in split_into_parts(buffers, _READ_AT_ONCE):
             requests.append(self._fill_one(key, at, views))
             at += sum(map(len, views))
-        return sum(await run_on_all_ranks(requests))
+        return sum(await gather_or_cancel(requests))
 
     async def _fill_one(self, key: str, start: int, views: list[memoryview]) -> int:
         size = sum(map(len, views))
 
-        async def attempt(moved: Moved) -> int:
+        async def attempt(moved: BytesMoved) -> int:
             left, got = list(views), 0
             async for chunk in self._chunks(key, start, start + size, moved):
                 left, got = _scatter(chunk, left), got + len(chunk)
             return size - got
 
-        return await self._s3.tried("read", self._where(key), attempt)
+        return await self._s3.with_retries("read", self._where(key), attempt)
 
 
 def _scatter(chunk: bytes, views: list[memoryview]) -> list[memoryview]:
-    """Copy bytes to the beginning of the views. Returns what is left of them."""
+    """Copy bytes to the beginning of the views. Returns the rest of the views."""
     data = memoryview(chunk)
     while data:
         count = min(len(data), len(views[0]))
@@ -189,5 +189,5 @@ def _scatter(chunk: bytes, views: list[memoryview]) -> list[memoryview]:
 
 
 def _date(answer: Mapping[str, Any]) -> datetime:
-    """What time it is for the server."""
+    """The time of the server's clock."""
     return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])

@@ -1,4 +1,4 @@
-"""One object written to S3: at once, in parts, or copied by the server."""
+"""The write of an object to S3: in a single request, in parts, or as a copy inside the server."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from ckpt.errors import StorageError
 from ckpt.storage.base import ANY, changed
 from ckpt.storage.multipart import Body
-from ckpt.storage.s3.connection import Connection, Moved, run_on_all_ranks
+from ckpt.storage.s3.connection import BytesMoved, Connection, gather_or_cancel
 from ckpt.storage.s3.errors import code_of
 
 if TYPE_CHECKING:
     import asyncio
 
 COPIED_AT_ONCE = 256 << 20
-_TOKEN = "ckpt-write"  # noqa: S105  # names a write, so that one whose answer was lost is known again
+_TOKEN = "ckpt-write"  # noqa: S105  # metadata that identifies a write whose answer was lost
 
 
 class Write:
-    """One write of one object, which is known again when an answer was lost."""
+    """A write of an object. Its token tells, after a lost answer, whether the object in the bucket is its own."""
 
     def __init__(self, s3: Connection, key: str, where: str, over: str | None) -> None:
         self._s3 = s3
@@ -32,15 +32,15 @@ class Write:
         self._condition = {} if over == ANY else {"IfNoneMatch": "*"} if over is None else {"IfMatch": over}
         self._tries = 0
 
-    async def at_once(self, views: list[memoryview]) -> str:
-        async def attempt(moved: Moved) -> str:
+    async def put_whole(self, views: list[memoryview]) -> str:
+        async def attempt(moved: BytesMoved) -> str:
             body = Body(views, moved) if views else b""
             named = {"Metadata": {_TOKEN: self._token}, **self._condition}
-            return await self._settled("put_object", Body=body, **named)
+            return await self._send_once("put_object", Body=body, **named)
 
-        return await self._s3.tried("write", self._where, attempt)
+        return await self._s3.with_retries("write", self._where, attempt)
 
-    def in_parts(self, first: list[memoryview], second: list[memoryview], rest: Iterable[list[memoryview]]) -> str:
+    def put_in_parts(self, first: list[memoryview], second: list[memoryview], rest: Iterable[list[memoryview]]) -> str:
         upload = self._begin()
         try:
             parts = self._uploaded(upload, first, second, rest)
@@ -49,7 +49,7 @@ class Write:
             self._give_up(upload)
             raise
 
-    def copied(self, origin: dict[str, Any], size: int) -> None:
+    def copy_in_parts(self, origin: dict[str, Any], size: int) -> None:
         upload = self._begin()
         try:
             parts = self._s3.run(self._copy_parts(upload, origin, size))
@@ -65,48 +65,51 @@ class Write:
     def _uploaded(
         self, upload: str, first: list[memoryview], second: list[memoryview], rest: Iterable[list[memoryview]]
     ) -> list[dict[str, Any]]:
-        """Upload parts as they come, a few at the same time. Nothing is on its way when this returns or raises."""
+        """Upload parts as they come, several concurrently. No request is in flight when this returns or raises."""
         tasks: set[asyncio.Task[Any]] = set()
         running: set[Future[dict[str, Any]]] = set()
         done: list[dict[str, Any]] = []
         try:
-            for number, views in enumerate(_chained(first, second, rest), 1):
+            for number, views in enumerate(_chain(first, second, rest), 1):
                 running.add(self._s3.start(self._upload_part(upload, number, views), tasks))
                 if len(running) >= self._s3.at_once:
-                    running = _collected(running, done)
+                    running = _collect_done(running, done)
             while running:
-                running = _collected(running, done)
+                running = _collect_done(running, done)
         except BaseException:
             self._s3.stop(tasks)
             raise
         return sorted(done, key=lambda part: int(part["PartNumber"]))
 
     async def _upload_part(self, upload: str, number: int, views: list[memoryview]) -> dict[str, Any]:
-        async def attempt(moved: Moved) -> dict[str, Any]:
+        async def attempt(moved: BytesMoved) -> dict[str, Any]:
             place = {"Key": self._key, "UploadId": upload, "PartNumber": number}
-            return _part(number, await self._s3.call("upload_part", Body=Body(views, moved), **place))
+            return _completed_part(number, await self._s3.call("upload_part", Body=Body(views, moved), **place))
 
-        return await self._s3.tried("write", self._where, attempt)
+        return await self._s3.with_retries("write", self._where, attempt)
 
     async def _copy_parts(self, upload: str, origin: dict[str, Any], size: int) -> list[dict[str, Any]]:
-        async def one(number: int, start: int) -> dict[str, Any]:
+        async def copy_part(number: int, start: int) -> dict[str, Any]:
             span = f"bytes={start}-{min(size, start + COPIED_AT_ONCE) - 1}"
             place = {"UploadId": upload, "PartNumber": number, "CopySourceRange": span}
             answer = await self._request("upload_part_copy", **place, **origin)
-            return _part(number, answer["CopyPartResult"])
+            return _completed_part(number, answer["CopyPartResult"])
 
         starts = range(0, size, COPIED_AT_ONCE)
-        return await run_on_all_ranks(one(number, start) for number, start in enumerate(starts, 1))
+        return await gather_or_cancel(copy_part(number, start) for number, start in enumerate(starts, 1))
 
     async def _complete(self, upload: str, parts: list[dict[str, Any]]) -> str:
-        async def attempt(moved: Moved) -> str:
+        async def attempt(moved: BytesMoved) -> str:
             whole = {"UploadId": upload, "MultipartUpload": {"Parts": parts}, **self._condition}
-            return await self._settled("complete_multipart_upload", **whole)
+            return await self._send_once("complete_multipart_upload", **whole)
 
-        return await self._s3.tried("write", self._where, attempt)
+        return await self._s3.with_retries("write", self._where, attempt)
 
-    async def _settled(self, method: str, **arguments: Any) -> str:
-        """The version after a request that counts once. If an earlier one has been heeded, that is no conflict."""
+    async def _send_once(self, method: str, **arguments: Any) -> str:
+        """Send the request that makes the object appear, and return its version.
+
+        When it is sent again and an earlier one has taken effect, the server reports a conflict that is none.
+        """
         self._tries += 1
         try:
             return str((await self._s3.call(method, Key=self._key, **arguments))["ETag"])
@@ -116,28 +119,30 @@ class Write:
             there = await self._s3.call("head_object", Key=self._key)
             if there.get("Metadata", {}).get(_TOKEN) == self._token:
                 return str(there["ETag"])
-        if code in ("NoSuchKey", "404") and "IfMatch" in self._condition:  # removed; others say 412 then
+        if (
+            code in ("NoSuchKey", "404") and "IfMatch" in self._condition
+        ):  # the object was removed; some servers say 412
             raise changed(self._where)
         raise failure
 
     def _give_up(self, upload: str) -> None:
-        with suppress(StorageError):  # what is left is swept later
+        with suppress(StorageError):  # `sweep` removes what is left
             self._s3.run(self._request("abort_multipart_upload", UploadId=upload))
 
     async def _request(self, method: str, **arguments: Any) -> Any:
-        async def attempt(moved: Moved) -> Any:
+        async def attempt(moved: BytesMoved) -> Any:
             return await self._s3.call(method, Key=self._key, **arguments)
 
-        return await self._s3.tried("write", self._where, attempt)
+        return await self._s3.with_retries("write", self._where, attempt)
 
 
-def _part(number: int, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """What completes a part: its tag, and the checksum that the server has compared."""
+def _completed_part(number: int, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """A part as `complete_multipart_upload` wants it: its tag, and the checksum that the server has compared."""
     sums = {name: value for name, value in answer.items() if name.startswith("Checksum") and name != "ChecksumType"}
     return {"PartNumber": number, "ETag": answer["ETag"], **sums}
 
 
-def _chained(
+def _chain(
     first: list[memoryview], second: list[memoryview], rest: Iterable[list[memoryview]]
 ) -> Iterator[list[memoryview]]:
     yield first
@@ -145,8 +150,8 @@ def _chained(
     yield from rest
 
 
-def _collected(running: set[Future[dict[str, Any]]], done: list[dict[str, Any]]) -> set[Future[dict[str, Any]]]:
-    """Wait for at least one, keep the results, and return those that go on."""
+def _collect_done(running: set[Future[dict[str, Any]]], done: list[dict[str, Any]]) -> set[Future[dict[str, Any]]]:
+    """Wait for at least one, collect results, and return the futures that are still running."""
     ended, left = wait(running, return_when=FIRST_COMPLETED)
-    done.extend(one.result() for one in ended)
+    done.extend(future.result() for future in ended)
     return left

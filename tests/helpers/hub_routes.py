@@ -72,7 +72,7 @@ def _info(hub: HubServer, call: Call) -> Answer:
 
 def _preupload(hub: HubServer, call: Call) -> Answer:
     known = hub.store.files(hub.head(call.words["repo"], call.words["revision"]))
-    return Answer.json({"files": [_mode(one, known.get(one["path"])) for one in call.json["files"]]})
+    return Answer.json({"files": [_mode(file, known.get(file["path"])) for file in call.json["files"]]})
 
 
 def _mode(file: Fields, known: StoredBlob | None) -> Fields:
@@ -83,7 +83,7 @@ def _mode(file: Fields, known: StoredBlob | None) -> Fields:
 
 def _batch(hub: HubServer, call: Call) -> Answer:
     hub.store.repo(call.words["repo"])
-    return Answer.json({"transfer": "basic", "objects": [_upload(hub, one) for one in call.json["objects"]]})
+    return Answer.json({"transfer": "basic", "objects": [_upload(hub, blob) for blob in call.json["objects"]]})
 
 
 def _upload(hub: HubServer, file: Fields) -> Fields:
@@ -124,9 +124,9 @@ def _verify(hub: HubServer, call: Call) -> Answer:
 
 def _commit(hub: HubServer, call: Call) -> Answer:
     header, *operations = (json.loads(line) for line in call.body.splitlines())
-    for one in operations:
-        if one["key"] == "file":
-            one["value"]["content"] = base64.b64decode(one["value"]["content"])
+    for operation in operations:
+        if operation["key"] == "file":
+            operation["value"]["content"] = base64.b64decode(operation["value"]["content"])
     try:
         oid = hub.store.commit(call.words["repo"], call.words["revision"], header["value"], operations)
     except MovedError:

@@ -82,10 +82,10 @@ class HubServer:
         self.faults.append(Fault(pattern, status, times, named, cut))
 
     def fault(self, method: str, path: str) -> Fault | None:
-        for one in self.faults:
-            if one.times > 0 and re.search(one.pattern, f"{method} {path}"):
-                one.times -= 1
-                return one
+        for fault in self.faults:
+            if fault.times > 0 and re.search(fault.pattern, f"{method} {path}"):
+                fault.times -= 1
+                return fault
         return None
 
     def head(self, repo: str, revision: str = "main") -> str:
@@ -98,10 +98,10 @@ class HubServer:
 
     def commits(self, repo: str, revision: str = "main") -> list[str]:
         """The titles of all commits, the newest first, without the one that made the repository."""
-        return [str(one["title"]) for one in self.store.history(self.head(repo, revision))][:-1]
+        return [str(commit["title"]) for commit in self.store.history(self.head(repo, revision))][:-1]
 
     def sent(self, pattern: str) -> list[Request]:
-        return [one for one in self.requests if re.search(pattern, f"{one.method} {one.path}")]
+        return [request for request in self.requests if re.search(pattern, f"{request.method} {request.path}")]
 
     def answer(self, method: str, target: str, body: bytes, headers: Any) -> Answer:
         path = urlsplit(target).path

@@ -16,7 +16,7 @@ from torch import nn
 
 import ckpt
 from ckpt.storage import ANY, Buffer, LocalStorage, open_storage
-from ckpt.storage.multipart import PART
+from ckpt.storage.multipart import PART_SIZE
 from tests.helpers.faulty_proxy import FaultyProxy
 from tests.helpers.places import PassedOn, Place
 from tests.helpers.processes import DEADLINE, start_alone
@@ -88,11 +88,11 @@ def test_a_name_that_another_run_has_replaced_since_is_not_replaced_again(root: 
     assert loaded(root, "latest") == 2.0
 
 
-@pytest.mark.parametrize("size", [5, PART + 5])
+@pytest.mark.parametrize("size", [5, PART_SIZE + 5])
 def test_a_try_that_failed_does_not_take_what_another_has_written_meanwhile_for_its_own(
     server: Server, s3: str, size: int
 ) -> None:
-    method, mine, theirs = ("PUT" if size < PART else "POST"), b"m" * size, b"t" * size
+    method, mine, theirs = ("PUT" if size < PART_SIZE else "POST"), b"m" * size, b"t" * size
     with FaultyProxy(server.port) as proxy:
         storage = open_storage(s3, endpoint_url=proxy.url, deadline=60.0, stall=30.0)
         left = ["error"]

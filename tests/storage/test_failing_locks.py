@@ -11,7 +11,7 @@ import pytest
 
 from ckpt.errors import StorageError
 from ckpt.storage import LocalStorage
-from ckpt.storage.local.locks import Held
+from ckpt.storage.local.locks import HeldLock
 
 
 def _fail(*_: Any) -> Any:
@@ -23,7 +23,7 @@ def test_a_lock_that_could_not_be_looked_at_does_not_last_as_long_as_the_process
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Held, "is_in_place", _fail)
+        patch.setattr(HeldLock, "is_in_place", _fail)
         with pytest.raises(StorageError, match="could not lock"), LocalStorage(tmp_path).lock(key, note="me"):
             pass
     with LocalStorage(tmp_path).lock(key, note="another"):
@@ -61,8 +61,8 @@ def test_a_held_lock_that_cannot_be_looked_at_is_a_clear_error(tmp_path: Path, m
     storage = LocalStorage(tmp_path)
     with storage.lock(".lock", note="me"):
         storage.write("a", [b"x"])
-        monkeypatch.setattr(Held, "is_in_place", _fail)
-        with pytest.raises(StorageError, match=r"could not look at .*\.lock"):
+        monkeypatch.setattr(HeldLock, "is_in_place", _fail)
+        with pytest.raises(StorageError, match=r"could not check .*\.lock"):
             storage.delete(["a"])
         monkeypatch.undo()
         assert storage.read("a") == b"x"

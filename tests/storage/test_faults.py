@@ -17,7 +17,7 @@ from torch import nn
 
 import ckpt
 from ckpt.storage import ANY, Buffer, Storage, open_storage
-from ckpt.storage.multipart import PART
+from ckpt.storage.multipart import PART_SIZE
 from tests.helpers.faulty_proxy import FAULTS, NOT_DELETED, FaultyProxy, random_faults
 from tests.helpers.places import PassedOn
 from tests.helpers.processes import DEADLINE, start_alone
@@ -47,7 +47,7 @@ def of_step(step: int, size: int = LARGE) -> nn.Linear:
 
 def check(root: str, saved: list[int], size: int = LARGE) -> None:
     """What is committed verifies, what was reported as saved is among it, and the newest one loads."""
-    found = {one.name: one for one in ckpt.list_checkpoints(root) if one.committed}
+    found = {checkpoint.name: checkpoint for checkpoint in ckpt.list_checkpoints(root) if checkpoint.committed}
     assert {f"step-{step}" for step in saved} <= set(found)
     assert {name: ckpt.verify(f"{root}/{name}")[name] for name in found} == {name: [] for name in found}
     if found:
@@ -171,11 +171,11 @@ class _KilledInTheMiddle(PassedOn):
 
     def _cut_off(self, pieces: Iterable[Buffer]) -> Iterator[memoryview]:
         whole, sent = b"".join(pieces), 0
-        for sent in range(0, len(whole), PART):
-            if sent == 2 * PART:
+        for sent in range(0, len(whole), PART_SIZE):
+            if sent == 2 * PART_SIZE:
                 self.server.kill()
                 self.killed.set()
-            yield memoryview(whole)[sent : sent + PART]
+            yield memoryview(whole)[sent : sent + PART_SIZE]
 
 
 def test_a_server_that_is_killed_during_a_save_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_a_server_that_is_killed_during_a_save_and_comes_back(monkeypatch: pytes
         for name, value in environment(server.url).items():
             monkeypatch.setenv(name, value)
         root = f"s3://{BUCKET}/run"
-        storage, size = _KilledInTheMiddle(root, server), 3 * PART
+        storage, size = _KilledInTheMiddle(root, server), 3 * PART_SIZE
         model = of_step(1, size)
         with ckpt.StateManager(storage, model=model) as manager:
             manager.save_state("step-1", wait=True)
@@ -233,7 +233,7 @@ def test_after_every_kill_during_an_upload_the_newest_checkpoint_is_whole(
         assert torch.equal(model.weight, of_step(step).weight)
         reached = step
     assert {name: wrong for name, wrong in ckpt.verify(s3).items() if "never committed" not in str(wrong)} == {
-        one.name: [] for one in ckpt.list_checkpoints(s3) if one.committed
+        checkpoint.name: [] for checkpoint in ckpt.list_checkpoints(s3) if checkpoint.committed
     }
     capfd.readouterr()
 

@@ -52,7 +52,7 @@ class TestHubStorage(StorageContract):
         storage.write("a/weights.safetensors", [bytes(100_000)])
         before = len(hub.requests)
         storage.link("a/weights.safetensors", "b/weights.safetensors")
-        assert sum(one.size for one in hub.requests[before:]) < 2000
+        assert sum(request.size for request in hub.requests[before:]) < 2000
         assert storage.read("b/weights.safetensors") == bytes(100_000)
 
     def test_of_a_large_file_only_what_is_asked_for_is_fetched(self, hub: HubServer, storage: Storage) -> None:
@@ -168,7 +168,9 @@ def model_of(value: float) -> nn.Linear:
 
 
 def manager_for(root: Any, model: nn.Module, **options: Any) -> ckpt.StateManager:
-    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=1.0, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=1.0, momentum=0.9
+    )
     return ckpt.StateManager(root, model=model, optimizer=optimizer, **options)
 
 
@@ -265,7 +267,7 @@ class TestCommits:
             manager.save_state("a", wait=True)
             nn.init.zeros_(trained.weight)
             manager.save_state("b", wait=True)
-        large = [one.size for one in hub.sent("PUT /lfs/") if one.size > 1_000_000]
+        large = [request.size for request in hub.sent("PUT /lfs/") if request.size > 1_000_000]
         assert len(large) == 1
         assert not any(ckpt.verify(ROOT).values())
 
@@ -281,10 +283,10 @@ class TestCommits:
 
         hub.gate = gate
         writers = [threading.Thread(target=_save_alone, args=(name,)) for name in ("a", "b")]
-        for one in writers:
-            one.start()
-        for one in writers:
-            one.join()
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join()
         assert len(hub.sent("/commit/")) == 3
         assert len(hub.commits(REPO)) == 2
         for name in ("a", "b"):
@@ -405,7 +407,7 @@ def _without_network(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert ckpt.pull(REPO, tmp_path / "offline", step=7) == str(tmp_path / "offline" / "step-00000007")
     assert "is taken from the cache" in capfd.readouterr().err
     assert not any(ckpt.verify(tmp_path / "offline").values())
-    with pytest.raises(ckpt.TransientError, match="The cache has no whole copy of hub://me/other either"):
+    with pytest.raises(ckpt.TransientError, match="The cache has no complete copy of hub://me/other either"):
         ckpt.pull("me/other", tmp_path / "other")
 
 
@@ -427,8 +429,8 @@ def test_a_whole_repository_is_pulled_and_what_was_altered_in_the_cache_is_named
     model = plain(4)
     ckpt.load_model(tmp_path / "back", model)
     assert all(
-        torch.equal(one, two.bfloat16().float())
-        for one, two in zip(model.parameters(), plain(3).parameters(), strict=True)
+        torch.equal(loaded, two.bfloat16().float())
+        for loaded, two in zip(model.parameters(), plain(3).parameters(), strict=True)
     )
     blob = next(path for path in (tmp_path / "hf-cache").rglob("blobs/*") if len(path.name) == 64)
     damage(blob)
@@ -518,7 +520,7 @@ def test_what_is_on_the_hub_is_read_through_fsspec_too_but_not_written(hub: HubS
     with ckpt.StateManager(ROOT, model=model) as manager:
         manager.save_state("a", wait=True)
     root = ROOT.replace("hub://", "hf://")
-    assert [one.name for one in ckpt.list_checkpoints(root)] == ["a"]
+    assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(root)] == ["a"]
     assert ckpt.verify(root) == {"a": []}
     ckpt.load_model(f"{root}/a", other)
     assert torch.equal(model.weight, other.weight)

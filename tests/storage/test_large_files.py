@@ -112,7 +112,7 @@ def test_bytes_past_the_cache_are_those_that_were_asked_for(
     monkeypatch.setattr(direct_read, "_is_cached", lambda *_: False)
     path, data = file
     buffers = [bytearray(size) for size in sizes]
-    assert read_scattered(path, start, [memoryview(one) for one in buffers]) == 0
+    assert read_scattered(path, start, [memoryview(buffer) for buffer in buffers]) == 0
     assert b"".join(buffers) == data[start : start + sum(sizes)]
 
 
@@ -124,14 +124,14 @@ def test_bytes_that_are_not_there_are_counted(
     path, data = file
     buffers = [bytearray(1 << 20), bytearray(1 << 20)]
     start = len(data) - (1 << 20) - 10
-    assert read_scattered(path, start, [memoryview(one) for one in buffers]) == (1 << 20) - 10
+    assert read_scattered(path, start, [memoryview(buffer) for buffer in buffers]) == (1 << 20) - 10
     assert b"".join(buffers)[: (1 << 20) + 10] == data[start:]
 
 
 def test_more_buffers_than_the_system_takes_at_once_are_all_filled(file: tuple[str, bytes]) -> None:
     path, data = file
     buffers = [bytearray(7) for _ in range(3000)]
-    assert read_scattered(path, 5, [memoryview(one) for one in buffers], cached=True) == 0
+    assert read_scattered(path, 5, [memoryview(buffer) for buffer in buffers], cached=True) == 0
     assert b"".join(buffers) == data[5 : 5 + 21_000]
 
 
@@ -146,5 +146,5 @@ def test_a_system_that_reads_less_than_it_is_asked_for_is_asked_again(
     monkeypatch.setattr(os, "preadv", short)
     path, data = file
     buffers = [bytearray(1000), bytearray(20_000), bytearray(3)]
-    assert read_scattered(path, 9, [memoryview(one) for one in buffers], cached=True) == 0
+    assert read_scattered(path, 9, [memoryview(buffer) for buffer in buffers], cached=True) == 0
     assert b"".join(buffers) == data[9 : 9 + 21_003]

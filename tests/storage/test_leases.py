@@ -46,6 +46,10 @@ class Unreliable(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
         super().pipe_file(path, value, mode=mode, **options)
         self._answer(path)
 
+    def rm_file(self, path: str) -> None:
+        super().rm_file(path)
+        self._answer(f"{path} removed")
+
     def _answer(self, path: str) -> None:
         error = Unreliable.lose(path)
         if error is not None:
@@ -57,8 +61,8 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fsspec.register_implementation("unreliable", Unreliable, clobber=True)
     Unreliable.go, Unreliable.begun = threading.Event(), threading.Event()
     Unreliable.lose = staticmethod(lambda path: None)
-    monkeypatch.setattr(leases, "_LOOK", 0.05)
-    monkeypatch.setattr(leases, "BEAT", 0.2)
+    monkeypatch.setattr(leases, "_POLL", 0.05)
+    monkeypatch.setattr(leases, "RENEWAL", 0.2)
     yield
     Unreliable.go.set()
 
@@ -83,8 +87,8 @@ def wait_until(done: Callable[[], bool]) -> None:
 def test_a_second_run_does_not_take_the_root_while_the_first_is_in_a_long_upload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: str | None
 ) -> None:
-    monkeypatch.setattr(leases, "is_gone", lambda sign: None)  # as if the two were on different machines
-    monkeypatch.setattr(leases, "LIFE", 20.0)
+    monkeypatch.setattr(leases, "has_ended", lambda record: None)  # as if the two were on different machines
+    monkeypatch.setattr(leases, "EXPIRY", 20.0)
     first, second = storage(tmp_path), storage(tmp_path)
     with first.lock(".lock", note="the first run"):
         pieces = iter([b"large"])
@@ -110,7 +114,7 @@ def once(error: Exception) -> Callable[[str], Exception | None]:
 LOST = [ConnectionError("reset"), FileExistsError("the client has tried it again"), TimeoutError("no answer")]
 
 
-@pytest.mark.parametrize("error", LOST, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize("error", LOST, ids=lambda error: type(error).__name__)
 def test_a_lock_whose_answer_was_lost_does_not_lock_its_own_holder_out(tmp_path: Path, error: Exception) -> None:
     first = storage(tmp_path)
     Unreliable.lose = once(error)
@@ -171,3 +175,16 @@ def test_a_reader_whose_answer_was_lost_is_in_nobodys_way(tmp_path: Path) -> Non
     wait_until(lambda: not list((tmp_path / ".locks" / "shared").rglob("*/*")))
     with storage(tmp_path).lock("step"):
         pass
+
+
+def test_a_removal_whose_answer_was_lost_leaves_the_lock_of_the_next_holder(tmp_path: Path) -> None:
+    first, second = storage(tmp_path), storage(tmp_path)
+    left = [ConnectionError("reset")]
+    with first.lock(".lock", note="the first"):
+        Unreliable.lose = staticmethod(lambda path: left.pop() if left and path.endswith("removed") else None)
+    assert not left
+    with second.lock(".lock", note="the second"):
+        wait_until(lambda: not first._leases._to_remove)  # it has been tried again
+        assert b"the second" in sign(tmp_path)
+        second.write("object", [b"still held"])
+    assert not list((tmp_path / ".locks" / "alone").iterdir())

@@ -67,7 +67,7 @@ def signs(storage: Storage, url: str, count: int) -> Iterator[str]:
 
 
 def test_a_holder_gives_signs_of_life_as_long_as_it_holds(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "BEAT", 0.2)
+    monkeypatch.setattr(leases, "RENEWAL", 0.2)
     storage = open_storage(url)
     with storage.lock(".lock", note="alive"):
         assert len(list(signs(storage, url, 4))) == 4
@@ -80,13 +80,13 @@ def test_who_was_taken_for_gone_leaves_the_lease_of_who_took_over(url: str, monk
     with monkeypatch.context() as patch, second.lock("other"):
         lock = first.lock(".lock", note="the first")
         lock.__enter__()
-        patch.setattr(leases, "is_gone", lambda sign: True)
+        patch.setattr(leases, "has_ended", lambda record: True)
         with second.lock(".lock", note="the second"):
             patch.undo()
-            patch.setattr(leases, "LIFE", 0.0)  # so long ago is its last sign of life
+            patch.setattr(leases, "EXPIRY", 0.0)  # so long ago is its last sign of life
             lock.__exit__(None, None, None)
             patch.undo()
-            sign = json.loads(next(one for one in lease_files(url) if one.name == ".lock").read_text())
+            sign = json.loads(next(file for file in lease_files(url) if file.name == ".lock").read_text())
             assert sign["note"] == "the second"
             assert sign["process"] == process_identity(os.getpid())
             with pytest.raises(ckpt.LockedError, match="the second"), open_storage(url).lock(".lock"):

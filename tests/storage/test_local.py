@@ -216,7 +216,7 @@ LocalStorage(sys.argv[1]).write(sys.argv[2], pieces())
         assert len(everything(tmp_path)) == 4  # three unfinished files
         assert sizes(storage) == {"folder/object": 11}
         assert storage.read("folder/object") == b"the old one"
-        left = {one.key: one.size for one in storage.unfinished()}
+        left = {write.key: write.size for write in storage.unfinished()}
         assert sorted(key.partition("/")[0] for key in left) == ["folder", "folder", "fresh"]
         assert left == {key: (tmp_path / key).stat().st_size for key in left}
         storage.sweep(age=3600)

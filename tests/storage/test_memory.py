@@ -18,18 +18,18 @@ class TestMemoryStorage(StorageContract):
 
     def test_storages_of_one_name_share_their_objects_and_locks(self) -> None:
         name = next(_names)
-        one, other = MemoryStorage(name), MemoryStorage(name + "/")
-        one.write("object", [b"shared"])
+        first, other = MemoryStorage(name), MemoryStorage(name + "/")
+        first.write("object", [b"shared"])
         assert other.read("object") == b"shared"
-        assert one.url == other.url == f"memory://{name}"
-        with one.lock("key", note="the first"), pytest.raises(LockedError, match="the first"), other.lock("key"):
+        assert first.url == other.url == f"memory://{name}"
+        with first.lock("key", note="the first"), pytest.raises(LockedError, match="the first"), other.lock("key"):
             pass
 
     def test_storages_of_other_names_share_nothing(self) -> None:
-        one, other = MemoryStorage(next(_names)), MemoryStorage(next(_names))
-        one.write("object", [b"mine"])
+        first, other = MemoryStorage(next(_names)), MemoryStorage(next(_names))
+        first.write("object", [b"mine"])
         assert sizes(other) == {}
-        with one.lock("key"), other.lock("key"):
+        with first.lock("key"), other.lock("key"):
             pass
 
     def test_an_object_is_a_copy_of_its_pieces(self) -> None:

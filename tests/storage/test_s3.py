@@ -22,7 +22,7 @@ from torch import nn
 import ckpt
 from ckpt.storage import ObjectStorage, Storage, lease_record, leases, open_storage
 from ckpt.storage.retry import RetryPolicy
-from ckpt.storage.s3.connection import Connection, Moved
+from ckpt.storage.s3.connection import BytesMoved, Connection
 from ckpt.storage.s3.objects import S3Objects
 from tests.helpers.faulty_proxy import FaultyProxy
 from tests.helpers.seaweed import BUCKET, KEY, SECRET, Server, environment
@@ -85,7 +85,7 @@ def uploads(server: Server, root: str) -> list[str]:
     """The keys of unfinished uploads below a root."""
     prefix = root.removeprefix(f"s3://{BUCKET}/") + "/"
     found = client(server).list_multipart_uploads(Bucket=BUCKET, Prefix=prefix).get("Uploads", ())
-    return [one["Key"].removeprefix(prefix) for one in found]
+    return [entry["Key"].removeprefix(prefix) for entry in found]
 
 
 def unfinished(root: str, key: str) -> None:
@@ -207,9 +207,9 @@ class TestLeftovers:
         assert sorted(uploads(server, s3)) == ["other/model", "step-10/model"]
         storage.sweep()  # these may be others' who are at work just now
         assert sorted(uploads(server, s3)) == ["other/model", "step-10/model"]
-        assert {one.key for one in storage.unfinished()} == {"other/model", "step-10/model"}
-        assert all(0 <= one.age < 600 for one in storage.unfinished())
-        assert [one.key for one in storage.unfinished("step-10")] == ["step-10/model"]
+        assert {upload.key for upload in storage.unfinished()} == {"other/model", "step-10/model"}
+        assert all(0 <= upload.age < 600 for upload in storage.unfinished())
+        assert [upload.key for upload in storage.unfinished("step-10")] == ["step-10/model"]
         storage.sweep("other", age=3600)
         assert len(uploads(server, s3)) == 2
         storage.sweep(age=0)
@@ -228,7 +228,7 @@ class TestLeftovers:
 
     def test_what_has_arrived_of_an_upload_is_counted(self, server: Server, s3: str) -> None:
         begin_upload(server, s3, "a/model", 2)
-        assert [(one.key, one.size) for one in open_storage(s3).unfinished()] == [("a/model", 10 * MB)]
+        assert [(upload.key, upload.size) for upload in open_storage(s3).unfinished()] == [("a/model", 10 * MB)]
 
 
 HOLD = """
@@ -271,9 +271,9 @@ class TestLocks:
     @pytest.fixture
     def elsewhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As if every other holder were on another machine: nobody can be looked up. And lives are short."""
-        monkeypatch.setattr(leases, "is_gone", lambda sign: None)
-        monkeypatch.setattr(leases, "_LOOK", 0.1)
-        monkeypatch.setattr(leases, "LIFE", 3.0)
+        monkeypatch.setattr(leases, "has_ended", lambda record: None)
+        monkeypatch.setattr(leases, "_POLL", 0.1)
+        monkeypatch.setattr(leases, "EXPIRY", 3.0)
 
     @pytest.mark.usefixtures("elsewhere")
     def test_a_holder_elsewhere_is_gone_when_it_gives_no_sign_of_life(self, s3: str) -> None:
@@ -286,8 +286,8 @@ class TestLocks:
     def test_a_holder_elsewhere_that_lives_is_known_by_its_signs(
         self, s3: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(leases, "BEAT", 0.5)
-        monkeypatch.setattr(leases, "LIFE", 60.0)  # it is not waited for, and a slow machine must not seem dead
+        monkeypatch.setattr(leases, "RENEWAL", 0.5)
+        monkeypatch.setattr(leases, "EXPIRY", 60.0)  # it is not waited for, and a slow machine must not seem dead
         first, second = open_storage(s3), open_storage(s3)
         with first.lock(".lock", note="alive"), pytest.raises(ckpt.LockedError, match="alive"), second.lock(".lock"):
             pass
@@ -296,9 +296,9 @@ class TestLocks:
         storage = open_storage(s3)
         storage.write("object", [b"before"])
         with storage.lock(".lock", note="the first"):
-            monkeypatch.setattr(leases, "is_gone", lambda sign: True)
+            monkeypatch.setattr(leases, "has_ended", lambda record: True)
             with open_storage(s3).lock(".lock", note="the second"):
-                monkeypatch.setattr(leases, "LIFE", 0.0)
+                monkeypatch.setattr(leases, "EXPIRY", 0.0)
                 refused = pytest.raises(ckpt.LockedError, match=r"\.lock was taken over by another run.*the second")
                 with refused:
                     storage.write("object", [b"after"])
@@ -311,7 +311,7 @@ class TestLocks:
     def test_what_was_held_without_a_sign_of_life_for_long_is_let_go_if_nobody_took_it(self, s3: str) -> None:
         storage = ObjectStorage(objects := S3Objects(BUCKET, s3.removeprefix(f"s3://{BUCKET}/"), {}))
         with storage.lock(".lock", note="asleep"):
-            storage._leases._held[0].renewed -= 2 * leases.LIFE
+            storage._leases._held[0].renewed -= 2 * leases.EXPIRY
         assert list(objects.entries(lease_record.FOLDER)) == []
 
     def test_what_is_left_of_a_lock_and_says_nothing_is_nobodys(self, s3: str) -> None:
@@ -349,7 +349,7 @@ class TestWrongRoots:
             (
                 "no bucket",
                 ckpt.StorageError,
-                r"NoSuchBucket\. Make the bucket 'ckpt', or check its name and the endpoint",
+                r"NoSuchBucket\. Create the bucket 'ckpt', or check its name and the endpoint",
             ),
             ("denied", ckpt.DeniedError, r"AccessDenied\. Check the credentials .*that they may list, read, write"),
             ("not implemented", ckpt.StorageError, r"NotImplemented\. ckpt needs conditional writes"),
@@ -367,7 +367,7 @@ class TestWrongRoots:
             manager.save_state("a", wait=True)
         with FaultyProxy(server.port, lambda method, path: None if method in ("GET", "HEAD") else "denied") as proxy:
             options = {"endpoint_url": proxy.url}
-            assert [one.name for one in ckpt.list_checkpoints(s3, storage_options=options)] == ["a"]
+            assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(s3, storage_options=options)] == ["a"]
             assert ckpt.verify(s3, storage_options=options) == {"a": []}
             ckpt.merge(f"{s3}/a", tmp_path / "model.safetensors", storage_options=options)
             assert proxy.done["denied"] > 0
@@ -393,7 +393,7 @@ class TestWrongRoots:
     def test_an_endpoint_that_cannot_be_trusted_is_told_so_soon(
         self, server: Server, s3: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ckpt.storage.s3.connection.FIRST_CONTACT", 0.0)
+        monkeypatch.setattr("ckpt.storage.retry.FIRST_CONTACT", 0.0)
         options = {"endpoint_url": server.url.replace("http:", "https:")}
         with pytest.raises(ckpt.TransientError, match=r"no secure connection\. Check .*AWS_CA_BUNDLE.* Tried 1 times"):
             ckpt.StateManager(s3, model=nn.Linear(1, 1), storage_options=options)
@@ -401,7 +401,7 @@ class TestWrongRoots:
     def test_a_server_that_answers_is_not_taken_for_a_misspelt_one(
         self, server: Server, s3: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ckpt.storage.s3.connection.FIRST_CONTACT", 0.0)
+        monkeypatch.setattr("ckpt.storage.retry.FIRST_CONTACT", 0.0)
         busy = iter(["slow down"] * 3)
         with FaultyProxy(server.port, lambda method, path: next(busy, None)) as proxy:
             open_storage(s3, endpoint_url=proxy.url).write("object", [b"x"])
@@ -434,7 +434,7 @@ class TestCredentials:
         with ckpt.StateManager.from_config(config, model=nn.Linear(1, 1)) as manager:
             manager.save_state("a", wait=True)
         assert ckpt.verify(s3, storage_options=explicit) == {"a": []}
-        assert [one.name for one in ckpt.list_checkpoints(s3, storage_options=explicit)] == ["a"]
+        assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(s3, storage_options=explicit)] == ["a"]
         ckpt.merge(f"{s3}/a", f"{s3}-out/model.safetensors", storage_options=explicit)
         ckpt.merge(f"{s3}/a", tmp_path / "model.safetensors", storage_options=explicit)
         merged = open_storage(f"{s3}-out", **explicit).read("model.safetensors")
@@ -481,7 +481,7 @@ class TestManager:
             for name in ("a", "b", "c", "c"):
                 nn.init.constant_(model.weight, float(ord(name)))
                 manager.save_state(name, wait=True)
-        assert [one.name for one in ckpt.list_checkpoints(s3)] == ["c", "b"]
+        assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(s3)] == ["c", "b"]
         assert ckpt.verify(s3) == {"c": [], "b": []}
         assert {key.partition("/")[0] for key in sizes(open_storage(s3))} == {"b", "c"}
         other = nn.Linear(3, 3)
@@ -502,7 +502,7 @@ class TestManager:
     def test_of_two_writers_of_one_name_one_wins_and_the_other_is_told(
         self, s3: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(leases.Leases, "alone", leases.Leases.shared)  # as if there were no locks
+        monkeypatch.setattr(leases.Leases, "exclusive", leases.Leases.shared)  # as if there were no locks
         with (
             ckpt.StateManager(s3, model=nn.Linear(2, 2)) as first,
             ckpt.StateManager(s3, model=nn.Linear(2, 2)) as second,
@@ -533,9 +533,9 @@ manager.save_state("a")
             manager.save_state("a", wait=True)
             with open_storage(s3).lock("a", shared=True):
                 manager.save_state("b", wait=True)
-                assert [one.name for one in ckpt.list_checkpoints(s3)] == ["b", "a"]
+                assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(s3)] == ["b", "a"]
             manager.save_state("c", wait=True)
-        assert [one.name for one in ckpt.list_checkpoints(s3)] == ["c"]
+        assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(s3)] == ["c"]
 
     def test_options_are_for_all_that_is_loaded_by_its_url(
         self, server: Server, s3: str, monkeypatch: pytest.MonkeyPatch
@@ -592,15 +592,15 @@ class TestDeadlines:
         connection = Connection(BUCKET, {"max_concurrency": 1})
         came, go = threading.Event(), threading.Event()
 
-        async def attempt(moved: Moved) -> int:
+        async def attempt(moved: BytesMoved) -> int:
             came.set()
             while not go.is_set():
                 await asyncio.sleep(0.01)
             return len(started)
 
-        first = connection.start(connection.tried("read", "here", attempt), set())
+        first = connection.start(connection.with_retries("read", "here", attempt), set())
         came.wait()
-        second = connection.start(connection.tried("read", "here", attempt), set())
+        second = connection.start(connection.with_retries("read", "here", attempt), set())
         connection.run(asyncio.sleep(0.1))  # by then the second waits
         assert len(started) == 1
         go.set()
@@ -612,7 +612,7 @@ def test_a_body_reads_like_a_file_and_iterates_like_a_stream() -> None:
 
     data = os.urandom(1000)
     body, file = (
-        Body([memoryview(data)[:10], memoryview(data)[10:700], memoryview(data)[700:]], Moved()),
+        Body([memoryview(data)[:10], memoryview(data)[10:700], memoryview(data)[700:]], BytesMoved()),
         io.BytesIO(data),
     )
     for size in (5, 6, 0, 900, None, 3):

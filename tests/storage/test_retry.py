@@ -1,0 +1,79 @@
+"""The retry policy: pauses that grow and are random, a deadline, and a server that was never reached."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from ckpt.errors import ConfigError
+from ckpt.storage import retry
+from ckpt.storage.retry import RetryPolicy
+
+
+class Clock:
+    """Stands for the module `time`: only pauses take time."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(retry, "time", clock)
+    return clock
+
+
+def all_pauses(policy: RetryPolicy, clock: Clock, *, reached: bool = True) -> list[float]:
+    """The pauses of a request that fails again and again."""
+    retries, found = policy.start(), []
+    while (pause := retries.next_pause(reached=reached)) is not None:
+        found.append(pause)
+        clock.now += pause
+    assert retries.tries == len(found) + 1
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pauses_double_up_to_the_longest_and_the_last_try_is_at_the_deadline(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(retry, "_random", random.Random(seed))
+    *pauses, last = all_pauses(RetryPolicy(deadline=100, first_pause=1, longest_pause=8), clock)
+    for pause, most in zip(pauses, [1, 2, 4, *[8] * len(pauses)], strict=False):
+        assert most / 2 <= pause <= most
+    assert 0 < last <= 8
+    assert clock.now == pytest.approx(100)
+
+
+def test_two_clients_that_failed_together_do_not_come_back_together(clock: Clock) -> None:
+    assert all_pauses(RetryPolicy(tries=5), clock) != all_pauses(RetryPolicy(tries=5), clock)
+
+
+def test_a_policy_may_limit_the_number_of_tries(clock: Clock) -> None:
+    assert len(all_pauses(RetryPolicy(tries=8), clock)) == 7
+
+
+def test_without_time_there_is_one_try(clock: Clock) -> None:
+    assert all_pauses(RetryPolicy(deadline=0), clock) == []
+
+
+def test_a_server_that_was_never_reached_is_given_up_soon(clock: Clock) -> None:
+    assert all_pauses(RetryPolicy(deadline=300), clock, reached=False)
+    assert clock.now <= retry.FIRST_CONTACT
+    assert all_pauses(RetryPolicy(deadline=300), clock, reached=True)
+    assert clock.now > 300
+
+
+def test_what_a_server_asks_for_is_waited_for(clock: Clock) -> None:
+    assert RetryPolicy().start().next_pause(asked=37.0) == 37.0
+    assert RetryPolicy(deadline=0).start().next_pause(asked=37.0) is None
+
+
+@pytest.mark.parametrize("wrong", [{"deadline": -1}, {"deadline": float("nan")}, {"stall": 0}])
+def test_a_policy_without_sense_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=r"must be numbers of seconds"):
+        RetryPolicy(**wrong)  # type: ignore[arg-type]
