@@ -8,28 +8,24 @@ in the processor's cache.
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats.native.block_hash import BlockHasher
-from ckpt.formats.tensor_bytes import as_bytes, host_bytes
+from ckpt.formats.tensor_bytes import host_bytes
 from ckpt.formats.transfers import Transfer
+from ckpt.load.read_plan import WINDOW, Block, Piece, plan_reads
 from ckpt.root.catalog import altered, threads_for
-from ckpt.root.verified_file import VerifiedFile
 
 Advance = Callable[[float], None]
 
-# Large windows: with smaller ones the threads wait for the interpreter, and larger ones gain nothing. Bytes go to a
-# device through pinned memory, of which every thread needs two windows, and which takes time to pin: so there are few
-# threads then. Measured on two cores and on an H200.
-_WINDOW = 16 << 20
+# Bytes go to a device through pinned memory, of which every thread needs two windows, and which takes time to pin: so
+# there are few threads then. Measured, like WINDOW, on two cores and on an H200.
 _THREADS_AWAY = 10
 
 
@@ -38,124 +34,18 @@ def read_verified(transfers: Iterable[Transfer], where: str, advance: Advance, *
 
     With one thread they come in the order of their files and bytes.
     """
-    _run(_blocks(transfers), where, _read_and_verify, advance, threads)
+    _run(plan_reads(transfers), where, _read_and_verify, advance, threads)
 
 
 def verify(transfers: Iterable[Transfer], where: str, advance: Advance) -> None:
     """Look at every block that the transfers need, and move nothing."""
-    blocks = {(id(one.file), one.index): (one.file, one.index) for one in _blocks(transfers)}
+    blocks = {(id(one.file), one.index): (one.file, one.index) for one in plan_reads(transfers)}
     _refuse(where, altered(list(blocks.values()), advance))
 
 
 def read(transfers: Iterable[Transfer], where: str, advance: Advance, *, threads: int | None = None) -> None:
     """Carry out all transfers, of bytes that have just been verified."""
-    _run(_blocks(transfers), where, _read_only, advance, threads)
-
-
-class _Landing:
-    """Where the bytes of a transfer arrive, in any order and from several threads."""
-
-    def __init__(self, transfer: Transfer) -> None:
-        self.transfer = transfer
-        self.device = transfer.into.device if transfer.into is not None else torch.device("cpu")
-        self.away = self.device.type != "cpu"
-        self._memory = as_bytes(transfer.into) if self.away and transfer.into is not None else transfer.into
-        self._view = None if self.away or transfer.into is None else host_bytes(transfer.into)
-        self._left = transfer.size
-        self._lock = threading.Lock()
-
-    def view(self, start: int, stop: int) -> memoryview:
-        """The memory on the CPU for these bytes of the file."""
-        if self._view is None:
-            with self._lock:
-                if self._memory is None:
-                    self._memory = torch.empty(self.transfer.size, dtype=torch.uint8)
-                self._view = host_bytes(self._memory)
-        return self._view[start - self.transfer.start : stop - self.transfer.start]
-
-    def memory(self, start: int, stop: int) -> torch.Tensor:
-        """The memory on a device for these bytes of the file."""
-        assert self._memory is not None
-        return self._memory[start - self.transfer.start : stop - self.transfer.start]
-
-    def arrived(self, count: int) -> None:
-        """When all have arrived, whoever waits for them takes them."""
-        if self.transfer.take is None:
-            return
-        with self._lock:
-            self._left -= count
-            done = self._left == 0
-        if done:
-            assert self._memory is not None
-            self.transfer.take(self._memory)
-            self._memory = self._view = None
-
-
-class _Piece(NamedTuple):
-    """A part of a transfer that lies in one block."""
-
-    landing: _Landing
-    start: int
-    stop: int
-
-    def within(self, start: int, stop: int) -> _Piece:
-        return _Piece(self.landing, max(self.start, start), min(self.stop, stop))
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A block of a file, and the pieces that are wanted of it, in the order of their bytes."""
-
-    file: VerifiedFile
-    index: int
-    pieces: list[_Piece]
-
-    def chunks(self) -> Iterator[tuple[int, int, list[_Piece]]]:
-        """The block a little at a time: from where, to where, and what is wanted there."""
-        stops = [piece.stop for piece in self.pieces]
-        first, last = self.file.span(self.index)
-        for start in range(first, last, _WINDOW):
-            stop = min(start + _WINDOW, last)
-            inside = []
-            for piece in self.pieces[bisect_left(stops, start + 1) :]:
-                if piece.start >= stop:
-                    break
-                inside.append(piece if start <= piece.start and piece.stop <= stop else piece.within(start, stop))
-            yield start, stop, inside
-
-
-def _blocks(transfers: Iterable[Transfer]) -> list[_Block]:
-    """The blocks in which something is wanted, file by file."""
-    by_file: dict[int, list[_Landing]] = defaultdict(list)
-    for one in transfers:
-        by_file[id(one.reader)].append(_Landing(one))
-    found = []
-    for landings in by_file.values():
-        file: VerifiedFile = landings[0].transfer.reader
-        size = file.record.block_size
-        wanted: dict[int, list[_Piece]] = defaultdict(list)
-        for landing in sorted(landings, key=lambda one: one.transfer.start):
-            start, end = landing.transfer.start, landing.transfer.stop
-            while start < end:
-                index = start // size
-                stop = min(end, (index + 1) * size)
-                wanted[index].append(_Piece(landing, start, stop))
-                start = stop
-        found += [_Block(file, index, part) for index, pieces in wanted.items() for part in _without_overlaps(pieces)]
-    return found
-
-
-def _without_overlaps(pieces: list[_Piece]) -> list[list[_Piece]]:
-    """Where the same bytes are wanted twice, as of tied tensors, their block is read once for each."""
-    rounds = [pieces[:1]]
-    for piece in pieces[1:]:
-        for one in rounds:
-            if one[-1].stop <= piece.start:
-                one.append(piece)
-                break
-        else:
-            rounds.append([piece])
-    return rounds
+    _run(plan_reads(transfers), where, _read_only, advance, threads)
 
 
 class _GivenUp(Exception):  # noqa: N818  # it ends a thread's work, and is no error
@@ -167,7 +57,7 @@ class _Buffers:
 
     def __init__(self, stop: threading.Event) -> None:
         self.stop = stop
-        self.unwanted = host_bytes(torch.empty(_WINDOW, dtype=torch.uint8))  # it may be that nothing is wanted
+        self.unwanted = host_bytes(torch.empty(WINDOW, dtype=torch.uint8))  # it may be that nothing is wanted
         self._slots: list[torch.Tensor] = []
         self._copied: list[list[Any]] = [[], []]  # for each slot, the events after the copies from it
         self._turn = 0
@@ -176,7 +66,7 @@ class _Buffers:
     def next_slot(self) -> torch.Tensor:
         """A buffer in pinned memory, from which everything has arrived."""
         if not self._slots:
-            self._slots = [torch.empty(_WINDOW, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._slots = [torch.empty(WINDOW, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._turn = 1 - self._turn
         for event in self._copied[self._turn]:
             event.synchronize()
@@ -208,7 +98,7 @@ class _Buffers:
             stream.synchronize()
 
 
-def _read_and_verify(block: _Block, buffers: _Buffers) -> str | None:
+def _read_and_verify(block: Block, buffers: _Buffers) -> str | None:
     hasher = BlockHasher(block.file.record.block_size)
     for start, stop, pieces in block.chunks():
         for data in _read_chunk(block, start, stop, pieces, buffers):
@@ -218,7 +108,7 @@ def _read_and_verify(block: _Block, buffers: _Buffers) -> str | None:
     return block.file.compared(block.index, hasher)
 
 
-def _read_only(block: _Block, buffers: _Buffers) -> None:
+def _read_only(block: Block, buffers: _Buffers) -> None:
     for _, _, pieces in block.chunks():
         if pieces:
             _read_chunk(block, pieces[0].start, pieces[-1].stop, pieces, buffers)
@@ -226,7 +116,7 @@ def _read_only(block: _Block, buffers: _Buffers) -> None:
             piece.landing.arrived(piece.stop - piece.start)
 
 
-def _read_chunk(block: _Block, start: int, stop: int, pieces: list[_Piece], buffers: _Buffers) -> list[memoryview]:
+def _read_chunk(block: Block, start: int, stop: int, pieces: list[Piece], buffers: _Buffers) -> list[memoryview]:
     """Read a chunk, each byte to its place, and return where they are now, in order."""
     if buffers.stop.is_set():
         raise _GivenUp
@@ -252,9 +142,9 @@ def _read_chunk(block: _Block, start: int, stop: int, pieces: list[_Piece], buff
 
 
 def _run(
-    blocks: list[_Block],
+    blocks: list[Block],
     where: str,
-    work: Callable[[_Block, _Buffers], str | None],
+    work: Callable[[Block, _Buffers], str | None],
     advance: Advance,
     most: int | None,
 ) -> None:
