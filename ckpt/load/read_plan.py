@@ -1,4 +1,4 @@
-"""The plan of a load's reads: which blocks of which files, and where each byte of them goes."""
+"""The read plan of a load: which blocks of which files are read, and where each wanted byte goes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ckpt.formats.tensor_bytes import as_bytes, host_bytes
 from ckpt.formats.transfers import Transfer
 from ckpt.root.verified_file import VerifiedFile
 
-# Large windows: with smaller ones the threads wait for the interpreter, and larger ones gain nothing.
+# Bytes per read. With smaller windows the threads contend for the interpreter lock; larger ones gain nothing.
 WINDOW = 16 << 20
 
 
-class Landing:
-    """Where the bytes of a transfer arrive, in any order and from several threads."""
+class Destination:
+    """The memory that a transfer fills, in any order and from several threads."""
 
     def __init__(self, transfer: Transfer) -> None:
         self.transfer = transfer
-        self.device = transfer.into.device if transfer.into is not None else torch.device("cpu")
-        self.away = self.device.type != "cpu"
-        self._memory = as_bytes(transfer.into) if self.away and transfer.into is not None else transfer.into
-        self._view = None if self.away or transfer.into is None else host_bytes(transfer.into)
-        self._left = transfer.size
+        device = transfer.into.device if transfer.into is not None else torch.device("cpu")
+        self.on_device = device.type != "cpu"
+        self._memory = as_bytes(transfer.into) if self.on_device and transfer.into is not None else transfer.into
+        self._view = None if self.on_device or transfer.into is None else host_bytes(transfer.into)
+        self._remaining = transfer.size
         self._lock = threading.Lock()
 
-    def view(self, start: int, stop: int) -> memoryview:
-        """The memory on the CPU for these bytes of the file."""
+    def host_view(self, start: int, stop: int) -> memoryview:
+        """The host memory for the file's bytes from `start` to `stop`, allocated at the first call if there is none."""
         if self._view is None:
             with self._lock:
                 if self._memory is None:
@@ -40,86 +40,108 @@ class Landing:
                 self._view = host_bytes(self._memory)
         return self._view[start - self.transfer.start : stop - self.transfer.start]
 
-    def memory(self, start: int, stop: int) -> torch.Tensor:
-        """The memory on a device for these bytes of the file."""
+    def device_memory(self, start: int, stop: int) -> torch.Tensor:
+        """The device memory for the file's bytes from `start` to `stop`."""
         assert self._memory is not None
         return self._memory[start - self.transfer.start : stop - self.transfer.start]
 
-    def arrived(self, count: int) -> None:
-        """When all have arrived, whoever waits for them takes them."""
+    def filled(self, count: int) -> None:
+        """Count bytes that have been read; with the last of them, hand the memory to the transfer's `take`."""
         if self.transfer.take is None:
             return
         with self._lock:
-            self._left -= count
-            done = self._left == 0
-        if done:
+            self._remaining -= count
+            complete = self._remaining == 0
+        if complete:
             assert self._memory is not None
             self.transfer.take(self._memory)
             self._memory = self._view = None
 
 
-class Piece(NamedTuple):
-    """A part of a transfer that lies in one block."""
+class Segment(NamedTuple):
+    """The bytes of a transfer that lie in one block, as offsets in the file."""
 
-    landing: Landing
+    destination: Destination
     start: int
     stop: int
 
-    def within(self, start: int, stop: int) -> Piece:
-        return Piece(self.landing, max(self.start, start), min(self.stop, stop))
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def clipped(self, start: int, stop: int) -> Segment:
+        return Segment(self.destination, max(self.start, start), min(self.stop, stop))
 
 
 @dataclass(frozen=True)
-class Block:
-    """A block of a file, and the pieces that are wanted of it, in the order of their bytes."""
+class BlockRead:
+    """A block of a file, and the segments wanted of it, in the order of their bytes and without overlaps."""
 
     file: VerifiedFile
     index: int
-    pieces: list[Piece]
+    segments: list[Segment]
 
-    def chunks(self) -> Iterator[tuple[int, int, list[Piece]]]:
-        """The block a little at a time: from where, to where, and what is wanted there."""
-        stops = [piece.stop for piece in self.pieces]
+    @property
+    def size(self) -> int:
+        """The wanted bytes."""
+        return sum(segment.size for segment in self.segments)
+
+    def windows(self) -> Iterator[tuple[int, int, list[Segment]]]:
+        """The block window by window: start, stop, and the segments inside, clipped to it."""
+        stops = [segment.stop for segment in self.segments]
         first, last = self.file.span(self.index)
         for start in range(first, last, WINDOW):
             stop = min(start + WINDOW, last)
-            inside = []
-            for piece in self.pieces[bisect_left(stops, start + 1) :]:
-                if piece.start >= stop:
-                    break
-                inside.append(piece if start <= piece.start and piece.stop <= stop else piece.within(start, stop))
-            yield start, stop, inside
+            yield start, stop, _clipped(self.segments[bisect_left(stops, start + 1) :], start, stop)
 
 
-def plan_reads(transfers: Iterable[Transfer]) -> list[Block]:
+def plan_reads(transfers: Iterable[Transfer]) -> list[BlockRead]:
     """The blocks in which something is wanted, file by file."""
-    by_file: dict[int, list[Landing]] = defaultdict(list)
-    for one in transfers:
-        by_file[id(one.reader)].append(Landing(one))
-    found = []
-    for landings in by_file.values():
-        file: VerifiedFile = landings[0].transfer.reader
-        size = file.record.block_size
-        wanted: dict[int, list[Piece]] = defaultdict(list)
-        for landing in sorted(landings, key=lambda one: one.transfer.start):
-            start, end = landing.transfer.start, landing.transfer.stop
-            while start < end:
-                index = start // size
-                stop = min(end, (index + 1) * size)
-                wanted[index].append(Piece(landing, start, stop))
-                start = stop
-        found += [Block(file, index, part) for index, pieces in wanted.items() for part in _without_overlaps(pieces)]
-    return found
+    by_file: dict[int, list[Destination]] = defaultdict(list)
+    for transfer in transfers:
+        by_file[id(transfer.reader)].append(Destination(transfer))
+    return [block for destinations in by_file.values() for block in _blocks_of_file(destinations)]
 
 
-def _without_overlaps(pieces: list[Piece]) -> list[list[Piece]]:
-    """Where the same bytes are wanted twice, as of tied tensors, their block is read once for each."""
-    rounds = [pieces[:1]]
-    for piece in pieces[1:]:
-        for one in rounds:
-            if one[-1].stop <= piece.start:
-                one.append(piece)
+def _blocks_of_file(destinations: list[Destination]) -> Iterator[BlockRead]:
+    file: VerifiedFile = destinations[0].transfer.reader
+    by_block: dict[int, list[Segment]] = defaultdict(list)
+    for destination in sorted(destinations, key=lambda destination: destination.transfer.start):
+        for index, segment in _segments(destination, file.record.block_size):
+            by_block[index].append(segment)
+    for index, segments in by_block.items():
+        yield from (BlockRead(file, index, disjoint) for disjoint in _without_overlaps(segments))
+
+
+def _segments(destination: Destination, block_size: int) -> Iterator[tuple[int, Segment]]:
+    """A transfer cut at block boundaries: for each block its index, and the segment in it."""
+    start, end = destination.transfer.start, destination.transfer.stop
+    while start < end:
+        index = start // block_size
+        stop = min(end, (index + 1) * block_size)
+        yield index, Segment(destination, start, stop)
+        start = stop
+
+
+def _clipped(segments: list[Segment], start: int, stop: int) -> list[Segment]:
+    """The segments that begin before `stop`, clipped to a window. None of them ends before `start`."""
+    inside = []
+    for segment in segments:
+        if segment.start >= stop:
+            break
+        fits = start <= segment.start and segment.stop <= stop
+        inside.append(segment if fits else segment.clipped(start, stop))
+    return inside
+
+
+def _without_overlaps(segments: list[Segment]) -> list[list[Segment]]:
+    """Segments in rounds without overlaps: bytes wanted twice, as of tied tensors, are read once for each."""
+    rounds = [segments[:1]]
+    for segment in segments[1:]:
+        for earlier in rounds:
+            if earlier[-1].stop <= segment.start:
+                earlier.append(segment)
                 break
         else:
-            rounds.append([piece])
+            rounds.append([segment])
     return rounds
