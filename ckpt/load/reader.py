@@ -19,7 +19,7 @@ from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.native.shard_table import ShardedTensors, ShardTable
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.transfers import Transfer
-from ckpt.load.broadcast import Sharing
+from ckpt.load.broadcast import Broadcasts
 from ckpt.load.own_tensors import OwnTensors
 from ckpt.load.verified_read import read, read_verified, verify
 from ckpt.ranks.group import MAIN
@@ -74,7 +74,7 @@ class CheckpointReader:
         self.manifest = manifest
         self.rank = rank
         self._records = {file.name: file for file in manifest.files}
-        self.sharing = Sharing(rank)
+        self.broadcasts = Broadcasts(rank)
         self._asked: list[Any] = []  # transfers
         self._live: list[Any] = []
         self._opened: dict[str, Tensors] = {}
@@ -177,7 +177,7 @@ class CheckpointReader:
 
     def verify_live(self) -> None:
         """Verify what was asked for into memory that is in use."""
-        mine = [one for one in self._live if self.sharing.is_mine(one)]
+        mine = [one for one in self._live if self.broadcasts.reads_here(one)]
         with self._bar("verifying", mine) as advance:
             verify(mine, self.manifest.name, advance)
 
@@ -187,9 +187,9 @@ class CheckpointReader:
         self._live = []
 
     def _read(self, transfers: list[Transfer], how: Callable[..., None]) -> None:
-        alone, together = self.sharing.divided(transfers)
+        alone, together = self.broadcasts.split(transfers)
         with self._bar("loading", transfers) as advance:
-            with self.sharing.phase():
+            with self.broadcasts.phase():
                 how(together, self.manifest.name, advance, threads=1)
             how(alone, self.manifest.name, advance)  # last: whom it fails for, the others do not wait for
 

@@ -14,7 +14,7 @@ from ckpt.formats.layout import Layout
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.accelerate_reader import open_any
 from ckpt.load.accelerate_state import UNKNOWN_PROGRESS
-from ckpt.load.broadcast import sharing
+from ckpt.load.broadcast import planned_broadcasts
 from ckpt.load.reader import CheckpointReader
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import Ranks
@@ -82,7 +82,7 @@ class Restoration:
 
         opened, takers = run_on_all_ranks(ranks, call, look)
         if share and ranks.world_size > 1:
-            opened.sharing = held.enter_context(sharing(ranks, call, *opened.wanted))
+            opened.broadcasts = held.enter_context(planned_broadcasts(ranks, call, *opened.wanted))
         run_on_all_ranks(ranks, call, opened.read_new)
         if precious:
             run_on_all_ranks(ranks, call, opened.verify_live)
