@@ -23,7 +23,8 @@ from ckpt.export.card import Training, curves
 from ckpt.export.hub_commit import Card, Target
 from ckpt.export.push import Pusher
 from ckpt.export.save_model import SHARD_SIZE, Wanted, belongings, save_live
-from ckpt.load.load_state import StateLoader
+from ckpt.load.load_state import LiveObjects, StateLoader
+from ckpt.load.locations import Locations
 from ckpt.load.restored import Restored
 from ckpt.metrics import as_numbers, checked_metrics
 from ckpt.options import check_mirror, check_options, required_root
@@ -166,15 +167,11 @@ class StateManager:
         )
         self._loading = StateLoader(
             self._ranks,
-            self._source,
-            self._managed,
-            self._loop,
-            hosts,
+            Locations(self._tiers, hosts, storage_options),
+            LiveObjects(self._source, self._managed, self._loop),
+            broadcast,
             self._saver.snapshots.paused,
             self._saver.follow,
-            self._tiers,
-            broadcast,
-            storage_options,
         )
         self._managed.look()
         self._follow_loaders(follow=follow)
@@ -551,9 +548,9 @@ class StateManager:
     def _load(self, name: str | None, *, strict: bool) -> Restored | None:
         self._saver.owner.require("load_state()")
         run_on_all_ranks(self._ranks, "load_state() (saves done)", self.wait)
-        precious = self._saved_at is not None or self._loop.progress.step > 0
+        trained = self._saved_at is not None or self._loop.progress.step > 0
         try:
-            restored = self._loading.load(name, strict=strict, precious=precious)
+            restored = self._loading.load(name, strict=strict, verify_before_overwrite=trained)
         except StorageError as error:
             self._saver.failed_load = str(error)  # what could not be looked at must not be overtaken by a save
             raise

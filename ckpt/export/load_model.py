@@ -14,10 +14,10 @@ from ckpt.errors import MismatchError, MissingError
 from ckpt.export.save_model import ADAPTER_CONFIG, CONFIG
 from ckpt.export.source import Source, open_source
 from ckpt.formats.layout import Box, is_sharded, layout_of, local_tensor
-from ckpt.formats.native.manifest import FILE_NAME, Manifest
+from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
-from ckpt.load.restore import Restoration
-from ckpt.load.select import choose
+from ckpt.load.restore import Restoration, RestoreRequest
+from ckpt.load.select import Selection, choose
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks, find_ranks
 from ckpt.root.catalog import locate
@@ -95,24 +95,20 @@ def _load_checkpoint(
     managed = StateRegistry(Found, gradients=False)
     managed.parts[part] = ModelPart(part, model)
 
-    def prepare(storage: Storage, manifest: Manifest, held: ExitStack) -> Restoration:
-        return Restoration.prepare(
-            storage,
-            manifest,
-            ranks,
-            managed,
-            held,
-            strict=strict,
-            share=not storage.near,
-            precious=storage.near,
-            touch=lambda: None,
-        )
-
+    request = RestoreRequest(
+        ranks=ranks, registry=managed, strict=strict, verify_before_overwrite=storage.near, broadcast=not storage.near
+    )
+    selection = Selection(
+        tiers=(storage,),
+        ranks=ranks,
+        prepare=lambda candidate: Restoration.prepare(candidate, request),
+        name=names[0] if len(names) == 1 else None,
+    )
     with ExitStack() as held:
-        choice = choose((storage,), ranks, names[0] if len(names) == 1 else None, prepare, held)
+        choice = choose(selection, held)
         if choice is None:
             raise MissingError(f"there is no checkpoint in {storage.url}.")
-        restoration: Restoration = choice.ready
+        restoration = choice.ready
         restoration.finish()
     if ranks.rank == MAIN:
         say(f"loaded {part} of {storage.url}/{choice.manifest.name}")

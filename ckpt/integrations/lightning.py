@@ -18,7 +18,7 @@ from ckpt.errors import ConfigError, DamagedError, UnsupportedError
 from ckpt.formats.native.documents import decode_inline, encode_inline
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.reader import CheckpointReader
-from ckpt.load.select import choose
+from ckpt.load.select import Selection, choose
 from ckpt.ranks.group import MAIN, Ranks, SingleProcess, find_ranks
 from ckpt.root import catalog
 from ckpt.save.capture import Capture, CapturedState
@@ -56,7 +56,12 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         storage = open_storage(folder)
         with ExitStack() as held:
             choice = choose(
-                (storage,), SingleProcess(), None, lambda _, manifest, held: _verify(storage, manifest), held
+                Selection(
+                    tiers=(storage,),
+                    ranks=SingleProcess(),
+                    prepare=lambda candidate: _verify(storage, candidate.manifest),
+                ),
+                held,
             )
         return f"{storage.url}/{choice.manifest.name}" if choice else None
 
@@ -82,16 +87,17 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         storage, place = open_storage(root), _placing(map_location)
         with ExitStack() as held:
             choice = choose(
-                (storage,),
-                SingleProcess(),
-                name,
-                lambda _, one, held: _loaded(CheckpointReader(storage, one, MAIN), place),
+                Selection(
+                    tiers=(storage,),
+                    ranks=SingleProcess(),
+                    prepare=lambda candidate: _loaded(CheckpointReader(storage, candidate.manifest, MAIN), place),
+                    name=name,
+                ),
                 held,
             )
         assert choice is not None  # one that was named is there, or that is an error
         self._saver(root).follow(choice.manifest, ())
-        loaded: dict[str, Any] = choice.ready
-        return loaded
+        return choice.ready
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint; while another is being written, not before that is committed."""

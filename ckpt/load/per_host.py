@@ -15,8 +15,10 @@ from ckpt.root.file_names import rank_of
 from ckpt.storage import Storage, Tiers
 
 
-def source(tiers: Sequence[Storage], manifest: Manifest, ranks: Ranks, held: ExitStack) -> Storage | list[str]:
-    """Where this rank finds all that it needs: in the root, or there and behind it; or else what is missing."""
+def storage_for_rank(
+    tiers: Sequence[Storage], manifest: Manifest, ranks: Ranks, held: ExitStack
+) -> Storage | list[str]:
+    """The storage with all files that this rank needs: the root, or root and mirror. Otherwise the missing paths."""
     root, *behind = tiers
     with suppress(AbsentError):  # a host that has lost its disk has no such folder
         held.enter_context(root.lock(manifest.name, shared=True))

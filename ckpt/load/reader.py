@@ -80,7 +80,7 @@ class CheckpointReader:
         self._opened: dict[str, Tensors] = {}
         self._tables: dict[str, ShardTable] = {}
         self._trees: dict[str, tuple[Any, dict[str, SavedTensor]]] = {}
-        self.as_then = False  # whether as many ranks read it as saved it, so that each takes what was its own
+        self.per_rank = False  # as many ranks load it as saved it: each restores its own state
         self.parts: dict[str, Any] = {}
         self.own: dict[str, Any] = {}
         self.state: dict[str, Any] = {}
@@ -108,12 +108,12 @@ class CheckpointReader:
 
     def differs(self, key: str) -> dict[str, Any]:
         """What ranks had differently of a part, where it is not read as each of them had it."""
-        found: dict[str, Any] = {} if self.as_then else self.parts.get(key, {}).get("differs", {})
+        found: dict[str, Any] = {} if self.per_rank else self.parts.get(key, {}).get("differs", {})
         return found
 
     def _own(self, key: str) -> dict[str, Any]:
         """A part as this rank alone had it; empty if it had what all had."""
-        found: dict[str, Any] = self.own.get(own_key(key, self.rank), {}) if self.as_then else {}
+        found: dict[str, Any] = self.own.get(own_key(key, self.rank), {}) if self.per_rank else {}
         return found
 
     def kind(self, key: str) -> str:
