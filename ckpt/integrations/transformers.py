@@ -17,9 +17,9 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from ckpt.errors import ConfigError, Preempted
+from ckpt.export.load_model import load_checkpoint_model
 from ckpt.integrations.epoch_start import EpochStart
 from ckpt.integrations.trainer_state import PART, TrainerPart, logged_metrics, total_limit, verified_state
-from ckpt.integrations.weights import load_weights
 from ckpt.load.select import Choice, Selection, choose
 from ckpt.manager import StateManager
 from ckpt.ranks.consensus import Result, decide_together
@@ -266,7 +266,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self._manager.wait()
         best = self._trainer.state.best_model_checkpoint.rpartition("/")[2]
         if best in self._saved:
-            load_weights(self._storage, best, self._trainer.model)
+            load_checkpoint_model(self._storage, best, self._trainer.model)
         else:
             self._own["_load_best_model"]()
 

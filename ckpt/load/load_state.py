@@ -15,7 +15,7 @@ from ckpt.load.accelerate_reader import folder_of
 from ckpt.load.locations import Locations
 from ckpt.load.reader import CheckpointReader
 from ckpt.load.restore import Restoration, RestoreRequest, rewinder
-from ckpt.load.restored import Restored
+from ckpt.load.restored import Restored, restored_from
 from ckpt.load.select import Candidate, Choice, Selection, choose
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
@@ -124,20 +124,11 @@ class StateLoader:
         waiting.told = True  # by the block that is printed next
 
     def _report(self, choice: Choice[Restoration], parts: list[str]) -> Restored:
-        manifest, notes = choice.manifest, choice.ready.notes
-        generators = [key for key in self.live.registry.generators if key not in notes.skipped]
-        self.follow(manifest, choice.damaged, choice.tier == 0)
-        restored = Restored(
-            name=manifest.name,
-            url=choice.url,
-            run=manifest.run,
-            progress=Progress(**manifest.progress),
-            metrics=manifest.metrics,
-            restored=(*parts, *generators, "rng", "progress"),
-            resharded=notes.resharded,
-            approximated=notes.approximated,
-            skipped=notes.skipped,
-            passed_over=choice.passed_over,
+        generators = [key for key in self.live.registry.generators if key not in choice.ready.notes.skipped]
+        self.follow(choice.manifest, choice.damaged, choice.tier == 0)
+        restored = restored_from(
+            choice,
+            (*parts, *generators, "rng", "progress"),
             begins_at=self.live.loop.begins_at(),
             on_read=self.live.loop.habits.note_asked,
         )
