@@ -1,4 +1,4 @@
-"""What a rank alone has of a part, in its own document and file; and the part as that rank finds it again."""
+"""The tensors of a part that differed between ranks: this rank's own, and those that all ranks have in common."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt.formats.native.tensor_file import TensorFile
 
 @dataclass
 class OwnTensors:
-    """The tensors of a part as one rank had them: its own, and for all others those that all ranks have."""
+    """The tensors of a part as one rank had them: from its own files, and the others from the common ones."""
 
     plain: frozenset[str]
     files: list[TensorFile]
@@ -32,9 +32,9 @@ class OwnTensors:
         piece_files: Callable[[int], list[TensorFile]],
         common: Callable[[], Any],
     ) -> OwnTensors:
-        """`own_files` and `piece_files` open those of a rank; `common` has the tensors of all."""
+        """`own_files` and `piece_files` open the files of a rank; `common` gives the tensors of all ranks."""
         table = ShardTable.from_json(entry["spread"]) if "spread" in entry else ShardTable({})
-        pieces = ShardedTensors(table, lambda one: [*own_files(one), *piece_files(one)], rank)
+        pieces = ShardedTensors(table, lambda owner: [*own_files(owner), *piece_files(owner)], rank)
         files = own_files(rank) if entry["plain"] else []
         return cls(frozenset(entry["plain"]), files, pieces, common, table.aliases)
 
