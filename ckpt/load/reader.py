@@ -20,7 +20,7 @@ from ckpt.formats.native.shard_table import ShardedTensors, ShardTable
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.transfers import Transfer
 from ckpt.load.broadcast import Broadcasts
-from ckpt.load.own_tensors import OwnTensors
+from ckpt.load.part_tensors import OwnTensors
 from ckpt.load.verified_read import read, read_verified, verify
 from ckpt.ranks.group import MAIN
 from ckpt.root.file_names import own_key, spread_file, whole_file
