@@ -17,7 +17,8 @@ from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.native.tensor_file import copy_into
 from ckpt.load.accelerate_state import AccelerateState, ForeignPart, split_name
-from ckpt.load.reader import CheckpointReader, PartTensors
+from ckpt.load.part_tensors import PartTensors
+from ckpt.load.reader import CheckpointReader
 from ckpt.root.catalog import read_manifest
 from ckpt.root.folder import ROOT, Folder, is_foreign, written_by_accelerate
 from ckpt.storage import Storage

@@ -1,16 +1,50 @@
-"""The tensors of a part that differed between ranks: this rank's own, and those that all ranks have in common."""
+"""The saved tensors of a part: whole in files, in pieces over the files of many ranks, or one rank's own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from ckpt.errors import DamagedError
 from ckpt.formats.layout import Box
 from ckpt.formats.native.shard_table import ShardedTensors, ShardTable
 from ckpt.formats.native.tensor_file import TensorFile
+
+
+class PartTensors(Protocol):
+    """The saved tensors of a part: dtype and shape at once, the data when all transfers are read."""
+
+    def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]: ...
+
+    def tensor(self, name: str) -> torch.Tensor: ...
+
+    def fill(self, name: str, target: torch.Tensor, box: Box) -> None: ...
+
+
+@dataclass(frozen=True)
+class WholeTensors:
+    """Tensors that are whole in files. `where` names them in errors."""
+
+    files: list[TensorFile]
+    where: str
+
+    def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        return self._file(name).about(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self._file(name).tensor(name)
+
+    def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
+        self._file(name).fill(name, target, box)
+
+    def _file(self, name: str) -> TensorFile:
+        for file in self.files:
+            if name in file:
+                return file
+        raise DamagedError(f"{self.where} refers to tensor {name!r}, but has no file with it.")
 
 
 @dataclass
@@ -20,7 +54,7 @@ class OwnTensors:
     plain: frozenset[str]
     files: list[TensorFile]
     pieces: ShardedTensors
-    common: Callable[[], Any]
+    common: Callable[[], PartTensors]
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -30,7 +64,7 @@ class OwnTensors:
         rank: int,
         own_files: Callable[[int], list[TensorFile]],
         piece_files: Callable[[int], list[TensorFile]],
-        common: Callable[[], Any],
+        common: Callable[[], PartTensors],
     ) -> OwnTensors:
         """`own_files` and `piece_files` open the files of a rank; `common` gives the tensors of all ranks."""
         table = ShardTable.from_json(entry["spread"]) if "spread" in entry else ShardTable({})
@@ -39,12 +73,10 @@ class OwnTensors:
         return cls(frozenset(entry["plain"]), files, pieces, common, table.aliases)
 
     def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        found: tuple[torch.dtype, tuple[int, ...]] = self._holder(name).about(self._name(name))
-        return found
+        return self._holder(name).about(self._name(name))
 
     def tensor(self, name: str) -> torch.Tensor:
-        found: torch.Tensor = self._holder(name).tensor(self._name(name))
-        return found
+        return self._holder(name).tensor(self._name(name))
 
     def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
         self._holder(name).fill(self._name(name), target, box)
@@ -52,7 +84,7 @@ class OwnTensors:
     def _name(self, name: str) -> str:
         return name if name in self.plain else self.aliases.get(name, name)
 
-    def _holder(self, name: str) -> Any:
+    def _holder(self, name: str) -> PartTensors:
         name = self._name(name)
         if name in self.plain:
             return next((file for file in self.files if name in file), None) or self.common()

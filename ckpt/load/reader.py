@@ -5,11 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from ckpt.errors import DamagedError
 from ckpt.formats.layout import Box, Layout, is_sharded, layout_of, local_tensor
@@ -20,7 +17,7 @@ from ckpt.formats.native.shard_table import ShardedTensors, ShardTable
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.transfers import Transfer
 from ckpt.load.broadcast import Broadcasts
-from ckpt.load.part_tensors import OwnTensors
+from ckpt.load.part_tensors import OwnTensors, PartTensors, WholeTensors
 from ckpt.load.verified_read import read, read_verified, verify
 from ckpt.ranks.group import MAIN
 from ckpt.root.file_names import own_key, spread_file, whole_file
@@ -28,39 +25,6 @@ from ckpt.root.verified_file import StoredFile, VerifiedFile
 from ckpt.state.parts import LEFT, Place, SavedTensor
 from ckpt.storage import Storage
 from ckpt.util.console import LONG, bar
-
-
-class PartTensors(Protocol):
-    """The saved tensors of a part, whole in a file or in pieces over many: dtype and shape at once, data on request."""
-
-    def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]: ...
-
-    def tensor(self, name: str) -> torch.Tensor: ...
-
-    def fill(self, name: str, target: torch.Tensor, box: Box) -> None: ...
-
-
-@dataclass(frozen=True)
-class _WholeTensors:
-    """Tensors that are whole in files."""
-
-    files: list[TensorFile]
-    where: str
-
-    def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        return self._file(name).about(name)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._file(name).tensor(name)
-
-    def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
-        self._file(name).fill(name, target, box)
-
-    def _file(self, name: str) -> TensorFile:
-        for file in self.files:
-            if name in file:
-                return file
-        raise DamagedError(f"{self.where} refers to tensor {name!r}, but has no file with it.")
 
 
 class CheckpointReader:
@@ -251,7 +215,7 @@ class CheckpointReader:
         if self.spread(key):
             files = partial(self._files, spread_file, key)
             return ShardedTensors(self._table(key), files, self.rank, lambda rank: self._is_here(key, rank))
-        return _WholeTensors(self._files(whole_file, key), f"{self.manifest.name}: {key}")
+        return WholeTensors(self._files(whole_file, key), f"{self.manifest.name}: {key}")
 
     def _files(self, name: Callable[..., str], *about: Any) -> list[TensorFile]:
         """The files of a name that exist: with the trained tensors, and with the frozen ones."""
