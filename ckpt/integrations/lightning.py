@@ -202,13 +202,13 @@ def _captured(checkpoint: dict[str, Any]) -> CapturedState:
         ) from error
 
 
-def _loaded(opened: CheckpointReader, place: Callable[[SavedTensor], Any]) -> dict[str, Any]:
-    values = {key: opened.ask(key, place) for key in opened.parts}
-    opened.read_new()
+def _loaded(reader: CheckpointReader, place: Callable[[SavedTensor], Any]) -> dict[str, Any]:
+    values = {key: reader.ask(key, place) for key in reader.parts}
+    reader.read_new()
     if values.keys() == {_WHOLE}:
         whole: dict[str, Any] = values[_WHOLE]()
         return whole
-    return {_WEIGHTS if opened.kind(key) == Weights.__name__ else key: value() for key, value in values.items()}
+    return {_WEIGHTS if reader.kind(key) == Weights.__name__ else key: value() for key, value in values.items()}
 
 
 def _placing(map_location: Any) -> Callable[[SavedTensor], Any]:

@@ -11,7 +11,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 
@@ -59,9 +58,9 @@ class _ThreadBuffers:
         self.stop = stop
         self.scratch = host_bytes(torch.empty(WINDOW, dtype=torch.uint8))  # a whole window may be unwanted
         self._pinned: list[torch.Tensor] = []
-        self._copied: list[list[Any]] = [[], []]  # for each pinned buffer, the events after the copies from it
+        self._copied: list[list[torch.Event]] = [[], []]  # for each pinned buffer, the events after the copies from it
         self._turn = 0
-        self._streams: dict[torch.device, Any] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}
 
     def next_pinned(self) -> torch.Tensor:
         """The other pinned buffer, once all copies from it are complete."""
@@ -85,7 +84,7 @@ class _ThreadBuffers:
                     target.copy_(source, non_blocking=True)
                 self._copied[self._turn].append(stream.record_event())
 
-    def _stream(self, device: torch.device) -> Any:
+    def _stream(self, device: torch.device) -> torch.Stream:
         if device not in self._streams:
             module = torch.get_device_module(device)
             self._streams[device] = module.Stream(device)
@@ -153,39 +152,44 @@ def _read_through_pinned(
     return data
 
 
-def _run(
-    blocks: list[BlockRead],
-    where: str,
-    work: Callable[[BlockRead, _ThreadBuffers], str | None],
-    advance: Advance,
-    most: int | None,
-) -> None:
-    """Work on all blocks in several threads. When reading fails or is interrupted, the remaining blocks are dropped."""
-    pending = iter(blocks)
-    turn = threading.Lock()
-    stop = threading.Event()
-    damage: list[str] = []
+Work = Callable[[BlockRead, _ThreadBuffers], str | None]  # reads a block; returns what is wrong with it, if anything
 
-    def work_through() -> None:
-        buffers = _ThreadBuffers(stop)
+
+def _run(blocks: list[BlockRead], where: str, work: Work, advance: Advance, most: int | None) -> None:
+    """Work on all blocks in several threads. When reading fails or is interrupted, the remaining blocks are dropped."""
+    queue = _BlockQueue(blocks, work, advance)
+    _in_threads(_thread_count(blocks, most), queue.work_through, queue.stop)
+    _refuse_damaged(where, queue.damage)
+
+
+class _BlockQueue:
+    """Blocks that several threads take in turn. `stop` ends the work of all of them."""
+
+    def __init__(self, blocks: list[BlockRead], work: Work, advance: Advance) -> None:
+        self.stop = threading.Event()
+        self.damage: list[str] = []
+        self._pending = iter(blocks)
+        self._turn = threading.Lock()
+        self._work = work
+        self._advance = advance
+
+    def work_through(self) -> None:
+        buffers = _ThreadBuffers(self.stop)
         try:
-            while not stop.is_set():
-                with turn:
-                    block = next(pending, None)
-                if block is None:
-                    break
-                damage.extend(filter(None, [work(block, buffers)]))
-                advance(block.size)
+            while not self.stop.is_set() and (block := self._next()) is not None:
+                self.damage.extend(filter(None, [self._work(block, buffers)]))
+                self._advance(block.size)
         except _Cancelled:
             pass
         except BaseException:
-            stop.set()
+            self.stop.set()
             raise
         finally:
             buffers.finish()
 
-    _in_threads(_thread_count(blocks, most), work_through, stop)
-    _refuse_damaged(where, damage)
+    def _next(self) -> BlockRead | None:
+        with self._turn:
+            return next(self._pending, None)
 
 
 def _thread_count(blocks: list[BlockRead], most: int | None) -> int:

@@ -1,4 +1,4 @@
-"""What all ranks of a host need is read by one of them and passed on."""
+"""What all ranks of a host need is read by one of them and broadcast to the others."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_what_another_rank_could_not_read_is_not_passed_over_for_an_older_one(
 def load_past_damage(rank: int, root: str) -> None:
     broadcast_reads._DEADLINE = timedelta(seconds=60)  # or the ranks would wait longer than the test
     model, other = large(1), large(2)
-    optimizer, again = (torch.optim.AdamW(one.parameters()) for one in (model, other))
+    optimizer, again = (torch.optim.AdamW(module.parameters()) for module in (model, other))
     model(torch.ones(1, 600)).sum().backward()
     optimizer.step()
     with ckpt.StateManager(root, model=model, optimizer=optimizer, gradients=True, timeout=30) as manager:
@@ -228,7 +228,7 @@ def load_and_look(rank: int, root: str) -> None:
     gc.disable()
     manager = ckpt.StateManager(root, model=model, broadcast=True, timeout=30)
     manager.load_state("x", strict=False)
-    assert [one() for one in made] == [None]
+    assert [group() for group in made] == [None]
     manager.close()
 
 
