@@ -17,7 +17,8 @@ from ckpt.data.metrics import as_numbers
 from ckpt.errors import ConfigError, StorageError
 from ckpt.export.card import Training, curves
 from ckpt.export.push import Pusher
-from ckpt.load.load_state import StateLoader
+from ckpt.load.load_state import LiveObjects, StateLoader
+from ckpt.load.locations import Locations
 from ckpt.load.restored import Restored
 from ckpt.options import ManagerOptions
 from ckpt.ranks.consensus import run_on_all_ranks
@@ -108,15 +109,11 @@ class Session:
     def _build_loader(self, hosts: Hosts) -> StateLoader:
         return StateLoader(
             self.ranks,
-            self.source,
-            self.registry,
-            self.loop,
-            hosts,
+            Locations(self.tiers, hosts, self.options.storage_options),
+            LiveObjects(self.source, self.registry, self.loop),
+            self.options.ranks.broadcast,
             self.saver.snapshots.paused,
             self.saver.root.follow,
-            self.tiers,
-            self.options.ranks.broadcast,
-            self.options.storage_options,
         )
 
     def _follow_loaders(self) -> None:
@@ -218,7 +215,7 @@ class Session:
         run_on_all_ranks(self.ranks, "load_state() (saves done)", self.wait)
         trained = self.saved_at is not None or self.loop.progress.step > 0
         try:
-            restored = self.loader.load(name, strict=strict, precious=trained)
+            restored = self.loader.load(name, strict=strict, verify_before_overwrite=trained)
         except StorageError as error:
             self.saver.root.failed_load = str(error)  # what could not be listed must not be overtaken by a save
             raise

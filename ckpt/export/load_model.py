@@ -1,4 +1,4 @@
-"""A model alone is loaded, from whatever holds one, straight into its live tensors."""
+"""Loads a model alone, from a checkpoint, a folder of safetensors or another tool's, straight into its tensors."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from ckpt.errors import MismatchError, MissingError
 from ckpt.export.save_model import ADAPTER_CONFIG, CONFIG
 from ckpt.export.source import Source, open_source
 from ckpt.formats.layout import Box, is_sharded, layout_of, local_tensor
-from ckpt.formats.native.manifest import FILE_NAME, Manifest
+from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
-from ckpt.load.restore import Restoration
-from ckpt.load.select import choose
+from ckpt.load.restore import Restoration, RestoreRequest
+from ckpt.load.restored import Restored, restored_from
+from ckpt.load.select import Choice, Selection, choose
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import MAIN, Ranks
+from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts, find_hosts, may_have_separate_roots
 from ckpt.root.catalog import locate
 from ckpt.state.model import ModelPart, tensors_in
 from ckpt.state.objects import ManagedObjects
 from ckpt.state.registry import StateRegistry
-from ckpt.storage import HubStorage, Storage, open_storage
+from ckpt.storage import HubStorage, Storage, open_storage, place_of
 from ckpt.storage.hub.download import fetched, unreachable
 from ckpt.util.console import say
+from ckpt.util.gc_pause import gc_paused
 
-Problems = dict[str, str]
 _READ = ("*.safetensors", "*.json", "*.metadata", "*.distcp")  # of a repository, what a model is loaded from
 
 
@@ -42,16 +44,16 @@ def load_model(
     storage_options: Mapping[str, Any] | None = None,
     timeout: float = 300.0,
 ) -> dict[str, str]:
-    """Load a model's tensors, and return what was left out or is not exactly as it was saved, with the reasons.
+    """Load a model's tensors, and return what was skipped or is not exactly as it was saved, with the reasons.
 
-    `source` is a checkpoint, a root (its newest intact checkpoint is taken), a folder of safetensors, or whatever else
+    `source` is a checkpoint, a root (its newest intact checkpoint is loaded), a folder of safetensors, or whatever else
     `merge` reads, at a path or URL: `hub://user/repo`. The model may be wrapped, compiled or sharded; every rank makes
-    this call, and reads what it holds. Of a published PEFT adapter, its tensors are loaded into a model that has one.
+    this call, and reads what it holds. A published PEFT adapter is loaded into a model that has one.
 
     Checkpoints are verified by their manifests, files of the Hub by their hashes there; without the network they come
     from Hugging Face's cache, where a published model, or what was pulled, is. With `strict` everything must fit, or
-    nothing is changed. What is far away is read once, and verified on the way: if it is damaged, a part of it is in the
-    model already. `storage_options` are for a URL, as for `StateManager`: `{"token": ...}` for the Hub.
+    nothing is changed. What is not on a local disk is read once, and verified on the way: if it is damaged, the model
+    holds a part of it already. `storage_options` are for a URL, as for `StateManager`: `{"token": ...}` for the Hub.
     """
     shown = os.fspath(source)
     ranks = find_ranks(f"load {shown}", timeout)
@@ -61,17 +63,35 @@ def load_model(
         options = storage_options if where == shown else None
         storage, names = run_on_all_ranks(ranks, call, lambda: locate(where, options))
         if names:
-            return _load_checkpoint(storage, names, ranks, model, part, strict=strict)
-        notes = run_on_all_ranks(
-            ranks, call, lambda: _load_tensors(where, shown, options, ranks, model, part, strict=strict)
+            return _load_checkpoint(storage, names, ranks, ModelPart(part, model), strict=strict)
+        skipped: dict[str, str] = run_on_all_ranks(
+            ranks, call, lambda: _load_folder(where, shown, options, ModelPart(part, model), ranks.rank, strict=strict)
         )
     if ranks.rank == MAIN:
         say(f"loaded {part} of {shown}")
-    return dict(notes)
+    return dict(skipped)
+
+
+def load_checkpoint_model(storage: Storage, name: str | None, model: nn.Module, *, timeout: float = 300.0) -> Restored:
+    """Load the model of a checkpoint, by its name or the newest intact one. Prints and returns what was restored.
+
+    For integrations that have a root already: everything must fit, nothing is changed before all of it is verified,
+    and no generator is touched. Hosts may have roots of their own.
+    """
+    ranks = find_ranks(place_of(storage), timeout, own_root=may_have_separate_roots(storage, shared=None))
+    hosts = find_hosts(ranks, storage, shared=None)
+    request = _model_request(ranks, ModelPart("model", model), strict=True, verify_before_overwrite=True)
+    with ranks.working(), gc_paused():
+        choice = _choose_and_restore(request, storage, name, hosts, foreign=True)
+    restored = restored_from(choice, ("model",))
+    if ranks.rank == MAIN:
+        say(str(restored))
+    ranks.linger()
+    return restored
 
 
 def _reached(where: str, options: Mapping[str, Any] | None) -> str:
-    """Where to read: a copy in the cache, where the Hub cannot be reached or has plain files without a manifest."""
+    """Where to read: in the cache, if the Hub cannot be reached or has plain files without a manifest."""
     storage = open_storage(where, **(options or {}))
     if not isinstance(storage, HubStorage):
         return where
@@ -90,68 +110,72 @@ def _has_checkpoints(storage: Storage) -> bool:
 
 
 def _load_checkpoint(
-    storage: Storage, names: list[str], ranks: Ranks, model: nn.Module, part: str, *, strict: bool
-) -> Problems:
-    """From a checkpoint of ours: the one that was named, or the newest intact one of a root."""
-    managed = StateRegistry(ManagedObjects, gradients=False)
-    managed.parts[part] = ModelPart(part, model)
+    storage: Storage, names: list[str], ranks: Ranks, part: ModelPart, *, strict: bool
+) -> dict[str, str]:
+    """From a checkpoint of ours: the named one, or the newest intact one of a root."""
+    request = _model_request(ranks, part, strict=strict, verify_before_overwrite=storage.is_local)
+    choice = _choose_and_restore(request, storage, names[0] if len(names) == 1 else None)
+    if ranks.rank == MAIN:
+        say(f"loaded {part.key} of {storage.url}/{choice.manifest.name}")
+    noted = {**choice.ready.notes.skipped, **choice.ready.notes.approximated}
+    return {key: why for key, why in noted.items() if key.startswith(f"{part.key}.")}
 
-    def prepare(storage: Storage, manifest: Manifest, held: ExitStack) -> Restoration:
-        return Restoration.prepare(
-            storage,
-            manifest,
-            ranks,
-            managed,
-            held,
-            strict=strict,
-            share=not storage.is_local,
-            precious=storage.is_local,
-            touch=lambda: None,
-        )
 
+def _model_request(ranks: Ranks, part: ModelPart, *, strict: bool, verify_before_overwrite: bool) -> RestoreRequest:
+    registry = StateRegistry(ManagedObjects, gradients=False)
+    registry.parts[part.key] = part
+    return RestoreRequest(
+        ranks=ranks, registry=registry, strict=strict, verify_before_overwrite=verify_before_overwrite
+    )
+
+
+def _choose_and_restore(
+    request: RestoreRequest,
+    storage: Storage,
+    name: str | None,
+    hosts: Hosts = ONE_SHARED_ROOT,
+    *,
+    foreign: bool = False,
+) -> Choice[Restoration]:
+    selection = Selection(
+        tiers=(storage,),
+        ranks=request.ranks,
+        prepare=lambda candidate: Restoration.prepare(candidate, request),
+        name=name,
+        hosts=hosts,
+        foreign=foreign,
+    )
     with ExitStack() as held:
-        choice = choose((storage,), ranks, names[0] if len(names) == 1 else None, prepare, held)
+        choice = choose(selection, held)
         if choice is None:
             raise MissingError(f"there is no checkpoint in {storage.url}.")
-        restoration: Restoration = choice.ready
-        restoration.finish()
-    if ranks.rank == MAIN:
-        say(f"loaded {part} of {storage.url}/{choice.manifest.name}")
-    noted = {**restoration.notes.skipped, **restoration.notes.approximated}
-    return {key: why for key, why in noted.items() if key.startswith(f"{part}.")}
+        choice.ready.finish()
+    return choice
 
 
-def _load_tensors(
-    where: str,
-    shown: str,
-    options: Mapping[str, Any] | None,
-    ranks: Ranks,
-    model: nn.Module,
-    part: str,
-    *,
-    strict: bool,
-) -> Problems:
-    """From a folder of safetensors, or of another tool."""
-    with open_source(where, part, options) as source:
-        target = ModelPart(part, model)
+def _load_folder(
+    where: str, shown: str, options: Mapping[str, Any] | None, target: ModelPart, rank: int, *, strict: bool
+) -> dict[str, str]:
+    """From a folder of safetensors, or of another tool. Returns what was skipped, with the reasons."""
+    with open_source(where, target.key, options) as source:
         live = target.places()
         wanted, saved = _matched(target, live, source, shown)
-        notes = _unfit(wanted, saved)
-        if strict and notes:
-            lines = [f"{name}: {why}" for name, why in sorted(notes.items())]
+        misfits = _misfits(wanted, saved)
+        if strict and misfits:
+            lines = [f"{name}: {why}" for name, why in sorted(misfits.items())]
             listed = "\n  ".join(lines)
             raise MismatchError(f"{shown} does not fit the model; nothing was changed:\n  {listed}", tuple(lines))
-        fitting = {name for name in wanted if name in saved and name not in notes}
+        fitting = {name for name in wanted if name in saved and name not in misfits}
         for name in fitting:
-            _fill(wanted[name], saved[name], ranks.rank)
+            _fill(wanted[name], saved[name], rank)
         target.load(live, left=live.keys() - fitting)
-    return notes
+    return misfits
 
 
 def _matched(
     part: ModelPart, live: Mapping[str, Any], source: Source, shown: str
 ) -> tuple[Mapping[str, Any], Mapping[str, PiecedTensor]]:
-    """What is to be loaded and what it is loaded from, under the same names: an adapter's file has names of its own."""
+    """Live and saved tensors under the same names: an adapter's file has names of its own."""
     if ADAPTER_CONFIG not in source.beside or CONFIG in source.beside:
         return live, source.tensors
     adapters = part.about(live).get("adapters", {}).values()
@@ -159,26 +183,27 @@ def _matched(
         raise MismatchError(
             f"{shown} holds an adapter, and the model has none: give the one that peft.get_peft_model returned."
         )
-    names = max((one["tensors"] for one in adapters), key=lambda one: len(one.keys() & source.tensors.keys()))
+    tables = (adapter["tensors"] for adapter in adapters)
+    names = max(tables, key=lambda table: len(table.keys() & source.tensors.keys()))
     saved = {names.get(name) or name: tensor for name, tensor in source.tensors.items()}
     return {name: live[name] for name in names.values() if name is not None}, saved
 
 
-def _unfit(live: Mapping[str, Any], saved: Mapping[str, PiecedTensor]) -> Problems:
-    """What does not go together. A tied tensor may be there under another of its names; another dtype is cast."""
+def _misfits(live: Mapping[str, Any], saved: Mapping[str, PiecedTensor]) -> dict[str, str]:
+    """What does not fit, by name. A tied tensor may be there under another of its names; another dtype is cast."""
     found = {id(value) for name, value in live.items() if name in saved}
     tensors = tensors_in(live)
-    notes = {name: "missing there" for name, value in tensors.items() if name not in saved and id(value) not in found}
-    notes |= {name: "unexpected: the model has no such tensor" for name in saved if name not in tensors}
+    misfits = {name: "missing there" for name, value in tensors.items() if name not in saved and id(value) not in found}
+    misfits |= {name: "unexpected: the model has no such tensor" for name in saved if name not in tensors}
     for name in tensors.keys() & saved.keys():
         if tuple(tensors[name].size()) != saved[name].shape:
-            notes[name] = f"shape {list(saved[name].shape)} there, {list(tensors[name].size())} here"
-    return notes
+            misfits[name] = f"shape {list(saved[name].shape)} there, {list(tensors[name].size())} here"
+    return misfits
 
 
 @torch.no_grad()
 def _fill(target: Any, saved: PiecedTensor, rank: int) -> None:
-    """Read as much of a tensor as this rank holds."""
+    """Read the piece of a tensor that this rank holds."""
     if not is_sharded(target):
         target.copy_(saved.read(saved.box))
         return

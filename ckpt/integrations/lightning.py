@@ -18,7 +18,7 @@ from ckpt.errors import ConfigError, DamagedError, UnsupportedError
 from ckpt.formats.native.documents import decode_inline, encode_inline
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.reader import CheckpointReader
-from ckpt.load.select import choose
+from ckpt.load.select import Selection, choose
 from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import MAIN, Ranks, SingleProcess
 from ckpt.root import catalog
@@ -61,7 +61,12 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         storage = open_storage(folder)
         with ExitStack() as held:
             choice = choose(
-                (storage,), SingleProcess(), None, lambda _, manifest, held: _verify(storage, manifest), held
+                Selection(
+                    tiers=(storage,),
+                    ranks=SingleProcess(),
+                    prepare=lambda candidate: _verify(storage, candidate.manifest),
+                ),
+                held,
             )
         return f"{storage.url}/{choice.manifest.name}" if choice else None
 
@@ -86,16 +91,17 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         storage, place = open_storage(root), _placing(map_location)
         with ExitStack() as held:
             choice = choose(
-                (storage,),
-                SingleProcess(),
-                name,
-                lambda _, one, held: _loaded(CheckpointReader(storage, one, MAIN), place),
+                Selection(
+                    tiers=(storage,),
+                    ranks=SingleProcess(),
+                    prepare=lambda candidate: _loaded(CheckpointReader(storage, candidate.manifest, MAIN), place),
+                    name=name,
+                ),
                 held,
             )
         assert choice is not None  # one that was named is there, or that is an error
         self._saver(root).root.follow(choice.manifest, ())
-        loaded: dict[str, Any] = choice.ready
-        return loaded
+        return choice.ready
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint; while another is being written, not before that is committed."""
@@ -203,13 +209,13 @@ def _captured(checkpoint: dict[str, Any]) -> CapturedState:
         ) from error
 
 
-def _loaded(opened: CheckpointReader, place: Callable[[SavedTensor], Any]) -> dict[str, Any]:
-    values = {key: opened.ask(key, place) for key in opened.parts}
-    opened.read_new()
+def _loaded(reader: CheckpointReader, place: Callable[[SavedTensor], Any]) -> dict[str, Any]:
+    values = {key: reader.ask(key, place) for key in reader.parts}
+    reader.read_new()
     if values.keys() == {_WHOLE}:
         whole: dict[str, Any] = values[_WHOLE]()
         return whole
-    return {_WEIGHTS if opened.kind(key) == Weights.__name__ else key: value() for key, value in values.items()}
+    return {_WEIGHTS if reader.kind(key) == Weights.__name__ else key: value() for key, value in values.items()}
 
 
 def _placing(map_location: Any) -> Callable[[SavedTensor], Any]:

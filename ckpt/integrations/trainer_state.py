@@ -122,13 +122,13 @@ def verified_state(storage: Storage, ranks: Ranks, manifest: Manifest) -> dict[s
     wrong = decide_together(ranks, call, Result(), lambda _: problems(storage, manifest, show=True))
     if wrong:
         raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}.")
-    opened: CheckpointReader = run_on_all_ranks(ranks, call, lambda: CheckpointReader(storage, manifest, ranks.rank))
-    if not opened.has(PART):
+    reader: CheckpointReader = run_on_all_ranks(ranks, call, lambda: CheckpointReader(storage, manifest, ranks.rank))
+    if not reader.has(PART):
         raise MismatchError(
             f"{manifest.name} has no {PART}: no Trainer saved it. Load it with StateManager, or give CkptCallback "
             "another root."
         )
-    state: dict[str, Any] = opened.tree(PART)["state"]
+    state: dict[str, Any] = reader.tree(PART)["state"]
     return state
 
 

@@ -17,10 +17,10 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from ckpt.errors import ConfigError, Preempted
+from ckpt.export.load_model import load_checkpoint_model
 from ckpt.integrations.epoch_start import EpochStart
 from ckpt.integrations.trainer_state import PART, TrainerPart, logged_metrics, total_limit, verified_state
-from ckpt.integrations.weights import load_weights
-from ckpt.load.select import Choice, choose
+from ckpt.load.select import Choice, Selection, choose
 from ckpt.manager import StateManager
 from ckpt.options import resolve_options
 from ckpt.ranks.consensus import Result, decide_together
@@ -162,12 +162,18 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         found: str | None = get_last_checkpoint(folder) if Path(folder).is_dir() else None
         return found
 
-    def _find(self, name: str | None) -> Choice | None:
+    def _find(self, name: str | None) -> Choice[dict[str, Any]] | None:
         """The checkpoint by that name, or the newest that is intact; it is kept until it has been loaded."""
         ranks = self._ranks()
         with ranks.working():
             return choose(
-                self._tiers, ranks, name, lambda storage, one, _: verified_state(storage, ranks, one), self._held
+                Selection(
+                    tiers=self._tiers,
+                    ranks=ranks,
+                    prepare=lambda candidate: verified_state(candidate.storage, ranks, candidate.manifest),
+                    name=name,
+                ),
+                self._held,
             )
 
     def _ranks(self) -> Ranks:
@@ -265,7 +271,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self._manager.wait()
         best = self._trainer.state.best_model_checkpoint.rpartition("/")[2]
         if best in self._saved:
-            load_weights(self._storage, best, self._trainer.model)
+            load_checkpoint_model(self._storage, best, self._trainer.model)
         else:
             self._own["_load_best_model"]()
 

@@ -1,4 +1,4 @@
-"""Checkpoints that Accelerate wrote, as a manager reads its own: under the keys of its parts."""
+"""Reads folders that Accelerate wrote like checkpoints: with a manifest, under the keys of a manager's parts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ckpt.formats.layout import Box
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.tensor_bytes import copy_into
-from ckpt.load.accelerate_state import Foreign, ForeignPart, split_name
-from ckpt.load.reader import CheckpointReader, Tensors
+from ckpt.load.accelerate_state import AccelerateState, ForeignPart, split_name
+from ckpt.load.part_tensors import PartTensors
+from ckpt.load.reader import CheckpointReader
 from ckpt.root.catalog import read_manifest
 from ckpt.root.folder import ROOT, Folder, is_foreign, written_by_accelerate
 from ckpt.storage import Storage
@@ -25,13 +26,13 @@ from ckpt.storage import Storage
 
 @dataclass(frozen=True, kw_only=True)
 class ForeignManifest(Manifest):
-    """What a manifest would say of a folder that has none."""
+    """Stands for the manifest of a folder that has none."""
 
     folder: Folder
 
 
 def read_any(storage: Storage, name: str) -> Manifest:
-    """The manifest of a checkpoint, or what stands for it where Accelerate wrote one; the root itself has no name."""
+    """The manifest of a checkpoint, or a `ForeignManifest` where Accelerate wrote it; the root itself has no name."""
     if name:
         try:
             return read_manifest(storage, name)
@@ -59,7 +60,7 @@ def folder_of(storage: Storage, manifest: Manifest) -> str:
 
 
 def foreign_names(storage: Storage) -> list[str]:
-    """The folders in the root that Accelerate wrote, the newest first; the root itself is the one without a name."""
+    """The folders in the root that Accelerate wrote, the newest first; the name of the root itself is empty."""
     files: dict[str, list[str]] = defaultdict(list)
     for entry in storage.list():
         name, _, rest = entry.key.partition("/")
@@ -77,26 +78,26 @@ def foreign_names(storage: Storage) -> list[str]:
 
 
 def open_any(storage: Storage, manifest: Manifest, rank: int, live: Iterable[str]) -> CheckpointReader:
-    """A checkpoint, for the parts of a manager."""
+    """The reader of a checkpoint, whoever wrote it. `live` are the keys of the parts to load it into."""
     if isinstance(manifest, ForeignManifest):
-        return _TakenOver(Foreign(manifest.folder, live), manifest, rank)
+        return _AccelerateReader(AccelerateState(manifest.folder, live), manifest, rank)
     return CheckpointReader(storage, manifest, rank)
 
 
 @dataclass(frozen=True)
-class _Later:
-    """A tensor that will be read when all have been asked for."""
+class _DeferredRead:
+    """A tensor to be read when all have been asked for."""
 
     size: int
     read: Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class _Tensors:
-    """The tensors of a part that are read from foreign files, straight to where they go."""
+class _ForeignTensors:
+    """The tensors of a part, read from foreign files straight into their targets."""
 
     part: ForeignPart
-    want: Callable[[_Later], None]
+    want: Callable[[_DeferredRead], None]
 
     def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         return self.part.about(name)
@@ -108,13 +109,13 @@ class _Tensors:
         return target
 
     def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
-        self.want(_Later(target.nbytes, lambda: copy_into(self.part.read(name, box), target.detach())))
+        self.want(_DeferredRead(target.nbytes, lambda: copy_into(self.part.read(name, box), target.detach())))
 
 
-class _TakenOver(CheckpointReader):
-    """A folder of Accelerate that is being read. There are no hashes in it that could be compared."""
+class _AccelerateReader(CheckpointReader):
+    """Reads a folder of Accelerate, which has no hashes to verify."""
 
-    def __init__(self, foreign: Foreign, manifest: ForeignManifest, rank: int) -> None:
+    def __init__(self, foreign: AccelerateState, manifest: ForeignManifest, rank: int) -> None:
         self._foreign = foreign
         super().__init__(manifest.folder.storage, manifest, rank)
 
@@ -131,17 +132,17 @@ class _TakenOver(CheckpointReader):
 
     @property
     def wanted(self) -> tuple[list[Any], list[Any]]:
-        """Nothing that ranks could read for each other."""
+        """No transfers: ranks do not read for each other here."""
         return [], []
 
     def verify_live(self) -> None:
-        """Nothing to compare with."""
+        """There are no hashes to compare with."""
 
-    def _open(self, key: str) -> Tensors:
-        return _Tensors(self._foreign.parts[key], self._asked.append)
+    def _open(self, key: str) -> PartTensors:
+        return _ForeignTensors(self._foreign.parts[key], self._asked.append)
 
     def _read(self, transfers: list[Any], how: Callable[..., None]) -> None:
         with self._bar("loading", transfers) as advance, torch.no_grad():
-            for one in transfers:
-                one.read()
-                advance(one.size)
+            for deferred in transfers:
+                deferred.read()
+                advance(deferred.size)

@@ -31,7 +31,7 @@ _NUMBER = re.compile(r"(.*?)(\d+)\D*")
 
 @dataclass(frozen=True)
 class ForeignPart:
-    """The state of a part: values in which tensors stand as references, and the tensors, not read yet."""
+    """The state of a part: values with references to tensors, and the tensors, not read yet."""
 
     values: Any
     tensors: Mapping[str, PiecedTensor | torch.Tensor]
@@ -47,27 +47,27 @@ class ForeignPart:
         return narrowed(tensor, box.ranges) if box else tensor
 
 
-class Foreign:
+class AccelerateState:
     """The state in a folder of Accelerate.
 
     `live` are the keys of a manager's parts: the first model of the folder is its first model, and so on. Without them
-    parts go by `model`, or `model.0`, `model.1` where there are several.
+    the keys are `model`, or `model.0`, `model.1` where there are several.
     """
 
     def __init__(self, folder: Folder, live: Iterable[str] = ()) -> None:
         self.saved = accelerate.AccelerateCheckpoint(folder)
         self.name = folder.name
         found = _keyed(self.saved.parts(), list(live))
-        with _explained(folder.where, "an optimizer"):
+        with _damage_named(folder.where, "an optimizer"):
             _name_parameters(found)
         problems: list[str] = []
         self.parts = {key: _encoded(key, tree, problems) for key, tree in found.items()}
         refuse(problems)
 
     def rank_state(self, rank: int) -> dict[str, Any]:
-        """What is a rank's own, as a manager saves it."""
+        """A rank's own state, as a manager saves it."""
         states = self.saved.random_states(rank)
-        with _explained(self.name, "random generators"):
+        with _damage_named(self.name, "random generators"):
             rng = accelerate.rng_states(states)
         _, number = split_name(self.name)
         saves = 0 if number is None else 1 + number
@@ -76,7 +76,7 @@ class Foreign:
 
 
 def kind_of(key: str) -> str:
-    """`model` of `model.0`. What was registered by a name of its own is custom."""
+    """`model` for `model.0`; `custom` for what was registered under a name of its own."""
     head = key.partition(".")[0]
     return head if head in (*KINDS, KEY) else CUSTOM
 
@@ -84,31 +84,31 @@ def kind_of(key: str) -> str:
 def _keyed(found: Mapping[str, Mapping[int, Any]], live: list[str]) -> dict[str, Any]:
     parts = {}
     for kind, trees in found.items():
-        here = dict(enumerate(key for key in live if kind_of(key) == kind))
+        live_keys = dict(enumerate(key for key in live if kind_of(key) == kind))
         several = len(trees) > 1 or kind in (CUSTOM, "dataloader")
         for number, tree in trees.items():
-            parts[here.get(number, f"{kind}.{number}" if several else kind)] = tree
+            parts[live_keys.get(number, f"{kind}.{number}" if several else kind)] = tree
     return parts
 
 
 def _name_parameters(parts: dict[str, Any]) -> None:
-    """Let the state of optimizers be by name. Under FSDP each has a model, and of several that is told by a prefix."""
+    """Key the state of optimizers by parameter name. Of several models under FSDP, each optimizer's gives a prefix."""
     models = [key for key in parts if kind_of(key) == "model"]
     optimizers = [key for key in parts if kind_of(key) == "optimizer"]
     for number, key in enumerate(optimizers):
         if not {"state", "param_groups"} <= parts[key].keys():
-            continue  # of no optimizer of torch
+            continue  # not the state of an optimizer of torch
         prefix = f"{models[number].partition('.')[2]}." if 1 < len(models) > number else ""
         parts[key] = by_name(parts[key], prefix)
 
 
 @contextmanager
-def _explained(where: str, what: str) -> Iterator[None]:
+def _damage_named(where: str, what: str) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError(
-            f"{where} does not hold the state of {what}: {type(error).__name__}: {error}. Take another save."
+            f"{where} does not hold the state of {what}: {type(error).__name__}: {error}. Load another save."
         ) from error
 
 
@@ -118,6 +118,6 @@ def _encoded(key: str, tree: Any, problems: list[str]) -> ForeignPart:
 
 
 def split_name(name: str) -> tuple[str, int | None]:
-    """What stands before the last number in a folder's name, and that number, if there is one: it tells the newest."""
+    """A folder's name before its last number, and that number, if there is one: the highest is the newest."""
     match = _NUMBER.fullmatch(name)
     return (match.group(1), int(match.group(2))) if match else (name, None)

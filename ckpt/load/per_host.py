@@ -1,10 +1,9 @@
-"""A checkpoint whose files lie on several hosts, each with those that its own ranks wrote."""
+"""Checkpoints whose files are on several hosts: each has the files that its own ranks wrote."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from typing import Any
 
 from ckpt.errors import AbsentError
 from ckpt.formats.native.manifest import FileRecord, Manifest
@@ -15,16 +14,18 @@ from ckpt.root.file_names import rank_of
 from ckpt.storage import Storage, Tiers
 
 
-def source(tiers: Sequence[Storage], manifest: Manifest, ranks: Ranks, held: ExitStack) -> Storage | list[str]:
-    """Where this rank finds all that it needs: in the root, or there and behind it; or else what is missing."""
-    root, *behind = tiers
+def storage_for_rank(
+    tiers: Sequence[Storage], manifest: Manifest, ranks: Ranks, held: ExitStack
+) -> Storage | list[str]:
+    """The storage with all files that this rank needs: the root, or root and mirror. Otherwise the missing paths."""
+    root, *mirror = tiers
     with suppress(AbsentError):  # a host that has lost its disk has no such folder
         held.enter_context(root.lock(manifest.name, shared=True))
     missing = _missing(root, manifest, ranks)
-    if not missing or not behind:
+    if not missing or not mirror:
         return missing or root
-    held.enter_context(behind[0].lock(manifest.name, shared=True))
-    both = Tiers(root, behind[0])
+    held.enter_context(mirror[0].lock(manifest.name, shared=True))
+    both = Tiers(root, mirror[0])
     return _missing(both, manifest, ranks) or both
 
 
@@ -42,12 +43,12 @@ def _missing(storage: Storage, manifest: Manifest, ranks: Ranks) -> list[str]:
 
 
 def _is_needed(file: FileRecord, manifest: Manifest, ranks: Ranks) -> bool:
-    """By another number of ranks everything may be."""
+    """Whether this rank may need a file. Another number of ranks may need every file."""
     return ranks.world_size != manifest.world_size or rank_of(file.name) in (None, ranks.rank)
 
 
-def problem(name: str, hosts: Hosts, missing: list[Any]) -> str:
-    """On the main rank: one text for what is missing on which host; empty if nothing is."""
+def problem(name: str, hosts: Hosts, missing: list[list[str]]) -> str:
+    """On the main rank: one message that says which host lacks which files; empty if none does."""
     by_root: dict[int, set[str]] = {}
     for rank, paths in enumerate(missing):
         by_root.setdefault(hosts.first[rank], set()).update(paths)

@@ -1,15 +1,12 @@
-"""A checkpoint that is being read."""
+"""Reads a checkpoint: the documents and trees of its parts at once, their tensors all together."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from ckpt.errors import DamagedError
 from ckpt.formats.layout import Box, Layout, is_sharded, layout_of, local_tensor
@@ -19,8 +16,8 @@ from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.native.shard_table import ShardedTensors, ShardTable
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.transfers import Transfer
-from ckpt.load.broadcast import Sharing
-from ckpt.load.own_tensors import OwnTensors
+from ckpt.load.broadcast import Broadcasts
+from ckpt.load.part_tensors import OwnTensors, PartTensors, WholeTensors
 from ckpt.load.verified_read import read, read_verified, verify
 from ckpt.ranks.group import MAIN
 from ckpt.root.file_names import own_key, spread_file, whole_file
@@ -30,43 +27,11 @@ from ckpt.storage import Storage
 from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
 
 
-class Tensors(Protocol):
-    """The tensors of a part: in one file, or spread over many."""
-
-    def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]: ...
-
-    def tensor(self, name: str) -> torch.Tensor: ...
-
-    def fill(self, name: str, target: torch.Tensor, box: Box) -> None: ...
-
-
-@dataclass(frozen=True)
-class _WholeTensors:
-    """Tensors that lie whole in files."""
-
-    files: list[TensorFile]
-    where: str
-
-    def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        return self._file(name).about(name)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._file(name).tensor(name)
-
-    def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
-        self._file(name).fill(name, target, box)
-
-    def _file(self, name: str) -> TensorFile:
-        for file in self.files:
-            if name in file:
-                return file
-        raise DamagedError(f"{self.where} refers to tensor {name!r}, but has no file with it.")
-
-
 class CheckpointReader:
-    """A checkpoint that is being read: the values of its parts, and the tensors that were asked for.
+    """A checkpoint as one rank reads it.
 
-    Those are read by `read_tensors`, all of them together.
+    `parts`, `own` and `state` are its documents: the parts of all ranks, the parts of this rank alone, and this rank's
+    other state. `ask` registers the tensors of a part; `read_new` and `read_live` read all that were asked for.
     """
 
     def __init__(self, storage: Storage, manifest: Manifest, rank: int) -> None:
@@ -74,13 +39,13 @@ class CheckpointReader:
         self.manifest = manifest
         self.rank = rank
         self._records = {file.name: file for file in manifest.files}
-        self.sharing = Sharing(rank)
-        self._asked: list[Any] = []  # transfers
-        self._live: list[Any] = []
-        self._opened: dict[str, Tensors] = {}
+        self.broadcasts = Broadcasts(rank)
+        self._asked: list[Any] = []  # transfers into new memory
+        self._live: list[Any] = []  # transfers into memory that is in use
+        self._tensors_of: dict[str, PartTensors] = {}
         self._tables: dict[str, ShardTable] = {}
         self._trees: dict[str, tuple[Any, dict[str, SavedTensor]]] = {}
-        self.as_then = False  # whether as many ranks read it as saved it, so that each takes what was its own
+        self.per_rank = False  # as many ranks load it as saved it: each restores its own state
         self.parts: dict[str, Any] = {}
         self.own: dict[str, Any] = {}
         self.state: dict[str, Any] = {}
@@ -88,32 +53,33 @@ class CheckpointReader:
 
     def _read_documents(self) -> None:
         self.parts = self._document(STATE)["parts"]
-        # ranks that were not there when it was saved look at the main rank's document
+        # a rank that was not there when it was saved reads the main rank's document
         was_there = self.rank < self.manifest.world_size
         document = self._document(rank_document(self.rank if was_there else 0))
         self.own = document["own"] if was_there else {}
         self.state = {key: decode_inline(value) for key, value in document["state"].items()}
 
     def rank_state(self, rank: int) -> dict[str, Any]:
-        """What another rank had as its own."""
+        """Another rank's own state."""
         return {key: decode_inline(value) for key, value in self._document(rank_document(rank))["state"].items()}
 
     def has(self, key: str) -> bool:
+        """Whether the checkpoint has such a part for this rank."""
         own = self._own(key)
         return "absent" not in own if own else key in self.parts or key in self.own
 
     def lacks(self, key: str) -> bool:
-        """Whether this rank had no such part, though the main one did."""
+        """Whether this rank had no such part, though the main rank had it."""
         return "absent" in self._own(key)
 
     def differs(self, key: str) -> dict[str, Any]:
-        """What ranks had differently of a part, where it is not read as each of them had it."""
-        found: dict[str, Any] = {} if self.as_then else self.parts.get(key, {}).get("differs", {})
+        """What differed between ranks in a part; empty where each rank restores its own."""
+        found: dict[str, Any] = {} if self.per_rank else self.parts.get(key, {}).get("differs", {})
         return found
 
     def _own(self, key: str) -> dict[str, Any]:
-        """A part as this rank alone had it; empty if it had what all had."""
-        found: dict[str, Any] = self.own.get(own_key(key, self.rank), {}) if self.as_then else {}
+        """A part as this rank alone had it; empty if it had the same as all ranks."""
+        found: dict[str, Any] = self.own.get(own_key(key, self.rank), {}) if self.per_rank else {}
         return found
 
     def kind(self, key: str) -> str:
@@ -139,20 +105,23 @@ class CheckpointReader:
         return self._trees[key]
 
     def ask(self, key: str, place: Place | None = None, *, live: bool = False) -> Callable[[], Any]:
-        """Ask for the tensors of a part. What is returned gives its state, when they have been read."""
+        """Ask for the tensors of a part. The returned function gives its state, once they have been read.
+
+        `place` says which tensor each is read into. With `live`, that memory is in use: see `verify_live`.
+        """
         tensors = self._tensors(key)
-        already = len(self._asked)
-        given: dict[str, Any] = {}
+        before = len(self._asked)
+        tensor_by_name: dict[str, Any] = {}
         for name, saved in self._tree(key)[1].items():
             target = place(saved) if place else None
-            given[name] = saved if target is LEFT else self._filled(tensors, saved, target)
+            tensor_by_name[name] = saved if target is LEFT else self._filled(tensors, saved, target)
         if live:
-            self._live += self._asked[already:]
-            del self._asked[already:]
-        return lambda: self._decoded(key, given.__getitem__)
+            self._live += self._asked[before:]
+            del self._asked[before:]
+        return lambda: self._decoded(key, tensor_by_name.__getitem__)
 
-    def _filled(self, tensors: Tensors, saved: SavedTensor, target: Any) -> Any:
-        """The target, or new memory, that a tensor will be read into; of one that is spread, the piece that is here."""
+    def _filled(self, tensors: PartTensors, saved: SavedTensor, target: Any) -> Any:
+        """The target, or new memory, that a tensor will be read into; of a sharded target, this rank's piece."""
         if target is None:
             return tensors.tensor(saved.name)
         if not is_sharded(target):
@@ -167,34 +136,34 @@ class CheckpointReader:
 
     @property
     def wanted(self) -> tuple[list[Transfer], list[Transfer]]:
-        """All that was asked for: into new memory, and into memory that is in use, which is read later."""
+        """The transfers that were asked for, in the order of reading: into new memory, and into memory in use."""
         return self._asked, self._live
 
     def read_new(self) -> None:
-        """Read what was asked for into new memory, verifying it on the way."""
+        """Read the transfers into new memory, verifying them on the way."""
         self._read(self._asked, read_verified)
         self._asked = []
 
     def verify_live(self) -> None:
-        """Verify what was asked for into memory that is in use."""
-        mine = [one for one in self._live if self.sharing.is_mine(one)]
+        """Verify the transfers into memory that is in use, without writing to it."""
+        mine = [transfer for transfer in self._live if self.broadcasts.reads_here(transfer)]
         with self._bar("verifying", mine) as advance:
             verify(mine, self.manifest.name, advance)
 
     def read_live(self, *, verified: bool) -> None:
-        """Read what was asked for into memory that is in use; what has not been verified is, on the way."""
+        """Read the transfers into memory that is in use, verifying them on the way if they have not been `verified`."""
         self._read(self._live, read if verified else read_verified)
         self._live = []
 
     def _read(self, transfers: list[Transfer], how: Callable[..., None]) -> None:
-        alone, together = self.sharing.divided(transfers)
+        alone, common = self.broadcasts.split(transfers)
         with self._bar("loading", transfers) as advance:
-            with self.sharing.phase():
-                how(together, self.manifest.name, advance, threads=1)
-            how(alone, self.manifest.name, advance)  # last: whom it fails for, the others do not wait for
+            with self.broadcasts.phase():
+                how(common, self.manifest.name, advance, threads=1)
+            how(alone, self.manifest.name, advance)  # last: no other rank waits for one that fails here
 
     def _bar(self, verb: str, transfers: list[Transfer]) -> AbstractContextManager[Callable[[float], None]]:
-        size = sum(one.size for one in transfers)
+        size = sum(transfer.size for transfer in transfers)
         return progress_bar(
             f"{verb} {self.manifest.name}", size, in_bytes=True, show=self.rank == MAIN and size > PROGRESS_MIN_BYTES
         )
@@ -204,16 +173,16 @@ class CheckpointReader:
         return "spread" in self._part(key)
 
     def has_tensors(self, key: str) -> bool:
-        """Whether there are any in a part: an optimizer that has not stepped has none."""
+        """Whether a part has any tensors: an optimizer that has not stepped has none."""
         part = self._part(key)
         return bool(part["spread"]["tensors"]) if "spread" in part else whole_file(key) in self._records
 
     def layouts(self, key: str) -> frozenset[Layout]:
-        """The ways in which a part's tensors were divided; none if it was saved whole."""
+        """The layouts in which a part's tensors were sharded; none if it was saved whole."""
         if not self.spread(key):
             return frozenset()
-        found = self._table(key).tensors.values()
-        return frozenset(one.layout for one in found if not one.layout.is_replicated)
+        layouts = (spec.layout for spec in self._table(key).tensors.values())
+        return frozenset(layout for layout in layouts if not layout.is_replicated)
 
     def _table(self, key: str) -> ShardTable:
         if key not in self._tables:
@@ -224,15 +193,15 @@ class CheckpointReader:
         return Decoder(find).decode((self._own(key) or self._part(key))["state"])
 
     def _part(self, key: str) -> Any:
-        """A part as all ranks have it, or the main one; what no other rank has is as this one had it."""
+        """A part as all ranks had it, or the main rank; what no other rank had, as this rank had it."""
         return self.own[key] if key in self.own else self.parts.get(key) or self._own(key)
 
-    def _tensors(self, key: str) -> Tensors:
-        if key not in self._opened:
-            self._opened[key] = self._open(key)
-        return self._opened[key]
+    def _tensors(self, key: str) -> PartTensors:
+        if key not in self._tensors_of:
+            self._tensors_of[key] = self._open(key)
+        return self._tensors_of[key]
 
-    def _open(self, key: str) -> Tensors:
+    def _open(self, key: str) -> PartTensors:
         own = self._own(key)
         if own:
             return OwnTensors.of(
@@ -244,24 +213,24 @@ class CheckpointReader:
             )
         return self._open_common(key)
 
-    def _open_common(self, key: str) -> Tensors:
+    def _open_common(self, key: str) -> PartTensors:
         if self.spread(key):
             files = partial(self._files, spread_file, key)
             return ShardedTensors(self._table(key), files, self.rank, lambda rank: self._is_here(key, rank))
-        return _WholeTensors(self._files(whole_file, key), f"{self.manifest.name}: {key}")
+        return WholeTensors(self._files(whole_file, key), f"{self.manifest.name}: {key}")
 
     def _files(self, name: Callable[..., str], *about: Any) -> list[TensorFile]:
-        """The files that are there under a name: with what is trained, and with what is frozen."""
+        """The files of a name that exist: with the trained tensors, and with the frozen ones."""
         names = (name(*about), name(*about, frozen=True))
-        return [self._tensor_file(one) for one in names if one in self._records]
+        return [self._tensor_file(file) for file in names if file in self._records]
 
     def _is_here(self, key: str, rank: int) -> bool:
-        """Whether this host has what a rank has written of a part: it may have only its own ranks' files."""
+        """Whether this host has the files that a rank has written of a part: it may have its own ranks' files alone."""
         if not self.manifest.hosts:
             return True
         found = (self._records.get(spread_file(key, rank, frozen=frozen)) for frozen in (False, True))
-        records = [one for one in found if one is not None]
-        return all(self._sizes.get(f"{self.manifest.name}/{one.path}") == one.size for one in records)
+        records = [record for record in found if record is not None]
+        return all(self._sizes.get(f"{self.manifest.name}/{record.path}") == record.size for record in records)
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
@@ -272,7 +241,8 @@ class CheckpointReader:
         return TensorFile.open(file, file.stored.key, self._asked_for)
 
     def _file(self, name: str) -> VerifiedFile:
-        return VerifiedFile.of(self._storage, self.manifest.name, self._records[name])
+        record = self._records[name]
+        return VerifiedFile.of(self._storage, self.manifest.name, record)
 
     def _asked_for(self, transfer: Transfer) -> None:
         self._asked.append(transfer)
@@ -281,4 +251,4 @@ class CheckpointReader:
         if name not in self._records:
             raise DamagedError(f"{self.manifest.name} is damaged: it lists no {name}.")
         file = self._file(name)
-        return from_json(file.read_all(), file.stored.key)
+        return from_json(file.read(0, file.record.size), file.stored.key)

@@ -1,7 +1,7 @@
 """Which pieces of a sharded checkpoint another rank has written as well, as under HSDP and DDP.
 
-Hosts with roots of their own write every copy. So after hosts have changed places, what a rank needs may lie on its
-disk all the same, in the file of another rank.
+Hosts with roots of their own write every replica. So after hosts have changed places, the pieces that a rank needs may
+still be on its disk, in the file of another rank.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from ckpt.storage import Storage
 
 @dataclass
 class Replicas:
-    """The copies of a checkpoint's pieces, as far as their files can be read here."""
+    """The replicas of a checkpoint's pieces, as far as their files can be read on this host."""
 
     storage: Storage
     manifest: Manifest
     is_here: Callable[[FileRecord], bool]
 
     def stand_in_for(self, file: FileRecord) -> bool:
-        """Whether files of other ranks, which are here, have every piece that a rank's missing file holds."""
+        """Whether the files of other ranks on this host have every piece of a rank's missing file."""
         rank, table = rank_of(file.name), self._tables.get(part_of(file.name))
         if rank is None or table is None or not file.name.startswith(f"{part_of(file.name)}/"):
             return False
-        return all(self._has_another(part_of(file.name), one, rank) for one in table.tensors.values())
+        return all(self._has_another(part_of(file.name), spec, rank) for spec in table.tensors.values())
 
-    def _has_another(self, part: str, one: ShardSpec, rank: int) -> bool:
-        if not one.layout.holds(rank):
+    def _has_another(self, part: str, spec: ShardSpec, rank: int) -> bool:
+        if not spec.layout.holds(rank):
             return True
-        box = one.layout.box(one.shape, rank)
+        box = spec.layout.box(spec.shape, rank)
         if box.is_empty:
             return True
-        holders = (other for other in one.layout.ranks if one.layout.box(one.shape, other) == box)
-        return one.copy == EVERY and any(self._files_are_here(part, other) for other in holders)
+        holders = (other for other in spec.layout.ranks if spec.layout.box(spec.shape, other) == box)
+        return spec.copy == EVERY and any(self._files_are_here(part, other) for other in holders)
 
     def _files_are_here(self, part: str, rank: int) -> bool:
         names = (spread_file(part, rank, frozen=frozen) for frozen in (False, True))
@@ -54,10 +54,10 @@ class Replicas:
 
     @cached_property
     def _tables(self) -> dict[str, ShardTable]:
-        """For each part that is spread over ranks, its tensors; nothing if that cannot be read."""
+        """The shard table of each part saved in pieces; none at all if they cannot be read."""
         try:
             text = self.storage.read(f"{self.manifest.name}/{self._records[STATE].path}")
             parts = json.loads(text)["parts"].items()
             return {key: ShardTable.from_json(part["spread"]) for key, part in parts if "spread" in part}
-        except (CkptError, ValueError, LookupError, TypeError):  # whoever reads it for the load says what is wrong
+        except (CkptError, ValueError, LookupError, TypeError):  # the load itself will say what is wrong
             return {}

@@ -1,18 +1,23 @@
-"""What a load has brought back."""
+"""What a load restored, and the report that is printed of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ckpt.data.progress import Progress
+
+if TYPE_CHECKING:
+    from ckpt.load.restore import Restoration
+    from ckpt.load.select import Choice
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
     """What was restored, what could only be approximated, what was left out, and from where.
 
-    `resharded` names the parts that lay spread over ranks in another way when they were saved.
+    `resharded` names the parts that were sharded over ranks in another way when they were saved.
 
     `passed_over` names the newer checkpoints that could not be used, each with the reason.
     """
@@ -45,7 +50,7 @@ class Restored:
         lines = [f"resumed from {self.url}: step {at.step}, epoch {at.epoch}, batch {at.batch}, {at.samples} samples"]
         lines.append(f"  restored      {', '.join(self.restored) or 'nothing'}")
         if self.begins_at:
-            lines.append(f"  goes on       the next `for` begins at {self.begins_at}")
+            lines.append(f"  continues     the next `for` begins at {self.begins_at}")
         tables = (
             ("resharded", self.resharded),
             ("approximated", self.approximated),
@@ -57,3 +62,28 @@ class Restored:
                 f"  {title:<13} {why if why.startswith(what) else f'{what}: {why}'}" for what, why in table.items()
             ]
         return "\n".join(lines)
+
+
+def restored_from(
+    choice: Choice[Restoration],
+    restored: tuple[str, ...],
+    *,
+    begins_at: str = "",
+    on_read: Callable[[], None] = lambda: None,
+) -> Restored:
+    """The report of a load whose restoration is finished."""
+    manifest, notes = choice.manifest, choice.ready.notes
+    return Restored(
+        name=manifest.name,
+        url=choice.url,
+        run=manifest.run,
+        progress=Progress(**manifest.progress),
+        metrics=manifest.metrics,
+        restored=restored,
+        resharded=notes.resharded,
+        approximated=notes.approximated,
+        skipped=notes.skipped,
+        passed_over=choice.passed_over,
+        begins_at=begins_at,
+        on_read=on_read,
+    )

@@ -20,7 +20,7 @@ from ckpt.formats.native.json_values import refuse
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.state import FilePlan
-from ckpt.load.accelerate_state import UNKNOWN_PROGRESS, Foreign, ForeignPart
+from ckpt.load.accelerate_state import UNKNOWN_PROGRESS, AccelerateState, ForeignPart
 from ckpt.ranks.group import SingleProcess
 from ckpt.root import cleanup
 from ckpt.root.catalog import check_name, find
@@ -73,7 +73,7 @@ def convert(
 def _take_over(source: str | os.PathLike[str], root: str | os.PathLike[str], name: str | None) -> Converted:
     folder = Folder.at(source)
     _require_accelerate(folder)
-    foreign = Foreign(folder)
+    foreign = AccelerateState(folder)
     chosen = check_name(folder.name if name is None else name)
     images = [*_tensor_files(foreign.parts), *_documents(foreign)]
     with closing(RootWriter(open_storage(root), SingleProcess())) as writer:
@@ -132,7 +132,7 @@ def _outline(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _documents(foreign: Foreign) -> list[FilePlan]:
+def _documents(foreign: AccelerateState) -> list[FilePlan]:
     parts = {key: {"class": "", "state": part.values} for key, part in foreign.parts.items()}
     ranks = range(foreign.saved.world_size)
     return [

@@ -1,4 +1,4 @@
-"""What all ranks of a host need is read by one of them and passed on."""
+"""What all ranks of a host need is read by one of them and broadcast to the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ckpt
-from ckpt.load import broadcast as sharing
+from ckpt.load import broadcast as broadcast_reads
 from ckpt.ranks import hosts as host_names
 from tests.helpers.places import PassedOn, Place, at
 from tests.helpers.processes import run_ranks
@@ -156,7 +156,7 @@ class UnreachedStorage(CountingStorage):
 
 
 def load_what_one_cannot_read(rank: int, root: str, failure: Exception, expected: type[Exception]) -> None:
-    sharing._DEADLINE = timedelta(seconds=60)  # or the ranks would wait longer than the test
+    broadcast_reads._DEADLINE = timedelta(seconds=60)  # or the ranks would wait longer than the test
     model = large(2)
     optimizer = torch.optim.AdamW(model.parameters())
     storage = UnreachedStorage(root)
@@ -181,9 +181,9 @@ def test_what_another_rank_could_not_read_is_not_passed_over_for_an_older_one(
 
 
 def load_past_damage(rank: int, root: str) -> None:
-    sharing._DEADLINE = timedelta(seconds=60)  # or the ranks would wait longer than the test
+    broadcast_reads._DEADLINE = timedelta(seconds=60)  # or the ranks would wait longer than the test
     model, other = large(1), large(2)
-    optimizer, again = (torch.optim.AdamW(one.parameters()) for one in (model, other))
+    optimizer, again = (torch.optim.AdamW(module.parameters()) for module in (model, other))
     model(torch.ones(1, 600)).sum().backward()
     optimizer.step()
     with ckpt.StateManager(
@@ -243,7 +243,7 @@ def load_and_look(rank: int, root: str) -> None:
     gc.disable()
     manager = ckpt.StateManager(root, model=model, ranks=ckpt.RankOptions(broadcast=True, timeout=30))
     manager.load_state("x", strict=False)
-    assert [one() for one in made] == [None]
+    assert [group() for group in made] == [None]
     manager.close()
 
 

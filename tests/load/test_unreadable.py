@@ -1,4 +1,4 @@
-"""What cannot be read is not damaged: it is neither passed over nor removed."""
+"""What cannot be read is not damaged: it is neither skipped nor removed."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _run(root: Path, *steps: int, mirror: Path | None = None) -> None:
 
 
 def _names(root: Path) -> set[str]:
-    return {one.name for one in ckpt.list_checkpoints(root)}
+    return {checkpoint.name for checkpoint in ckpt.list_checkpoints(root)}
 
 
 def test_when_the_newest_cannot_be_read_resume_raises_and_keep_does_not_delete_it(tmp_path: Path, fault: Fault) -> None:

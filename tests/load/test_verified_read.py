@@ -80,7 +80,11 @@ def test_bytes_that_are_wanted_twice_arrive_twice(anywhere: str, threads: int, v
 def test_whoever_takes_bytes_gets_all_of_them_once(anywhere: str) -> None:
     file, data = stored(anywhere)
     taken: list[bytes] = []
-    transfers = [Transfer(file, start, 2500, take=lambda one: taken.append(bytes(host_bytes(one)))) for start in (1, 7)]
+
+    def take(memory: torch.Tensor) -> None:
+        taken.append(bytes(host_bytes(memory)))
+
+    transfers = [Transfer(file, start, 2500, take=take) for start in (1, 7)]
     verified_read.read_verified(transfers, "step", lambda _: None, threads=4)
     assert sorted(taken) == sorted(data[start : start + 2500] for start in (1, 7))
 

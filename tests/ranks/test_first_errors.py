@@ -49,14 +49,14 @@ def test_ranks_that_differ_in_what_they_read_in_place_load_and_do_not_wait_for_e
 
 
 def _fail_while_reading_together(rank: int, root: str) -> None:
-    read_into = broadcast._PassedOn.read_into
+    read_into = broadcast._BroadcastFile.read_into
 
     def fails(self: Any, start: int, *buffers: memoryview) -> None:
         if self.stored.key.endswith("optimizer.safetensors") and rank == 1:
             raise MemoryError("no room on this rank")
         read_into(self, start, *buffers)
 
-    broadcast._PassedOn.read_into = fails  # type: ignore[method-assign]
+    broadcast._BroadcastFile.read_into = fails  # type: ignore[method-assign]
     model = large(2)
     optimizer = torch.optim.AdamW(model.parameters())
     began = time.monotonic()
@@ -75,14 +75,14 @@ def test_a_rank_that_fails_while_all_read_together_is_named_at_once(root: Place)
 
 
 def _freeze_while_reading_together(rank: int, root: str) -> None:
-    read_into = broadcast._PassedOn.read_into
+    read_into = broadcast._BroadcastFile.read_into
 
     def freezes(self: Any, start: int, *buffers: memoryview) -> None:
         if self.stored.key.endswith("optimizer.safetensors") and rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
         read_into(self, start, *buffers)
 
-    broadcast._PassedOn.read_into = freezes  # type: ignore[method-assign]
+    broadcast._BroadcastFile.read_into = freezes  # type: ignore[method-assign]
     model = large(2)
     optimizer = torch.optim.AdamW(model.parameters())
     manager = ckpt.StateManager(

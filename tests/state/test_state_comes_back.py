@@ -12,6 +12,7 @@ from torch import nn
 
 import ckpt
 from ckpt.load.broadcast import _plan
+from ckpt.load.broadcast_group import RankReads
 from ckpt.state import rng
 from tests.helpers.places import Place
 from tests.helpers.processes import run_ranks, seed_everything
@@ -110,7 +111,7 @@ def test_ranks_that_are_new_draw_numbers_that_no_other_rank_draws(root: Place, t
 
 
 def test_only_files_of_which_all_ranks_want_the_same_bytes_are_read_together() -> None:
-    told = [
+    told: list[RankReads] = [
         {"host": "a", "files": {"common": "1", "rows": "2", "mine": "3"}},
         {"host": "a", "files": {"common": "1", "rows": "another digest"}},
         {"host": "b", "files": {"common": "1"}},

@@ -1,0 +1,116 @@
+"""Which checkpoints a load may try, and in which order: the listings of all ranks, joined on the main rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from ckpt.errors import StorageError, VersionError
+from ckpt.load.accelerate_reader import foreign_names, read_any
+from ckpt.root import catalog
+from ckpt.root.catalog import Checkpoint
+from ckpt.root.folder import ROOT
+from ckpt.storage import Storage
+
+_log = logging.getLogger("ckpt")
+
+
+class Listed(TypedDict):
+    """A checkpoint in a rank's listing. `problem` says why it is not committed, if it is not."""
+
+    tier: int
+    name: str
+    problem: str | None
+    sequence: int
+    created: str
+
+
+class Candidates(TypedDict):
+    """The checkpoints to try, each as tier and name, the newest first; and those that need no trying, with reasons."""
+
+    order: list[tuple[int, str]]
+    passed_over: dict[str, str]
+
+
+def list_tiers(tiers: Sequence[Storage], name: str | None) -> list[Listed]:
+    """The checkpoints of all tiers, or those of one name.
+
+    A root that cannot be read is an error, whatever the mirror has: the root's newest checkpoint may be newer. A mirror
+    that cannot be read is skipped with a warning, unless the root has nothing: a fresh start must not replace the
+    checkpoints that the mirror may have.
+    """
+    listed: list[Listed] = []
+    unreadable: dict[int, StorageError] = {}
+    for tier, storage in enumerate(tiers if name != ROOT else ()):
+        try:
+            found = catalog.scan(storage) if name is None else [catalog.find(storage, catalog.check_name(name))]
+        except StorageError as error:
+            unreadable[tier] = error
+        else:
+            listed += [_listed(tier, checkpoint, name) for checkpoint in found]
+    if 0 in unreadable and len(tiers) > 1:
+        raise type(unreadable[0])(_root_unreadable(tiers, listed, unreadable)) from unreadable[0]
+    for tier, why in unreadable.items():
+        if all(checkpoint["problem"] is not None for checkpoint in listed):
+            raise why
+        _log.warning("%s cannot be read, and may have newer checkpoints: %s", tiers[tier].url, why)
+    return listed
+
+
+def join_listings(root: Storage, name: str | None, listings: list[list[Listed]], *, foreign: bool) -> Candidates:
+    """On the main rank: what to try, the newest first; of two copies the lower tier's first.
+
+    With `foreign`, where there is no checkpoint of ours, the folders that Accelerate wrote.
+    """
+    listed = [checkpoint for listing in listings for checkpoint in listing]
+    committed = _committed(listed)
+    committed.sort(key=lambda found: (found["sequence"], found["created"], -found["tier"]), reverse=True)
+    order = list(dict.fromkeys((checkpoint["tier"], checkpoint["name"]) for checkpoint in committed))
+    if name is not None:
+        if not order:
+            read_any(root, name)  # another tool wrote it; or there is none, which is raised
+        return {"order": order or [(0, name)], "passed_over": {}}
+    usable = {checkpoint for tier, checkpoint in order if tier == 0}
+    return {
+        "order": order or [(0, folder) for folder in (foreign_names(root) if foreign else [])],
+        "passed_over": {key: why for key, why in _uncommitted_in_root(listed).items() if key not in usable},
+    }
+
+
+def _committed(listed: list[Listed]) -> list[Listed]:
+    return [checkpoint for checkpoint in listed if checkpoint["problem"] is None]
+
+
+def _uncommitted_in_root(listed: list[Listed]) -> dict[str, str]:
+    found = ((checkpoint["name"], checkpoint["problem"]) for checkpoint in listed if checkpoint["tier"] == 0)
+    return {name: problem for name, problem in found if problem is not None}
+
+
+def _root_unreadable(tiers: Sequence[Storage], listed: list[Listed], unreadable: Mapping[int, StorageError]) -> str:
+    """Both facts: what is wrong with the root, and what the mirror has."""
+    newest = max(_committed(listed), key=lambda found: (found["sequence"], found["created"]), default=None)
+    root, mirror = tiers[0].url, tiers[1].url
+    if 1 in unreadable:
+        has = f"The mirror cannot be read either: {unreadable[1]}"
+    elif newest is None:
+        has = f"The mirror {mirror} has no such checkpoint."
+    else:
+        has = f"The mirror {mirror} has {newest['name']}, but the root may have a newer one, so it was not taken."
+    return (
+        f"{root} cannot be read: {unreadable[0]} {has} Nothing was loaded. Try again when the root can be read; to "
+        f"continue from the mirror without it, give StateManager another root and mirror={mirror!r}."
+    )
+
+
+def _listed(tier: int, checkpoint: Checkpoint, name: str | None) -> Listed:
+    if isinstance(checkpoint.problem, VersionError) and name is None:
+        raise checkpoint.problem
+    manifest = checkpoint.manifest
+    return {
+        "tier": tier,
+        "name": checkpoint.name,
+        "problem": str(checkpoint.problem) if checkpoint.problem else None,
+        "sequence": manifest.sequence if manifest else 0,
+        "created": manifest.created if manifest else "",
+    }

@@ -1,0 +1,86 @@
+"""Whether a checkpoint fits the live objects: every difference, in one error, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from ckpt.errors import CkptError, MismatchError, StateError
+from ckpt.load.reader import CheckpointReader
+from ckpt.state.parts import WHOLE_PART, Part
+
+Misfits = Mapping[str, Mapping[str, str]]  # what does not fit and why, by part and key; WHOLE_PART for all of a part
+
+
+def find_misfits(reader: CheckpointReader, parts: Mapping[str, Part], *, strict: bool) -> Misfits:
+    """What does not fit. Reads no tensor and changes nothing; with `strict`, raises one error for all of it."""
+    found = {key: misfits for key, part in parts.items() if (misfits := _misfits(reader, parts, key, part))}
+    if strict:
+        _require_fit(reader, found)
+    return found
+
+
+def from_main_rank(reader: CheckpointReader, parts: Mapping[str, Part]) -> dict[str, str]:
+    """The parts whose state differed between the ranks that saved it, and is the main rank's now on all ranks."""
+    found = {}
+    for key, part in parts.items():
+        differs = reader.differs(key)
+        names = differs.get("tensors", {})
+        taken = len(names) - len(part.tied_to_ranks(names)) if names else 0
+        if taken or differs.get("values"):
+            saved_by = reader.manifest.world_size
+            found[key] = f"each of the {saved_by} ranks that saved it had its own; all have the main rank's now"
+    return found
+
+
+@contextmanager
+def naming_part(key: str) -> Iterator[None]:
+    """Turns an error of a managed object, of whatever class, into a `StateError` that names its part."""
+    try:
+        yield
+    except CkptError:
+        raise
+    except Exception as error:
+        raise StateError(f"{key} did not take its state back: {type(error).__name__}: {error}") from error
+
+
+def _misfits(reader: CheckpointReader, parts: Mapping[str, Part], key: str, part: Part) -> dict[str, str]:
+    if not reader.has(key):
+        return {WHOLE_PART: f"missing: the checkpoint has no such part{_counts(reader, parts, key)}"}
+    if part.same_class and reader.kind(key) not in ("", part.kind):  # not every format records the class
+        return {WHOLE_PART: f"a {reader.kind(key)} in the checkpoint, a {part.kind} here"}
+    with naming_part(key):
+        bound = _bound_to_ranks(reader, key, part)
+        return bound if WHOLE_PART in bound else {**part.check(reader.tree(key)), **bound}
+
+
+def _bound_to_ranks(reader: CheckpointReader, key: str, part: Part) -> dict[str, str]:
+    """What each of the saving ranks had of its own, where another number of ranks loads it."""
+    differs = reader.differs(key).get("tensors", {})
+    saved_by = reader.manifest.world_size
+    return {
+        where: f"each of the {saved_by} ranks that saved it had its own {name}, and there are not as many here"
+        for where, name in part.tied_to_ranks(differs).items()
+    }
+
+
+def _counts(reader: CheckpointReader, parts: Mapping[str, Part], key: str) -> str:
+    """Where checkpoint and live objects have different numbers of parts of that kind: both numbers."""
+    kind = key.partition(".")[0]
+    saved, live = (sum(other.partition(".")[0] == kind for other in keys) for keys in (reader.parts, parts))
+    return f" (it has {saved} of kind {kind!r}, and there are {live} here)" if saved and saved != live else ""
+
+
+def _require_fit(reader: CheckpointReader, misfits: Misfits) -> None:
+    problems = [_where(part, key) + why for part, keys in misfits.items() for key, why in sorted(keys.items())]
+    if problems:
+        lines = "\n  ".join(problems)
+        raise MismatchError(
+            f"{reader.manifest.name} does not fit the live objects; nothing was changed:\n  {lines}\n"
+            "Build the objects as they were when it was saved, or use strict=False to restore what fits.",
+            tuple(problems),
+        )
+
+
+def _where(part: str, key: str) -> str:
+    return f"{part}: " if key == WHOLE_PART else f"{part}: {key}: "

@@ -1,0 +1,51 @@
+"""Where a checkpoint may be: in the root, in the mirror behind it, or, by its path, in a folder of Accelerate's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.errors import ConfigError
+from ckpt.ranks.consensus import Result, decide_together
+from ckpt.ranks.group import Ranks
+from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
+from ckpt.root.catalog import check_name
+from ckpt.root.folder import ROOT, is_foreign, open_url
+from ckpt.storage import Storage, place_of
+
+
+@dataclass(frozen=True)
+class Locations:
+    """The root, then the mirror; which hosts share the root; and the storage options for a folder elsewhere."""
+
+    tiers: tuple[Storage, ...]
+    hosts: Hosts = ONE_SHARED_ROOT
+    options: Mapping[str, Any] | None = None
+
+    def resolve(self, name: str | None, ranks: Ranks) -> tuple[Locations, str | None]:
+        """Where a checkpoint may be, and its name there. A name with a slash is a path.
+
+        A path into the root, however it is spelled, names a checkpoint there; a folder of Accelerate that lies
+        elsewhere is a root itself.
+        """
+        if not isinstance(name, str) or "/" not in name:
+            return self, None if name is None else check_name(name)
+        inside = self._name_in_root(name)
+        if inside is not None:
+            return self, check_name(inside)
+        folder = open_url(name, self.options)
+        if not decide_together(ranks, f"load_state({name!r})", Result(), lambda _: is_foreign(folder, ROOT)):
+            raise ConfigError(
+                f"{name!r} cannot name a checkpoint in {self.tiers[0].url}, and is no folder that Accelerate "
+                "saved. Give a plain name; for a checkpoint of ckpt in another root, give StateManager that root."
+            )
+        return Locations((folder,)), ROOT
+
+    def _name_in_root(self, path: str) -> str | None:
+        root, _, name = path.rstrip("/").rpartition("/")
+        with suppress(ConfigError):  # what is above a URL need not be one
+            if place_of(open_url(root or "/", self.options)) == place_of(self.tiers[0]):
+                return name
+        return None
