@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.util import resolve_name
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -149,6 +150,33 @@ def test_the_table_of_rooms_has_no_circle() -> None:
         lowest = {name for name, allowed in left.items() if not allowed & left.keys()}
         assert lowest, f"a circle among {sorted(left)}"
         left = {name: allowed for name, allowed in left.items() if name not in lowest}
+
+
+def test_no_two_modules_import_each_other() -> None:
+    known = modules()
+    graph = {}
+    for name, path in known.items():
+        used = set(imported(ast.parse(path.read_text()), package_of(name, path)))
+        graph[name] = {found if found in known else found.rpartition(".")[0] for found in used} & known.keys() - {name}
+    while graph:
+        lowest = {name for name, used in graph.items() if not used & graph.keys()}
+        highest = graph.keys() - set().union(*graph.values())
+        assert lowest | highest, f"a circle among {sorted(graph)}"
+        graph = {name: used for name, used in graph.items() if name not in lowest | highest}
+
+
+def test_no_file_is_longer_than_a_reader_holds_in_his_head() -> None:
+    lengths = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    assert {name: length for name, length in lengths.items() if length > 300} == {
+        "ckpt.manager": lengths["ckpt.manager"]
+    }
+    assert lengths["ckpt.manager"] <= 420  # the facade, most of it docstrings
+
+
+def test_half_of_all_functions_have_nine_lines_or_fewer() -> None:
+    trees = [ast.parse(path.read_text()) for path in modules().values()]
+    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    assert median((node.end_lineno or 0) - node.lineno + 1 for node in functions) <= 9
 
 
 def test_packages_inside_ckpt_are_empty_so_that_the_command_starts_without_torch() -> None:
