@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.config import read_config
 from tests.test_imports import ARROWS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,3 +81,9 @@ def test_the_table_of_imports_is_the_one_that_is_tested() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ([\w, ]+) \|$", (ROOT / "docs/architecture.md").read_text(), re.MULTILINE)
     words = {"anything": "*", "nothing": ""}
     assert {name: words.get(allowed, allowed.replace(",", "")) for name, allowed in rows} == ARROWS
+
+
+def test_the_yaml_of_the_readme_has_options_that_exist(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "ckpt.yaml").write_text(example)
+    assert {"root", "keep", "mirror", "saving", "ranks"} <= read_config(tmp_path / "ckpt.yaml").keys()
