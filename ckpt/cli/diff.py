@@ -42,6 +42,3 @@ def diff(first: str, second: str, part: str | None, as_json: bool) -> None:
 
 def _apart(elements: int | None, most: float | None) -> tuple[str, str]:
     return ("", "") if elements is None or most is None else (f"{elements:,}", f"{most:.3g}")
-
-
-COMMANDS = (diff,)

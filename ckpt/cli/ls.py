@@ -1,4 +1,4 @@
-"""The commands that say which checkpoints there are, and whether they are whole: `ckpt ls` and `ckpt verify`."""
+"""`ckpt ls`: which checkpoints there are below a root, and whether they are intact."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import click
 from ckpt.errors import MissingError, StorageError, shows_damage
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root import catalog
-from ckpt.root import verify as verifying
 from ckpt.root.catalog import Checkpoint
-from ckpt.root.verify import Verdict
 from ckpt.storage import Storage, open_storage
 from ckpt.util.console import age, aligned, number, one_line, size
 
@@ -28,23 +26,6 @@ _TO_THE_RIGHT = ("step", "age", "size", "world")
 def ls(root: str, verify: bool) -> None:
     """List the checkpoints below ROOT, the newest first."""
     show_checkpoints(root, verify=verify)
-
-
-@click.command()
-@click.argument("url")
-def verify(url: str) -> None:
-    """Read every byte of the checkpoint at URL, or of all below it.
-
-    Exits with status 1 if one is damaged or cannot be read. A run may go on meanwhile: below a root, what is just being
-    saved or removed is no fault.
-    """
-    storage, names, pointed_at = catalog.located(url)
-    if not names:
-        raise MissingError(f"there are no checkpoints in {url}.")
-    width = max(len(name) for name in names)
-    verdicts = [_show_verdict(storage, name, width) for name in names]
-    if any(one.is_fault or (pointed_at and one.state != verifying.INTACT) for one in verdicts):
-        raise click.exceptions.Exit(1)
 
 
 def show_checkpoints(root: str, *, verify: bool = False) -> None:
@@ -94,15 +75,15 @@ def _intact(storage: Storage, manifest: Manifest, *, verify: bool) -> str:
         return f"{'no' if shows_damage(error) else 'not known'}: {one_line(str(error))}"
     if wrong:
         return f"no: {'; '.join(wrong)}"
-    return f"yes, but for the files of {_listed(others)}" if others else "yes"
+    return f"yes, but for the files of {listed_hosts(others)}" if others else "yes"
 
 
-def _listed(others: Mapping[str, str]) -> str:
+def listed_hosts(others: Mapping[str, str]) -> str:
     return ", ".join(sorted(set(others.values())))
 
 
 def _short_reason(checkpoint: Checkpoint) -> str:
-    return _without_name(str(checkpoint.problem), checkpoint.name).partition(":")[0]
+    return without_name(str(checkpoint.problem), checkpoint.name).partition(":")[0]
 
 
 def _show_table(rows: Sequence[Sequence[str]]) -> None:
@@ -134,30 +115,6 @@ def _show_on_terminal(rows: Sequence[Sequence[str]]) -> None:
     Console().print(table)
 
 
-def _show_verdict(storage: Storage, name: str, width: int) -> Verdict:
-    """Verify one checkpoint and print its line."""
-    found = verifying.verdict(storage, name)
-    colour = "red" if found.is_fault else "green" if found.state == verifying.INTACT else "yellow"
-    about = one_line(_about(storage, found))
-    click.echo(f"{name:<{width}}  {click.style(found.state, fg=colour)}  {about}")
-    return found
-
-
-def _about(storage: Storage, found: Verdict) -> str:
-    if found.state == verifying.REMOVED:
-        return "by retention, or by hand, since it was listed"
-    if found.state == verifying.UNDER_WAY:
-        return "a process is just saving or removing it: it is not committed"
-    if found.manifest is None or found.is_fault:
-        return _without_name("; ".join(found.problems), found.name)
-    others = catalog.elsewhere(storage, found.manifest)
-    here = size(sum(file.size for file in found.manifest.files if file.path not in others))
-    return f"{here}; the rest is on {_listed(others)}" if others else here
-
-
-def _without_name(text: str, name: str) -> str:
+def without_name(text: str, name: str) -> str:
     """A problem without the checkpoint's name in front, which stands beside it already."""
     return text.removeprefix(name).lstrip(" /").rstrip(".")
-
-
-COMMANDS = (ls, verify)

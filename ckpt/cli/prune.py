@@ -99,6 +99,3 @@ def _total(found: Pruned) -> str:
         if count:
             parts.append(f"{count} {one if count == 1 else many}")
     return f"{' and '.join(parts) or 'nothing'}, {size(found.size)}"
-
-
-COMMANDS = (prune,)

@@ -23,6 +23,3 @@ def report(root: str, output: Path | None) -> None:
     else:
         output.write_text(text, encoding="utf-8")
         click.echo(str(output))
-
-
-COMMANDS = (report,)

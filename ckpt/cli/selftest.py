@@ -51,6 +51,3 @@ def selftest(
     click.echo(str(report))
     if not report.exact:
         raise click.exceptions.Exit(1)
-
-
-COMMANDS = (selftest,)

@@ -98,6 +98,3 @@ def _tensors(shown: Shown) -> Iterator[str]:
 
 def _shape(shape: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
-
-
-COMMANDS = (show,)
