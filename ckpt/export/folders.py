@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +16,12 @@ from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.storage import LocalStorage
 from ckpt.storage.local.durable_directories import sync_directory
 from ckpt.storage.local.storage import TEMPORARY
+from ckpt.util.fork_safety import Owner
 
 _WEIGHTS = re.compile(r"((?:adapter_)?model)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
 
 _NOT_BESIDE = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+_PREFIX, _NOT_YET_HELD = "ckpt-push-", ".ckpt-push-"
 
 
 def belongs_beside(name: str) -> bool:
@@ -134,3 +138,44 @@ def outdated(old: Collection[str], new: Collection[str]) -> set[str]:
     kinds = {match.group(1) for path in new if (match := _WEIGHTS.fullmatch(path))}
     found = {path: _WEIGHTS.fullmatch(path) for path in old if path not in new}
     return {path for path, match in found.items() if match and match.group(1) in kinds}
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder among the temporary files, until the context is left. What killed processes left there is removed."""
+    _remove_abandoned(Path(tempfile.gettempdir()))
+    new = Path(tempfile.mkdtemp(prefix=_NOT_YET_HELD))
+    held = _try_lock(new)
+    owner = Owner()
+    folder = new.with_name(_PREFIX + new.name.removeprefix(_NOT_YET_HELD))
+    try:
+        os.rename(new, folder)
+        yield folder
+    finally:
+        if owner.is_here:  # a forked child leaves it to its parent
+            shutil.rmtree(folder, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+def _try_lock(folder: Path) -> int | None:
+    """Hold it until the descriptor is closed or this process is gone. None where somebody has it, or locks are not."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove_abandoned(top: Path) -> None:
+    """A model is large, and nobody else would remove it."""
+    for folder in top.glob(f"{_PREFIX}*"):
+        try:
+            held = _try_lock(folder)
+        except OSError:  # somebody else's, or gone meanwhile
+            continue
+        if held is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(held)

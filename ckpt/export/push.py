@@ -14,7 +14,7 @@ import torch
 
 from ckpt.errors import ConfigError
 from ckpt.export.card import Training
-from ckpt.export.folders import belongs_beside
+from ckpt.export.folders import belongs_beside, scratch_folder
 from ckpt.export.hub_commit import Card, Ready, Target
 from ckpt.export.save_model import (
     ADAPTER_CONFIG,
@@ -27,7 +27,6 @@ from ckpt.export.save_model import (
     save_live,
     write_beside,
 )
-from ckpt.export.scratch import scratch_folder
 from ckpt.export.source import Source, open_source
 from ckpt.formats.foreign.tied_weights import tied
 from ckpt.formats.native.header import SUFFIX
