@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import ConfigError, DamagedError
-from ckpt.export.folders import appearing
+from ckpt.export.folders import atomic_folder
 from ckpt.export.source import open_source
 from ckpt.formats.foreign.accelerate_random import to_accelerate
 from ckpt.formats.foreign.accelerate_write import file_of, pickled_model, write_values
@@ -34,7 +34,7 @@ def export(
     path = os.fspath(destination)
     if "://" in path:
         raise ConfigError(f"{path} is no path: Accelerate reads folders on a disk.")
-    with _opened(source) as (storage, manifest), appearing(path) as folder:
+    with _opened(source) as (storage, manifest), atomic_folder(path) as folder:
         writing = _Writing(storage, manifest, os.fspath(folder))
         writing.parts()
         writing.generators()

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ckpt.errors import CheckpointError, ConfigError, DamagedError, LockedError, MissingError, TransientError
-from ckpt.export.folders import appearing
+from ckpt.export.folders import atomic_folder
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root import catalog
 from ckpt.root.verify import verify
@@ -128,7 +128,7 @@ def _copy(source: Path, directory: Path, where: str) -> None:
     files = [path for path in sorted(source.rglob("*")) if path.is_file()]
     if not files:
         raise MissingError(f"there is nothing to pull at {where}.")
-    with appearing(directory, over=True) as folder:
+    with atomic_folder(directory, over=True) as folder:
         for path in files:
             target = folder / path.relative_to(source)
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from ckpt.errors import MissingError
-from ckpt.export.card import curves, plain
+from ckpt.export.card import curves, table_cell
 from ckpt.formats.native.manifest import Manifest
 from ckpt.root import catalog
 from ckpt.root.catalog import Checkpoint
@@ -44,7 +44,7 @@ def report(root: str | os.PathLike[str], options: Mapping[str, Any] | None = Non
 
 
 def _table(columns: Sequence[str], rows: Iterator[Sequence[str]]) -> list[str]:
-    lines = [f"| {' | '.join(map(plain, row))} |" for row in rows]
+    lines = [f"| {' | '.join(map(table_cell, row))} |" for row in rows]
     return [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *lines] if lines else []
 
 

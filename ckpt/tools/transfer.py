@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.errors import ConfigError, DamagedError, MissingError
-from ckpt.export.folders import appearing
+from ckpt.export.folders import atomic_folder
 from ckpt.formats.native.manifest import Manifest
 from ckpt.root import catalog, cleanup
 from ckpt.root.copy import Copies
@@ -133,7 +133,7 @@ def _bring_files(folder: Folder, destination: Place, far: Storage) -> str:
         raise MissingError(f"there is nothing to pull at {folder.where}.")
     if isinstance(far, LocalStorage):
         directory = Path(os.fspath(destination).removeprefix("file://"))
-        with appearing(directory) as new:
+        with atomic_folder(directory) as new:
             _copy_files(folder, LocalStorage(new))
     else:
         _copy_files(folder, far)

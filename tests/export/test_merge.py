@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ckpt
 from ckpt.cli.main import main
-from ckpt.formats.foreign.hf_safetensors import parse_size
+from ckpt.export.options import ExportOptions
 from ckpt.formats.foreign.wrapper_prefixes import unwrapped
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.root.catalog import read_manifest
@@ -175,7 +175,7 @@ class TestOurs:
 
     def test_a_checkpoint_is_never_written_into(self, ours: Place, dcp: Place) -> None:
         before = (ours / "model.safetensors").read_bytes()
-        with pytest.raises(ckpt.ConfigError, match="is a checkpoint, and stays as it is"):
+        with pytest.raises(ckpt.ConfigError, match="is a checkpoint, and is kept as it is"):
             ckpt.merge(dcp, ours / "model.safetensors", dtype="bfloat16")
         assert (ours / "model.safetensors").read_bytes() == before
 
@@ -433,7 +433,7 @@ class TestBadInput:
     ("text", "size"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("7", 7), (8, 8), ("2kb", 2000), ("10B", 10)]
 )
 def test_sizes_are_read_as_people_write_them(text: int | str, size: int) -> None:
-    assert parse_size(text) == size
+    assert ExportOptions.parse(None, text).max_shard_size == size
 
 
 class TestCommand:
