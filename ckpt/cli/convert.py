@@ -9,11 +9,15 @@ import click
 @click.argument("source")
 @click.argument("destination")
 @click.option(
-    "--to", default="ckpt", show_default=True, type=click.Choice(["ckpt", "accelerate"]), help="What to make."
+    "--to",
+    default="ckpt",
+    show_default=True,
+    type=click.Choice(["ckpt", "accelerate"]),
+    help="The format to convert to.",
 )
 @click.option("--name", help="Of the checkpoint; that of the folder, if none is given.")
 def convert(source: str, destination: str, to: str, name: str | None) -> None:
-    """Make a checkpoint of ckpt out of one of Accelerate, or the other way round.
+    """Convert a checkpoint of Accelerate to one of ckpt, or the other way round.
 
     SOURCE is a folder that Accelerate's save_state wrote, and DESTINATION a root: runs/mine. With --to accelerate,
     SOURCE is a checkpoint of ckpt, and DESTINATION a new folder that accelerator.load_state will read.

@@ -1,4 +1,4 @@
-"""`ckpt demo`: the same training twice, once killed in the middle of a save and resumed, and whether they end the same.
+"""`ckpt demo`: train twice, once killed in the middle of a save and resumed, and compare the results bit for bit.
 
 Imports no torch: the training itself (`ckpt.cli.demo_training`) runs in processes of its own, and is killed for real.
 """
@@ -35,11 +35,11 @@ def demo(root: str, steps: int) -> None:
 
 
 def run(root: str, steps: int) -> bool:
-    """Train, kill, resume, compare, and print it all. Returns whether both ways ended the same, bit for bit."""
+    """Train, kill, resume, compare, and print all of it. Returns whether both runs ended bit for bit the same."""
     _check_root(root)
     plan = Plan(os.path.normpath(root), steps)
     if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # where there is no UTF-8, the curve is spoilt but nothing else
+        sys.stdout.reconfigure(errors="replace")  # without UTF-8 only the curve is spoilt
     with LocalStorage(plan.root).lock(MARKER, note=_NOTE):
         _clear(plan)
         click.echo(f"A small transformer learns the text of a short story on the CPU: {steps} steps.\n")
@@ -51,7 +51,7 @@ def run(root: str, steps: int) -> bool:
 
 
 def _check_root(root: str) -> None:
-    """Refuse a place that is not surely ours: what an earlier demo left there will be removed."""
+    """Refuse a directory that no demo made: what an earlier demo left there will be removed."""
     if "://" in root:
         raise ConfigError(f"the demo needs a plain directory, not {root}: it shows what lies in the files.")
     if os.path.isdir(root) and os.listdir(root) and not os.path.isfile(f"{root}/{MARKER}"):

@@ -15,7 +15,7 @@ from ckpt.root import catalog
 from ckpt.root.catalog import Checkpoint
 from ckpt.util.console import size
 
-_SIGNS = "▁▂▃▄▅▆▇█"
+_LEVELS = "▁▂▃▄▅▆▇█"
 _PLOT_WIDTH = 48
 _CONTENTS = {
     "model.safetensors": "weights, as any tool reads them",
@@ -27,7 +27,7 @@ _CONTENTS = {
 
 
 def show_wreck(plan: Plan) -> None:
-    """What the kill has left, before the new process clears it away."""
+    """Show the files that the kill left, before the new process removes them."""
     folder = f"{plan.folder(INTERRUPTED)}/{plan.cut_off}"
     click.echo(f"\nWhat the kill left, as `ckpt ls {plan.folder(INTERRUPTED)}` sees it:\n")
     show_checkpoints(plan.folder(INTERRUPTED))
@@ -65,21 +65,21 @@ def _show_curves(plan: Plan, straight: Losses, joined: Losses, began: int) -> No
 
 
 def _curve(losses: Losses) -> str:
-    """The losses in one line, falling: each sign is the mean of some steps."""
+    """The losses as a line of block characters, each the mean of some steps."""
     values = [losses[step] for step in sorted(losses)]
     edges = [len(values) * i // _PLOT_WIDTH for i in range(_PLOT_WIDTH + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges) if b > a]
     low, high = min(means), max(means)
-    return "".join(_SIGNS[round((mean - low) / (high - low) * (len(_SIGNS) - 1))] for mean in means)
+    return "".join(_LEVELS[round((mean - low) / (high - low) * (len(_LEVELS) - 1))] for mean in means)
 
 
 def show_last(plan: Plan) -> bool:
-    """The files of the last checkpoint, what each holds, and whether the other run has the very same bytes."""
-    one, other = (_last(plan.folder(name)) for name in (STRAIGHT, INTERRUPTED))
-    click.echo(f"\nThe last checkpoint, {one.name}, in both runs:\n")
-    names = sorted(_files(one).keys() | _files(other).keys())
-    same = [_show_file(name, _read(one, name), _read(other, name)) for name in names]
-    _show_line(FILE_NAME, os.path.getsize(f"{other.url}/{FILE_NAME}"), "")
+    """Show the files of the last checkpoint, and return whether both runs have the same bytes."""
+    straight, resumed = (_last(plan.folder(name)) for name in (STRAIGHT, INTERRUPTED))
+    click.echo(f"\nThe last checkpoint, {straight.name}, in both runs:\n")
+    names = sorted(_files(straight).keys() | _files(resumed).keys())
+    same = [_show_file(name, _read(straight, name), _read(resumed, name)) for name in names]
+    _show_line(FILE_NAME, os.path.getsize(f"{resumed.url}/{FILE_NAME}"), "")
     return all(same)
 
 
@@ -88,7 +88,7 @@ def _last(folder: str) -> Checkpoint:
 
 
 def _files(checkpoint: Checkpoint) -> dict[str, str]:
-    """The paths of a checkpoint's files by what they hold."""
+    """The paths of a checkpoint's files by their names."""
     assert checkpoint.manifest is not None
     return {file.name: f"{checkpoint.url}/{file.path}" for file in checkpoint.manifest.files}
 
@@ -101,10 +101,10 @@ def _read(checkpoint: Checkpoint, name: str) -> bytes | None:
         return file.read()
 
 
-def _show_file(name: str, one: bytes | None, other: bytes | None) -> bool:
-    same = one == other
+def _show_file(name: str, straight: bytes | None, resumed: bytes | None) -> bool:
+    same = straight == resumed
     _show_line(
-        name, len(other or b""), click.style("identical", fg="green") if same else click.style("DIFFERENT", fg="red")
+        name, len(resumed or b""), click.style("identical", fg="green") if same else click.style("DIFFERENT", fg="red")
     )
     return same
 

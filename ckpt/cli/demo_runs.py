@@ -28,7 +28,7 @@ Losses = dict[int, float]  # by step
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run and where: `steps` of training, eight saves on the way, killed in the fifth."""
+    """What to run and where: `steps` of training with eight saves, killed in the fifth."""
 
     root: str
     steps: int
@@ -51,7 +51,7 @@ class Plan:
 
 @dataclass
 class Run:
-    """One process that trained: its losses by step, what it said, and how it ended."""
+    """A training process: its losses by step, what it printed to stderr, and its exit status."""
 
     losses: Losses = field(default_factory=dict)
     said: str = ""
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def began(self) -> int:
-        """The step after which it began."""
+        """The step after which it started."""
         return min(self.losses) - 1
 
 
@@ -82,13 +82,13 @@ def train_until_killed(plan: Plan) -> Run:
 def train_on(plan: Plan) -> Run:
     resumed = _train(plan, INTERRUPTED, "3  in a new process", plan.steps - plan.killed_at + plan.save_every)
     expect(resumed, 0)
-    _show_done("3  in a new process", f"went on after step {resumed.began}, to step {max(resumed.losses)}")
+    _show_done("3  in a new process", f"continued after step {resumed.began}, to step {max(resumed.losses)}")
     _show_quoted("What it said:", resumed.said)
     return resumed
 
 
 def _train(plan: Plan, folder: str, label: str, steps: int, *more: str) -> Run:
-    """Run the training in a process of its own, and follow it step by step."""
+    """Run the training in a new process, and show its progress."""
     options = ["--steps", str(plan.steps), "--save-every", str(plan.save_every), *more]
     command = [sys.executable, "-m", "ckpt.cli.demo_training", plan.folder(folder), *options]
     started = time.monotonic()
@@ -110,7 +110,7 @@ def _follow(command: Sequence[str], said: IO[str], advance: Callable[[float], No
                 done.losses[int(step)] = float(loss)
                 advance(1)
         except BaseException:
-            process.kill()  # also on Ctrl-C: nothing trains on behind our back
+            process.kill()  # also on Ctrl-C: no training process is left running
             raise
     done.status = process.returncode
     return done
@@ -119,7 +119,7 @@ def _follow(command: Sequence[str], said: IO[str], advance: Callable[[float], No
 def expect(done: Run, status: int) -> None:
     if done.status != status:
         say(done.said)
-        raise CkptError(f"the demo's training ended with status {done.status}, not {status}; it said what is above.")
+        raise CkptError(f"the demo's training ended with status {done.status}, not {status}; its output is above.")
 
 
 def _show_done(label: str, text: str, color: str = "green") -> None:

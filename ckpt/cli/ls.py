@@ -17,7 +17,7 @@ from ckpt.storage import Storage, open_storage
 from ckpt.util.console import age, aligned, number, one_line, size
 
 _COLUMNS = ("name", "step", "age", "size", "metrics", "world", "intact")
-_TO_THE_RIGHT = ("step", "age", "size", "world")
+_RIGHT_ALIGNED = ("step", "age", "size", "world")
 
 
 @click.command()
@@ -35,12 +35,12 @@ def show_checkpoints(root: str, *, verify: bool = False) -> None:
         catalog.check_there(storage)
         click.echo(f"There are no checkpoints in {root}.")
         return
-    _show_table([_row(storage, one, verify=verify) for one in found])
+    _show_table([_row(storage, checkpoint, verify=verify) for checkpoint in found])
     click.echo("every byte checked" if verify else "sizes checked; --verify reads every byte")
 
 
 def _checkpoints(root: str) -> tuple[Storage, list[Checkpoint]]:
-    """The checkpoints below a root; if the root is a checkpoint itself, that one."""
+    """The checkpoints below a root, or the one that `root` itself is."""
     storage = open_storage(root)
     if "://" not in storage.url and not os.path.isdir(storage.url):
         raise MissingError(f"{root} does not exist.")
@@ -67,10 +67,10 @@ def _row(storage: Storage, checkpoint: Checkpoint, *, verify: bool) -> list[str]
 
 
 def _intact(storage: Storage, manifest: Manifest, *, verify: bool) -> str:
-    look = partial(catalog.problems, show=True) if verify else catalog.size_problems
+    find_problems = partial(catalog.problems, show=True) if verify else catalog.size_problems
     try:
         others = catalog.elsewhere(storage, manifest)
-        wrong = look(storage, catalog.kept_here(storage, manifest))
+        wrong = find_problems(storage, catalog.kept_here(storage, manifest))
     except StorageError as error:
         return f"{'no' if shows_damage(error) else 'not known'}: {one_line(str(error))}"
     if wrong:
@@ -79,6 +79,7 @@ def _intact(storage: Storage, manifest: Manifest, *, verify: bool) -> str:
 
 
 def listed_hosts(others: Mapping[str, str]) -> str:
+    """The hosts that have files which are not here, by file, as one text."""
     return ", ".join(sorted(set(others.values())))
 
 
@@ -90,7 +91,7 @@ def _show_table(rows: Sequence[Sequence[str]]) -> None:
     if sys.stdout.isatty():
         _show_on_terminal(rows)
     else:
-        for line in aligned(_COLUMNS, rows, _TO_THE_RIGHT):
+        for line in aligned(_COLUMNS, rows, _RIGHT_ALIGNED):
             click.echo(line)
 
 
@@ -104,7 +105,7 @@ def _show_on_terminal(rows: Sequence[Sequence[str]]) -> None:
     for name in _COLUMNS:
         table.add_column(
             name,
-            justify="right" if name in _TO_THE_RIGHT else "left",
+            justify="right" if name in _RIGHT_ALIGNED else "left",
             no_wrap=name not in ("metrics", "intact"),
             overflow="fold",
         )
@@ -116,5 +117,5 @@ def _show_on_terminal(rows: Sequence[Sequence[str]]) -> None:
 
 
 def without_name(text: str, name: str) -> str:
-    """A problem without the checkpoint's name in front, which stands beside it already."""
+    """A problem without the checkpoint's name in front, which is printed beside it."""
     return text.removeprefix(name).lstrip(" /").rstrip(".")

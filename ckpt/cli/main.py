@@ -1,6 +1,6 @@
-"""The command `ckpt`: what a shell can do without a live model.
+"""The command `ckpt`: gathers the commands, one per module of this package.
 
-Imports no torch, so that it answers at once: whatever needs it is imported by the command that does.
+Imports no torch, so that it starts at once: commands that need it import it when they run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="ckpt")
 def main() -> None:
-    """Checkpoints of training runs: which are there, and are they whole?"""
+    """Checkpoints of training runs: list, verify, compare, prune, publish, convert."""
 
 
 for _command in (convert, demo, diff, ls, merge, prune, pull, push, report, selftest, show, verify):

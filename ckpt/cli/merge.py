@@ -12,7 +12,7 @@ import click
 @click.option("--max-shard-size", help="Beyond this, write shards and an index: 5GB, 500MiB, ...")
 @click.option("--part", default="model", show_default=True, help="Which part of the checkpoint.")
 def merge(source: str, destination: str, dtype: str | None, max_shard_size: str | None, part: str) -> None:
-    """Make one safetensors file of the sharded checkpoint at SOURCE.
+    """Merge the sharded checkpoint at SOURCE into one safetensors file.
 
     SOURCE is a checkpoint of ckpt, a folder of torch.distributed.checkpoint, or what Accelerate saves under FSDP.
     DESTINATION is a file: out/model.safetensors.

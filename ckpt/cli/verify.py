@@ -18,15 +18,15 @@ from ckpt.util.console import one_line, size
 def verify(url: str) -> None:
     """Read every byte of the checkpoint at URL, or of all below it.
 
-    Exits with status 1 if one is damaged or cannot be read. A run may go on meanwhile: below a root, what is just being
-    saved or removed is no fault.
+    Exits with status 1 if one is damaged or cannot be read. A run may use the root meanwhile: what is just being saved
+    or removed is no fault.
     """
     storage, names, pointed_at = catalog.located(url)
     if not names:
         raise MissingError(f"there are no checkpoints in {url}.")
     width = max(len(name) for name in names)
     verdicts = [_show_verdict(storage, name, width) for name in names]
-    if any(one.is_fault or (pointed_at and one.state != verifying.INTACT) for one in verdicts):
+    if any(verdict.is_fault or (pointed_at and verdict.state != verifying.INTACT) for verdict in verdicts):
         raise click.exceptions.Exit(1)
 
 
