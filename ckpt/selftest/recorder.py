@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ckpt.data.loop import Loop
 from ckpt.formats.layout import is_sharded, local_tensor
 from ckpt.formats.tensor_bytes import host_bytes, on_host
+from ckpt.load.restored import Restored
 from ckpt.manager import StateManager
 from ckpt.options import ManagerOptions
 from ckpt.selftest.plan import Plan
@@ -31,7 +32,7 @@ from ckpt.selftest.trace import End, Resumed, Saved, Step, TraceWriter, read_tra
 from ckpt.session import Session
 from ckpt.state.optimizer import OptimizerPart
 from ckpt.state.unwrap import parameter_names, unwrap
-from ckpt.storage import open_storage
+from ckpt.storage import Storage, open_storage
 
 
 class Recorder:
@@ -66,7 +67,14 @@ class Recorder:
     # --- the manager
 
     def _watch_managers(self) -> None:
-        built, saved, loaded = StateManager.__init__, Session.save, Session.load
+        self._watch_construction()
+        self._watch_saves()
+        self._watch_loads()
+        if self._plan.redirect:
+            setattr(ManagerOptions, "open_tiers", lambda options, root: self._open_tiers(options, root))  # noqa: B010
+
+    def _watch_construction(self) -> None:
+        built = StateManager.__init__
 
         @functools.wraps(built)
         def __init__(manager: StateManager, *args: Any, **options: Any) -> None:  # noqa: N807
@@ -75,6 +83,11 @@ class Recorder:
             built(manager, *args, **options)
             self._managers.add(manager)
             self._watch_models()
+
+        setattr(StateManager, "__init__", __init__)  # noqa: B010
+
+    def _watch_saves(self) -> None:
+        saved = Session.save
 
         @functools.wraps(saved)
         def save(session: Session, *args: Any, **options: Any) -> str | None:
@@ -87,8 +100,13 @@ class Recorder:
                 self._writer.add(Saved(number, name, progress, *pending, tensors))
             return name
 
+        setattr(Session, "save", save)  # noqa: B010
+
+    def _watch_loads(self) -> None:
+        loaded = Session.load
+
         @functools.wraps(loaded)
-        def load(session: Session, *args: Any, **options: Any) -> Any:
+        def load(session: Session, *args: Any, **options: Any) -> Restored | None:
             restored = loaded(session, *args, **options)
             self._watch_models()
             if restored is not None and not self._has_stepped:  # a later load is not a resume, but the program's own
@@ -96,13 +114,9 @@ class Recorder:
                 self._writer.add(Resumed(self._number, restored.name, self._tensors(), self._named()))
             return restored
 
-        setattr(StateManager, "__init__", __init__)  # noqa: B010
-        for name, method in {"save": save, "load": load}.items():
-            setattr(Session, name, method)
-        if self._plan.redirect:
-            setattr(ManagerOptions, "open_tiers", lambda options, root: self._open_tiers(options, root))  # noqa: B010
+        setattr(Session, "load", load)  # noqa: B010
 
-    def _open_tiers(self, options: ManagerOptions, root: Any) -> tuple[Any, ...]:
+    def _open_tiers(self, options: ManagerOptions, root: str | os.PathLike[str] | Storage) -> tuple[Storage, ...]:
         """A storage of this run for each root that the program names: runs must not find each other's checkpoints."""
         named = [str(getattr(place, "url", place)) for place in (root, options.mirror and options.mirror.url) if place]
         return tuple(open_storage(f"{self._plan.root}/{xxhash.xxh3_64_hexdigest(url.encode())}") for url in named)

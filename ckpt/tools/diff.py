@@ -181,7 +181,7 @@ class _Comparison:
                 yield Difference(name=path, first=_short(here), second=_short(there))
 
 
-def _hashes(files: list[FileRecord]) -> list[Any]:
+def _hashes(files: list[FileRecord]) -> list[tuple[str, int, tuple[str, ...]]]:
     return sorted((file.name, file.size, file.blocks) for file in files)
 
 
@@ -216,7 +216,7 @@ def _flatten(value: Any, path: str = "") -> dict[str, Any]:
     return found
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 

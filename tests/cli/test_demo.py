@@ -48,7 +48,7 @@ def test_the_demo_shows_the_checkpoint_that_was_cut_off(done: subprocess.Complet
 def test_the_demo_shows_both_losses_side_by_side(done: subprocess.CompletedProcess[str]) -> None:
     rows = re.findall(r"^ +(\d+) +(\d+\.\d{8}) +(\d+\.\d{8})", done.stdout, re.MULTILINE)
     assert [int(step) for step, _, _ in rows] == [1, 6, 12, 18, 24, 30, 36, 42, 48]
-    assert all(one == other for _, one, other in rows)
+    assert all(straight == resumed for _, straight, resumed in rows)
     assert re.search(r"^ +24 .*<- resumed from here$", done.stdout, re.MULTILINE)
     assert re.search(r"^ +30 .*<- killed while saving this$", done.stdout, re.MULTILINE)
 
@@ -58,11 +58,11 @@ def test_the_demo_is_plain_in_a_pipe(done: subprocess.CompletedProcess[str]) -> 
 
 
 def test_the_bytes_of_both_last_checkpoints_are_the_same(root: Path, done: subprocess.CompletedProcess[str]) -> None:
-    one, other = (list_checkpoints(root / name)[0] for name in (demo_runs.STRAIGHT, demo_runs.INTERRUPTED))
-    assert one.manifest is not None
-    assert other.manifest is not None
-    assert one.manifest.files == other.manifest.files
-    assert one.manifest.step == STEPS
+    straight, resumed = (list_checkpoints(root / name)[0] for name in (demo_runs.STRAIGHT, demo_runs.INTERRUPTED))
+    assert straight.manifest is not None
+    assert resumed.manifest is not None
+    assert straight.manifest.files == resumed.manifest.files
+    assert straight.manifest.step == STEPS
 
 
 def test_a_difference_is_loud(
