@@ -1,4 +1,4 @@
-# `make demo` and `make test` do all their set-up themselves: a virtual environment in .venv, made once and reused.
+# Every target does its own set-up: a virtual environment in .venv, made once and reused.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,20 +6,37 @@ READY := $(VENV)/.ready
 JOBS ?= 2
 # the foundation and sharded state: with CKPT_ROOT=s3 every root of theirs is on an S3 server
 MATRIX := guarantees/resume_matrix load/world_size state/save_and_load data/resume_loader save/background ranks/group \
-	guarantees/damage
+	guarantees/damage \
 	guarantees/kills guarantees/bad_input root/retention state/sharded state/sharded_models save/linking load/broadcast export/merge
 
-.PHONY: demo test test-s3 lint format kills faults campaign mutants bench clean
+# tests/helpers/second_process.py marks what starts a process
+FAST := not slow and not gpu and not ranks
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+.PHONY: demo check test coverage test-s3 lint format kills faults campaign mutants bench clean
 
 demo: $(READY)
 	$(BIN)/ckpt demo
 
+# before every commit: lint, and the tests that need no second process
+check: lint
+	$(PYTEST) -m '$(FAST)'
+
+# MARKS='slow or gpu or ranks' runs what `make check` leaves out
 test: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	$(PYTEST) $(if $(MARKS),-m '$(MARKS)')
+
+# the tests of `make check`, and the share of lines that they run; MARKS='' takes all tests, without their processes
+coverage: MARKS ?= $(FAST)
+coverage: $(READY)
+	$(PYTEST) -m '$(MARKS)' --cov --cov-report=
+	$(BIN)/coverage html --quiet --directory build/coverage
+	@for part in ckpt formats storage; do echo "$$part: $$($(BIN)/coverage report --format total --include "$$part/*") %"; done
+	@echo "Coverage: $$($(BIN)/coverage report --format total) % (lines not run: build/coverage/index.html)"
 
 # the same on S3: `make test` has a slice of it
 test-s3: $(READY)
-	CKPT_ROOT=s3 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(foreach name,$(MATRIX),tests/$(dir $(name))test_$(notdir $(name)).py)
+	CKPT_ROOT=s3 $(PYTEST) $(foreach name,$(MATRIX),tests/$(dir $(name))test_$(notdir $(name)).py)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -53,10 +70,10 @@ mutants: $(READY)
 	$(BIN)/python -m tests.mutants --jobs $(JOBS) $(if $(REPORT),--report $(REPORT)) $(MUTANTS)
 
 bench: $(READY)
-	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/python -m benchmarks cpu
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .coverage*
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -1,28 +1,18 @@
-"""Merging a sharded checkpoint into one file: ours against Accelerate's `merge_fsdp_weights`, on the same folder.
+"""Merges a sharded checkpoint into one file: ckpt beside Accelerate's `merge_fsdp_weights`, on the same folder.
 
-    python benchmarks/merge.py [--megabytes 2200] [--repeats 5] [--root .]
-
-Two real ranks save a model of Llama's shape with torch.distributed.checkpoint, divided as FSDP divides it. Then both
-merge it, in turns, each time in a process of its own; what they write must be equal in every bit, or there are no
-figures. Ours is durable (fsync) when it returns; Accelerate's is not. The table is printed and kept in
-`benchmarks/results`.
+Two real ranks save a model of Llama's shape with torch.distributed.checkpoint, sharded as FSDP does. Then both merge
+it, by turns, each time in a new process; the outputs must be equal in every bit, or there are no figures. Ours is
+durable (fsync) when it returns; Accelerate's is not.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
-import re
 import shutil
-import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from datetime import datetime, timezone
-from importlib.metadata import version
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -30,7 +20,11 @@ import torch.distributed as dist
 import torch.multiprocessing
 from safetensors import safe_open
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.shared.measure import folder_in, warm
+from benchmarks.shared.plot import bars
+from benchmarks.shared.report import Run, in_megabytes, in_seconds, parser, ratio, table
+from benchmarks.shared.results import Samples
+
 WIDTH, HIDDEN, VOCABULARY = 2048, 5632, 32000
 LAYER = {"q": (WIDTH, WIDTH), "k": (512, WIDTH), "v": (512, WIDTH), "o": (WIDTH, WIDTH), "norm": (WIDTH,)} | {
     "gate": (HIDDEN, WIDTH),
@@ -47,16 +41,17 @@ before, begin = peak(), time.perf_counter()
 {merge}
 print(json.dumps([time.perf_counter() - begin, peak() - before]))
 """
-WAYS = {
+PROGRAMS = {
     "ckpt": CHILD.format(
-        imports="from ckpt.export.merge import merge",
-        merge="merge(sys.argv[1], sys.argv[2] + '/model.safetensors')",
+        imports="import ckpt; ckpt.merge",
+        merge="ckpt.merge(sys.argv[1], sys.argv[2] + '/model.safetensors')",
     ),
     "accelerate": CHILD.format(
         imports="import torch.distributed.checkpoint.format_utils\nfrom accelerate.utils import merge_fsdp_weights",
         merge="merge_fsdp_weights(sys.argv[1], sys.argv[2])",
     ),
 }
+MERGE, MEMORY = "merge", "memory"
 
 
 def shapes(megabytes: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -70,8 +65,15 @@ def shapes(megabytes: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         layer += 1
 
 
-def save(rank: int, megabytes: int, folder: str, store: str) -> None:
-    """One of two ranks: save the model as Accelerate does under FSDP."""
+def write_source(megabytes: int, folder: Path) -> int:
+    """Write the sharded checkpoint with two ranks. Returns its size in bytes."""
+    store = folder.with_suffix(".store")
+    torch.multiprocessing.spawn(save_shard, (megabytes, str(folder), str(store)), nprocs=2)
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def save_shard(rank: int, megabytes: int, folder: str, store: str) -> None:
+    """What each of the two ranks does: save the model as Accelerate does under FSDP."""
     from torch.distributed.checkpoint import save as save_dcp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -85,89 +87,57 @@ def save(rank: int, megabytes: int, folder: str, store: str) -> None:
     dist.destroy_process_group()
 
 
-def measured(way: str, source: Path, target: Path) -> tuple[float, float]:
-    """Seconds and bytes of memory for one merge. The page cache is warm, and nobody else's pages are dirty."""
+def measured(program: str, source: Path, target: Path) -> tuple[float, float]:
+    """Seconds and bytes of memory of one merge, from the page cache, with no dirty pages at the beginning."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
-    subprocess.run(["cat", *source.iterdir()], check=True, stdout=subprocess.DEVNULL)
+    warm(source)
     os.sync()
-    command = [sys.executable, "-W", "ignore", "-c", WAYS[way], str(source), str(target)]
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAMS[program], str(source), str(target)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     seconds, memory = json.loads(done.stdout.splitlines()[-1])
     return seconds, memory
 
 
-def require_equal(one: Path, other: Path) -> None:
-    with safe_open(one, "pt") as ours, safe_open(other, "pt") as theirs:
+def require_equal(left: Path, right: Path) -> None:
+    with safe_open(left, "pt") as ours, safe_open(right, "pt") as theirs:
         assert sorted(ours.keys()) == sorted(theirs.keys())
         for name in ours.keys():  # noqa: SIM118
             assert torch.equal(ours.get_tensor(name), theirs.get_tensor(name)), name
 
 
-def compared(source: Path, root: Path, repeats: int) -> dict[str, list[tuple[float, float]]]:
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+def measure_all(source: Path, root: Path, repeats: int, samples: Samples) -> None:
     for _ in range(repeats):
-        for way, runs in found.items():
-            runs.append(measured(way, source, root / way))
-            print(f"{way}: {runs[-1][0]:.2f} s, {runs[-1][1] / 1e6:.0f} MB", flush=True)
+        for program in PROGRAMS:
+            seconds, memory = measured(program, source, root / program)
+            samples.add(program, MERGE, seconds)
+            samples.add(program, MEMORY, memory, "B")
+            print(f"{program}: {in_seconds(seconds)}, {in_megabytes(memory)}", flush=True)
         require_equal(root / "ckpt/model.safetensors", root / "accelerate/model.safetensors")
-    return found
 
 
-def processor() -> str:
-    lscpu = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
-    found = re.search(r"Model name:\s*(.+)", lscpu)
-    return found[1] if found else platform.processor() or platform.machine()
+def body(samples: Samples) -> str:
+    head = ["", "median", "all, in seconds", "to Accelerate's", "memory above the interpreter", "fsync"]
+    rows = []
+    for program in PROGRAMS:
+        median = samples.median(program, MERGE)
+        listed = " ".join(f"{seconds:.2f}" for seconds in samples.all(program, MERGE))
+        to_rival = ratio(median, samples.median("accelerate", MERGE))
+        memory = in_megabytes(samples.worst(program, MEMORY))
+        rows.append([program, in_seconds(median), listed, to_rival, memory, "yes" if program == "ckpt" else "no"])
+    return table(head, rows)
 
 
-def table(found: dict[str, list[tuple[float, float]]]) -> str:
-    middle = {way: statistics.median(seconds for seconds, _ in runs) for way, runs in found.items()}
-    rows = [
-        "| | seconds, median | all | to Accelerate's | memory above the interpreter | fsync |",
-        "|---|---|---|---|---|---|",
-    ]
-    for way, runs in found.items():
-        listed = " ".join(f"{seconds:.2f}" for seconds, _ in runs)
-        memory = max(memory for _, memory in runs) / 1e6
-        durable = "yes" if way == "ckpt" else "no"
-        ratio = middle[way] / middle["accelerate"]
-        rows.append(f"| {way} | {middle[way]:.2f} | {listed} | {ratio:.2f} | {memory:.0f} MB | {durable} |")
-    return "\n".join(rows)
-
-
-def report(options: argparse.Namespace, size: int, busy: str, found: dict[str, list[tuple[float, float]]]) -> str:
-    versions = ", ".join(f"{name} {version(name)}" for name in ("torch-ckpt", "accelerate", "torch", "safetensors"))
-    return f"""# Merging {size / 1e9:.1f} GB of fp32 in two ranks' pieces into one file
-
-- Command: `python benchmarks/merge.py --megabytes {options.megabytes} --repeats {options.repeats}`
-- Date: {datetime.now(timezone.utc):%Y-%m-%d}
-- Machine: {processor()}, {os.cpu_count()} cores, Linux
-- Versions: Python {platform.python_version()}, {versions}
-- Load of the machine: {busy} when it began, {os.getloadavg()[0]:.1f} at the end, this run included
-- In turns, each in a process of its own, imports not counted; source in the page cache; outputs equal, bit for bit.
-
-{table(found)}
-"""
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=2200)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--root", default=".", help="the disk to write to")
-    options = parser.parse_args()
-    busy = f"{os.getloadavg()[0]:.1f}"
-    with tempfile.TemporaryDirectory(prefix=".merge-", dir=options.root) as folder:
-        root = Path(folder).resolve()
-        arguments = (options.megabytes, str(root / "source"), str(root / "store"))
-        torch.multiprocessing.spawn(save, arguments, nprocs=2)
-        size = sum(path.stat().st_size for path in (root / "source").iterdir())
-        text = report(options, size, busy, compared(root / "source", root, options.repeats))
-    RESULTS.mkdir(exist_ok=True)
-    name = re.sub(r"[^a-z0-9]+", "-", processor().lower()).strip("-")
-    (RESULTS / f"merge_{name}_{datetime.now(timezone.utc):%Y-%m-%d}.md").write_text(text)
-    print(text)
-
-
-if __name__ == "__main__":
-    main()
+def main(arguments: Sequence[str]) -> None:
+    options_parser = parser("merge", __doc__)
+    options_parser.add_argument("--megabytes", type=int, default=2200, help="size of the model")
+    options_parser.add_argument("--repeats", type=int, default=5, help="merges of each")
+    options = options_parser.parse_args(arguments)
+    run = Run("merge", options, "accelerate", "torch", "safetensors")
+    with folder_in(options.root) as root:
+        size = write_source(options.megabytes, root / "source")
+        measure_all(root / "source", root, options.repeats, run.samples)
+    medians = {program: run.samples.median(program, MERGE) or 0.0 for program in PROGRAMS}
+    note = "By turns, each in a new process, imports not counted; source in the page cache; outputs equal, bit for bit."
+    title = f"Merging {size / 1e9:.1f} GB of fp32 in the shards of two ranks into one file"
+    run.keep(title, body(run.samples), bars("Merge", {MERGE: medians}), note)

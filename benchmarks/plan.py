@@ -1,6 +1,4 @@
-"""What it costs one rank of 1,024 to work out what it writes and reads, and the main rank to commit.
-
-    python benchmarks/plan.py [--ranks 1024] [--tensors 10000]
+"""What planning costs one rank of many: what it writes and what it reads; and what the commit costs the main rank.
 
 Ranks are simulated with PyTorch's fake process group: the tensors are real DTensors of one rank, of small shapes, since
 only their number and layout count here.
@@ -8,10 +6,10 @@ only their number and layout count here.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 import tracemalloc
+from collections.abc import Sequence
 from dataclasses import asdict
 
 import torch
@@ -20,9 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.compare import spelled
+from benchmarks.shared.report import Run, parser, table
+from benchmarks.shared.results import Samples
 from ckpt.formats.layout import Box, Layout
 from ckpt.formats.native.manifest import FileRecord, Manifest
-from ckpt.formats.native.shard_table import Table, spread, written_by
+from ckpt.formats.native.shard_table import ShardTable, build_table, written_by
 
 SHAPES = [(4096 + 64 * index, 2) for index in range(12)]  # about as many as a transformer has
 
@@ -40,26 +41,26 @@ def tensors_of(rank: int, ranks: int, count: int) -> dict[str, DTensor]:
     return found
 
 
-def plan_a_save(tensors: dict[str, DTensor], rank: int, ranks: int) -> tuple[float, Table]:
+def plan_a_save(tensors: dict[str, DTensor], rank: int, ranks: int) -> tuple[float, ShardTable]:
     began = time.perf_counter()
-    table = spread(tensors, ranks)
+    table = build_table(tensors, ranks)
     written_by(table, tensors, rank)
     return time.perf_counter() - began, table
 
 
-def plan_a_load(table: Table, rank: int, ranks: int) -> float:
-    """As one of three quarters as many ranks: no piece lies as it did."""
+def plan_a_load(table: ShardTable, rank: int, ranks: int) -> float:
+    """As one of three quarters as many ranks: every shard has other bounds than before."""
     now = ranks * 3 // 4
     layout = Layout((now,), tuple(range(now)), ("S0",))
     began = time.perf_counter()
-    for one in table.tensors.values():
-        box: Box = layout.box(one.shape, rank % now)
-        one.layout.overlaps(one.shape, one.copy, box)
+    for tensor in table.tensors.values():
+        box: Box = layout.box(tensor.shape, rank % now)
+        tensor.layout.overlaps(tensor.shape, tensor.copy, box)
     return time.perf_counter() - began
 
 
-def commit(ranks: int) -> tuple[float, float, int]:
-    """Two files a rank, as the main rank gets them: seconds, peak memory in MB, bytes of the manifest."""
+def commit(ranks: int) -> tuple[float, int, int]:
+    """Of two files of each rank, as the main rank receives them: seconds, peak memory and size of the manifest."""
     blocks = tuple("0" * 32 for _ in range(40))  # 1.3 GB each
     reports = [
         json.dumps([asdict(FileRecord(name=f"{part}/{rank:05d}", path=f"{part}/{rank:05d}", size=1, blocks=blocks))
@@ -72,24 +73,36 @@ def commit(ranks: int) -> tuple[float, float, int]:
     data = Manifest(name="x", id="x", sequence=1, created="", run="", files=files).to_bytes()
     Manifest.from_bytes(data, "x")
     seconds = time.perf_counter() - began
-    return seconds, tracemalloc.get_traced_memory()[1] / 1e6, len(data)
+    memory = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return seconds, memory, len(data)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1024)
-    parser.add_argument("--tensors", type=int, default=10_000)
-    options = parser.parse_args()
+def body(samples: Samples) -> str:
+    return table(["ckpt", "best"], [[row.metric, spelled(row.best, row.unit)] for row in samples.rows()])
+
+
+def measure_once(tensors: dict[str, DTensor], rank: int, ranks: int, samples: Samples) -> None:
+    saving, shard_table = plan_a_save(tensors, rank, ranks)
+    samples.add("ckpt", "plan of a save, one rank", saving)
+    samples.add("ckpt", "plan of a load, one rank", plan_a_load(shard_table, rank, ranks))
+    seconds, memory, size = commit(ranks)
+    samples.add("ckpt", "commit, main rank", seconds)
+    samples.add("ckpt", "commit, memory", memory, "B")
+    samples.add("ckpt", "commit, size of the manifest", size, "B")
+
+
+def main(arguments: Sequence[str]) -> None:
+    options_parser = parser("plan", __doc__)
+    options_parser.add_argument("--ranks", type=int, default=1024)
+    options_parser.add_argument("--tensors", type=int, default=10_000)
+    options_parser.add_argument("--repeats", type=int, default=3)
+    options = options_parser.parse_args(arguments)
+    run = Run("plan", options, "torch")
     rank = options.ranks // 2
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=options.ranks)
-    saving, table = plan_a_save(tensors_of(rank, options.ranks, options.tensors), rank, options.ranks)
-    loading = plan_a_load(table, rank, options.ranks)
-    seconds, memory, size = commit(options.ranks)
-    print(f"{options.ranks} ranks, {options.tensors} tensors:")
-    print(f"  plan of a save, one rank    {saving:.2f} s")
-    print(f"  plan of a load, one rank    {loading:.2f} s")
-    print(f"  commit, on the main rank    {seconds:.2f} s, {memory:.0f} MB, manifest of {size / 1e6:.1f} MB")
-
-
-if __name__ == "__main__":
-    main()
+    tensors = tensors_of(rank, options.ranks, options.tensors)
+    for _ in range(options.repeats):
+        measure_once(tensors, rank, options.ranks, run.samples)
+    dist.destroy_process_group()
+    run.keep(f"Planning on one of {options.ranks} ranks, {options.tensors} tensors", body(run.samples))

@@ -1,56 +1,37 @@
-"""Saving and loading a model sharded with FSDP 2 over two ranks: ours against torch.distributed.checkpoint.
+"""Saves and loads a model sharded with FSDP 2 over two ranks: ckpt beside torch.distributed.checkpoint.
 
-    torchrun --nproc_per_node 2 benchmarks/sharded.py [--megabytes 1500] [--repeats 3]
-
-Both in one run, in turns, model and AdamW state, on the CPU with gloo. Ours is fsynced and hashed, and verified when it
-is loaded; DCP fsyncs. Loads are timed twice: with every file in the page cache, and with none. Every load is compared
-bit for bit with what was saved. The table is printed, and kept in `benchmarks/results`.
+Both in one run, by turns, model and AdamW state, on the CPU with gloo; torchrun is started by this command. Ours is
+fsynced and hashed, and verified when it is loaded; DCP fsyncs. Loads are timed twice: with every file in the page
+cache, and with none. Every load is compared bit for bit with what was saved.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
-import tempfile
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-import measure
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
 
 import ckpt
+from benchmarks.shared import measure
+from benchmarks.shared.fsdp import build, local_shards
+from benchmarks.shared.plot import bars
+from benchmarks.shared.report import Run, in_seconds, parser, ratio, table
+from benchmarks.shared.results import Samples
 
-WIDTH = 1024
-
-
-def build(megabytes: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    layers = max(2, round(megabytes * 1e6 / (3 * 4 * WIDTH * WIDTH)))  # weights and two moments
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for parameter in model.parameters():
-        parameter.grad = torch.rand_like(parameter)
-    optimizer.step()
-    return model, optimizer
-
-
-def pieces(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """This rank's piece of everything, in one order."""
-    found = []
-    for parameter in model.parameters():
-        moments = optimizer.state[parameter]
-        found += [one.to_local() for one in (parameter.detach(), moments["exp_avg"], moments["exp_avg_sq"])]
-    return found
+RANKS = 2
+METRICS = ("save", "load, warm", "load, cold")
 
 
 class Ours:
@@ -78,7 +59,11 @@ class Theirs:
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def timed(do: Callable[[], Any]) -> float:
+Library = Ours | Theirs
+LIBRARIES: tuple[Library, ...] = (Ours(), Theirs())
+
+
+def timed(do: Callable[[], object]) -> float:
     dist.barrier()
     began = time.perf_counter()
     do()
@@ -86,81 +71,79 @@ def timed(do: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def turn(who: Ours | Theirs, folder: Path, megabytes: int) -> tuple[float, float, float]:
-    """The time of a save, of a load from the page cache, and of one from the disk."""
-    model, optimizer = build(megabytes, 1)
-    saving = timed(lambda: who.save(folder, model, optimizer))
-    loading = []
-    for prepare in (measure.warm, measure.cold):
+def turn(library: Library, folder: Path, megabytes: int) -> list[float]:
+    """Seconds of a save, of a load from the page cache, and of one from the disk."""
+    saved = build(megabytes, 1)
+    found = [timed(lambda: library.save(folder, *saved))]
+    for prepare in measure.CACHES.values():
         if dist.get_rank() == 0:
             prepare(folder)
-        other, fresh = build(megabytes, 2)
-        loading.append(timed(lambda: who.load(folder, other, fresh)))  # noqa: B023
-        same = all(torch.equal(a, b) for a, b in zip(pieces(model, optimizer), pieces(other, fresh), strict=True))
-        assert same, f"{who.name} gave back something else"
+        target = build(megabytes, 2)
+        found.append(timed(lambda: library.load(folder, *target)))  # noqa: B023
+        shards = zip(local_shards(*saved), local_shards(*target), strict=True)
+        assert all(torch.equal(left, right) for left, right in shards), f"{library.name} loaded something else"
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
     dist.barrier()
-    return saving, loading[0], loading[1]
+    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=1500)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--root", type=Path, default=Path())
-    options = parser.parse_args()
-    dist.init_process_group("gloo")
-    folder = [tempfile.mkdtemp(dir=options.root) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    contestants = (Ours(), Theirs())
-    results: dict[str, list[tuple[float, float, float]]] = {one.name: [] for one in contestants}
-    for _ in range(options.repeats):
-        for one in contestants:
-            results[one.name].append(turn(one, Path(str(folder[0]), "run"), options.megabytes))
-    if dist.get_rank() == 0:
-        report(results, options)
-        shutil.rmtree(str(folder[0]), ignore_errors=True)
-    dist.destroy_process_group()
+def measure_all(options: argparse.Namespace, samples: Samples) -> None:
+    with ExitStack() as stack:
+        shared = [stack.enter_context(measure.folder_in(options.root)) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(shared)
+        folder = Path(str(shared[0]), "run")
+        for _ in range(options.repeats):
+            for library in LIBRARIES:
+                for metric, took in zip(METRICS, turn(library, folder, options.megabytes), strict=True):
+                    samples.add(library.name, metric, took)
 
 
-def report(results: dict[str, list[tuple[float, float, float]]], options: argparse.Namespace) -> None:
-    best = {name: [min(column) for column in zip(*turns, strict=True)] for name, turns in results.items()}
-    theirs = best[Theirs.name]
-    head = ["", "save", "to DCP", "load, warm", "to DCP", "load, cold", "to DCP"]
-    rows = [
-        [
-            name,
-            *(
-                cell
-                for mine, other in zip(times, theirs, strict=True)
-                for cell in (f"{mine:.2f} s", f"{mine / other:.2f}")
-            ),
-        ]
-        for name, times in best.items()
-    ]
-    command = f"sharded.py --megabytes {options.megabytes} --repeats {options.repeats}"
-    text = f"""# A model sharded with FSDP 2 over two ranks, {options.megabytes} MB with AdamW: save and load
-
-{measure.preamble(command, options.root, "torch")}
-- Two processes with gloo (`torchrun --nproc_per_node 2`); the best of {options.repeats} turns; every load was equal
-
-{measure.table(head, rows)}
+def body(samples: Samples) -> str:
+    head = ["", *(title for metric in METRICS for title in (metric, "to DCP"))]
+    return f"""{table(head, [row(library, samples) for library in LIBRARIES])}
 
 Warm: every file was read once just before; cold: no file is in the page cache. Ours is hashed, fsynced and verified.
 """
-    print(text)
-    plot = measure.bars(
-        "FSDP 2 over two ranks",
-        {
-            "save": {n: t[0] for n, t in best.items()},
-            "load, warm": {n: t[1] for n, t in best.items()},
-            "load, cold": {n: t[2] for n, t in best.items()},
-        },
-    )
-    print("kept in", measure.keep("sharded", measure.processor(), text, plot, None))
 
 
-if __name__ == "__main__":
-    main()
+def row(library: Library, samples: Samples) -> list[str]:
+    cells = [library.name]
+    for metric in METRICS:
+        best = samples.best(library.name, metric)
+        cells += [in_seconds(best), ratio(best, samples.best(Theirs.name, metric))]
+    return cells
+
+
+def plot(samples: Samples) -> str:
+    names = [library.name for library in LIBRARIES]
+    groups = {metric: {name: min(samples.all(name, metric)) for name in names} for metric in METRICS}
+    return bars("FSDP 2 over two ranks", groups)
+
+
+def main(arguments: Sequence[str]) -> int:
+    options_parser = parser("sharded", __doc__)
+    options_parser.add_argument("--megabytes", type=int, default=1500, help="size of model and optimizer state")
+    options_parser.add_argument("--repeats", type=int, default=3, help="turns of each")
+    options = options_parser.parse_args(arguments)
+    if "RANK" not in os.environ:
+        return launch(arguments)
+    dist.init_process_group("gloo")
+    run = Run("sharded", options, "torch")
+    measure_all(options, run.samples)
+    if dist.get_rank() == 0:
+        title = f"A model sharded with FSDP 2 over two ranks, {options.megabytes} MB with AdamW: save and load"
+        note = (
+            f"Two processes with gloo, started by torchrun; the best of {options.repeats} turns; every load was equal"
+        )
+        run.keep(title, body(run.samples), plot(run.samples), note)
+    dist.destroy_process_group()
+    return 0
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """Run this benchmark on two ranks."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ}
+    return subprocess.call([*torchrun, "-m", "benchmarks", "sharded", *arguments], env=environment)

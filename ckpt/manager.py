@@ -26,7 +26,7 @@ from ckpt.ranks.group import MAIN
 from ckpt.ranks.preemption import EXIT_STATUS
 from ckpt.root.retention import Keep
 from ckpt.session import Session
-from ckpt.state.objects import find_source
+from ckpt.state.find_source import find_source
 from ckpt.state.unwrap import unwrap
 from ckpt.storage import Storage
 from ckpt.util.console import say
@@ -205,7 +205,7 @@ class StateManager:
             )
         if session.ranks.world_size == 1:  # ranks would learn of it at different steps: they are told where they meet
             session.saver.check()
-        session.registry.look()
+        session.registry.refresh()
         session.prefault()
         session.loop.stepped()
         session.unmanaged.stepped()

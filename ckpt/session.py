@@ -21,18 +21,19 @@ from ckpt.load.load_state import StateLoader
 from ckpt.load.restored import Restored
 from ckpt.options import ManagerOptions
 from ckpt.ranks.consensus import run_on_all_ranks
-from ckpt.ranks.group import MAIN, find_ranks
-from ckpt.ranks.hosts import Hosts, find_hosts, may_differ
+from ckpt.ranks.find import find_ranks
+from ckpt.ranks.group import MAIN
+from ckpt.ranks.hosts import Hosts, find_hosts, may_have_separate_roots
 from ckpt.ranks.preemption import Preemption
 from ckpt.root.catalog import check_name
 from ckpt.root.copy import Copies
-from ckpt.root.mirror import Mirror as MirrorCopier
+from ckpt.root.mirror import MirrorWorker
 from ckpt.root.open import refuse_checkpoint, try_out_tiers
 from ckpt.save.capture import Capture, CapturedState
 from ckpt.save.environment import device_name, versions
 from ckpt.save.saver import Saver
 from ckpt.state import rng
-from ckpt.state.objects import Source
+from ckpt.state.objects import ObjectSource
 from ckpt.state.registry import StateRegistry
 from ckpt.state.unmanaged import UnmanagedWatch, weakly
 from ckpt.storage import MemoryStorage, place_of
@@ -43,7 +44,7 @@ _log = logging.getLogger("ckpt")
 class Session:
     """The parts of one manager: storages, ranks, saver, loader, training loop and managed objects."""
 
-    def __init__(self, root: Any, source: Source, options: ManagerOptions, *, accelerated: bool) -> None:
+    def __init__(self, root: Any, source: ObjectSource, options: ManagerOptions, *, accelerated: bool) -> None:
         self.options = options
         self.source = source
         self.keep = source.keep if options.keep is None else options.keep
@@ -59,7 +60,7 @@ class Session:
         self.loop = Loop(self.ranks, source.loaders, follow=options.follow, others=not accelerated)
         self.registry = self._build_registry()
         self.loader = self._build_loader(hosts)
-        self.registry.look()
+        self.registry.refresh()
         self._follow_loaders()
         self.unmanaged = UnmanagedWatch(self.registry, self.loop.habits.remarks, options.save_every)
         self.loop.on_training = weakly(self.unmanaged.trained)
@@ -72,7 +73,7 @@ class Session:
 
     def _meet_ranks(self) -> Hosts:
         options = self.options.ranks
-        own_root = may_differ(self.storage, shared=options.shared)
+        own_root = may_have_separate_roots(self.storage, shared=options.shared)
         self.ranks = find_ranks(place_of(self.storage), options.timeout, own_root=own_root)
         if self.ranks.world_size > 1 and any(isinstance(storage, MemoryStorage) for storage in self.tiers):
             raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
@@ -80,7 +81,7 @@ class Session:
         refuse_checkpoint(self.storage)
         return find_hosts(self.ranks, self.storage, shared=options.shared)
 
-    def _build_mirror(self, hosts: Hosts) -> MirrorCopier | None:
+    def _build_mirror(self, hosts: Hosts) -> MirrorWorker | None:
         options = self.options.mirror
         if options is None:
             return None
@@ -89,10 +90,10 @@ class Session:
             self.tiers[1],
             keep=self.keep if options.keep is None else options.keep,
             bandwidth=options.bytes_per_second,
-            alone=not hosts.apart,
-            leads=self.ranks.rank == MAIN,
+            has_all_files=not hosts.separate_roots,
+            is_leader=self.ranks.rank == MAIN,
         )
-        return MirrorCopier(copies, options.backlog)
+        return MirrorWorker(copies, options.backlog)
 
     def _build_registry(self) -> StateRegistry:
         asked = self.options.saving.gradients
@@ -122,7 +123,7 @@ class Session:
         self.loop.models = lambda: found.models.values() if (found := registry()) is not None else ()
         self.loop.has_data = lambda: bool((found := registry()) is not None and found.generators)
         if self.options.follow:
-            self.loop.before_pass = weakly(self.registry.look)
+            self.loop.before_pass = weakly(self.registry.refresh)
             loader_hook.begin(self.loop)
 
     def _reserve_staging(self) -> None:
@@ -176,10 +177,12 @@ class Session:
         if skip and not wait and self.saver.is_busy_anywhere(name):
             return None
         self.source.before_save(f"{self.storage.url}/{name}")
-        self.registry.look()
+        self.registry.refresh()
         self.unmanaged.saving()
         self.loop.habits.remarks.tell_lasting()
-        self.saver.save(name, lambda: self._capture(name, numbers), self.registry.optimized, facts, wait=wait)
+        self.saver.save(
+            name, lambda: self._capture(name, numbers), self.registry.optimizer_owned_storages, facts, wait=wait
+        )
         self.source.after_save()
         self.set_started()
         self.saved_at = self.position
@@ -188,7 +191,7 @@ class Session:
     def _capture(self, name: str, metrics: Mapping[str, float]) -> CapturedState:
         if self.keep is not None:
             self.keep.check(metrics, name)
-        own, lacking = self.registry.own_now(self.ranks.rank)
+        own, lacking = self.registry.own_parts_to_save(self.ranks.rank)
         self._warn(lacking)
         rank_state = {
             "rng": rng.capture(),

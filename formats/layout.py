@@ -1,9 +1,9 @@
-"""How a tensor is spread over ranks. The algebra is PyTorch's own; here it is written down and read back.
+"""How a tensor is sharded over ranks. The algebra is PyTorch's own; here it becomes values that JSON can hold.
 
-A layout is a mesh of ranks and, for each dimension of the mesh, a placement: `R` (every rank along it has the same),
-`S0` (it divides the tensor's dimension 0), `S0/2` (it divides what a later dimension of the mesh has divided already
-in two, as FSDP over tensor parallel does). It says of every rank which box of the tensor that rank holds, so nobody
-needs to ask the others, or to open their files to find out.
+A layout is a mesh of ranks and, for each dimension of the mesh, a placement: `R` (replicated along it), `S0` (sharded
+along the tensor's dimension 0), `S0/2` (sharded along dimension 0 after a later dimension of the mesh has halved it, as
+with FSDP over tensor parallelism). It gives the box of the tensor that each rank holds, without asking other ranks or
+opening their files.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ from torch.distributed.checkpoint.resharding import _shards_get_overlap_region_w
 
 _PLACEMENT = re.compile(r"R|S(\d+)(?:/(\d+))?")
 
-
 Overlap = list[tuple[int, int, int]]  # for each dimension: the start in one box, the start in the other, the length
+Ranges = list[tuple[int, int]]  # for each dimension: the start and the length
 
-Ranges = list[tuple[int, int]]  # for each dimension the start and the length
-
-_WHOLE = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of a tensor."""
+    """A rectangular region of a tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -47,18 +45,18 @@ class Box:
         return list(zip(self.offsets, self.sizes, strict=True))
 
     def overlap(self, other: Box) -> Overlap | None:
-        """Where two boxes meet: for each dimension the start in this one, the start in the other, and the length."""
-        if self.is_empty or other.is_empty or not _meet(self, other):
+        """The intersection: for each dimension the start in this box, the start in the other, and the length."""
+        if self.is_empty or other.is_empty or not _intersect(self, other):
             return None
         narrows = _shards_get_overlap_region_wrt_saved_tensor(_chunk(self), _chunk(other))
         return [(start, other_start, length) for _, start, other_start, length in narrows]
 
 
-Met = tuple[int, Box, Ranges]  # a rank, the part of its piece that meets a box, and where that is in the box
+RankOverlap = tuple[int, Box, Ranges]  # a rank, the part of its shard inside a box, and where in the box that is
 
 
-def _meet(one: Box, other: Box) -> bool:
-    spans = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+def _intersect(box: Box, other: Box) -> bool:
+    spans = zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
     return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in spans)
 
 
@@ -68,14 +66,14 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh of ranks (row by row) and a placement for each of its dimensions."""
+    """A mesh of ranks (in row-major order) and a placement for each of its dimensions."""
 
     mesh: tuple[int, ...]
     ranks: tuple[int, ...]
     placements: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        # layouts are looked up for every tensor, and may name a thousand ranks
+        # layouts are dict keys for every tensor and may name a thousand ranks: hash once, index ranks once
         object.__setattr__(self, "_hash", hash((self.mesh, self.ranks, self.placements)))
         object.__setattr__(self, "_places", {rank: place for place, rank in enumerate(self.ranks)})
 
@@ -97,27 +95,27 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """How many ranks hold the same piece."""
-        return math.prod(size for size, one in zip(self.mesh, self.placements, strict=True) if one == "R")
+        """How many ranks hold the same shard."""
+        return math.prod(size for size, placed in zip(self.mesh, self.placements, strict=True) if placed == "R")
 
     def copy_of(self, rank: int) -> int:
-        """Which of the copies of its piece a rank holds."""
+        """Which of the copies of its shard a rank holds."""
         number = 0
-        for coordinate, size, one in zip(self._coordinate(rank), self.mesh, self.placements, strict=True):
-            if one == "R":
+        for coordinate, size, placed in zip(self._coordinate(rank), self.mesh, self.placements, strict=True):
+            if placed == "R":
                 number = number * size + coordinate
         return number
 
     def box(self, shape: tuple[int, ...], rank: int) -> Box:
-        """What a rank holds of a tensor."""
+        """The box of a tensor that a rank holds."""
         return _box(self, shape, self._coordinate(rank))
 
     def holders(self, shape: tuple[int, ...], copy: int) -> dict[int, Box]:
-        """For each piece of a tensor that is not empty, the rank that holds the given copy of it."""
+        """The ranks that hold the given copy of a tensor, each with its shard. Empty shards are left out."""
         return _holders(self, shape, copy)
 
-    def overlaps(self, shape: tuple[int, ...], copy: int, box: Box) -> tuple[Met, ...]:
-        """The ranks whose pieces of a tensor meet a box, and where. Tensors of one shape are worked out once."""
+    def overlaps(self, shape: tuple[int, ...], copy: int, box: Box) -> tuple[RankOverlap, ...]:
+        """The ranks whose shards of a tensor intersect a box, and where. Cached by shape."""
         return _overlaps(self, shape, copy, box)
 
     def _coordinate(self, rank: int) -> tuple[int, ...]:
@@ -134,7 +132,7 @@ class Layout:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Layout:
         placements = tuple(fields["placements"])
-        if not all(_PLACEMENT.fullmatch(one) for one in placements):
+        if not all(map(_PLACEMENT.fullmatch, placements)):
             raise ValueError(f"unknown placements {placements}")
         return cls(tuple(fields["mesh"]), tuple(fields["ranks"]), placements)
 
@@ -143,7 +141,7 @@ class Layout:
 def _box(layout: Layout, shape: tuple[int, ...], coordinate: tuple[int, ...]) -> Box:
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as compute
 
-    sizes, offsets = compute(shape, layout.mesh, list(coordinate), [_placement(one) for one in layout.placements])
+    sizes, offsets = compute(shape, layout.mesh, list(coordinate), [_placement(text) for text in layout.placements])
     return Box(tuple(offsets), tuple(sizes))
 
 
@@ -154,7 +152,7 @@ def _holders(layout: Layout, shape: tuple[int, ...], copy: int) -> dict[int, Box
 
 
 @lru_cache(maxsize=10_000)
-def _overlaps(layout: Layout, shape: tuple[int, ...], copy: int, box: Box) -> tuple[Met, ...]:
+def _overlaps(layout: Layout, shape: tuple[int, ...], copy: int, box: Box) -> tuple[RankOverlap, ...]:
     met = []
     for rank, held in layout.holders(shape, copy).items():
         overlap = held.overlap(box)
@@ -165,7 +163,7 @@ def _overlaps(layout: Layout, shape: tuple[int, ...], copy: int, box: Box) -> tu
 
 
 def _holding(layout: Layout, copy: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """The ranks that hold the given copy of a piece, and where they are in the mesh."""
+    """The ranks that hold the given copy, with their coordinates in the mesh."""
     only = layout.copies == 1
     for rank, coordinate in zip(layout.ranks, itertools.product(*map(range, layout.mesh)), strict=True):
         if only or layout.copy_of(rank) == copy:
@@ -173,11 +171,11 @@ def _holding(layout: Layout, copy: int) -> Iterator[tuple[int, tuple[int, ...]]]
 
 
 @lru_cache
-def _placement(spelled: str) -> Any:
+def _placement(text: str) -> Any:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    match = _PLACEMENT.fullmatch(spelled)
+    match = _PLACEMENT.fullmatch(text)
     assert match is not None
     if match.group(1) is None:
         return Replicate()
@@ -186,14 +184,14 @@ def _placement(spelled: str) -> Any:
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether a value is a tensor of which every rank holds a piece: a DTensor, or what FSDP 1 gives out."""
-    if type(value) in _WHOLE:  # most are, and to ask a tensor for what it has not takes longest
+    """Whether a value is a tensor of which every rank holds a shard: a DTensor, or FSDP 1's ShardedTensor."""
+    if type(value) in _PLAIN:  # most are; hasattr for a missing attribute of a tensor is slow
         return False
     return hasattr(value, "__create_chunk_list__") or hasattr(value, "local_shards")
 
 
 def layout_of(tensor: Any) -> Layout:
-    """How a sharded tensor is spread."""
+    """The layout of a sharded tensor."""
     if hasattr(tensor, "device_mesh"):
         return _root_layout(tensor.device_mesh, tensor.placements)
     ranks = tuple(torch.distributed.get_process_group_ranks(tensor._process_group))
@@ -207,33 +205,33 @@ def layout_of(tensor: Any) -> Layout:
 
 
 def own_layout(tensor: Any) -> Layout:
-    """How a sharded tensor is spread over the ranks of its own mesh, be it only a part of a larger one."""
+    """The layout of a sharded tensor over its own mesh, which may be a submesh."""
     return _mesh_layout(tensor.device_mesh, tensor.placements) if hasattr(tensor, "device_mesh") else layout_of(tensor)
 
 
 @lru_cache(maxsize=1000)
 def _mesh_layout(mesh: Any, placed: tuple[Any, ...]) -> Layout:
-    return Layout(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(map(_spelled, placed)))
+    return Layout(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(map(_placement_text, placed)))
 
 
 def on_part_of_mesh(tensor: Any) -> bool:
-    """Whether a sharded tensor is taken to be the same on other ranks than those of its own mesh."""
+    """Whether a sharded tensor lies on a submesh, so that `layout_of` assumes it replicated over the other ranks."""
     return len(layout_of(tensor).ranks) != len(own_layout(tensor).ranks)
 
 
 def divided(tensors: Iterable[Any]) -> frozenset[Layout]:
-    """The ways in which tensors are divided, leaving out those that every rank has whole."""
-    found = {layout_of(one) for one in tensors if is_sharded(one)}
-    return frozenset(one for one in found if not one.is_replicated)
+    """The layouts of those tensors that are sharded and not fully replicated."""
+    found = {layout_of(tensor) for tensor in tensors if is_sharded(tensor)}
+    return frozenset(layout for layout in found if not layout.is_replicated)
 
 
 @lru_cache(maxsize=1000)
 def _root_layout(mesh: Any, placed: tuple[Any, ...]) -> Layout:
-    """Over the whole mesh, also for a tensor on a part of it: along the other dimensions the ranks hold the same.
+    """The layout over the root mesh. A tensor on a submesh counts as replicated along the other dimensions.
 
-    Of the parts of a mesh, each rank sees another one; only the whole is the same for all.
+    Each rank sees another submesh; only the root mesh is the same on all of them.
     """
-    placements = tuple(_spelled(one) for one in placed)
+    placements = tuple(map(_placement_text, placed))
     root = mesh._get_root_mesh()
     names, all_names = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
     if root is not mesh and set(names) <= set(all_names):
@@ -242,7 +240,7 @@ def _root_layout(mesh: Any, placed: tuple[Any, ...]) -> Layout:
     return Layout(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), placements)
 
 
-def _spelled(placement: Any) -> str:
+def _placement_text(placement: Any) -> str:
     if placement.is_replicate():
         return "R"
     if hasattr(placement, "split_factor"):
@@ -253,9 +251,9 @@ def _spelled(placement: Any) -> str:
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:
-    """The piece that this rank holds; an empty one where it holds none."""
+    """This rank's shard; an empty tensor if it has none."""
     if hasattr(tensor, "to_local"):
-        with torch.no_grad():  # it is then the piece itself, without a step of autograd
+        with torch.no_grad():  # returns the shard itself, without an autograd node
             piece: torch.Tensor = tensor.to_local()
         return piece.detach()
     shards = tensor.local_shards()
@@ -266,7 +264,7 @@ def local_tensor(tensor: Any) -> torch.Tensor:
 
 
 def gathered(tensor: Any) -> torch.Tensor:
-    """The whole of a sharded tensor, on the main rank at least. Every rank makes this call."""
+    """The full tensor, at least on rank 0. Collective: every rank makes this call."""
     if hasattr(tensor, "full_tensor"):
         full: torch.Tensor = tensor.full_tensor()
         return full
@@ -276,7 +274,7 @@ def gathered(tensor: Any) -> torch.Tensor:
 
 
 def empty_like(tensor: Any, dtype: torch.dtype) -> Any:
-    """A new tensor of the same shape on the same device, spread like another one."""
+    """An uninitialised tensor with the shape, device and sharding of another one."""
     if not is_sharded(tensor):
         return torch.empty(tensor.size(), dtype=dtype, device=tensor.device)
     if hasattr(tensor, "device_mesh"):
@@ -290,7 +288,7 @@ def empty_like(tensor: Any, dtype: torch.dtype) -> Any:
 
     metadata = copy.deepcopy(tensor.metadata())
     metadata.tensor_properties.dtype = dtype
-    pieces = [Piece(torch.empty_like(one.tensor, dtype=dtype), one.metadata) for one in tensor.local_shards()]
+    pieces = [Piece(torch.empty_like(shard.tensor, dtype=dtype), shard.metadata) for shard in tensor.local_shards()]
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         pieces, sharded_tensor_metadata=metadata, process_group=tensor._process_group
     )

@@ -1,7 +1,7 @@
-"""Tensors whose pieces lie in files: where every piece is, and how any box of the whole is read.
+"""Tensors whose pieces lie in files: the place of every piece, and reading any box of the full tensor.
 
-All that a sharded format has to tell of a tensor is a `PiecedTensor`. Whoever writes the whole takes it slab by slab,
-in the order of its bytes, and never holds more than one.
+A sharded format describes each tensor as a `PiecedTensor`. Writers stream it slab by slab, in the order of its bytes,
+and hold one slab in memory at a time.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats.layout import Box
-from ckpt.formats.native.tensor_file import narrowed
-from ckpt.formats.tensor_bytes import host_bytes, movable
+from ckpt.formats.tensor_bytes import host_bytes, movable, narrowed
 from ckpt.formats.transfers import ByteReader
 
-SLAB = 8 << 20  # bytes: small enough to stay in a cache between reading and writing, large enough to be one request
+SLAB = 8 << 20  # bytes: fits a CPU cache between reading and writing, and is large enough for one request
 Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Region:
-    """Elements of a file that form a box: the byte of the first one, and the steps between them, in elements."""
+    """A strided tensor in a file: the byte of its first element, its sizes and its strides in elements."""
 
     reader: ByteReader = field(compare=False, repr=False)
     where: str
@@ -34,7 +33,7 @@ class Region:
     strides: Sizes
 
     def read_into(self, offsets: Sizes, target: torch.Tensor) -> None:
-        """Fill `target` with as many elements from `offsets` on. Holds no more than a slab of memory beside it."""
+        """Fill `target` with the box of its shape that begins at `offsets`. Uses at most `SLAB` bytes of memory."""
         steps = sum(offset * stride for offset, stride in zip(offsets, self.strides, strict=True))
         self._fill(self.start + steps * self.dtype.itemsize, target)
 
@@ -51,7 +50,7 @@ class Region:
             self._fill_halves(start, target)
 
     def _fill_halves(self, start: int, target: torch.Tensor) -> None:
-        dim = max(range(target.dim()), key=lambda one: (target.shape[one] - 1) * self.strides[one])
+        dim = max(range(target.dim()), key=lambda dim: (target.shape[dim] - 1) * self.strides[dim])
         half = target.shape[dim] // 2
         self._fill(start, target.narrow(dim, 0, half))
         later = start + half * self.strides[dim] * self.dtype.itemsize
@@ -59,12 +58,12 @@ class Region:
 
 
 def _span(sizes: Sizes, strides: Sizes) -> int:
-    """From the first to the last of the elements of a box, both counted."""
+    """The number of elements from the first to the last one of a strided box, inclusive."""
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
 def _is_dense(sizes: Sizes, strides: Sizes) -> bool:
-    """Whether the elements lie one after the other, the last index running fastest."""
+    """Whether the elements are contiguous in row-major order."""
     expected = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size != 1 and stride != expected:
@@ -80,7 +79,7 @@ def dense_strides(sizes: Sizes) -> Sizes:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor, and where its elements lie."""
+    """A box of a tensor, and the region of a file that holds it."""
 
     box: Box
     region: Region
@@ -88,7 +87,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class PiecedTensor:
-    """A tensor, and the pieces of it that were saved. None of them is empty."""
+    """A tensor and its saved pieces, none of which is empty."""
 
     dtype: torch.dtype
     shape: Sizes
@@ -100,7 +99,7 @@ class PiecedTensor:
 
     @property
     def box(self) -> Box:
-        """The whole."""
+        """The box that is the full tensor."""
         return Box((0,) * len(self.shape), self.shape)
 
     def read(self, box: Box) -> torch.Tensor:
@@ -114,15 +113,15 @@ class PiecedTensor:
         return target
 
     def slabs(self) -> Iterator[torch.Tensor]:
-        """The whole in contiguous parts, in the order of its bytes."""
+        """The full tensor in contiguous parts, in the order of its bytes."""
         return map(self.read, self.boxes(SLAB // self.dtype.itemsize))
 
     def boxes(self, limit: int) -> Iterator[Box]:
-        """The whole in boxes of at most `limit` elements, in the order of its bytes."""
+        """The full tensor in boxes of at most `limit` elements, in the order of its bytes."""
         return _slabs(self.box, max(1, limit))
 
     def holes(self) -> list[Box]:
-        """The boxes that no piece covers."""
+        """The boxes that no piece covers: data that is missing."""
         missing = [self.box] if self.size else []
         for piece in self.pieces:
             missing = [rest for box in missing for rest in _without(box, piece.box)]
@@ -130,7 +129,7 @@ class PiecedTensor:
 
 
 def _slabs(box: Box, limit: int) -> Iterator[Box]:
-    """Boxes of at most `limit` elements, contiguous and one after the other: ranges of rows, or of parts of a row."""
+    """Consecutive contiguous boxes of at most `limit` elements: ranges of rows, or of parts of a row."""
     if math.prod(box.sizes) <= limit:
         if not box.is_empty:
             yield box
@@ -142,7 +141,7 @@ def _slabs(box: Box, limit: int) -> Iterator[Box]:
 
 
 def _without(box: Box, taken: Box) -> Iterator[Box]:
-    """What is left of a box outside another one: for each dimension the slice before it and the slice after it."""
+    """The part of a box outside another one: for each dimension the slice before it and the slice after it."""
     overlap = box.overlap(taken)
     if overlap is None:
         yield box
@@ -156,22 +155,22 @@ def _without(box: Box, taken: Box) -> Iterator[Box]:
 
 
 def _slice(box: Box, dim: int, start: int, length: int) -> Box:
-    """As much of a box as lies in a range of one dimension, counted from where the box begins."""
+    """The part of a box within a range of one dimension. `start` counts from the beginning of the box."""
     offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
     return Box(offsets, (*box.sizes[:dim], length, *box.sizes[dim + 1 :]))
 
 
 def check_complete(tensors: dict[str, PiecedTensor], where: str) -> None:
-    """Raise one error that names every tensor of which a part was not saved."""
+    """Raise one error that names every tensor with missing pieces."""
     found = {name: holes for name, tensor in tensors.items() if (holes := tensor.holes())}
     if found:
         listed = "; ".join(
-            f"{name} {list(tensors[name].shape)} lacks {_spelled(holes[0])}" for name, holes in found.items()
+            f"{name} {list(tensors[name].shape)} lacks {_as_index(holes[0])}" for name, holes in found.items()
         )
         raise DamagedError(f"{where} is incomplete: {listed}. Is the file of a rank missing, or was its save cut off?")
 
 
-def _spelled(box: Box) -> str:
-    """`[0:4, 8:16]`, as one would index it."""
+def _as_index(box: Box) -> str:
+    """A box as an index expression: `[0:4, 8:16]`."""
     ranges = (f"{offset}:{offset + size}" for offset, size in zip(box.offsets, box.sizes, strict=True))
     return f"[{', '.join(ranges)}]"

@@ -1,4 +1,4 @@
-"""The neutral state: what a checkpoint holds, without a word about who held it or where it will lie."""
+"""State independent of any file format: shards of tensors, the state of a part, and the plan of a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Shard(NamedTuple):
-    """A rectangular piece of a tensor: its data, and where it belongs in the whole."""
+    """A rectangular piece of a tensor: its data, the shape of the full tensor, and its offsets in that."""
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
@@ -27,32 +27,32 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class PartState:
-    """The state of one part: JSON in which tensors stand as references, the tensors by their names, and its class."""
+    """The state of a part: its class, JSON values with references to tensors, and the tensors by name."""
 
     kind: str
     values: Any
     tensors: Mapping[str, Shard] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()  # tensors that training does not change
-    about: Mapping[str, Any] = field(default_factory=dict)  # JSON: what others need to build the object again
+    about: Mapping[str, Any] = field(default_factory=dict)  # JSON that other tools need to rebuild the object
 
 
 @dataclass(frozen=True)
 class FilePlan:
-    """The bytes of a file that is to be written: how many, and a way to go through them once more.
+    """A file to be written: its path, its size, and an iterator over its bytes that can be started anew.
 
-    A `steady` one is likely to be the same as in the checkpoint before. `contents` are what it is made of, in order:
-    bytes, and tensors with their names; none if some of it is not here yet. The pieces of a `settled` one are all here,
-    and stay as they are until it is written.
+    `likely_unchanged`: it probably equals the file of the previous checkpoint (frozen weights). `contents` are the
+    bytes and named tensors that it consists of, in order; None if some are still to be fetched. `in_memory`: all pieces
+    are in host memory and do not change until the file is written.
     """
 
     path: str
     size: int
     pieces: Callable[[], Iterator[memoryview]]
-    steady: bool = False
+    likely_unchanged: bool = False
     contents: Sequence[bytes | tuple[str, torch.Tensor]] | None = None
-    settled: bool = False
-    head: int = 0  # bytes at its start that readers want by themselves
+    in_memory: bool = False
+    head: int = 0  # bytes at its start (a header) that readers fetch separately
 
     @classmethod
     def of(cls, path: str, data: bytes) -> FilePlan:
-        return cls(path, len(data), lambda: iter((memoryview(data),)), contents=(data,), settled=True)
+        return cls(path, len(data), lambda: iter((memoryview(data),)), contents=(data,), in_memory=True)

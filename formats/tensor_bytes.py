@@ -1,4 +1,4 @@
-"""The bytes behind a tensor."""
+"""Tensors as bytes: views of their memory, copies that ignore dtypes torch cannot copy, and boxes of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, not copied. The view keeps the tensor alive."""
+    """The memory of a contiguous CPU tensor, without a copy. The view keeps the tensor alive."""
     size = tensor.numel() * tensor.element_size()
     if not size:
         return memoryview(bytearray())
@@ -18,7 +18,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor on any device as a row of bytes."""
+    """The memory of a dense tensor on any device, as a flat tensor of bytes."""
     return tensor.view(-1).view(torch.uint8)
 
 
@@ -28,12 +28,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's values are its bytes, one after the other."""
+    """Whether the tensor's memory holds exactly its values, in order: contiguous, no lazy conjugate or negation."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where its bytes can be read in place, a plain copy on the CPU otherwise."""
+    """The tensor itself if `host_bytes` can read it, a plain CPU copy otherwise."""
     plain = tensor.detach()
     if not is_plain(plain):
         resolved = plain.resolve_conj().resolve_neg()
@@ -42,5 +42,20 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def movable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory under a dtype that torch can copy: it has no copy for int4 and its like."""
+    """The same memory under a dtype that torch can copy: it has no copy kernel for int4 and the like."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def copy_into(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy `source` into `target`, casting if the dtypes differ."""
+    if source.dtype == target.dtype:
+        source, target = movable(source), movable(target)
+    target.copy_(source)
+
+
+def narrowed(tensor: torch.Tensor, ranges: list[tuple[int, int]]) -> torch.Tensor:
+    """A view of a box of the tensor. `ranges` are (start, length) for each dimension."""
+    for dim, (start, length) in enumerate(ranges):
+        if length != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, length)
+    return tensor

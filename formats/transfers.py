@@ -1,7 +1,6 @@
-"""Bytes of a file that are wanted, and where they go.
+"""Requests to read bytes of a file into memory.
 
-Whoever opens a file says what is wanted and where; whoever reads decides when, how much at once, and in how many
-threads.
+Formats say which bytes go where. The reader decides when to read, how much at once, and in how many threads.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from ckpt.formats.tensor_bytes import as_bytes, host_bytes
 
 
 class ByteReader(Protocol):
-    """All that a format needs of a file."""
+    """A file, as far as a format needs it."""
 
     def read(self, start: int, stop: int) -> bytes:
         """The bytes from `start` up to `stop`."""
 
     def read_into(self, start: int, *buffers: memoryview) -> None:
-        """Fill the buffers, one after the other, from `start` on."""
+        """Fill the buffers one after the other with the bytes from `start` on."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes of a file on their way: into memory, or to whoever takes them from there.
+    """A range of bytes to read: straight into a tensor, or through a CPU buffer to a callback.
 
-    `into` is a dense tensor on any device, whose bytes may be filled in any order. Where there is none, `take` gets all
-    the bytes at once, in memory of the CPU.
+    `into` is a dense tensor on any device, whose bytes may be filled in any order. Without it, `take` gets all the
+    bytes at once as a CPU tensor.
     """
 
     reader: Any = field(repr=False)
@@ -48,7 +47,7 @@ Want = Callable[[Transfer], None]
 
 
 def at_once(transfer: Transfer) -> None:
-    """Read it now."""
+    """Carry out a transfer now."""
     memory = transfer.into if transfer.into is not None else torch.empty(transfer.size, dtype=torch.uint8)
     here = memory if memory.device.type == "cpu" else torch.empty(transfer.size, dtype=torch.uint8)
     transfer.reader.read_into(transfer.start, host_bytes(here))

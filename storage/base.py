@@ -52,7 +52,7 @@ class Storage(Protocol):
       the first two say that bytes are gone: what could merely not be read must be any other one.
     """
 
-    near: bool  # whether what one process has read costs others on its host next to nothing
+    is_local: bool  # bytes that one process has read cost the others on its host next to nothing: page cache or memory
 
     @property
     def url(self) -> str:
@@ -131,6 +131,41 @@ class Staging(Protocol):
 
     def settle(self) -> None:
         """Return when everything that was published is durable, and everything deleted gone."""
+
+
+class Objects(Protocol):
+    """Objects below one prefix of a store. Keys are checked, and errors are ours already."""
+
+    @property
+    def url(self) -> str:
+        """The bucket and the prefix, as a user would write them. Holds no secret."""
+
+    def put(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> str:
+        """Store an object as `Storage.write` does. Returns its version, if `over` was given."""
+
+    def version(self, key: str) -> str | None:
+        """As `Storage.version`."""
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """As `Storage.read`."""
+
+    def fill(self, key: str, start: int, buffers: list[memoryview]) -> int:
+        """Fill the buffers, one after the other. Returns how many bytes are missing at the end."""
+
+    def copy(self, source: str, target: str) -> None:
+        """Let the store copy an object."""
+
+    def entries(self, prefix: str) -> Iterator[Entry]:
+        """What there is below a prefix, now."""
+
+    def remove(self, keys: list[str]) -> None:
+        """Remove objects, in no particular order."""
+
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        """As `Storage.unfinished`."""
+
+    def abort(self, prefix: str, age: float) -> None:
+        """Give up writes below a prefix that began longer ago than `age` seconds, and have not ended."""
 
 
 _SEGMENT = re.compile(r"[^/\\\0]+")

@@ -17,44 +17,17 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from typing import Any
 
 from ckpt.errors import AbsentError, ConflictError, DeniedError, LockedError, StorageError
-from ckpt.util.process_identity import identity, started
-
-if TYPE_CHECKING:
-    from ckpt.storage.object_storage import Objects
+from ckpt.storage.base import Objects
+from ckpt.storage.lease_record import FOLDER, Held, held_here, is_gone, quoted
 
 _log = logging.getLogger("ckpt")
 
-FOLDER = ".locks"
 BEAT = 10.0  # seconds from one sign of life to the next
 LIFE = 60.0  # without one, a holder is gone
 _LOOK = 1.0
-
-_held_here: set[str] = set()  # holders in this process
-
-
-@dataclass
-class _Held:
-    """What this process holds."""
-
-    key: str
-    path: str
-    note: str
-    alone: bool
-    version: str | None = None
-    renewed: float = field(default_factory=time.monotonic)
-    lost: bool = False
-    holder: str = field(default_factory=lambda: uuid.uuid4().hex)
-    process: int = field(default_factory=os.getpid)
-    turn: threading.Lock = field(default_factory=threading.Lock)
-
-    def text(self) -> bytes:
-        sign = {"note": self.note, "process": identity(os.getpid()), "holder": self.holder, "sign": uuid.uuid4().hex}
-        return json.dumps(sign).encode()
 
 
 class Leases:
@@ -62,7 +35,7 @@ class Leases:
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
-        self._held: list[_Held] = []
+        self._held: list[Held] = []
         self._seen: dict[str, tuple[str, float]] = {}  # versions of others' objects, and since when they are known
         self._changed = threading.Event()
         self._beating = False
@@ -71,7 +44,7 @@ class Leases:
 
     @contextmanager
     def alone(self, key: str, note: str) -> Iterator[None]:
-        held = _Held(key, f"{FOLDER}/alone/{_name(key)}", note, alone=True)
+        held = Held(key, f"{FOLDER}/alone/{quoted(key)}", note, alone=True)
         self._claim(held)
         try:
             self._refuse_readers(key)
@@ -83,19 +56,19 @@ class Leases:
 
     @contextmanager
     def shared(self, key: str, note: str) -> Iterator[None]:
-        held = _Held(key, f"{FOLDER}/shared/{_name(key)}/{uuid.uuid4().hex}", note, alone=False)
-        _held_here.add(held.holder)
+        held = Held(key, f"{FOLDER}/shared/{quoted(key)}/{uuid.uuid4().hex}", note, alone=False)
+        held_here.add(held.holder)
         try:
             self._objects.put(held.path, [held.text()])
         except DeniedError:  # who may only read can keep nobody from removing what he reads
-            _held_here.discard(held.holder)
+            held_here.discard(held.holder)
             yield
             return
         except BaseException:  # it may have taken effect all the same
             self._leave(held)
             raise
         try:
-            self._refuse_if_held(key, f"{FOLDER}/alone/{_name(key)}")
+            self._refuse_if_held(key, f"{FOLDER}/alone/{quoted(key)}")
         except BaseException:
             self._drop(held)
             raise
@@ -114,18 +87,18 @@ class Leases:
                     "then start again: it goes on from the newest checkpoint."
                 )
 
-    def _claim(self, held: _Held) -> None:
+    def _claim(self, held: Held) -> None:
         """Write the object that only one can write; over that of a holder who is gone."""
-        _held_here.add(held.holder)
+        held_here.add(held.holder)
         try:
             while not self._put_alone(held):
                 held.version = self._refuse_if_held(held.key, held.path)
         except BaseException:
-            _held_here.discard(held.holder)  # or what may have taken effect would lock this process out
+            held_here.discard(held.holder)  # or what may have taken effect would lock this process out
             raise
         held.renewed = time.monotonic()
 
-    def _put_alone(self, held: _Held) -> bool:
+    def _put_alone(self, held: Held) -> bool:
         """Write the object over the version that is known. Returns whether it is this holder's now.
 
         A write that was refused or has failed may have taken effect: its answer was lost, and the client has tried it
@@ -142,7 +115,7 @@ class Leases:
             raise
         return True
 
-    def _is_mine(self, held: _Held) -> bool:
+    def _is_mine(self, held: Held) -> bool:
         """Whether the object that is there now is this holder's; if so, its version is the known one."""
         version, sign = self._look(held.path)
         if sign is None or sign.get("holder") != held.holder:
@@ -151,11 +124,11 @@ class Leases:
         return True
 
     def _refuse_readers(self, key: str) -> None:
-        for entry in self._objects.entries(f"{FOLDER}/shared/{_name(key)}/"):
+        for entry in self._objects.entries(f"{FOLDER}/shared/{quoted(key)}/"):
             version, sign = self._look(entry.key)
             if version is None:
                 continue
-            if sign is None or _is_gone(sign) or self._is_stale(entry.key, version):
+            if sign is None or is_gone(sign) or self._is_stale(entry.key, version):
                 self._objects.remove([entry.key])
             else:
                 raise self._refusal(key, sign)
@@ -167,7 +140,7 @@ class Leases:
             version, sign = self._look(path)
             if version is None or sign is None:
                 return version
-            gone = _is_gone(sign)
+            gone = is_gone(sign)
             if gone or self._is_stale(path, version):
                 return version
             if gone is False or version != (first or version):
@@ -210,7 +183,7 @@ class Leases:
         return ""
 
     @contextmanager
-    def _kept(self, held: _Held) -> Iterator[None]:
+    def _kept(self, held: Held) -> Iterator[None]:
         with self._guard:
             self._held.append(held)
             self._begin_to_beat()
@@ -220,7 +193,7 @@ class Leases:
             # Nobody has closed it, and it is being collected, in whatever thread and with whatever locks held: nothing
             # may be waited for. The next beat removes the object.
             if os.getpid() == held.process:
-                _held_here.discard(held.holder)
+                held_here.discard(held.holder)
                 self._left.append(held.path)
                 self._held.remove(held)
             raise
@@ -229,16 +202,16 @@ class Leases:
             raise
         self._let_go(held)
 
-    def _let_go(self, held: _Held) -> None:
+    def _let_go(self, held: Held) -> None:
         if os.getpid() == held.process:  # a forked child lets its parent hold on
             with self._guard:
                 self._held.remove(held)
                 self._changed.set()
             self._drop(held)
 
-    def _drop(self, held: _Held) -> None:
+    def _drop(self, held: Held) -> None:
         """Remove the object, if it is certainly ours. What is left refuses others as long as this process lives."""
-        _held_here.discard(held.holder)
+        held_here.discard(held.holder)
         with held.turn:
             if not held.lost and time.monotonic() - held.renewed > LIFE / 2:
                 with suppress(StorageError):
@@ -250,9 +223,9 @@ class Leases:
             except StorageError:
                 self._leave(held)
 
-    def _leave(self, held: _Held) -> None:
+    def _leave(self, held: Held) -> None:
         """Let the next beat remove the object."""
-        _held_here.discard(held.holder)
+        held_here.discard(held.holder)
         with self._guard:
             self._left.append(held.path)
             self._begin_to_beat()
@@ -273,7 +246,7 @@ class Leases:
                     return
             self._catch_up(due)
 
-    def _catch_up(self, due: Iterable[_Held]) -> None:
+    def _catch_up(self, due: Iterable[Held]) -> None:
         """Give signs of life, and remove what is left. Where that fails, the next beat tries again."""
         for held in due:
             with suppress(StorageError):
@@ -285,12 +258,12 @@ class Leases:
                 return
             self._left.pop(0)
 
-    def _renew(self, held: _Held) -> None:
+    def _renew(self, held: Held) -> None:
         with held.turn:
             if held in self._held:
                 self._sign(held)
 
-    def _sign(self, held: _Held) -> None:
+    def _sign(self, held: Held) -> None:
         if held.alone:
             held.lost = not self._put_alone(held)
         else:
@@ -299,17 +272,3 @@ class Leases:
             _log.error("%s/%s was taken over by another run", self._objects.url, held.key)
         else:
             held.renewed = time.monotonic()
-
-
-def _name(key: str) -> str:
-    return quote(key, safe="")
-
-
-def _is_gone(sign: dict[str, Any]) -> bool | None:
-    """Whether a holder has ended. None if that cannot be known here."""
-    mine = identity(os.getpid())
-    if sign["process"] == mine:
-        return sign["holder"] not in _held_here
-    if sign["process"][:2] != mine[:2]:
-        return None
-    return bool(started(int(sign["process"][2])) != sign["process"][3])

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ckpt.errors import AbsentError, LockedError, TruncatedError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, below, changed, check_key
+from ckpt.storage.deprecated import FormerName
 
 
 @dataclass
@@ -32,7 +33,8 @@ _spaces: dict[str, _Space] = {}
 class MemoryStorage:
     """`memory://name`: every storage of the same name in this process shares its objects."""
 
-    near = True
+    is_local = True
+    near = FormerName("is_local")
 
     def __init__(self, name: str) -> None:
         self._name = name.rstrip("/")

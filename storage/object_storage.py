@@ -4,54 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 from ckpt.errors import TruncatedError
-from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, below, check_key
-from ckpt.storage.leases import FOLDER, Leases
+from ckpt.storage.base import ANY, Buffer, Entry, Objects, Unfinished, below, check_key
+from ckpt.storage.deprecated import FormerName
+from ckpt.storage.lease_record import FOLDER
+from ckpt.storage.leases import Leases
 
 _LATELY = 24 * 3600.0  # seconds
-
-
-class Objects(Protocol):
-    """Objects below one prefix of a store. Keys are checked, and errors are ours already."""
-
-    @property
-    def url(self) -> str:
-        """The bucket and the prefix, as a user would write them. Holds no secret."""
-
-    def put(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> str:
-        """Store an object as `Storage.write` does. Returns its version, if `over` was given."""
-
-    def version(self, key: str) -> str | None:
-        """As `Storage.version`."""
-
-    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """As `Storage.read`."""
-
-    def fill(self, key: str, start: int, buffers: list[memoryview]) -> int:
-        """Fill the buffers, one after the other. Returns how many bytes are missing at the end."""
-
-    def copy(self, source: str, target: str) -> None:
-        """Let the store copy an object."""
-
-    def entries(self, prefix: str) -> Iterator[Entry]:
-        """What there is below a prefix, now."""
-
-    def remove(self, keys: list[str]) -> None:
-        """Remove objects, in no particular order."""
-
-    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
-        """As `Storage.unfinished`."""
-
-    def abort(self, prefix: str, age: float) -> None:
-        """Give up writes below a prefix that began longer ago than `age` seconds, and have not ended."""
 
 
 class ObjectStorage:
     """`Objects` as a storage. Locks are leases: objects that say who holds what, and that he is alive."""
 
-    near = False
+    is_local = False
+    near = FormerName("is_local")
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects

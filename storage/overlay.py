@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 from ckpt.errors import AbsentError
 from ckpt.storage.base import Entry, Storage
+from ckpt.storage.deprecated import FormerName
 
 
 class Tiers:
     """What the first storage does not have is read from the second. All else is done to the first."""
 
-    near = True
+    is_local = True
+    near = FormerName("is_local")
 
     def __init__(self, first: Storage, second: Storage) -> None:
         self._first = first

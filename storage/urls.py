@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 from ckpt.errors import ConfigError, SchemeError
 from ckpt.storage.base import Storage
+from ckpt.storage.deprecated import accept_near
 from ckpt.storage.hub.storage import HubStorage
 from ckpt.storage.local.storage import LocalStorage
 from ckpt.storage.memory import MemoryStorage
@@ -28,6 +29,7 @@ def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Stor
     fails is tried again, and a server that moves no byte is borne. `hub://` takes `token`, `deadline`, and `interval`:
     seconds between two commits.
     """
+    accept_near(root)
     if isinstance(root, Storage):
         return root
     url = os.fspath(root) if isinstance(root, str | os.PathLike) else None
@@ -43,7 +45,9 @@ def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Stor
             f"{_masked(url)} has a name and a password in it, and URLs are shown in logs. Give credentials in the "
             "environment, in a profile, or in storage_options."
         )
-    return factory(rest, **options)
+    storage = factory(rest, **options)
+    accept_near(storage)
+    return storage
 
 
 def place_of(storage: Storage) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from tests.helpers import hub_server
 from tests.helpers.hub_server import HubServer
 from tests.helpers.places import Folder, Place, Prefix
 from tests.helpers.seaweed import BUCKET, Server, environment, serving
+from tests.helpers.second_process import MARKS, marks_of, single_process
 
 ON_S3 = os.environ.get("CKPT_ROOT") == "s3"
 _numbers = itertools.count()
@@ -30,8 +32,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not ON_S3:
-        return
+    for item in items:
+        for mark in {"slow"} if ON_S3 else marks_of(item) if isinstance(item, pytest.Function) else ():
+            item.add_marker(mark)
+    if ON_S3:
+        _decide_about_s3(items)
+
+
+def _decide_about_s3(items: list[pytest.Item]) -> None:
     undecided = []
     for item in items:
         mark = item.get_closest_marker("not_on_s3")
@@ -41,6 +49,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             undecided.append(item.nodeid)
     if undecided:
         raise pytest.UsageError(f"neither take a root nor are marked not_on_s3(reason): {', '.join(undecided)}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    with _guarded(item):
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with _guarded(item):
+        yield
+
+
+def _guarded(item: pytest.Item) -> AbstractContextManager[None]:
+    return nullcontext() if any(map(item.get_closest_marker, MARKS)) else single_process(item)
 
 
 @pytest.fixture(scope="session")

@@ -202,7 +202,7 @@ def test_the_rules_see_what_they_forbid(rule: Rule, code: str) -> None:
         ("def f():\n    from ckpt.manager import StateManager", ["manager"]),
         ("if TYPE_CHECKING:\n    from ckpt.save.saver import Saver", ["save"]),
         ("from ckpt.errors import X", []),
-        ("from ckpt.util.console import bar", []),
+        ("from ckpt.util.console import progress_bar", []),
         ("from ckpt.formats import pieces", []),
         ("from . import pieces", []),
     ],

@@ -13,7 +13,7 @@ from ckpt.cli.ls import show_checkpoints
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.root import catalog
 from ckpt.root.catalog import Checkpoint
-from ckpt.util.console import size
+from ckpt.util.console import format_size
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _PLOT_WIDTH = 48
@@ -33,7 +33,7 @@ def show_wreck(plan: Plan) -> None:
     show_checkpoints(plan.folder(INTERRUPTED))
     click.echo(f"\nand in {folder}:\n")
     for name in sorted(os.listdir(folder)):
-        click.echo(f"  {size(os.path.getsize(f'{folder}/{name}')):>9}  {name}")
+        click.echo(f"  {format_size(os.path.getsize(f'{folder}/{name}')):>9}  {name}")
     click.echo()
 
 
@@ -110,7 +110,7 @@ def _show_file(name: str, straight: bytes | None, resumed: bytes | None) -> bool
 
 
 def _show_line(name: str, length: int, verdict: str) -> None:
-    click.echo(f"  {name:<21}  {size(length):>9}  {verdict or ' ' * 9}  {_CONTENTS.get(name, '')}")
+    click.echo(f"  {name:<21}  {format_size(length):>9}  {verdict or ' ' * 9}  {_CONTENTS.get(name, '')}")
 
 
 def _show_verdict(steps: int, same: bool) -> None:

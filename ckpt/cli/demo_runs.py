@@ -16,7 +16,7 @@ from typing import IO
 import click
 
 from ckpt.errors import CkptError
-from ckpt.util.console import bar, say
+from ckpt.util.console import progress_bar, say
 
 STRAIGHT = "straight"
 INTERRUPTED = "interrupted"
@@ -92,7 +92,7 @@ def _train(plan: Plan, folder: str, label: str, steps: int, *more: str) -> Run:
     options = ["--steps", str(plan.steps), "--save-every", str(plan.save_every), *more]
     command = [sys.executable, "-m", "ckpt.cli.demo_training", plan.folder(folder), *options]
     started = time.monotonic()
-    with tempfile.TemporaryFile("w+") as said, bar(label, steps) as advance:
+    with tempfile.TemporaryFile("w+") as said, progress_bar(label, steps) as advance:
         done = _follow(command, said, advance)
         said.seek(0)
         done.said = said.read()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt.errors import CkptError
-from ckpt.util.console import aligned, one_line
+from ckpt.util.console import format_table, one_line
 
 if TYPE_CHECKING:
     from ckpt.tools.diff import Difference
@@ -38,7 +38,7 @@ def diff(first: str, second: str, part: str | None, as_json: bool) -> None:
         click.echo("There is no difference.")
     else:
         rows = [_row(difference) for difference in found.differences]
-        for line in aligned(("", first, second, "elements", "at most by"), rows, ("elements",)):
+        for line in format_table(("", first, second, "elements", "at most by"), rows, ("elements",)):
             click.echo(line)
     if found:
         raise click.exceptions.Exit(1)

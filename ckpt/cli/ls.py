@@ -13,8 +13,9 @@ from ckpt.errors import MissingError, StorageError, shows_damage
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root import catalog
 from ckpt.root.catalog import Checkpoint
+from ckpt.root.verify import files_on_other_hosts, problems, size_problems, without_other_hosts
 from ckpt.storage import Storage, open_storage
-from ckpt.util.console import age, aligned, number, one_line, size
+from ckpt.util.console import format_age, format_number, format_size, format_table, one_line
 
 _COLUMNS = ("name", "step", "age", "size", "metrics", "world", "intact")
 _RIGHT_ALIGNED = ("step", "age", "size", "world")
@@ -32,7 +33,7 @@ def show_checkpoints(root: str, *, verify: bool = False) -> None:
     """Print what `ckpt ls` does."""
     storage, found = _checkpoints(root)
     if not found:
-        catalog.check_there(storage)
+        catalog.check_exists(storage)
         click.echo(f"There are no checkpoints in {root}.")
         return
     _show_table([_row(storage, checkpoint, verify=verify) for checkpoint in found])
@@ -58,19 +59,19 @@ def _row(storage: Storage, checkpoint: Checkpoint, *, verify: bool) -> list[str]
     return [
         checkpoint.name,
         str(manifest.step),
-        age(manifest.created),
-        size(manifest.size),
-        " ".join(f"{name}={number(value)}" for name, value in manifest.metrics.items()) or "-",
+        format_age(manifest.created),
+        format_size(manifest.size),
+        " ".join(f"{name}={format_number(value)}" for name, value in manifest.metrics.items()) or "-",
         str(manifest.world_size),
         _intact(storage, manifest, verify=verify),
     ]
 
 
 def _intact(storage: Storage, manifest: Manifest, *, verify: bool) -> str:
-    find_problems = partial(catalog.problems, show=True) if verify else catalog.size_problems
+    find_problems = partial(problems, show=True) if verify else size_problems
     try:
-        others = catalog.elsewhere(storage, manifest)
-        wrong = find_problems(storage, catalog.kept_here(storage, manifest))
+        others = files_on_other_hosts(storage, manifest)
+        wrong = find_problems(storage, without_other_hosts(storage, manifest))
     except StorageError as error:
         return f"{'no' if shows_damage(error) else 'not known'}: {one_line(str(error))}"
     if wrong:
@@ -91,7 +92,7 @@ def _show_table(rows: Sequence[Sequence[str]]) -> None:
     if sys.stdout.isatty():
         _show_on_terminal(rows)
     else:
-        for line in aligned(_COLUMNS, rows, _RIGHT_ALIGNED):
+        for line in format_table(_COLUMNS, rows, _RIGHT_ALIGNED):
             click.echo(line)
 
 

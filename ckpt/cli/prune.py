@@ -11,7 +11,7 @@ import click
 from ckpt.root.retention import Keep
 from ckpt.storage import open_storage
 from ckpt.tools.prune import Plan, Pruned
-from ckpt.util.console import aligned, duration, one_line, size
+from ckpt.util.console import format_duration, format_size, format_table, one_line
 
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)?")
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400}
@@ -82,14 +82,18 @@ def _rules(mode: str, **given: int | str | None) -> Keep | None:
 
 
 def _lines(found: Pruned, grace: float) -> Iterator[str]:
-    rows = [("remove", name, size(count), "") for name, count in found.removed.items()]
-    rows += [("sweep", name, size(count), "left by a save that was cut off") for name, count in found.swept.items()]
-    rows += [("leave", name, "", f"{why}, which is less than {duration(grace)}") for name, why in found.spared.items()]
+    rows = [("remove", name, format_size(count), "") for name, count in found.removed.items()]
+    rows += [
+        ("sweep", name, format_size(count), "left by a save that was cut off") for name, count in found.swept.items()
+    ]
+    rows += [
+        ("leave", name, "", f"{why}, which is less than {format_duration(grace)}") for name, why in found.spared.items()
+    ]
     rows += [("keep", name, "", "") for name in found.kept if name not in found.damaged]
     for name, why in found.damaged.items():
         if name not in found.removed:
             rows.append(("keep", name, "", f"damaged, and not counted: {one_line(why)}"))
-    yield from aligned(("", "in " + found.url, "size", ""), rows, ("size",))
+    yield from format_table(("", "in " + found.url, "size", ""), rows, ("size",))
     if not found.removed and not found.swept:
         yield "There is nothing to remove."
 
@@ -99,4 +103,4 @@ def _total(found: Pruned) -> str:
     for count, noun in ((len(found.removed), "checkpoint"), (len(found.swept), "leftover")):
         if count:
             parts.append(f"{count} {noun}" if count == 1 else f"{count} {noun}s")
-    return f"{' and '.join(parts) or 'nothing'}, {size(found.size)}"
+    return f"{' and '.join(parts) or 'nothing'}, {format_size(found.size)}"

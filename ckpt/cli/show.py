@@ -10,7 +10,7 @@ import click
 
 from ckpt.formats.native.manifest import Manifest
 from ckpt.tools.show import CheckpointSummary, PartSummary, summarize
-from ckpt.util.console import age, aligned, number, one_line, size
+from ckpt.util.console import format_age, format_number, format_size, format_table, one_line
 
 _MOST_FILES = 24
 _SECONDS = {"blocked": "training waited {:.2f} s", "total": "durable after {:.2f} s"}
@@ -45,10 +45,12 @@ def _lines(summary: CheckpointSummary, *, tensors: bool) -> Iterator[str]:
         yield f"  {name:<{width}}  {text}"
     yield ""
     columns = ("part", "class", "tensors", "elements", "dtypes", "size")
-    yield from aligned(columns, [_row(part) for part in summary.parts], ("tensors", "elements", "size"))
+    yield from format_table(columns, [_row(part) for part in summary.parts], ("tensors", "elements", "size"))
     yield ""
     files = sorted(summary.manifest.files, key=lambda file: -file.size)
-    yield from aligned(("file", "size"), [(file.path, size(file.size)) for file in files[:_MOST_FILES]], ("size",))
+    yield from format_table(
+        ("file", "size"), [(file.path, format_size(file.size)) for file in files[:_MOST_FILES]], ("size",)
+    )
     if len(files) > _MOST_FILES:
         yield f"and {len(files) - _MOST_FILES} smaller ones; --json lists all"
     if tensors:
@@ -58,12 +60,12 @@ def _lines(summary: CheckpointSummary, *, tensors: bool) -> Iterator[str]:
 def _facts(summary: CheckpointSummary) -> Iterator[tuple[str, str]]:
     manifest = summary.manifest
     saved = datetime.fromisoformat(manifest.created).astimezone()
-    yield "saved", f"{saved:%Y-%m-%d %H:%M:%S %Z}, {age(manifest.created)} ago"
+    yield "saved", f"{saved:%Y-%m-%d %H:%M:%S %Z}, {format_age(manifest.created)} ago"
     progress = {"step": manifest.step, **manifest.progress}
     yield "progress", ", ".join(f"{name} {count:,}" for name, count in progress.items())
     if manifest.metrics:
-        yield "metrics", ", ".join(f"{name} {number(value)}" for name, value in manifest.metrics.items())
-    yield "size", f"{size(manifest.size)} in {len(manifest.files)} files"
+        yield "metrics", ", ".join(f"{name} {format_number(value)}" for name, value in manifest.metrics.items())
+    yield "size", f"{format_size(manifest.size)} in {len(manifest.files)} files"
     yield "intact", _intact(summary)
     yield "saved by", _saved_by(manifest)
     for host in manifest.hosts:
@@ -92,7 +94,7 @@ def _saved_by(manifest: Manifest) -> str:
 def _row(part: PartSummary) -> tuple[str, ...]:
     name = f"{part.key} (of each rank)" if part.ranks else part.key
     dtypes = ", ".join(part.dtypes) or "-"
-    return name, part.kind or "-", str(len(part.tensors)), f"{part.elements:,}", dtypes, size(part.size)
+    return name, part.kind or "-", str(len(part.tensors)), f"{part.elements:,}", dtypes, format_size(part.size)
 
 
 def _tensors(summary: CheckpointSummary) -> Iterator[str]:
@@ -100,7 +102,7 @@ def _tensors(summary: CheckpointSummary) -> Iterator[str]:
         if part.tensors:
             yield ""
             rows = [(name, tensor.dtype, _shape(tensor.shape)) for name, tensor in part.tensors.items()]
-            yield from aligned((part.key, "dtype", "shape"), rows)
+            yield from format_table((part.key, "dtype", "shape"), rows)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -8,9 +8,9 @@ from ckpt.cli.ls import listed_hosts, without_name
 from ckpt.errors import MissingError
 from ckpt.root import catalog
 from ckpt.root import verify as verifying
-from ckpt.root.verify import Verdict
+from ckpt.root.verify import Verification, files_on_other_hosts
 from ckpt.storage import Storage
-from ckpt.util.console import one_line, size
+from ckpt.util.console import format_size, one_line
 
 
 @click.command()
@@ -21,7 +21,7 @@ def verify(url: str) -> None:
     Exits with status 1 if one is damaged or cannot be read. A run may use the root meanwhile: what is just being saved
     or removed is no fault.
     """
-    storage, names, pointed_at = catalog.located(url)
+    storage, names, pointed_at = catalog.resolve(url)
     if not names:
         raise MissingError(f"there are no checkpoints in {url}.")
     width = max(len(name) for name in names)
@@ -30,22 +30,22 @@ def verify(url: str) -> None:
         raise click.exceptions.Exit(1)
 
 
-def _show_verdict(storage: Storage, name: str, width: int) -> Verdict:
+def _show_verdict(storage: Storage, name: str, width: int) -> Verification:
     """Verify one checkpoint and print its line."""
-    found = verifying.verdict(storage, name)
+    found = verifying.verify_checkpoint(storage, name)
     colour = "red" if found.is_fault else "green" if found.state == verifying.INTACT else "yellow"
     about = one_line(_about(storage, found))
     click.echo(f"{name:<{width}}  {click.style(found.state, fg=colour)}  {about}")
     return found
 
 
-def _about(storage: Storage, found: Verdict) -> str:
+def _about(storage: Storage, found: Verification) -> str:
     if found.state == verifying.REMOVED:
         return "by retention, or by hand, since it was listed"
     if found.state == verifying.UNDER_WAY:
         return "a process is just saving or removing it: it is not committed"
     if found.manifest is None or found.is_fault:
         return without_name("; ".join(found.problems), found.name)
-    others = catalog.elsewhere(storage, found.manifest)
-    here = size(sum(file.size for file in found.manifest.files if file.path not in others))
+    others = files_on_other_hosts(storage, found.manifest)
+    here = format_size(sum(file.size for file in found.manifest.files if file.path not in others))
     return f"{here}; the rest is on {listed_hosts(others)}" if others else here

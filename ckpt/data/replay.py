@@ -10,7 +10,7 @@ from typing import Any
 from ckpt.data.batch_digest import Contents
 from ckpt.data.position import Position
 from ckpt.state import rng
-from ckpt.util.console import bar
+from ckpt.util.console import progress_bar
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Replay:
 
     def run(self, name: str) -> None:
         before = rng.capture()
-        with bar(f"going through {self.batches} batches of {name} again", self.batches) as advance:
+        with progress_bar(f"going through {self.batches} batches of {name} again", self.batches) as advance:
             for batch in itertools.islice(self.iterator, self.batches):
                 self.found += 1
                 self.note(batch)

@@ -16,7 +16,7 @@ from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.storage import LocalStorage
 from ckpt.storage.local.durable_directories import sync_directory
 from ckpt.storage.local.storage import TEMPORARY
-from ckpt.util.fork_safety import Owner
+from ckpt.util.fork_safety import OwnerProcess
 
 _WEIGHTS = re.compile(r"((?:adapter_)?model)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
 
@@ -147,7 +147,7 @@ def scratch_folder() -> Iterator[Path]:
     _remove_abandoned(Path(tempfile.gettempdir()))
     new = Path(tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX))
     held = _try_lock(new)
-    owner = Owner()
+    owner = OwnerProcess()
     folder = new.with_name(_PREFIX + new.name.removeprefix(_UNLOCKED_PREFIX))
     try:
         os.rename(new, folder)

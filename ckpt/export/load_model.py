@@ -19,16 +19,17 @@ from ckpt.formats.pieces import PiecedTensor
 from ckpt.load.restore import Restoration
 from ckpt.load.select import choose
 from ckpt.ranks.consensus import run_on_all_ranks
-from ckpt.ranks.group import MAIN, Ranks, find_ranks
+from ckpt.ranks.find import find_ranks
+from ckpt.ranks.group import MAIN, Ranks
 from ckpt.root.catalog import locate
 from ckpt.state.model import ModelPart, tensors_in
-from ckpt.state.objects import Found
+from ckpt.state.objects import ManagedObjects
 from ckpt.state.registry import StateRegistry
 from ckpt.storage import HubStorage, Storage, open_storage
 from ckpt.storage.hub.download import fetched, unreachable
 from ckpt.util.console import say
 
-Notes = dict[str, str]
+Problems = dict[str, str]
 _READ = ("*.safetensors", "*.json", "*.metadata", "*.distcp")  # of a repository, what a model is loaded from
 
 
@@ -90,9 +91,9 @@ def _has_checkpoints(storage: Storage) -> bool:
 
 def _load_checkpoint(
     storage: Storage, names: list[str], ranks: Ranks, model: nn.Module, part: str, *, strict: bool
-) -> Notes:
+) -> Problems:
     """From a checkpoint of ours: the one that was named, or the newest intact one of a root."""
-    managed = StateRegistry(Found, gradients=False)
+    managed = StateRegistry(ManagedObjects, gradients=False)
     managed.parts[part] = ModelPart(part, model)
 
     def prepare(storage: Storage, manifest: Manifest, held: ExitStack) -> Restoration:
@@ -103,8 +104,8 @@ def _load_checkpoint(
             managed,
             held,
             strict=strict,
-            share=not storage.near,
-            precious=storage.near,
+            share=not storage.is_local,
+            precious=storage.is_local,
             touch=lambda: None,
         )
 
@@ -129,7 +130,7 @@ def _load_tensors(
     part: str,
     *,
     strict: bool,
-) -> Notes:
+) -> Problems:
     """From a folder of safetensors, or of another tool."""
     with open_source(where, part, options) as source:
         target = ModelPart(part, model)
@@ -163,7 +164,7 @@ def _matched(
     return {name: live[name] for name in names.values() if name is not None}, saved
 
 
-def _unfit(live: Mapping[str, Any], saved: Mapping[str, PiecedTensor]) -> Notes:
+def _unfit(live: Mapping[str, Any], saved: Mapping[str, PiecedTensor]) -> Problems:
     """What does not go together. A tied tensor may be there under another of its names; another dtype is cast."""
     found = {id(value) for name, value in live.items() if name in saved}
     tensors = tensors_in(live)

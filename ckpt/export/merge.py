@@ -13,13 +13,14 @@ import torch
 from ckpt.errors import ConfigError, StorageError
 from ckpt.export.options import ExportOptions
 from ckpt.export.source import open_source
-from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX, SUFFIX, images
+from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX, plan_files
 from ckpt.formats.foreign.tied_weights import tied
+from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.state import FilePlan
 from ckpt.root.folder import open_url
 from ckpt.storage import Storage
-from ckpt.util.console import bar
+from ckpt.util.console import progress_bar
 
 
 def merge(
@@ -43,7 +44,9 @@ def merge(
     options = ExportOptions.parse(dtype, max_shard_size)
     with open_source(source, part, storage_options) as opened:
         tensors = opened.tensors
-        files = images(output.name, tensors, tied(tensors), dtype=options.dtype, max_shard_size=options.max_shard_size)
+        files = plan_files(
+            output.name, tensors, tied(tensors), dtype=options.dtype, max_shard_size=options.max_shard_size
+        )
         output.check_free(files)
         return output.write(files)
 
@@ -80,7 +83,7 @@ class _Destination:
     def write(self, files: list[FilePlan]) -> list[str]:
         """Write the files in order. If a write fails, the files before it are removed."""
         done: list[str] = []
-        with bar(f"merging into {self.name}", sum(file.size for file in files), in_bytes=True) as advance:
+        with progress_bar(f"merging into {self.name}", sum(file.size for file in files), in_bytes=True) as advance:
             try:
                 for file in files:
                     self.storage.write(file.path, _counted(file.pieces(), advance))

@@ -32,7 +32,8 @@ from ckpt.formats.foreign.tied_weights import tied
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
-from ckpt.ranks.group import MAIN, Ranks, find_ranks
+from ckpt.ranks.find import find_ranks
+from ckpt.ranks.group import MAIN, Ranks
 from ckpt.root.catalog import locate, scan
 from ckpt.state.model import ModelPart
 from ckpt.util.console import say

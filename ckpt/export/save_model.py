@@ -16,17 +16,17 @@ import torch
 from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.export.folders import atomic_folder, refuse_checkpoints
 from ckpt.export.options import ExportOptions
-from ckpt.formats.foreign.hf_safetensors import LiveTensor, Source, images
-from ckpt.formats.foreign.tied_weights import one_of_each
+from ckpt.formats.foreign.hf_safetensors import LiveTensor, StreamedTensor, plan_files
+from ckpt.formats.foreign.tied_weights import duplicates
 from ckpt.formats.native.dtypes import name_of
-from ckpt.formats.native.shard_table import ShardedState, spread
-from ckpt.formats.native.tensor_file import take_part
+from ckpt.formats.native.shard_table import ShardedState, build_table
+from ckpt.formats.native.tensor_file_plan import finish_collectives
 from ckpt.formats.state import FilePlan
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.state.model import ModelPart, tensors_in
 from ckpt.storage import LocalStorage
-from ckpt.util.console import LONG, bar
+from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
 
 MODEL = "model.safetensors"
 ADAPTER = "adapter_model.safetensors"
@@ -53,13 +53,13 @@ class ModelExport:
         storage = LocalStorage(folder)
         left = iter(self.files)
         size = sum(file.size for file in self.files)
-        with bar(f"writing {folder.name}", size, in_bytes=True, show=size > LONG) as advance:
+        with progress_bar(f"writing {folder.name}", size, in_bytes=True, show=size > PROGRESS_MIN_BYTES) as advance:
             try:
                 for file in left:
                     self._write_file(storage, file)
                     advance(file.size)
             except Exception:
-                take_part(self._gather, ([file] for file in left))
+                finish_collectives(self._gather, ([file] for file in left))
                 raise
 
     def help_to_write(self) -> None:
@@ -77,7 +77,7 @@ class ModelExport:
             storage.write(file.path, pieces)
         except Exception:
             if self.shared:
-                take_part(lambda piece: None, pieces)
+                finish_collectives(lambda piece: None, pieces)
             raise
 
 
@@ -85,9 +85,9 @@ def export_live(part: ModelPart, ranks: Ranks, options: ExportOptions) -> ModelE
     """Plan the files of a live model, wrapped and sharded or not. Collective: every rank makes this call."""
     state = part.capture()
     tensors = tensors_in(state)
-    table = spread(tensors, ranks.world_size)
+    table = build_table(tensors, ranks.world_size)
     held = ShardedState(part.kind, None, table, tensors)
-    sources: dict[str, Source] = {
+    sources: dict[str, StreamedTensor] = {
         name: LiveTensor(spec.dtype, spec.shape, partial(held.gather, name)) for name, spec in table.tensors.items()
     }
     sources |= {alias: sources[first] for alias, first in table.aliases.items()}
@@ -95,8 +95,8 @@ def export_live(part: ModelPart, ranks: Ranks, options: ExportOptions) -> ModelE
     for alias, first in table.aliases.items():
         groups.setdefault(first, [first]).append(alias)
     about = _about(part, state)
-    files = model_files(about, sources, one_of_each(groups.values()), options)
-    return ModelExport(files, about, shared=part.is_spread() and ranks.world_size > 1)
+    files = model_files(about, sources, duplicates(groups.values()), options)
+    return ModelExport(files, about, shared=part.is_sharded() and ranks.world_size > 1)
 
 
 def _about(part: ModelPart, state: Any) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _about(part: ModelPart, state: Any) -> dict[str, Any]:
 
 
 def model_files(
-    about: Mapping[str, Any], tensors: Mapping[str, Source], tied: Mapping[str, str], options: ExportOptions
+    about: Mapping[str, Any], tensors: Mapping[str, StreamedTensor], tied: Mapping[str, str], options: ExportOptions
 ) -> list[FilePlan]:
     """The files of a model: its weights and configuration; of a model with PEFT adapters, those of the adapters."""
     if "adapters" in about:
@@ -118,7 +118,7 @@ def model_files(
             for name, adapter in about["adapters"].items()
             for file in _adapter_files(name, adapter, tensors, options)
         ]
-    weights = images(MODEL, tensors, tied, dtype=options.dtype, max_shard_size=options.max_shard_size)
+    weights = plan_files(MODEL, tensors, tied, dtype=options.dtype, max_shard_size=options.max_shard_size)
     config = dict(about.get("config", {}))
     if config:
         config["dtype"] = _dtype_name(tensors, options)
@@ -127,7 +127,7 @@ def model_files(
 
 
 def _adapter_files(
-    name: str, adapter: Mapping[str, Any], tensors: Mapping[str, Source], options: ExportOptions
+    name: str, adapter: Mapping[str, Any], tensors: Mapping[str, StreamedTensor], options: ExportOptions
 ) -> list[FilePlan]:
     folder = "" if name == _DEFAULT_ADAPTER else f"{name}/"
     unknown = [key for key, inside in adapter["tensors"].items() if inside not in tensors]
@@ -137,7 +137,7 @@ def _adapter_files(
             "Save it with model.save_pretrained(...)."
         )
     chosen = {key: tensors[inside] for key, inside in adapter["tensors"].items()}
-    weights = images(f"{folder}{ADAPTER}", chosen, {}, dtype=options.dtype)
+    weights = plan_files(f"{folder}{ADAPTER}", chosen, {}, dtype=options.dtype)
     return [*weights, _json(f"{folder}{ADAPTER_CONFIG}", adapter["config"])]
 
 
@@ -145,7 +145,7 @@ def _json(path: str, fields: Mapping[str, Any]) -> FilePlan:
     return FilePlan.of(path, (json.dumps(fields, indent=2, sort_keys=True) + "\n").encode())
 
 
-def _dtype_name(tensors: Mapping[str, Source], options: ExportOptions) -> str:
+def _dtype_name(tensors: Mapping[str, StreamedTensor], options: ExportOptions) -> str:
     floating = (tensor.dtype for tensor in tensors.values() if tensor.dtype.is_floating_point)
     return name_of(options.dtype or next(floating, torch.float32))
 

@@ -17,19 +17,18 @@ from ckpt.export.folders import belongs_beside
 from ckpt.export.rank_variants import is_own_file, merged
 from ckpt.formats.foreign import dcp
 from ckpt.formats.foreign.wrapper_prefixes import unwrapped
-from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.documents import STATE, from_json
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.native.pieced import pieced
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.pieces import PiecedTensor, check_complete
-from ckpt.root.catalog import locate, read_manifest, scan, size_problems
+from ckpt.root.catalog import locate, read_manifest, scan
 from ckpt.root.file_names import part_of
 from ckpt.root.folder import Folder
-from ckpt.root.verified_file import StoredFile, VerifiedFile
+from ckpt.root.verified_file import VerifiedFile
+from ckpt.root.verify import problems
 from ckpt.storage import Storage
-from ckpt.util.console import bar
 
 _log = logging.getLogger("ckpt")
 
@@ -117,8 +116,7 @@ def _checkpoint(source: str | os.PathLike[str], part: str, options: Mapping[str,
     with storage.lock(name, shared=True):  # retention of a running job must not remove what is being read
         manifest = read_manifest(storage, name)
         ours = _of_part(manifest, part)
-        wrong = size_problems(storage, ours) or _altered(storage, ours)
-        if wrong:
+        if wrong := problems(storage, ours, show=True):
             raise DamagedError(f"{name} is damaged: {'; '.join(wrong)}.")
         common = [file for file in ours.files if part_of(file.name) == part]
         tensors = pieced(_tensor_file(storage, name, file) for file in common)
@@ -132,34 +130,17 @@ def _checkpoint(source: str | os.PathLike[str], part: str, options: Mapping[str,
         yield TensorSource(tensors, state.get("about", {}), manifest)
 
 
-def _altered(storage: Storage, manifest: Manifest) -> list[str]:
-    """The blocks that do not match their hashes. Holds one at a time, which `catalog.problems` does not."""
-    blocks = [(file, index) for file in manifest.files for index in range(len(file.blocks))]
-    buffer = memoryview(bytearray(max(file.block_size for file in manifest.files)))
-    altered = []
-    with bar(f"verifying {manifest.name}", sum(file.size for file in manifest.files), in_bytes=True) as advance:
-        for file, index in blocks:
-            start = index * file.block_size
-            stop = min(file.size, start + file.block_size)
-            found = buffer[: stop - start]
-            storage.read_into(f"{manifest.name}/{file.path}", start, found)
-            if digest(found) != file.blocks[index]:
-                altered.append(f"{file.path} was altered (bytes {start} to {stop})")
-            advance(stop - start)
-    return altered
-
-
 def _state(storage: Storage, manifest: Manifest, part: str) -> Mapping[str, Any]:
     """The entry of a part in `state.json`: everything but its tensors."""
     record = next(file for file in manifest.files if file.name == STATE)
-    file = VerifiedFile(StoredFile(storage, f"{manifest.name}/{record.path}"), record)
-    state: Mapping[str, Any] = from_json(file.read(0, record.size), file.stored.key)["parts"].get(part, {})
+    file = VerifiedFile.of(storage, manifest.name, record)
+    state: Mapping[str, Any] = from_json(file.read_all(), file.stored.key)["parts"].get(part, {})
     return state
 
 
 def _tensor_file(storage: Storage, name: str, file: FileRecord) -> TensorFile:
-    where = f"{name}/{file.path}"
-    return TensorFile.open(StoredFile(storage, where), where)
+    stored = VerifiedFile.of(storage, name, file).stored  # every byte was verified before
+    return TensorFile.open(stored, stored.key)
 
 
 def _own_files(manifest: Manifest, part: str) -> list[FileRecord]:

@@ -19,8 +19,10 @@ from ckpt.formats.native.documents import decode_inline, encode_inline
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.reader import CheckpointReader
 from ckpt.load.select import choose
-from ckpt.ranks.group import MAIN, Ranks, SingleProcess, find_ranks
+from ckpt.ranks.find import find_ranks
+from ckpt.ranks.group import MAIN, Ranks, SingleProcess
 from ckpt.root import catalog
+from ckpt.root.verify import problems
 from ckpt.save.capture import Capture, CapturedState
 from ckpt.save.saver import Saver
 from ckpt.state import rng
@@ -173,6 +175,9 @@ class Entry:
     def state_dict(self) -> Any:
         return self.value
 
+    def load_state_dict(self, state: Any, /) -> None:
+        self.value = state
+
 
 class Weights(Entry):
     """The model's weights, under another name than Lightning's."""
@@ -226,5 +231,5 @@ def _divided(path: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 def _verify(storage: Storage, manifest: Manifest) -> None:
-    if wrong := catalog.problems(storage, manifest, show=True):
+    if wrong := problems(storage, manifest, show=True):
         raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}.")

@@ -15,8 +15,8 @@ from ckpt.load.reader import CheckpointReader
 from ckpt.load.restored import Restored
 from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
 from ckpt.ranks.group import Ranks
-from ckpt.root import catalog
 from ckpt.root.retention import Keep
+from ckpt.root.verify import problems
 from ckpt.storage import Storage
 from ckpt.util.console import say
 
@@ -119,7 +119,7 @@ def verified_state(storage: Storage, ranks: Ranks, manifest: Manifest) -> dict[s
     to load, and could not be brought to another checkpoint then.
     """
     call = f"train({manifest.name!r})"
-    wrong = decide_together(ranks, call, Result(), lambda _: catalog.problems(storage, manifest, show=True))
+    wrong = decide_together(ranks, call, Result(), lambda _: problems(storage, manifest, show=True))
     if wrong:
         raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}.")
     opened: CheckpointReader = run_on_all_ranks(ranks, call, lambda: CheckpointReader(storage, manifest, ranks.rank))

@@ -24,7 +24,8 @@ from ckpt.load.select import Choice, choose
 from ckpt.manager import StateManager
 from ckpt.options import resolve_options
 from ckpt.ranks.consensus import Result, decide_together
-from ckpt.ranks.group import Ranks, find_ranks
+from ckpt.ranks.find import find_ranks
+from ckpt.ranks.group import Ranks
 from ckpt.ranks.preemption import EXIT_STATUS
 from ckpt.root import catalog
 from ckpt.root.folder import open_url

@@ -15,7 +15,7 @@ from ckpt.formats.foreign import accelerate
 from ckpt.formats.layout import Box
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.manifest import Manifest
-from ckpt.formats.native.tensor_file import copy_into
+from ckpt.formats.tensor_bytes import copy_into
 from ckpt.load.accelerate_state import Foreign, ForeignPart, split_name
 from ckpt.load.reader import CheckpointReader, Tensors
 from ckpt.root.catalog import read_manifest
@@ -46,7 +46,7 @@ def read_any(storage: Storage, name: str) -> Manifest:
         sequence=0,
         created="",
         files=(),
-        world_size=accelerate.Saved(folder).world_size,
+        world_size=accelerate.AccelerateCheckpoint(folder).world_size,
         progress=Progress().to_json(),
         origin=accelerate.NAME,
         folder=folder,

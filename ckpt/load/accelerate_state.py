@@ -12,15 +12,14 @@ import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats.foreign import accelerate
-from ckpt.formats.foreign.accelerate_random import from_accelerate
 from ckpt.formats.layout import Box
 from ckpt.formats.native.json_values import Encoder, refuse
-from ckpt.formats.native.tensor_file import narrowed
 from ckpt.formats.pieces import PiecedTensor
+from ckpt.formats.tensor_bytes import narrowed
 from ckpt.root.folder import Folder
 from ckpt.state.deepspeed.engine import KEY
 from ckpt.state.objects import KINDS
-from ckpt.state.optimizer_names import by_name
+from ckpt.state.optimizer import by_name
 
 CUSTOM = "custom"  # objects of the user's own
 UNKNOWN_PROGRESS = (
@@ -56,7 +55,7 @@ class Foreign:
     """
 
     def __init__(self, folder: Folder, live: Iterable[str] = ()) -> None:
-        self.saved = accelerate.Saved(folder)
+        self.saved = accelerate.AccelerateCheckpoint(folder)
         self.name = folder.name
         found = _keyed(self.saved.parts(), list(live))
         with _explained(folder.where, "an optimizer"):
@@ -69,7 +68,7 @@ class Foreign:
         """What is a rank's own, as a manager saves it."""
         states = self.saved.random_states(rank)
         with _explained(self.name, "random generators"):
-            rng = from_accelerate(states)
+            rng = accelerate.rng_states(states)
         _, number = split_name(self.name)
         saves = 0 if number is None else 1 + number
         source = {"step": states.get("step", 0), "sync_gradients": True, "saves": saves, "loaders": {}}

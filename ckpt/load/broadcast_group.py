@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ckpt.errors import RanksError
 from ckpt.ranks.consensus import FollowingError
 from ckpt.ranks.group import Ranks
-from ckpt.ranks.liveness import Watched, spelled
+from ckpt.ranks.liveness import LivenessWatch, format_ranks
 
 _log = logging.getLogger("ckpt")
 
@@ -60,7 +60,7 @@ class BroadcastGroup:
     def broadcast(self, memory: torch.Tensor, reader: int) -> None:
         """Fill the memory on all ranks with what the reader has in it."""
         work = self._pending = dist.broadcast(memory, reader, group=self.group, async_op=True)
-        began, watched = time.monotonic(), Watched(self._ranks.timeout, longest=_LOOK.total_seconds())
+        began, watched = time.monotonic(), LivenessWatch(self._ranks.timeout, longest=_LOOK.total_seconds())
         while not _has_ended(work, _LOOK):
             self._look(watched, late=time.monotonic() - began > _LATE)
         self._pending = None
@@ -81,7 +81,7 @@ class BroadcastGroup:
     def _key(self) -> str:
         return f"sharing/{self._name}/{self._number}"
 
-    def _look(self, watched: Watched, *, late: bool) -> None:
+    def _look(self, watched: LivenessWatch, *, late: bool) -> None:
         others = [rank for rank in self._members if rank != self._ranks.rank]
         said = {rank: json.loads(text) for rank, text in self._ranks.notes(self._key).items() if rank in others}
         failed = {rank: why for rank, why in said.items() if why}
@@ -89,12 +89,15 @@ class BroadcastGroup:
             listed = "; ".join(f"rank {rank}: {why}" for rank, why in failed.items())
             raise FollowingError(f"what the ranks of this host read together was given up. {listed}")
         if said and late:
-            raise FollowingError(f"{spelled(sorted(said))} did not read the same bytes in the same order as this rank.")
+            raise FollowingError(
+                f"{format_ranks(sorted(said))} did not read the same bytes in the same order as this rank."
+            )
         silent = self._ranks.silent([rank for rank in others if rank not in said], watched)
         if silent:
             raise RanksError(
-                f"{spelled(silent)} gave no sign of life for {self._ranks.timeout:g} s while the ranks of this host "
-                "read a checkpoint together: stopped, dead, or overloaded. Look at their logs, and start the job again."
+                f"{format_ranks(silent)} gave no sign of life for {self._ranks.timeout:g} s while the ranks of this "
+                "host read a checkpoint together: stopped, dead, or overloaded. Look at their logs, and start the job "
+                "again."
             )
 
 

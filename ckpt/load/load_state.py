@@ -21,15 +21,15 @@ from ckpt.load.restored import Restored
 from ckpt.load.select import Choice, choose
 from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
-from ckpt.ranks.hosts import EVERYWHERE, Hosts
+from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
 from ckpt.root.catalog import check_name
 from ckpt.root.folder import ROOT, is_foreign, open_url
-from ckpt.state.objects import Source
+from ckpt.state.objects import ObjectSource
 from ckpt.state.parts import Notes
 from ckpt.state.registry import StateRegistry
 from ckpt.storage import Storage, place_of
 from ckpt.util.console import say
-from ckpt.util.gc_pause import undisturbed
+from ckpt.util.gc_pause import gc_paused
 
 
 @dataclass
@@ -41,7 +41,7 @@ class StateLoader:
     """
 
     ranks: Ranks
-    source: Source
+    source: ObjectSource
     managed: StateRegistry
     loop: Loop
     hosts: Hosts
@@ -60,10 +60,10 @@ class StateLoader:
         """
         with ExitStack() as held:
             held.enter_context(self.ranks.working())
-            held.enter_context(undisturbed())
+            held.enter_context(gc_paused())
             held.enter_context(self.pause_staging())
             tiers, name = self._find(name)
-            hosts = self.hosts if tiers is self.tiers else EVERYWHERE
+            hosts = self.hosts if tiers is self.tiers else ONE_SHARED_ROOT
             prepare = functools.partial(self._prepare, strict=strict, precious=precious)
             choice = choose(tiers, self.ranks, name, prepare, held, hosts, foreign=True)
             if choice is None:
@@ -108,7 +108,7 @@ class StateLoader:
     def _prepare(
         self, storage: Storage, manifest: Manifest, held: ExitStack, *, strict: bool, precious: bool
     ) -> Restoration:
-        far = not getattr(storage, "near", True)
+        far = not getattr(storage, "is_local", True)
 
         def touch() -> None:
             self._half_loaded = manifest.name
@@ -129,7 +129,7 @@ class StateLoader:
     def _find_for(self, storage: Storage, manifest: Manifest) -> None:
         """What a checkpoint is to be loaded into. Hooks of the user's own may load some of it themselves."""
         self.source.before_load(folder_of(storage, manifest))
-        self.managed.look()
+        self.managed.refresh()
 
     def _go_back(self, opened: CheckpointReader, notes: Notes) -> None:
         """Restore what is this rank's own: generators, and where its loaders are."""

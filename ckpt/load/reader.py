@@ -24,10 +24,10 @@ from ckpt.load.own_tensors import OwnTensors
 from ckpt.load.verified_read import read, read_verified, verify
 from ckpt.ranks.group import MAIN
 from ckpt.root.file_names import own_key, spread_file, whole_file
-from ckpt.root.verified_file import StoredFile, VerifiedFile
+from ckpt.root.verified_file import VerifiedFile
 from ckpt.state.parts import LEFT, Place, SavedTensor
 from ckpt.storage import Storage
-from ckpt.util.console import LONG, bar
+from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
 
 
 class Tensors(Protocol):
@@ -195,7 +195,9 @@ class CheckpointReader:
 
     def _bar(self, verb: str, transfers: list[Transfer]) -> AbstractContextManager[Callable[[float], None]]:
         size = sum(one.size for one in transfers)
-        return bar(f"{verb} {self.manifest.name}", size, in_bytes=True, show=self.rank == MAIN and size > LONG)
+        return progress_bar(
+            f"{verb} {self.manifest.name}", size, in_bytes=True, show=self.rank == MAIN and size > PROGRESS_MIN_BYTES
+        )
 
     def spread(self, key: str) -> bool:
         """Whether a part was saved in pieces."""
@@ -270,8 +272,7 @@ class CheckpointReader:
         return TensorFile.open(file, file.stored.key, self._asked_for)
 
     def _file(self, name: str) -> VerifiedFile:
-        record = self._records[name]
-        return VerifiedFile(StoredFile(self._storage, f"{self.manifest.name}/{record.path}"), record)
+        return VerifiedFile.of(self._storage, self.manifest.name, self._records[name])
 
     def _asked_for(self, transfer: Transfer) -> None:
         self._asked.append(transfer)
@@ -280,4 +281,4 @@ class CheckpointReader:
         if name not in self._records:
             raise DamagedError(f"{self.manifest.name} is damaged: it lists no {name}.")
         file = self._file(name)
-        return from_json(file.read(0, file.record.size), file.stored.key)
+        return from_json(file.read_all(), file.stored.key)

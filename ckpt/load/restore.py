@@ -19,7 +19,7 @@ from ckpt.load.reader import CheckpointReader
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import Ranks
 from ckpt.state import rng
-from ckpt.state.parts import GradientsPart, Notes, Part, Place
+from ckpt.state.parts import WHOLE_PART, GradientsPart, Notes, Part, Place
 from ckpt.state.registry import StateRegistry
 from ckpt.storage import Storage
 
@@ -69,7 +69,7 @@ class Restoration:
         def look() -> tuple[CheckpointReader, dict[str, Callable[[], None]]]:
             opened = open_any(storage, manifest, ranks.rank, managed.parts)
             notes.approximated.update(opened.state.get("lacking", {}))
-            own = managed.own_then(ranks.rank, opened.own)
+            own = managed.own_parts_to_load(ranks.rank, opened.own)
             if why is not None:
                 for part in own.values():
                     part.missed(why, notes, strict=strict)
@@ -138,9 +138,9 @@ def _check(opened: CheckpointReader, parts: Mapping[str, Part], *, strict: bool)
     unfit: dict[str, dict[str, str]] = {}
     for key, part in parts.items():
         if not opened.has(key):
-            unfit[key] = {"": f"missing: the checkpoint has no such part{_numbers(opened, parts, key)}"}
+            unfit[key] = {WHOLE_PART: f"missing: the checkpoint has no such part{_numbers(opened, parts, key)}"}
         elif part.same_class and opened.kind(key) not in ("", part.kind):  # not every format tells the class
-            unfit[key] = {"": f"a {opened.kind(key)} in the checkpoint, a {part.kind} here"}
+            unfit[key] = {WHOLE_PART: f"a {opened.kind(key)} in the checkpoint, a {part.kind} here"}
         elif problems := _explained(key, lambda: _misfits(opened, key, part)):  # noqa: B023
             unfit[key] = problems
     if strict:
@@ -150,7 +150,7 @@ def _check(opened: CheckpointReader, parts: Mapping[str, Part], *, strict: bool)
 
 def _misfits(opened: CheckpointReader, key: str, part: Part) -> dict[str, str]:
     apart = _apart(opened, key, part)
-    return apart if "" in apart else {**part.check(opened.tree(key)), **apart}
+    return apart if WHOLE_PART in apart else {**part.check(opened.tree(key)), **apart}
 
 
 def _apart(opened: CheckpointReader, key: str, part: Part) -> dict[str, str]:
@@ -195,7 +195,7 @@ def _require_fit(opened: CheckpointReader, unfit: Unfit) -> None:
 
 
 def _where(part: str, key: str) -> str:
-    return f"{part}: {key}: " if key else f"{part}: "
+    return f"{part}: " if key == WHOLE_PART else f"{part}: {key}: "
 
 
 @torch.no_grad()  # a piece of a DTensor is then the piece itself
@@ -206,8 +206,8 @@ def _ask(
     takers = {}
     for key, part in parts.items():
         misfits = unfit.get(key, {})
-        if "" in misfits:  # the part as a whole
-            notes.skipped[key] = misfits[""]
+        if WHOLE_PART in misfits:
+            notes.skipped[key] = misfits[WHOLE_PART]
         else:
             takers[key] = _ask_for(opened, key, part, misfits, notes)
     for key in sorted(key for key in opened.parts.keys() - parts.keys() if not opened.lacks(key)):

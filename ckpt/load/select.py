@@ -25,10 +25,11 @@ from ckpt.load import per_host
 from ckpt.load.accelerate_reader import folder_of, foreign_names, read_any
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
-from ckpt.ranks.hosts import EVERYWHERE, Hosts
+from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
 from ckpt.root import catalog
 from ckpt.root.catalog import Checkpoint
 from ckpt.root.folder import ROOT
+from ckpt.root.verify import size_problems
 from ckpt.storage import Storage
 
 _log = logging.getLogger("ckpt")
@@ -62,7 +63,7 @@ def choose(
     name: str | None,
     prepare: Prepare,
     held: ExitStack,
-    hosts: Hosts = EVERYWHERE,
+    hosts: Hosts = ONE_SHARED_ROOT,
     *,
     foreign: bool = False,
 ) -> Choice | None:
@@ -80,8 +81,8 @@ def choose(
     call = f"load_state({name!r})" if name else "load_state()"
     rescans = busy_rescans = 0
     while rescans < _RESCANS:
-        looking = tiers if ranks.rank == MAIN else tiers[: hosts.keeps(ranks.rank)]
-        looked = Result.of(lambda: _look(looking, name))  # noqa: B023
+        looking = tiers if ranks.rank == MAIN else tiers[: hosts.owns_root(ranks.rank)]
+        looked = Result.capture(lambda: _look(looking, name))  # noqa: B023
         offer = decide_together(ranks, call, looked, lambda told: _offer(tiers[0], name, told, foreign=foreign))
         search = _Search(tiers, ranks, hosts, call, prepare, held, offer["passed_over"])
         choice = search.first_intact(offer["found"])
@@ -133,9 +134,9 @@ class _Search:
                 break
             storage = self.tiers[tier]
             with ExitStack() as mine:
-                found_all = not self.hosts.apart  # a file that lies on another host is not damaged
+                found_all = not self.hosts.separate_roots  # a file that lies on another host is not damaged
                 try:
-                    if tier == 0 and self.hosts.apart:
+                    if tier == 0 and self.hosts.separate_roots:
                         manifest, storage = self._found_apart(name, mine)
                         found_all = True
                     else:
@@ -168,7 +169,7 @@ class _Search:
     def _inspected(self, storage: Storage, name: str, held: ExitStack) -> Manifest:
         """The manifest of a checkpoint whose files are all there, with their sizes, as every rank sees it."""
         found: list[Manifest] = []
-        verdict = Result.of(lambda: _inspect(storage, name, held, found))
+        verdict = Result.capture(lambda: _inspect(storage, name, held, found))
         problem = decide_together(self.ranks, self.call, verdict, _joined)
         if problem:
             self.vanished = self.vanished or problem["vanished"]
@@ -179,10 +180,10 @@ class _Search:
 
     def _found_apart(self, name: str, held: ExitStack) -> tuple[Manifest, Storage]:
         """A manifest that some host knows, and where this rank finds what it needs of that checkpoint."""
-        keeps = self.hosts.keeps(self.ranks.rank)
-        mine = Result.of(lambda: _text(self.tiers[0], name) if keeps else None)
+        keeps = self.hosts.owns_root(self.ranks.rank)
+        mine = Result.capture(lambda: _text(self.tiers[0], name) if keeps else None)
         manifest = Manifest.from_bytes(decide_together(self.ranks, self.call, mine, _newest_of).encode(), name)
-        source = Result.of(lambda: per_host.source(self.tiers, manifest, self.ranks, held))
+        source = Result.capture(lambda: per_host.source(self.tiers, manifest, self.ranks, held))
         missing = source.then(lambda found: found if isinstance(found, list) else [])
         problem = decide_together(self.ranks, self.call, missing, lambda told: per_host.problem(name, self.hosts, told))
         if problem:
@@ -289,7 +290,7 @@ def _inspect(storage: Storage, name: str, held: ExitStack, found: list[Manifest]
         if name:
             held.enter_context(storage.lock(name, shared=True))
         manifest = read_any(storage, name)
-        wrong = catalog.size_problems(storage, manifest)
+        wrong = size_problems(storage, manifest)
     except LockedError as error:
         return _verdict(f"{name} is being removed or cleaned up by another process: {error}", busy=True)
     except (DamagedError, StorageError) as error:

@@ -21,8 +21,8 @@ from ckpt.errors import DamagedError
 from ckpt.formats.native.block_hash import BlockHasher
 from ckpt.formats.tensor_bytes import as_bytes, host_bytes
 from ckpt.formats.transfers import Transfer
-from ckpt.root.catalog import altered, threads_for
 from ckpt.root.verified_file import VerifiedFile
+from ckpt.root.verify import altered_blocks, reader_threads
 
 Advance = Callable[[float], None]
 
@@ -44,7 +44,7 @@ def read_verified(transfers: Iterable[Transfer], where: str, advance: Advance, *
 def verify(transfers: Iterable[Transfer], where: str, advance: Advance) -> None:
     """Look at every block that the transfers need, and move nothing."""
     blocks = {(id(one.file), one.index): (one.file, one.index) for one in _blocks(transfers)}
-    _refuse(where, altered(list(blocks.values()), advance))
+    _refuse(where, altered_blocks(list(blocks.values()), advance))
 
 
 def read(transfers: Iterable[Transfer], where: str, advance: Advance, *, threads: int | None = None) -> None:
@@ -215,7 +215,7 @@ def _read_and_verify(block: _Block, buffers: _Buffers) -> str | None:
             hasher.update(data)
         for piece in pieces:
             piece.landing.arrived(piece.stop - piece.start)
-    return block.file.compared(block.index, hasher)
+    return block.file.hash_problem(block.index, hasher)
 
 
 def _read_only(block: _Block, buffers: _Buffers) -> None:
@@ -283,7 +283,7 @@ def _run(
             buffers.finish()
 
     away = any(piece.landing.away for block in blocks for piece in block.pieces)
-    threads = threads_for(block.file.stored.storage for block in blocks) if most is None else most
+    threads = reader_threads(block.file.stored.storage for block in blocks) if most is None else most
     threads = min(threads, len(blocks), _THREADS_AWAY if away else threads)
     if threads < 2:
         loop()

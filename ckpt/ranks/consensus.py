@@ -1,4 +1,4 @@
-"""What came of something on one rank, and what all ranks make of it."""
+"""Rank consensus: gather every rank's result or error on rank 0, decide there, raise the same error everywhere."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from ckpt.ranks.group import MAIN, Ranks
 
 
 class FollowingError(RanksError):
-    """What a rank raises because another one has failed. Where that one tells its error, this one is left out."""
+    """An error that this rank raises only because another rank has failed. It is left out where that error is known."""
 
 
 @dataclass
 class Result:
-    """A value, or an error that every rank shall raise."""
+    """The value of a step on this rank, or the error that every rank shall raise."""
 
     value: Any = None
     error: Exception | None = None
 
     @classmethod
-    def of(cls, do: Callable[[], Any]) -> Result:
-        """Do it here, and keep what it raises until the other ranks have been told."""
+    def capture(cls, do: Callable[[], Any]) -> Result:
+        """Run it, and keep its error instead of raising it: the other ranks must learn of it first."""
         try:
             return cls(do())
         except Exception as error:
             return cls(error=error)
 
     def then(self, do: Callable[[Any], Any]) -> Result:
-        """Go on with the value; an error stays as it is."""
-        return self if self.error is not None else Result.of(lambda: do(self.value))
+        """Continue with the value; an error is passed on."""
+        return self if self.error is not None else Result.capture(lambda: do(self.value))
 
     def get(self) -> Any:
         """The value; raises the error if there is one."""
@@ -51,29 +51,30 @@ class Result:
 
     @classmethod
     def from_json(cls, data: str) -> Result:
-        told = json.loads(data)
-        if "kind" not in told:
-            return cls(told["value"])
-        return cls(error=FollowingError(told["text"]) if told["follows"] else _made(told["kind"], told["text"]))
+        fields = json.loads(data)
+        if "kind" not in fields:
+            return cls(fields["value"])
+        text = fields["text"]
+        return cls(error=FollowingError(text) if fields["follows"] else _make_error(fields["kind"], text))
 
 
 def decide_together(ranks: Ranks, call: str, mine: Result, decide: Callable[[list[Any]], Any]) -> Any:
-    """Every rank tells what came of its work, the main rank decides from the values of all, all get the decision.
+    """Gather every rank's result on rank 0, run `decide` there, return its value on every rank.
 
-    If anything failed on any rank, or the decision does, every rank raises it. Values and decision must be JSON.
+    An error on any rank, or in `decide`, is raised on all of them. Values and the decision must be JSON.
     """
     try:
-        told = ranks.gather(call, mine.to_json(call))
+        answers = ranks.gather(call, mine.to_json(call))
     except RanksError as error:
         if mine.error is None:
             raise
         raise mine.error from error  # it came first, and may be why another rank has gone
     if ranks.rank == MAIN:
-        with ranks.working():  # it may clear up, or wait for a lock
-            decision = Result.of(lambda: decide(_joined(call, [mine.to_json(call), *told[1:]])))
-        ranks.share(call, decision.to_json(call))
+        with ranks.working():  # `decide` may remove files, or wait for a lock
+            decision = Result.capture(lambda: decide(_values(call, [mine.to_json(call), *answers[1:]])))
+        ranks.broadcast(call, decision.to_json(call))
     else:
-        decision = Result.from_json(ranks.share(call, ""))
+        decision = Result.from_json(ranks.broadcast(call, ""))
     if mine.error is not None and (ranks.world_size == 1 or str(mine.error) == str(decision.error)):
         raise mine.error  # it has its traceback
     if decision.error is not None:  # the same on every rank, whatever each of them met
@@ -82,40 +83,48 @@ def decide_together(ranks: Ranks, call: str, mine: Result, decide: Callable[[lis
 
 
 def run_on_all_ranks(ranks: Ranks, call: str, do: Callable[[], Any]) -> Any:
-    """Do something on every rank, each for itself. Returns this rank's value, or raises on all ranks alike."""
+    """Run `do` on every rank. Returns this rank's value; an error on any rank is raised on all of them."""
     with ranks.working():
-        mine = Result.of(do)
+        mine = Result.capture(do)
     decide_together(ranks, call, Result(error=mine.error), lambda _: None)
     return mine.value
 
 
-def _joined(call: str, told: list[str]) -> list[Any]:
-    """The values of all ranks; raises one error for whatever went wrong, with the ranks where it did."""
-    calls = {rank: json.loads(one)["call"] for rank, one in enumerate(told)}
+def _values(call: str, answers: list[str]) -> list[Any]:
+    """The values of all ranks; raises one error for all that failed, with the ranks where they did."""
+    _require_same_call(call, answers)
+    results = [Result.from_json(answer) for answer in answers]
+    failed = {rank: result.error for rank, result in enumerate(results) if result.error is not None}
+    if not failed:
+        return [result.value for result in results]
+    causes = {rank: error for rank, error in failed.items() if not isinstance(error, FollowingError)}
+    raise _joined(causes or failed, world_size=len(answers))
+
+
+def _require_same_call(call: str, answers: list[str]) -> None:
+    calls = {rank: json.loads(answer)["call"] for rank, answer in enumerate(answers)}
     if any(other != call for other in calls.values()):
-        listed = "; ".join(f"rank {rank} called {one}" for rank, one in calls.items())
+        listed = "; ".join(f"rank {rank} called {other}" for rank, other in calls.items())
         raise RanksError(
             f"the ranks do different things: {listed}. Every rank must make the same calls in the same order."
         )
-    outcomes = [Result.from_json(one) for one in told]
-    failed = {rank: one.error for rank, one in enumerate(outcomes) if one.error is not None}
-    if not failed:
-        return [one.value for one in outcomes]
-    first = {rank: error for rank, error in failed.items() if not isinstance(error, FollowingError)}
-    failed = first or failed
+
+
+def _joined(failed: dict[int, Exception], world_size: int) -> CkptError:
+    """One error for those of several ranks: of the first one's class, with every rank's text unless all are equal."""
     kind = _kind(next(iter(failed.values())))
     texts = list(dict.fromkeys(str(error) for error in failed.values()))
-    if len(failed) == len(told) and len(texts) == 1:
-        raise _made(kind, texts[0])
-    raise _made(kind, "; ".join(f"rank {rank}: {error}" for rank, error in failed.items()))
+    if len(failed) == world_size and len(texts) == 1:
+        return _make_error(kind, texts[0])
+    return _make_error(kind, "; ".join(f"rank {rank}: {error}" for rank, error in failed.items()))
 
 
 def _kind(error: Exception) -> str:
-    """The nearest class of an error that others can make by its name."""
-    names = (one.__name__ for one in type(error).__mro__ if getattr(errors, one.__name__, None) is one)
+    """The name of the nearest class of an error that `ckpt.errors` has, so that other ranks can make it."""
+    names = (kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind)
     return next(names, CkptError.__name__)
 
 
-def _made(kind: str, text: str) -> CkptError:
+def _make_error(kind: str, text: str) -> CkptError:
     made: CkptError = getattr(errors, kind, CkptError)(text)
     return made

@@ -1,4 +1,4 @@
-"""Which ranks see the same root: on a shared filesystem all of them, otherwise those of each host."""
+"""Which ranks see the same root: on a shared filesystem all of them, with separate roots those of each host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import socket
 import uuid
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import torch.distributed as dist
 
@@ -15,7 +15,8 @@ from ckpt.errors import AbsentError, RanksError
 from ckpt.formats.native.manifest import Host
 from ckpt.ranks.built_managers import built_here
 from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
-from ckpt.ranks.group import MAIN, OWN_ROOTS, Ranks
+from ckpt.ranks.find import OWN_ROOTS
+from ckpt.ranks.group import MAIN, Ranks
 from ckpt.storage import Storage
 
 _log = logging.getLogger("ckpt")
@@ -23,65 +24,67 @@ _CALL = "StateManager(...)"
 
 
 def host_name() -> str:
-    """The name of this machine: ranks that have it in common run on one host."""
+    """The name of this machine. Ranks with the same name run on the same host."""
     return socket.gethostname()
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """For each rank the first one that sees the same root, and the name of its host.
+    """For each rank the first rank that sees the same root, and the name of its host.
 
-    The first rank of each root keeps it: it holds the lock, writes what all ranks have in common, and the manifest.
+    That first rank owns the root: it holds the lock, and writes the manifest and the files that all ranks share.
     """
 
     first: tuple[int, ...] = (MAIN,)
     names: tuple[str, ...] = ("",)
 
     @property
-    def apart(self) -> bool:
-        """Whether some hosts have roots of their own."""
-        return any(one != MAIN for one in self.first)
+    def separate_roots(self) -> bool:
+        """Whether hosts have separate roots, each with the files of its own ranks."""
+        return any(first != MAIN for first in self.first)
 
-    def keeps(self, rank: int) -> bool:
-        return rank == MAIN or (self.apart and self.first[rank] == rank)
+    def owns_root(self, rank: int) -> bool:
+        """True on rank 0 of a shared root, and on the first rank of each separate one."""
+        return rank == MAIN or (self.separate_roots and self.first[rank] == rank)
 
-    def listed(self) -> tuple[Host, ...]:
-        """Every root by the name of its host, with the ranks that see it."""
-        roots = sorted(set(self.first))
+    def records(self) -> tuple[Host, ...]:
+        """The hosts as the manifest lists them: for each root its host's name, and the ranks that see it."""
+        owners = sorted(set(self.first))
         return tuple(
-            Host(self.names[one], tuple(r for r, first in enumerate(self.first) if first == one)) for one in roots
+            Host(self.names[owner], tuple(rank for rank, first in enumerate(self.first) if first == owner))
+            for owner in owners
         )
 
     def __str__(self) -> str:
-        return "; ".join(f"{one.name} (ranks {', '.join(map(str, one.ranks))})" for one in self.listed())
+        return "; ".join(f"{host.name} (ranks {', '.join(map(str, host.ranks))})" for host in self.records())
 
 
-EVERYWHERE = Hosts()
+ONE_SHARED_ROOT = Hosts()
 
 
 def find_hosts(ranks: Ranks, storage: Storage, *, shared: bool | None) -> Hosts:
-    """Every rank leaves a mark in its root, and looks whose marks it sees there.
+    """Find out which ranks share a root: each writes a probe file into its own, and looks for the others' there.
 
-    If not told whether the root is `shared`, ranks look only where the launcher says that there are several hosts.
+    With `shared=None`, they do so only where the launcher says that there are several hosts.
     """
-    if ranks.world_size == 1 or not may_differ(storage, shared=shared):
-        return EVERYWHERE
-    opened = {"url": storage.url, "opened": built_here().labels(OWN_ROOTS)}
-    nonce = decide_together(ranks, _CALL, Result(opened), lambda told: _compared(told, surely_apart=shared is False))
-    marks = [f".host-{nonce}-{rank}" for rank in range(ranks.world_size)]
-    run_on_all_ranks(ranks, _CALL, lambda: storage.write(marks[ranks.rank], [host_name().encode()]))
-    seen = Result.of(lambda: {"first": _first(storage, marks), "host": host_name()})
-    told = decide_together(ranks, _CALL, seen, lambda told: told)
-    storage.delete([marks[ranks.rank]])
-    hosts = Hosts(tuple(one["first"] for one in told), tuple(one["host"] for one in told))
-    if hosts.apart and ranks.rank == MAIN:
+    if ranks.world_size == 1 or not may_have_separate_roots(storage, shared=shared):
+        return ONE_SHARED_ROOT
+    opened = Result({"url": storage.url, "opened": built_here().labels(OWN_ROOTS)})
+    nonce = decide_together(ranks, _CALL, opened, lambda roots: _agree_on_root(roots, shared=shared))
+    probes = [f".host-{nonce}-{rank}" for rank in range(ranks.world_size)]
+    run_on_all_ranks(ranks, _CALL, lambda: storage.write(probes[ranks.rank], [host_name().encode()]))
+    seen = Result.capture(lambda: {"first": _first_seen(storage, probes), "host": host_name()})
+    views = decide_together(ranks, _CALL, seen, lambda views: views)
+    storage.delete([probes[ranks.rank]])
+    hosts = Hosts(tuple(view["first"] for view in views), tuple(view["host"] for view in views))
+    if hosts.separate_roots and ranks.rank == MAIN:
         _log.warning("%s is not shared: each of these keeps what its ranks save: %s", storage.url, hosts)
-    return hosts if hosts.apart else EVERYWHERE
+    return hosts if hosts.separate_roots else ONE_SHARED_ROOT
 
 
-def may_differ(storage: Storage, *, shared: bool | None) -> bool:
-    """Whether hosts may have roots of their own: the user says so, or the launcher that there are several hosts."""
-    return storage.near and (shared is False or (shared is None and _several_hosts()))
+def may_have_separate_roots(storage: Storage, *, shared: bool | None) -> bool:
+    """Whether hosts may have separate roots: the user says so, or the launcher that there are several hosts."""
+    return storage.is_local and (shared is False or (shared is None and _several_hosts()))
 
 
 def _several_hosts() -> bool:
@@ -89,17 +92,25 @@ def _several_hosts() -> bool:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) < world_size
 
 
-def _compared(told: list[Any], *, surely_apart: bool) -> str:
-    """On the main rank: refuse roots of which not every host's is the same run's. Returns a name for the marks.
+class _OpenedRoot(TypedDict):
+    """The root of a rank's manager, and those of all its managers that may have separate roots, in order."""
 
-    Paths may differ between hosts. But a rank that has opened this rank's root as another of its managers has built
-    them in another order; and roots of other names may be different runs, unless the user has said otherwise.
+    url: str
+    opened: list[str]
+
+
+def _agree_on_root(roots: list[_OpenedRoot], *, shared: bool | None) -> str:
+    """On the main rank: refuse roots that are not all of one run. Returns a nonce for the names of the probe files.
+
+    Paths may differ between hosts. But a rank that has opened another rank's root with another of its managers has
+    built them in another order; and roots with different names may be of different runs, unless the user has said
+    otherwise with `shared=False`.
     """
-    urls = [one["url"] for one in told]
-    mixed = any(url in one["opened"] and url != one["url"] for url in urls for one in told)
+    urls = [root["url"] for root in roots]
+    mixed = any(url in root["opened"] and url != root["url"] for url in urls for root in roots)
     names = {url.rstrip("/").rpartition("/")[2] for url in urls}
-    if mixed or (len(names) > 1 and not surely_apart):
-        listed = "; ".join(f"rank {rank} opened {', '.join(one['opened'])}" for rank, one in enumerate(told))
+    if mixed or (len(names) > 1 and shared is not False):
+        listed = "; ".join(f"rank {rank} opened {', '.join(root['opened'])}" for rank, root in enumerate(roots))
         raise RanksError(
             f"the ranks have not opened the same root: {listed}. Every rank must build the same managers in the same "
             "order. If these are the roots of one run, one on each host, say shared=False."
@@ -107,8 +118,9 @@ def _compared(told: list[Any], *, surely_apart: bool) -> str:
     return uuid.uuid4().hex
 
 
-def _first(storage: Storage, marks: list[str]) -> int:
-    for rank, mark in enumerate(marks):
-        if storage.version(mark) is not None:
+def _first_seen(storage: Storage, probes: list[str]) -> int:
+    """The first rank whose probe file is in this rank's root."""
+    for rank, probe in enumerate(probes):
+        if storage.version(probe) is not None:
             return rank
     raise AbsentError(f"{storage.url} does not show what was just written there.")

@@ -1,4 +1,4 @@
-"""SIGTERM, heard at any time and answered between two steps."""
+"""Preemption: SIGTERM may come at any time; all ranks stop after the same training step."""
 
 from __future__ import annotations
 
@@ -13,46 +13,47 @@ from typing import Any
 
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.store import LostStoreError
-from ckpt.util.fork_safety import Owner
+from ckpt.util.fork_safety import OwnerProcess
 
 EXIT_STATUS = 128 + signal.SIGTERM
 _ASKED, _TARGET = "preempted", "stop-after"
+_Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 
 class Preemption:
-    """Remembers that the process was told to stop, and finds a step at which all ranks can.
+    """Remembers SIGTERM, and finds a step after which all ranks can stop.
 
-    Nobody waits for anybody: training brings the ranks together, and one that waited here would keep the others from
-    ever getting here. The main rank names a step to come; each rank that has not got there says so; the first to get
-    there looks whether all have said so, and what it finds holds for all. If somebody was past it already, the main
-    rank names another one, farther ahead.
+    No rank waits here: training synchronises the ranks, and a rank that waited would keep the others from reaching
+    their next step. The main rank proposes a step to come; each rank that has not passed it acknowledges it; the first
+    rank to reach it checks whether all have, and its finding holds for all (`first_wins`). If a rank had passed the
+    step already, the main rank proposes another one, farther ahead.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.asked = False
         self._ranks = ranks
-        self._told = False
+        self._announced = False
         self._acknowledged = self._target = 0
         self._ahead = 1
-        self._ask_next = 0.0
-        self._previous: Any = None
+        self._next_poll = 0.0
+        self._previous: _Handler = None
         self._installed: Callable[[int, FrameType | None], None] | None = None
 
     def listen(self) -> None:
-        """Take SIGTERM. A handler that was there before is called as well. Only the main thread can do this."""
+        """Install a handler for SIGTERM, which also calls the previous one. Does nothing outside the main thread."""
         if threading.current_thread() is not threading.main_thread() or self._installed is not None:
             return
         self._previous = previous = signal.getsignal(signal.SIGTERM)
-        owner = Owner()
+        owner = OwnerProcess()
 
         def handler(number: int, frame: FrameType | None) -> None:
             self.asked = True
-            if not callable(previous) and not owner.is_here:  # nobody would answer it in a forked child
+            if not callable(previous) and not owner.is_here:  # a forked child has no training loop that would stop
                 signal.signal(number, previous or signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             elif callable(previous):
                 previous(number, frame)
-            elif self._installed is None:  # closed, but put back by a handler that came after
+            elif self._installed is None:  # closed, but reinstalled by a handler that was installed later
                 signal.signal(number, previous or signal.SIG_DFL)
                 os.kill(os.getpid(), number)
 
@@ -60,7 +61,7 @@ class Preemption:
         signal.signal(signal.SIGTERM, handler)
 
     def close(self) -> None:
-        """Put back the handler that was there before."""
+        """Restore the previous handler, unless another one was installed since."""
         if self._installed is not None and signal.getsignal(signal.SIGTERM) is self._installed:
             signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
         self._installed = None
@@ -72,22 +73,23 @@ class Preemption:
             return False
         if self._ranks.world_size == 1:
             return True
-        if not self._told:
-            self._told = True
+        if not self._announced:
+            self._announced = True
             self._ranks.note(_ASKED, "")
-        return self._agreed(step)
+        return self._all_stop_after(step)
 
-    def _agreed(self, step: int) -> bool:
-        target = self._named_target(step)
+    def _all_stop_after(self, step: int) -> bool:
+        target = self._proposed_target(step)
         if step < target and self._acknowledged < target:
             self._acknowledged = target
             self._ranks.note(f"{_TARGET}/{target}", "")
         if step != target:
             return False
         ready = len(self._ranks.notes(f"{_TARGET}/{target}")) == self._ranks.world_size
-        return self._ranks.settle(f"{_TARGET}/{target}/settled", "stop" if ready else "go on") == "stop"
+        return self._ranks.first_wins(f"{_TARGET}/{target}/settled", "stop" if ready else "go on") == "stop"
 
-    def _named_target(self, step: int) -> int:
+    def _proposed_target(self, step: int) -> int:
+        """The step to stop after; 0 if none was proposed yet. Past it, the main rank proposes a new one."""
         if self._ranks.rank == MAIN and step > self._target:
             self._ahead *= 2
             self._target = step + self._ahead
@@ -95,14 +97,12 @@ class Preemption:
         return int(self._ranks.published(_TARGET) or 0)
 
     def _others_were_asked(self) -> bool:
-        """A signal may reach one rank alone. Asking costs a round trip, so it is done once a second."""
-        if self._ranks.world_size == 1 or time.monotonic() < self._ask_next:
+        """A signal may reach one rank alone. Polling costs a request, so it is done once a second."""
+        if self._ranks.world_size == 1 or time.monotonic() < self._next_poll:
             return False
-        self._ask_next = time.monotonic() + 1.0
+        self._next_poll = time.monotonic() + 1.0
         try:
             return bool(self._ranks.notes(_ASKED))
-        except (
-            LostStoreError
-        ):  # whoever hosted it has left: at the end of training that is no fault; a save would say so
-            self._ask_next = math.inf
+        except LostStoreError:  # its host has ended: no fault at the end of training, and a save would report it
+            self._next_poll = math.inf
             return False

@@ -1,7 +1,7 @@
-"""What a rank has told the others and they may not have read yet: it does not leave before they have.
+"""Before a rank ends, it waits until the others have read its last broadcast.
 
-Rank 0 often hosts the store and takes it along when it ends; ranks that were still to read its last decision would then
-report a lost store instead of the decision.
+Rank 0 often hosts the store, which ends with its process; ranks that had not read its last decision would then report a
+lost store instead of the decision.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ _LONGEST = 30.0  # seconds
 _PAUSE = 0.01
 
 
-class Unread:
-    """The last thing that was told, and how many ranks must confirm that they have read it."""
+class UnreadBroadcast:
+    """The last broadcast of a group, and how many ranks must confirm that they have read it."""
 
-    def __init__(self, store: TimedStore, kept: set[Unread]) -> None:
+    def __init__(self, store: TimedStore, unread: set[UnreadBroadcast]) -> None:
         self._store = store
-        self._kept = kept  # or nobody would wait at the end of a program that has dropped its manager
+        self._all_unread = unread  # keeps it alive until exit, also in a program that has dropped its manager
         self._key, self._readers = "", 0
         self._process = os.getpid()
         _all.add(self)
 
     def expect(self, key: str, readers: int) -> None:
         self._key, self._readers = key, readers
-        self._kept.add(self)
+        self._all_unread.add(self)
 
     def confirm(self, key: str) -> None:
-        """By a rank that has read it."""
+        """Called by a rank that has read the broadcast."""
         self._store.add(key, 1)
 
     def clear(self) -> None:
         self._readers = 0
-        self._kept.discard(self)
+        self._all_unread.discard(self)
 
     def is_read(self) -> bool:
-        if os.getpid() != self._process:  # the connection to the store is the parent's
+        if os.getpid() != self._process:  # a forked child: the connection to the store is its parent's
             return True
         return self._readers == 0 or self._store.add(self._key, 0) >= self._readers
 
 
-_all: WeakSet[Unread] = WeakSet()
+_all: WeakSet[UnreadBroadcast] = WeakSet()
 
 
-def linger(told: Iterable[Unread], timeout: float) -> None:
-    """Return when the others have read all of it, or after the timeout. Raises nothing."""
-    told = list(told)
+def linger(broadcasts: Iterable[UnreadBroadcast], timeout: float) -> None:
+    """Return when the other ranks have read all broadcasts, or after the timeout. Raises nothing."""
+    waiting = list(broadcasts)
     deadline = time.monotonic() + min(timeout, _LONGEST)
-    with suppress(RanksError):  # without a store nobody reads
-        while not all(one.is_read() for one in told) and time.monotonic() < deadline:
+    with suppress(RanksError):  # without a store no rank can read
+        while not all(broadcast.is_read() for broadcast in waiting) and time.monotonic() < deadline:
             time.sleep(_PAUSE)
-    for one in told:
-        one.clear()
+    for broadcast in waiting:
+        broadcast.clear()
 
 
 @atexit.register

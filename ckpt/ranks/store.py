@@ -1,6 +1,6 @@
 """The process group's store, with a deadline for every call.
 
-The store's client waits inside C++ for as long as its server is frozen, or its host lost without a TCP reset, whatever
+The store's client blocks inside C++ for as long as its server is frozen, or its host lost without a TCP reset, whatever
 timeout it was built with. So calls are made on a daemon thread, and the caller waits no longer than its deadline.
 """
 
@@ -22,16 +22,16 @@ _AGAIN = 1.0  # seconds for a store that did not answer the call before
 
 
 class LostStoreError(RanksError):
-    """The connection to the store has ended: whoever hosts it has left."""
+    """The connection to the store has ended: the process that hosts it is gone."""
 
 
 class TimedStore:
     """A store on which no call lasts longer than `timeout` seconds: after that it raises a RanksError."""
 
-    def __init__(self, store: Store, timeout: float, calls: _Calls | None = None) -> None:
+    def __init__(self, store: Store, timeout: float, calls: _CallThread | None = None) -> None:
         self._store = store
         self._timeout = max(timeout, _LEAST)
-        self._calls = calls or _Calls()
+        self._calls = calls or _CallThread()
 
     def below(self, prefix: str) -> TimedStore:
         """The same store, with keys below a prefix of their own."""
@@ -62,7 +62,7 @@ class TimedStore:
             raise RanksError(
                 f"the process group's store{_address(self._store)} did not answer within {self._timeout:g} s. "
                 f"{_host()} hosts it: that process is stopped, or its host is overloaded or lost. Earlier "
-                "checkpoints stand. End all ranks and start the job again: it goes on from the newest checkpoint."
+                "checkpoints are kept. End all ranks and start the job again: it continues from the newest checkpoint."
             ) from None
         except RuntimeError as error:
             raise LostStoreError(
@@ -70,11 +70,11 @@ class TimedStore:
             ) from error
 
 
-class _Calls:
-    """A daemon thread that makes calls in the order in which they come.
+class _CallThread:
+    """A daemon thread that makes calls in the order in which they are submitted.
 
-    A thread that is stuck in the store's client does not keep the interpreter from ending. A forked child gets a thread
-    of its own.
+    Being a daemon, it does not keep the interpreter from ending when it is stuck in the store's client. A forked child
+    starts a thread of its own.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ def _serve(queue: SimpleQueue[_Call | None]) -> None:
             except BaseException as error:  # raised where the call was made
                 call.error = error
         call.done.release()
-        del call  # or the last one would live until the next
+        del call  # or the last call, and what it refers to, would live until the next
 
 
 def _address(store: Any) -> str:

@@ -1,38 +1,31 @@
-"""Which checkpoints are there, and are they whole?
+"""The checkpoints of a root: their names, their manifests, and listing them.
 
-Imports no torch: a shell asks the same questions.
+Imports no torch: the command `ckpt` starts without it.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.errors import AbsentError, CheckpointError, ConfigError, DamagedError, MissingError
-from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Host, Manifest
-from ckpt.root.file_names import rank_of
-from ckpt.root.verified_file import WINDOW, StoredFile, VerifiedFile
+from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.storage import HubStorage, Storage, open_storage
-from ckpt.util.console import bar, size
 
-LOCK = ".lock"  # in a root, held by the run that writes to it
-MARKER = ".saving"  # in a checkpoint's folder while it is being written
+LOCK = ".lock"  # in a root: locked by the run that writes to it
+MARKER = ".saving"  # in a checkpoint's folder while it is being saved or removed
 STATE = "state.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,199}")
-_MOST_THREADS = 16
-_THREADS = min(_MOST_THREADS, max(2, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as it lies in its root. One without a manifest was never committed; `problem` says what is wrong."""
+    """A checkpoint as it is listed. Without a manifest it is not committed or not readable: `problem` says why."""
 
     name: str
     url: str
@@ -48,13 +41,8 @@ class Checkpoint:
         return self.manifest.step if self.manifest else None
 
 
-def threads_for(storages: Iterable[Storage]) -> int:
-    """How many threads read at the same time: as many as there are cores; far away, as many as have to wait."""
-    return _THREADS if all(storage.near for storage in storages) else _MOST_THREADS
-
-
 def check_name(name: str) -> str:
-    """A checkpoint's name is one plain name: it becomes a folder below the root, and must stay there."""
+    """Refuse a name that is not a single path segment: it becomes a folder below the root, and must not lead out."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
         raise ConfigError(
             f"{name!r} cannot name a checkpoint: use letters, digits and . _ - + = @, starting with a letter, a digit "
@@ -64,22 +52,25 @@ def check_name(name: str) -> str:
 
 
 def scan(storage: Storage) -> list[Checkpoint]:
-    """Every checkpoint below the root, the newest first; those that were never committed come last."""
+    """Every checkpoint of the root, newest commit first; those without a readable manifest come last.
+
+    A folder is a checkpoint if it has a manifest, a save marker or a `state.json`.
+    """
     files: dict[str, set[str]] = defaultdict(set)
     for entry in storage.list():
         name, _, file = entry.key.partition("/")
         files[name].add(file)
-    ours = [name for name, inside in files.items() if inside & {FILE_NAME, MARKER, STATE}]
-    return sorted((find(storage, name) for name in ours), key=_age, reverse=True)
+    names = [name for name, inside in files.items() if inside & {FILE_NAME, MARKER, STATE}]
+    return sorted((find(storage, name) for name in names), key=_commit_order, reverse=True)
 
 
 def find(storage: Storage, name: str) -> Checkpoint:
-    """One checkpoint, by its name. Only its manifest is read."""
+    """The checkpoint of that name. Reads its manifest only."""
     url = f"{storage.url}/{name}"
     try:
         return Checkpoint(name, url, read_manifest(storage, name))
     except CheckpointError as error:
-        # with its traceback it would keep alive whoever asked: a manager, and the lock on its root
+        # its traceback would keep the caller's frames alive: a manager, and with it the lock on its root
         return Checkpoint(name, url, problem=error.with_traceback(None))
 
 
@@ -90,83 +81,16 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
     except AbsentError:
         pass
     else:
-        return replace(manifest, name=name)  # a checkpoint may be moved or copied to another name
+        return replace(manifest, name=name)  # the folder's name counts: a user may have renamed or copied it
     if not any(True for _ in storage.list(name)):
-        known = ", ".join(one.name for one in scan(storage) if one.committed) or "none"
+        known = ", ".join(checkpoint.name for checkpoint in scan(storage) if checkpoint.committed) or "none"
         raise MissingError(f"there is no checkpoint {name!r} in {storage.url}. There are: {known}.")
     raise DamagedError(f"{name} was never committed: its save was cut off before the manifest was written.")
 
 
-def _age(checkpoint: Checkpoint) -> tuple[int, str, str]:
+def _commit_order(checkpoint: Checkpoint) -> tuple[int, str, str]:
     manifest = checkpoint.manifest
     return (manifest.sequence, manifest.created, "") if manifest else (-1, "", checkpoint.name)
-
-
-def size_problems(storage: Storage, manifest: Manifest) -> list[str]:
-    """Files that are missing or have another size than the manifest says. Reads no file."""
-    found = _sizes(storage, manifest)
-    problems = []
-    for file in manifest.files:
-        if file.path not in found:
-            host = _host_of(file, manifest)
-            problems.append(f"{file.path} is missing" + (f" ({host.name} saved it)" if host else ""))
-        elif found[file.path] != file.size:
-            problems.append(f"{file.path} is {size(found[file.path])} of {size(file.size)} ({found[file.path]} bytes)")
-    return problems
-
-
-def _sizes(storage: Storage, manifest: Manifest) -> dict[str, int]:
-    return {entry.key.partition("/")[2]: entry.size for entry in storage.list(manifest.name)}
-
-
-def _host_of(file: FileRecord, manifest: Manifest) -> Host | None:
-    """Of hosts with roots of their own, the one that has a file; none if all have it."""
-    rank = rank_of(file.name)
-    return next((host for host in manifest.hosts if rank in host.ranks), None)
-
-
-def elsewhere(storage: Storage, manifest: Manifest) -> dict[str, str]:
-    """Files that other hosts have in roots of their own, with the names of these hosts.
-
-    A host of whose files none is here is another one. Where no host's are, all of them should be here.
-    """
-    if not manifest.hosts:
-        return {}
-    found = _sizes(storage, manifest)
-    holders = {file.path: host for file in manifest.files if (host := _host_of(file, manifest))}
-    here = {host for path, host in holders.items() if path in found}
-    return {path: host.name for path, host in holders.items() if here and host not in here}
-
-
-def kept_here(storage: Storage, manifest: Manifest) -> Manifest:
-    """The manifest without the files that other hosts have."""
-    others = elsewhere(storage, manifest)
-    return replace(manifest, files=tuple(file for file in manifest.files if file.path not in others))
-
-
-def problems(storage: Storage, manifest: Manifest, *, show: bool = False) -> list[str]:
-    """Whatever is wrong with a checkpoint's files: sizes first, then every byte against its hash."""
-    wrong = size_problems(storage, manifest)
-    if wrong:
-        return wrong
-    files = [VerifiedFile(StoredFile(storage, f"{manifest.name}/{file.path}"), file) for file in manifest.files]
-    blocks = [(file, index) for file in files for index in range(len(file.record.blocks))]
-    with bar(f"verifying {manifest.name}", manifest.size, in_bytes=True, show=show) as advance:
-        return altered(blocks, advance)
-
-
-def altered(blocks: list[tuple[VerifiedFile, int]], advance: Callable[[float], None]) -> list[str]:
-    """What is wrong with blocks of files. They are looked at in several threads."""
-    buffers = threading.local()
-
-    def look(block: tuple[VerifiedFile, int]) -> str | None:
-        if not hasattr(buffers, "own"):
-            buffers.own = memoryview(bytearray(WINDOW))
-        file, index = block
-        return file.look(index, buffers.own, advance)
-
-    with ThreadPoolExecutor(threads_for(file.stored.storage for file, _ in blocks)) as pool:
-        return [problem for problem in pool.map(look, blocks) if problem]
 
 
 def list_checkpoints(
@@ -174,39 +98,39 @@ def list_checkpoints(
 ) -> list[Checkpoint]:
     """The checkpoints below a root, newest first. Those without a manifest were never committed and come last.
 
-    Reads manifests only; `verify` looks at every byte. `storage_options` are those of the manager.
+    Reads manifests only; `verify` reads every byte. `storage_options` are those of the manager.
     """
     return scan(open_storage(root, **(storage_options or {})))
 
 
 def locate(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> tuple[Storage, list[str]]:
-    """The root that a URL means, and the names of its checkpoints; or the one checkpoint that it points at."""
-    return located(url, storage_options)[:2]
+    """The root at a URL with the names of its checkpoints; for the URL of a checkpoint, its root and its name alone."""
+    return resolve(url, storage_options)[:2]
 
 
-def located(
+def resolve(
     url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> tuple[Storage, list[str], bool]:
-    """The same, and whether the URL points at one checkpoint: not at a root that may have only one."""
+    """What `locate` returns, and whether the URL is a checkpoint's, which one name alone does not tell."""
     options = storage_options or {}
     storage = open_storage(url, **options)
     text = os.fspath(url)
     if any(True for _ in storage.list()):
-        names = [one.name for one in scan(storage)]
+        names = [checkpoint.name for checkpoint in scan(storage)]
         if not any(entry.key in (FILE_NAME, MARKER, STATE) for entry in storage.list()):
             return storage, names, False
         text = text if "://" in text else os.path.abspath(text)
     root, _, name = text.rstrip("/").rpartition("/")
     if name and not root.endswith(":/"):
-        with suppress(ConfigError):  # where the URL is of the root itself, nothing above it is one
+        with suppress(ConfigError):  # the URL is a bucket's or a repository's: it has no parent that could be a root
             parent = open_storage(root or ("/" if text.startswith("/") else "."), **options)
             if any(True for _ in parent.list(name)):
                 return parent, [name], True
-    check_there(storage)
+    check_exists(storage)
     raise MissingError(f"there is no checkpoint at {os.fspath(url)}: it is neither a root nor a checkpoint.")
 
 
-def check_there(storage: Storage) -> None:
-    """Raise what is wrong with a repository that looks empty: it may not be there, or be named wrongly."""
+def check_exists(storage: Storage) -> None:
+    """Raise if an empty storage is a repository that does not exist, or that this account may not see."""
     if isinstance(storage, HubStorage):
         storage.repo.head()

@@ -1,4 +1,4 @@
-"""From the files of a checkpoint to a commit: every file first, the manifest last."""
+"""Writes a checkpoint: every file first, the manifest last. Writing the manifest is the commit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from ckpt.errors import NotDurableError, StorageError
 from ckpt.formats.native.block_hash import BlockHasher, digest
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.root.catalog import find
-from ckpt.root.cleanup import clean, leave_mark
+from ckpt.root.cleanup import remove_uncommitted
+from ckpt.root.save_marker import mark_save
 from ckpt.storage import Buffer, Staging, Storage
-from ckpt.util.console import LONG, bar
+from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
 from ckpt.util.threads import ThreadCall
 
 if TYPE_CHECKING:
@@ -25,16 +26,16 @@ _log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True)
-class Earlier:
-    """A file of an earlier checkpoint, which this process has written or verified."""
+class EarlierFile:
+    """A file of an earlier checkpoint that this process has written or verified, and may therefore link."""
 
     checkpoint: str
     file: FileRecord
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A file of a try: its record, and a receipt where it is yet to be published."""
+class WrittenFile:
+    """A file of an attempt: its record for the manifest, and its receipt where the storage stages files."""
 
     file: FileRecord
     receipt: str | None = None
@@ -42,56 +43,58 @@ class Stored:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try at writing a checkpoint. Until `commit`, a checkpoint of the same name stands as it was.
+    """One attempt to write a checkpoint. Until `commit`, a checkpoint of the same name remains as it was.
 
-    Where there are files already (`taken`), those of the try have other names: nothing that a committed manifest lists
-    is ever written to. `over` is the version of the manifest that the try replaces: of two writers one commits.
+    Files whose path exists already (`occupied_paths`) get another path: a file that a committed manifest lists is never
+    overwritten. The manifest is written only over `expected_version`, so that of two concurrent writers one commits.
     """
 
     name: str
     replaces: tuple[str, ...] = ()
-    taken: tuple[str, ...] = ()
-    over: str | None = None
+    occupied_paths: tuple[str, ...] = ()
+    expected_version: str | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def begin(self, storage: Storage, paths: Iterable[str]) -> None:
-        """Leave a mark with the names of all files to come, so that a later save knows what a crash left behind."""
-        if isinstance(storage, Staging):  # it leaves nothing behind
+        """Write the save marker with the paths of all files to come, so that a later save removes what a crash left."""
+        if isinstance(storage, Staging):  # what is staged and never published leaves nothing behind
             return
-        with _or_failed():
-            leave_mark(storage, self.name, [self.path_for(path) for path in paths], self.replaces, self.id)
+        with _failing_unless_durable():
+            mark_save(storage, self.name, [self.path_for(path) for path in paths], self.replaces, self.id)
 
     def write(
-        self, storage: Storage, images: list[FilePlan], earlier: Mapping[str, Earlier], *, show: bool = False
-    ) -> list[Stored]:
-        """Write files, and hash their bytes as they pass. What has not changed since `earlier` is linked."""
-        size = sum(image.size for image in images)
-        with bar(f"saving {self.name}", size, in_bytes=True, show=show and size > LONG) as advance:
+        self, storage: Storage, plans: list[FilePlan], earlier: Mapping[str, EarlierFile], *, show: bool = False
+    ) -> list[WrittenFile]:
+        """Write files and hash their bytes on the way; link those that an `earlier` checkpoint has unchanged."""
+        size = sum(plan.size for plan in plans)
+        with progress_bar(
+            f"saving {self.name}", size, in_bytes=True, show=show and size > PROGRESS_MIN_BYTES
+        ) as advance:
             return [
-                self._link_one(storage, image, earlier.get(image.path), advance)
-                or self._write_one(storage, image, advance)
-                for image in images
+                self._link(storage, plan, earlier.get(plan.path), advance) or self._write_file(storage, plan, advance)
+                for plan in plans
             ]
 
     def commit(self, storage: Storage, manifest: Manifest, receipts: Mapping[str, str]) -> None:
-        """From here on the checkpoint exists, and an older one of its name does not.
+        """Write the manifest: from then on the checkpoint exists, and the one that it replaces does not.
 
-        After a `NotDurableError` it exists too; the files of the older one stay, since a crash may bring that back.
+        After a `NotDurableError` it exists too; the replaced files are kept, as a crash may restore the old manifest.
         """
         if isinstance(storage, Staging):
             receipt = storage.stage(f"{self.name}/{FILE_NAME}", [manifest.to_bytes()])
-            staged = {f"{self.name}/{path}": one for path, one in {**receipts, FILE_NAME: receipt}.items()}
-            storage.publish(staged, gone=[f"{self.name}/{path}" for path in self.replaces])
+            staged = {**receipts, FILE_NAME: receipt}
+            keyed = {f"{self.name}/{path}": receipt for path, receipt in staged.items()}
+            storage.publish(keyed, gone=[f"{self.name}/{path}" for path in self.replaces])
             return
         self._put_manifest(storage, manifest)
-        with suppress(StorageError):  # it is committed: what could not be cleaned up is cleaned up before a later save
-            clean(storage, self.name)
+        with suppress(StorageError):  # it is committed: what could not be removed is removed before a later save
+            remove_uncommitted(storage, self.name)
 
     def _put_manifest(self, storage: Storage, manifest: Manifest) -> None:
-        """Write the manifest. If that fails, find out by its id whether it took effect all the same."""
+        """Write the manifest over the expected version. If that fails, read it back: the answer alone may be lost."""
         key, data = f"{self.name}/{FILE_NAME}", manifest.to_bytes()
         try:
-            storage.write(key, [data], over=self.over)
+            storage.write(key, [data], over=self.expected_version)
         except NotDurableError:
             # The kernel reports a failed fsync once: a second fsync alone would succeed, and prove nothing.
             storage.write(key, [data], over=self._own_version(storage, manifest))
@@ -101,95 +104,113 @@ class Attempt:
             _log.warning("%s/%s was written, though the storage said otherwise: %s", storage.url, key, error)
 
     def _own_version(self, storage: Storage, manifest: Manifest) -> str | None:
-        """The version of the manifest that was just written; the old one if somebody has replaced it since."""
+        """The version of the manifest that was just written; the expected one if another run has replaced it since."""
         version = storage.version(f"{self.name}/{FILE_NAME}")
-        return version if self._has_taken_effect(storage, manifest) else self.over
+        return version if self._has_taken_effect(storage, manifest) else self.expected_version
 
     def _has_taken_effect(self, storage: Storage, manifest: Manifest) -> bool:
         try:
-            there = find(storage, self.name).manifest
+            current = find(storage, self.name).manifest
         except StorageError:
             return False
-        return there is not None and there.id == manifest.id
+        return current is not None and current.id == manifest.id
 
     def path_for(self, path: str) -> str:
-        if path not in self.taken:
+        """Where a file is written: under its own path, or with the attempt's id in it if that path is occupied."""
+        if path not in self.occupied_paths:
             return path
         stem, _, suffix = path.rpartition(".")
         return f"{stem}.{self.id[:8]}.{suffix}"
 
-    def _link_one(
-        self, storage: Storage, image: FilePlan, earlier: Earlier | None, advance: Callable[[float], None]
-    ) -> Stored | None:
-        """Link a file that an earlier checkpoint has with the same bytes; none if there is none.
+    def _link(
+        self, storage: Storage, plan: FilePlan, earlier: EarlierFile | None, advance: Callable[[float], None]
+    ) -> WrittenFile | None:
+        """Link the file from an earlier checkpoint that has the same bytes; None if it has to be written.
 
-        What is staged need not be linked: bytes that are there are not sent again.
+        A storage that stages files needs no links: it does not send bytes that it has already.
         """
-        if earlier is None or not image.steady or image.size != earlier.file.size or isinstance(storage, Staging):
+        if (
+            earlier is None
+            or not plan.likely_unchanged
+            or plan.size != earlier.file.size
+            or isinstance(storage, Staging)
+        ):
             return None
-        if _digests(image.pieces(), lambda _: None) != earlier.file.blocks:
+        if _digests(plan.pieces(), lambda _: None) != earlier.file.blocks:
             return None
-        path = self.path_for(image.path)
+        path = self.path_for(plan.path)
         try:
             storage.link(f"{earlier.checkpoint}/{earlier.file.path}", f"{self.name}/{path}")
-        except NotDurableError as error:  # it is there: nothing can be written in its place
+        except NotDurableError as error:  # the path exists now: the file cannot be written in its place
             raise StorageError(str(error)) from error
-        except StorageError as error:  # removed by hand, say: then it is written
+        except StorageError as error:  # the earlier file was removed by hand, for example: write this one
             _log.info("%s could not be linked: %s", path, error)
             return None
-        advance(image.size)
-        return Stored(replace(earlier.file, path=path))
+        advance(plan.size)
+        return WrittenFile(replace(earlier.file, path=path))
 
-    def _put(self, storage: Storage, path: str, pieces: Iterable[Buffer]) -> str | None:
-        key = f"{self.name}/{path}"
-        if isinstance(storage, Staging):
-            return storage.stage(key, pieces)
-        with _or_failed():
-            storage.write(key, pieces, over=None)
-        return None
+    def _write_file(self, storage: Storage, plan: FilePlan, advance: Callable[[float], None]) -> WrittenFile:
+        path = self.path_for(plan.path)
+        write = self._write_from_memory if plan.in_memory else self._write_stream
+        return write(storage, plan, path, advance)
 
-    def _write_one(self, storage: Storage, image: FilePlan, advance: Callable[[float], None]) -> Stored:
-        path = self.path_for(image.path)
-        if image.settled:
-            settled = list(image.pieces())
-            hashing = ThreadCall(lambda: _digests(settled, advance), "ckpt-hash")
-            try:
-                receipt = self._put(storage, path, settled)
-            finally:
-                digests = hashing.result()
-            head = _head(image, settled[0])
-            return Stored(FileRecord(name=image.path, path=path, size=image.size, blocks=digests, head=head), receipt)
+    def _write_from_memory(
+        self, storage: Storage, plan: FilePlan, path: str, advance: Callable[[float], None]
+    ) -> WrittenFile:
+        """Write pieces that do not change, and hash them in a second thread meanwhile."""
+        pieces = list(plan.pieces())
+        hashing = ThreadCall(lambda: _digests(pieces, advance), "ckpt-hash")
+        try:
+            receipt = self._put(storage, path, pieces)
+        finally:
+            digests = hashing.result()
+        head = _head(plan, pieces[0])
+        return WrittenFile(FileRecord(name=plan.path, path=path, size=plan.size, blocks=digests, head=head), receipt)
+
+    def _write_stream(
+        self, storage: Storage, plan: FilePlan, path: str, advance: Callable[[float], None]
+    ) -> WrittenFile:
+        """Write pieces that exist one at a time, hashing each before it is written."""
         hasher = BlockHasher()
-        source = image.pieces()
+        source = plan.pieces()
         heads: list[tuple[int, str] | None] = []
 
         def pieces() -> Iterator[memoryview]:
             for piece in hasher.through(source):
                 if not heads:
-                    heads.append(_head(image, piece))
+                    heads.append(_head(plan, piece))
                 yield piece
                 advance(len(piece))
 
         try:
             receipt = self._put(storage, path, pieces())
-        finally:  # at once, also when it failed: other ranks may be waiting to hand over the rest
+        finally:  # at once, also after a failure: other ranks may be waiting to send their pieces
             getattr(source, "close", lambda: None)()
-        record = FileRecord(name=image.path, path=path, size=hasher.size, blocks=hasher.digests, head=heads[0])
-        return Stored(record, receipt)
+        record = FileRecord(name=plan.path, path=path, size=hasher.size, blocks=hasher.digests, head=heads[0])
+        return WrittenFile(record, receipt)
+
+    def _put(self, storage: Storage, path: str, pieces: Iterable[Buffer]) -> str | None:
+        """Write or stage one file. Returns its receipt if it was staged."""
+        key = f"{self.name}/{path}"
+        if isinstance(storage, Staging):
+            return storage.stage(key, pieces)
+        with _failing_unless_durable():
+            storage.write(key, pieces, over=None)
+        return None
 
 
 @contextmanager
-def _or_failed() -> Iterator[None]:
-    """Of the files before the manifest, one that may not be durable has not been written: the save fails."""
+def _failing_unless_durable() -> Iterator[None]:
+    """Fail the save if a file before the manifest may not be durable: a manifest must not list it."""
     try:
         yield
     except NotDurableError as error:
         raise StorageError(str(error)) from error
 
 
-def _head(image: FilePlan, first: memoryview) -> tuple[int, str] | None:
-    """The hash of a file's head, which lies in its first piece."""
-    return (image.head, digest(first[: image.head])) if image.head else None
+def _head(plan: FilePlan, first: memoryview) -> tuple[int, str] | None:
+    """The size and hash of a file's head, which is within its first piece; None if it has none."""
+    return (plan.head, digest(first[: plan.head])) if plan.head else None
 
 
 def _digests(pieces: Iterable[memoryview], advance: Callable[[float], None]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A folder that somebody else may have written: its files, whatever they are."""
+"""A folder of any storage, with or without a manifest: its files and their sizes. Says which ones Accelerate wrote."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.root.catalog import MARKER
 from ckpt.root.verified_file import StoredFile
 from ckpt.storage import Storage, open_storage
-from ckpt.util.console import size
+from ckpt.util.console import format_size
 
-ROOT = ""  # stands for the name of a checkpoint where a root is itself a folder that Accelerate wrote
+ROOT = ""  # in place of a checkpoint's name: the root itself is a folder that Accelerate wrote
 
 
 def open_url(root: str | os.PathLike[str] | Storage, options: Mapping[str, Any] | None) -> Storage:
-    """The storage at one of two sides, of which only URLs take options."""
-    is_url = not isinstance(root, Storage) and "://" in os.fspath(root)
+    """Open a storage where two places share one set of options: they apply to a URL, and not to a path."""
+    is_url = isinstance(root, str | os.PathLike) and "://" in os.fspath(root)
     return open_storage(root, **(options or {} if is_url else {}))
 
 
 @dataclass(frozen=True)
 class Folder:
-    """The objects of a storage whose keys begin with a prefix: their sizes, by the rest of the key."""
+    """The objects of a storage below a prefix: their sizes, by the rest of the key."""
 
     storage: Storage
     prefix: str
@@ -38,7 +38,10 @@ class Folder:
 
     @classmethod
     def at(cls, source: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> Folder:
-        """What is at a path or URL. Storages without folders have it below a root that ends earlier."""
+        """The folder at a path or URL.
+
+        Where a URL cannot be opened down to the folder itself, it is listed as a prefix below its parent.
+        """
         where = os.fspath(source).rstrip("/")
         found = cls.listed(open_url(source, options), "", where)
         root, _, name = where.rpartition("/")
@@ -48,7 +51,7 @@ class Folder:
 
     @classmethod
     def listed(cls, storage: Storage, prefix: str, where: str) -> Folder:
-        """The folder of a storage whose name is the prefix, which ends with a slash; the root if it is empty."""
+        """The folder below a prefix, which is empty (the root itself) or ends with a slash."""
         entries = storage.list(prefix.rstrip("/"))
         return cls(storage, prefix, where, {entry.key.removeprefix(prefix): entry.size for entry in entries})
 
@@ -65,15 +68,17 @@ class Folder:
         return StoredFile(self.storage, self.prefix + path)
 
     def reader(self, path: str) -> Callable[[], bytes]:
-        """What reads a whole file."""
+        """A function that reads a file in full."""
         return lambda: self.storage.read(self.prefix + path)
 
     def check(self, needed: Mapping[str, int]) -> None:
-        """Raise one error that names every file that is missing, or shorter than it must be."""
+        """Raise one error that names every file that is missing or shorter than needed."""
         wrong = [f"{path} is missing" for path in needed if path not in self.files]
         for path, length in needed.items():
             if self.files.get(path, length) < length:
-                wrong.append(f"{path} is {size(self.files[path])} of {size(length)} ({self.files[path]} bytes)")
+                wrong.append(
+                    f"{path} is {format_size(self.files[path])} of {format_size(length)} ({self.files[path]} bytes)"
+                )
         if wrong:
             raise DamagedError(
                 f"{self.where} is damaged: {'; '.join(sorted(wrong))}. Copy the files of every rank there."
@@ -88,4 +93,4 @@ def is_foreign(storage: Storage, name: str) -> bool:
 def written_by_accelerate(files: Iterable[str]) -> bool:
     from ckpt.formats.foreign import accelerate  # imports torch, which the command `ckpt` starts without
 
-    return not {FILE_NAME, MARKER}.intersection(files) and accelerate.is_one(files)
+    return not {FILE_NAME, MARKER}.intersection(files) and accelerate.is_accelerate(files)

@@ -1,4 +1,4 @@
-"""A second home: what is committed in the root is copied to a mirror, behind the training's back."""
+"""The mirror: every checkpoint that is committed in the root is copied to a second storage by a background thread."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _log = logging.getLogger("ckpt")
 
 
 @dataclass
-class _Waiting:
-    """A checkpoint to be copied. While it is held, retention leaves it where it is."""
+class _QueuedCopy:
+    """A checkpoint to be copied. While its shared lock is held, retention does not remove it."""
 
     manifest: Manifest
     held: ExitStack
@@ -29,20 +29,21 @@ class _Waiting:
 
 
 @dataclass
-class Mirror:
-    """Makes copies one at a time, in the order of the commits.
+class MirrorWorker:
+    """Copies checkpoints to the mirror one at a time, in the order of their commits.
 
-    At most `backlog` checkpoints wait; older ones are left out, never the newest. What fails is logged, kept in `error`
-    until a copy succeeds, and tried again with the next checkpoint, at the close, or by the next run: training goes on.
+    At most `backlog` checkpoints wait; older ones are dropped, never the newest. A failure does not stop training: it
+    is logged, kept in `error` until a copy succeeds, and tried again with the next checkpoint, at `close`, or by the
+    next run.
     """
 
     copies: Copies
     backlog: int = 2
     error: Exception | None = None
-    _waiting: list[_Waiting] = field(default_factory=list)
-    _current: _Waiting | None = None
+    _waiting: list[_QueuedCopy] = field(default_factory=list)
+    _current: _QueuedCopy | None = None
     _working: bool = False
-    _came: bool = False  # whether another one, or the end, came since the last attempt began
+    _woken: bool = False  # whether a checkpoint was enqueued, or `close` called, since the last attempt began
     _guard: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -50,105 +51,106 @@ class Mirror:
 
     @property
     def newest(self) -> Manifest | None:
-        """The newest checkpoint there, as far as that is known."""
+        """The newest checkpoint in the mirror, as far as it is known."""
         return self.copies.newest
 
     def is_free(self, name: str) -> bool:
-        """Whether certainly nothing lies under that name there, so that files of any names are new."""
+        """Whether the mirror is known to have nothing under that name, so that any file path there is new."""
         return self.copies.is_free(name)
 
-    def hold(self, newest_first: list[Manifest]) -> None:
-        """Take the place for this run, and go on with what the last one has not copied to its end.
+    def start(self, newest_first: list[Manifest]) -> None:
+        """Lock the mirror for this run, and enqueue what the last run has not copied.
 
-        Refused if another run copies to it. If it cannot be reached, that is tried again with every copy.
+        Refused if another run copies to it. If the mirror cannot be reached, every copy tries again.
         """
-        behind = newest_first[: self.backlog]
+        recent = newest_first[: self.backlog]
         try:
-            self.copies.look([one.name for one in behind])
+            self.copies.open_target([manifest.name for manifest in recent])
         except LockedError:
             raise
         except StorageError as error:
-            self._failed("it could not be looked at", error)
+            self._record_failure("it could not be opened", error)
         newest = self.newest
-        for manifest in reversed(behind):
+        for manifest in reversed(recent):
             if newest is None or manifest.sequence > newest.sequence:
-                self.offer(manifest)
+                self.enqueue(manifest)
 
-    def offer(self, manifest: Manifest) -> None:
-        """Copy a checkpoint as soon as those before it have been. Waits for nothing."""
+    def enqueue(self, manifest: Manifest) -> None:
+        """Copy a checkpoint after those before it. Returns at once."""
         held = ExitStack()
         try:
-            held.enter_context(self.copies.near.lock(manifest.name, shared=True))
+            held.enter_context(self.copies.source.lock(manifest.name, shared=True))
         except StorageError as error:
-            self._failed(f"{manifest.name} was not copied", error)
+            self._record_failure(f"{manifest.name} was not copied", error)
             return
-        self.copies.expect(manifest.name)
+        self.copies.reserve(manifest.name)
         with self._guard:
-            self._enqueue(_Waiting(manifest, held))
-            idle, self._working, self._came = not self._working, True, True
+            self._add(_QueuedCopy(manifest, held))
+            idle, self._working, self._woken = not self._working, True, True
         if idle:
             self._background.start(self._work)
 
     def close(self) -> None:
-        """Copy all that waits, and let go of the place. What cannot be copied now the next run copies.
+        """Copy everything that waits, and release the mirror. What cannot be copied now, the next run copies.
 
-        An attempt that has begun before may fail for what was then: what it leaves is tried once more.
+        A copy that began before this call may fail for a reason that has passed: it is tried once more.
         """
         with self._guard:
-            to_do = [one.name for one in [self._current, *self._waiting] if one is not None]
-            idle = bool(to_do) and not self._working
-            self._working, self._came = self._working or idle, True
-        if to_do:
-            say(f"copying to {self.copies.far.url} before the end: {', '.join(to_do)}")
+            names = [copy.name for copy in [self._current, *self._waiting] if copy is not None]
+            idle = bool(names) and not self._working
+            self._working, self._woken = self._working or idle, True
+        if names:
+            say(f"copying to {self.copies.target.url} before the end: {', '.join(names)}")
         if idle:
             self._background.start(self._work)
         self._background.wait()
-        for one in self._waiting:
-            _log.warning("%s is not in %s: the next run copies it", one.name, self.copies.far.url)
-            one.held.close()
+        for copy in self._waiting:
+            _log.warning("%s is not in %s: the next run copies it", copy.name, self.copies.target.url)
+            copy.held.close()
         self._waiting.clear()
         self.copies.close()
 
-    def _enqueue(self, new: _Waiting) -> None:
-        """What is of the same name, or too old to wait any longer, makes room."""
-        waiting = [*(one for one in self._waiting if one.name != new.name), new]
-        self._let_wait(waiting, dropped=[one for one in self._waiting if one not in waiting])
+    def _add(self, new: _QueuedCopy) -> None:
+        """Append to the queue. An older checkpoint of the same name, and those beyond the backlog, are dropped."""
+        waiting = [*(copy for copy in self._waiting if copy.name != new.name), new]
+        self._set_waiting(waiting, dropped=[copy for copy in self._waiting if copy not in waiting])
 
-    def _let_wait(self, waiting: list[_Waiting], dropped: list[_Waiting]) -> None:
+    def _set_waiting(self, waiting: list[_QueuedCopy], dropped: list[_QueuedCopy]) -> None:
         too_many = max(0, len(waiting) - self.backlog)
         self._waiting = waiting[too_many:]
-        for one in [*dropped, *waiting[:too_many]]:
-            _log.warning("%s is not copied to %s: newer ones wait already", one.name, self.copies.far.url)
-            one.held.close()
+        for copy in [*dropped, *waiting[:too_many]]:
+            _log.warning("%s is not copied to %s: newer ones wait already", copy.name, self.copies.target.url)
+            copy.held.close()
 
-    def _next(self) -> _Waiting | None:
+    def _next(self) -> _QueuedCopy | None:
         with self._guard:
             self._current = self._waiting.pop(0) if self._waiting else None
-            self._working, self._came = self._current is not None, False
+            self._working, self._woken = self._current is not None, False
             return self._current
 
     def _work(self) -> None:
-        while (one := self._next()) is not None:
+        """Runs on the mirror's thread, until nothing waits or a copy has failed and nothing new was enqueued."""
+        while (copy := self._next()) is not None:
             try:
-                self.copies.look([one.name, *(other.name for other in self._waiting)])
-                self.copies.copy(one.manifest)
+                self.copies.open_target([copy.name, *(other.name for other in self._waiting)])
+                self.copies.copy(copy.manifest)
                 self.error = None
-            except CheckpointError as error:  # it is damaged: that copy is never made
-                self._failed(f"{one.name} is not copied", error)
-            except Exception as error:  # whatever it is: the checkpoint is safe where it is, and training goes on
-                self._failed(f"{one.name} was not copied and waits for the next one", error)
-                if not self._put_back(one):
+            except CheckpointError as error:  # the checkpoint is damaged: it is never copied
+                self._record_failure(f"{copy.name} is not copied", error)
+            except Exception as error:  # of any kind: the checkpoint is safe in the root, and training continues
+                self._record_failure(f"{copy.name} was not copied and waits for the next one", error)
+                if not self._put_back(copy):
                     return
                 continue
-            one.held.close()
+            copy.held.close()
 
-    def _put_back(self, one: _Waiting) -> bool:
-        """Returns whether to go on at once: with one that came meanwhile, and whom nobody else would wake."""
+    def _put_back(self, copy: _QueuedCopy) -> bool:
+        """Queue a copy that failed. Returns whether to continue at once: a checkpoint was enqueued meanwhile."""
         with self._guard:
-            self._let_wait([one, *self._waiting], dropped=[])
-            self._current, self._working = None, self._came
+            self._set_waiting([copy, *self._waiting], dropped=[])
+            self._current, self._working = None, self._woken
             return self._working
 
-    def _failed(self, what: str, error: Exception) -> None:
-        _log.warning("%s: %s: %s", self.copies.far.url, what, error)
+    def _record_failure(self, what: str, error: Exception) -> None:
+        _log.warning("%s: %s: %s", self.copies.target.url, what, error)
         self.error = error

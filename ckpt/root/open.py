@@ -1,4 +1,4 @@
-"""Where a manager keeps checkpoints: its root, and a mirror if it has one."""
+"""Opens and checks the storages of a manager: its root, and its mirror if it has one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from ckpt.storage import Staging, Storage, open_storage, place_of
 
 _log = logging.getLogger("ckpt")
 
+Place = str | os.PathLike[str] | Storage
+
 
 def open_tiers(
-    root: Any,
+    root: Place,
     options: Mapping[str, Any] | None = None,
-    mirror: Any = None,
+    mirror: Place | None = None,
     mirror_options: Mapping[str, Any] | None = None,
 ) -> tuple[Storage, ...]:
-    """The root and, if there is one, the mirror, each with options of its own; only URLs take any."""
+    """Open the root and, if there is one, the mirror, each with its own options. With both, only URLs take options."""
     if mirror is None:
         return (open_storage(root, **(options or {})),)
     tiers = (open_url(root, options), open_url(mirror, mirror_options))
@@ -33,10 +35,13 @@ def open_tiers(
 
 
 def try_out_tiers(root: Storage, mirror: Storage | None = None) -> None:
-    """A mirror that cannot be reached just now may be later; one that is wrong stays wrong."""
-    if not root.near:
+    """Write a probe file to each remote storage, so that a wrong one is refused before hours of training are lost.
+
+    A mirror that cannot be reached now may be reachable later: that is only warned of.
+    """
+    if not root.is_local:
         _try_out(root)
-    if mirror is not None and not mirror.near:
+    if mirror is not None and not mirror.is_local:
         try:
             _try_out(mirror)
         except TransientError as error:
@@ -44,7 +49,7 @@ def try_out_tiers(root: Storage, mirror: Storage | None = None) -> None:
 
 
 def refuse_checkpoint(root: Storage) -> None:
-    """Refuse a checkpoint in place of a root: a run would start afresh inside it."""
+    """Refuse the URL of a checkpoint in place of a root: a run would start afresh inside it."""
     if _is_checkpoint(root):
         raise ConfigError(
             f"{root.url} is a checkpoint, not a root: a run would start afresh inside it. {parent_instead(root.url)}"
@@ -52,7 +57,7 @@ def refuse_checkpoint(root: Storage) -> None:
 
 
 def parent_instead(url: str) -> str:
-    """What to write where a folder that holds a state was given as the root."""
+    """The remedy for users who gave a checkpoint, or a folder of Accelerate, as the root."""
     path = url if "/" in url else os.path.abspath(url)
     above, _, name = path.rpartition("/")
     return (
@@ -68,13 +73,13 @@ def _is_checkpoint(storage: Storage) -> bool:
         return False
     except VersionError:
         return True
-    except DamagedError:  # or it is the manifest of something else
+    except DamagedError:  # or the manifest of another program
         return storage.version(STATE) is not None
     return True
 
 
 def _try_out(storage: Storage) -> None:
-    """Write a few bytes and remove them: what is wrong with a root shows before hours of training are lost."""
+    """Write a few bytes and delete them. A crash in between leaves a file that `cleanup.sweep` deletes."""
     key = f".try-{uuid.uuid4().hex}"
     if isinstance(storage, Staging):
         storage.stage(key, [b"ckpt"])  # which is never published

@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Retention: which checkpoints are kept, and which may be removed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ckpt.formats.native.manifest import Manifest
 class Keep:
     """Keep the `last` newest checkpoints, the `best` by a metric, and each whose step `every` divides.
 
-    Whatever any of the three keeps, stays. The newest one always stays. As long as `best` is asked for and no
-    checkpoint has the metric, nothing is removed: a mistyped name must not cost the best ones. It is warned of once.
+    A checkpoint is kept if any of the three keeps it; the newest is always kept. While `best` is set and no checkpoint
+    has the metric, nothing is removed, and a warning is logged once: a mistyped name must not cost the best ones.
 
         Keep(last=3)
         Keep(last=2, best=1, metric="accuracy", mode="max", every=10_000)
@@ -45,36 +45,44 @@ class Keep:
             raise ConfigError("Keep: " + "; ".join(wrong) + ".")
 
     def check(self, metrics: Mapping[str, float], where: str) -> None:
-        """Refuse a metric that no checkpoint can be ranked by, before anything is written."""
+        """Refuse a metric that is NaN before anything is written: no checkpoint can be ranked by it."""
         if self.metric is not None and math.isnan(metrics.get(self.metric, 0.0)):
             raise MetricError(
-                f"metric {self.metric!r} is NaN at {where}, and Keep(best={self.best}) ranks by it. Nothing was saved "
-                "and earlier checkpoints stand: look at the run from there. To save all the same, leave it out."
+                f"metric {self.metric!r} is NaN at {where}, and Keep(best={self.best}) ranks by it. Nothing was saved, "
+                "and earlier checkpoints are kept: look at the run from there. To save all the same, leave it out."
             )
 
     def removable(self, newest_first: Sequence[Manifest], damaged: Collection[str] = ()) -> list[str]:
-        """The names that may go. Damaged ones do not count, and go when they are older than all that `last` keeps."""
-        intact = [one for one in newest_first if one.name not in damaged]
+        """The names of the checkpoints that may be removed.
+
+        Damaged ones do not count as kept. They are removable when they are older than all that `last` keeps.
+        """
+        intact = [manifest for manifest in newest_first if manifest.name not in damaged]
         if self.cannot_rank(intact):
             return []
         last = intact[: self.last]
-        kept = {one.name for one in [*last, *self._best(intact), *self._milestones(intact)]}
+        kept = {manifest.name for manifest in [*last, *self._best(intact), *self._milestones(intact)]}
         oldest = last[-1].sequence if last else 0
-        return [one.name for one in newest_first if one.name not in kept and one.sequence < oldest]
+        removable = (manifest for manifest in newest_first if manifest.sequence < oldest)
+        return [manifest.name for manifest in removable if manifest.name not in kept]
 
     def cannot_rank(self, intact: Sequence[Manifest]) -> str:
-        """Why the best cannot be told from the others: none has the metric. Empty if they can be, or need not be."""
+        """Why the best ones are not known: no checkpoint has the metric. Empty if they are known, or not asked for."""
         if not self.best or not intact or self._ranked(intact):
             return ""
-        known = ", ".join(dict.fromkeys(name for one in intact for name in one.metrics if name != self.metric))
+        names = (name for manifest in intact for name in manifest.metrics if name != self.metric)
+        known = ", ".join(dict.fromkeys(names))
         return f"no checkpoint has a metric {self.metric!r}; there are: {known or 'none'}"
 
     def _ranked(self, intact: Sequence[Manifest]) -> list[Manifest]:
-        return [one for one in intact if self.metric and not math.isnan(one.metrics.get(self.metric, math.nan))]
+        if not self.metric:
+            return []
+        return [manifest for manifest in intact if not math.isnan(manifest.metrics.get(self.metric, math.nan))]
 
     def _best(self, intact: Sequence[Manifest]) -> list[Manifest]:
         sign = 1 if self.mode == "min" else -1
-        return sorted(self._ranked(intact), key=lambda one: sign * one.metrics[self.metric or ""])[: self.best]
+        name = self.metric or ""
+        return sorted(self._ranked(intact), key=lambda manifest: sign * manifest.metrics[name])[: self.best]
 
     def _milestones(self, intact: Sequence[Manifest]) -> list[Manifest]:
-        return [one for one in intact if self.every and one.step % self.every == 0]
+        return [manifest for manifest in intact if self.every and manifest.step % self.every == 0]

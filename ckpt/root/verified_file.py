@@ -1,21 +1,22 @@
-"""One object of a storage, for a format that knows no storage."""
+"""Byte readers for the files of a checkpoint: `StoredFile` as is, `VerifiedFile` against the hashes in the manifest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from ckpt.errors import AbsentError, DamagedError, TruncatedError
 from ckpt.formats.native.block_hash import BlockHasher, digest
 from ckpt.formats.native.manifest import FileRecord
 from ckpt.storage import Storage
 
-WINDOW = 8 << 20  # bytes: they stay in the processor's cache until they are hashed
+WINDOW = 8 << 20  # bytes: small enough to be hashed while they are in the processor's cache
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """The bytes under a key."""
+    """One object of a storage, for formats, which know no storage. Nothing is verified."""
 
     storage: Storage
     key: str
@@ -29,24 +30,70 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class VerifiedFile:
-    """A file of a checkpoint. What is read from it alone is verified; `reading` does so for all that it reads."""
+    """A file of a checkpoint with its record in the manifest. `read` and `pieces` verify; `read_into` does not."""
 
     stored: StoredFile
     record: FileRecord
-    _intact: set[int] = field(default_factory=set)  # blocks that have been looked at
-    _heads: list[bytes] = field(default_factory=list)  # the file's head, once it has been read
+    _intact: set[int] = field(default_factory=set)  # blocks that were verified
+    _heads: list[bytes] = field(default_factory=list)  # the file's head, once it was read and verified
+
+    @classmethod
+    def of(cls, storage: Storage, checkpoint: str, record: FileRecord) -> VerifiedFile:
+        """The file that a record in a checkpoint's manifest describes."""
+        return cls(StoredFile(storage, f"{checkpoint}/{record.path}"), record)
 
     def read(self, start: int, stop: int) -> bytes:
-        """The bytes from `start` up to `stop`, out of the file's head, or of blocks, that match their hashes."""
+        """The bytes from `start` up to `stop`, after the head or the blocks that hold them were verified."""
         if self.record.head is not None and stop <= self.record.head[0]:
             return self._head()[start:stop]
         blocks = range(start // self.record.block_size, -(-min(stop, self.record.size) // self.record.block_size))
         for index in sorted(set(blocks) - self._intact):
-            wrong = self.look(index, memoryview(bytearray(WINDOW)))
-            if wrong:
-                self._refuse(wrong)
+            problem = self.verify_block(index, memoryview(bytearray(WINDOW)))
+            if problem:
+                self._refuse(problem)
             self._intact.add(index)
         return self.stored.read(start, stop)
+
+    def read_all(self) -> bytes:
+        return self.read(0, self.record.size)
+
+    def read_into(self, start: int, *buffers: memoryview) -> None:
+        """Fill the buffers with the bytes from `start`, without verifying them."""
+        self.stored.read_into(start, *buffers)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The whole file, verified, each piece valid until the next is requested.
+
+        A block's hash is known only after its last piece was yielded: an altered block raises before the next one, so
+        whatever consumes the pieces must publish nothing before the iterator has ended.
+        """
+        buffer = memoryview(bytearray(min(WINDOW, self.record.size)))
+        for index in range(len(self.record.blocks)):
+            hasher = BlockHasher(self.record.block_size)
+            yield from hasher.through(self._block_pieces(index, buffer))
+            problem = self.hash_problem(index, hasher)
+            if problem:
+                self._refuse(problem)
+
+    def span(self, index: int) -> tuple[int, int]:
+        """The offsets at which a block begins and ends."""
+        start = index * self.record.block_size
+        return start, min(self.record.size, start + self.record.block_size)
+
+    def verify_block(
+        self, index: int, buffer: memoryview, advance: Callable[[float], None] = lambda size: None
+    ) -> str | None:
+        """Read a block through `buffer`. Returns what is wrong with it; None if it matches its hash."""
+        hasher = BlockHasher(self.record.block_size)
+        for piece in hasher.through(self._block_pieces(index, buffer, again=True)):
+            advance(len(piece))
+        return self.hash_problem(index, hasher)
+
+    def hash_problem(self, index: int, hasher: BlockHasher) -> str | None:
+        """What is wrong with a block whose bytes went through `hasher`; None if they match the manifest's hash."""
+        start, stop = self.span(index)
+        same = hasher.digests == (self.record.blocks[index],)
+        return None if same else f"{self.record.path} was altered (bytes {start} to {stop})"
 
     def _head(self) -> bytes:
         assert self.record.head is not None
@@ -58,36 +105,7 @@ class VerifiedFile:
             self._heads.append(found)
         return self._heads[0]
 
-    def _refuse(self, wrong: str) -> None:
-        raise DamagedError(f"{self.stored.key.partition('/')[0]} is damaged: {wrong}.")
-
-    def read_into(self, start: int, *buffers: memoryview) -> None:
-        """As they are there, not verified."""
-        self.stored.read_into(start, *buffers)
-
-    def span(self, index: int) -> tuple[int, int]:
-        """From where to where a block goes."""
-        start = index * self.record.block_size
-        return start, min(self.record.size, start + self.record.block_size)
-
-    def look(self, index: int, buffer: memoryview, advance: Callable[[float], None] = lambda size: None) -> str | None:
-        """What is wrong with a block, if anything is. It is read a buffer at a time."""
-        hasher = BlockHasher(self.record.block_size)
-        for piece in hasher.through(self._through(index, buffer, again=True)):
-            advance(len(piece))
-        return self.compared(index, hasher)
-
-    def pieces(self) -> Iterator[memoryview]:
-        """The file, a little at a time, each piece until the next is asked for. A block that was altered ends it."""
-        buffer = memoryview(bytearray(min(WINDOW, self.record.size)))
-        for index in range(len(self.record.blocks)):
-            hasher = BlockHasher(self.record.block_size)
-            yield from hasher.through(self._through(index, buffer))
-            wrong = self.compared(index, hasher)
-            if wrong:
-                self._refuse(wrong)
-
-    def _through(self, index: int, buffer: memoryview, *, again: bool = False) -> Iterator[memoryview]:
+    def _block_pieces(self, index: int, buffer: memoryview, *, again: bool = False) -> Iterator[memoryview]:
         start, stop = self.span(index)
         while start < stop:
             piece = buffer[: stop - start]
@@ -98,8 +116,5 @@ class VerifiedFile:
             yield piece
             start += len(piece)
 
-    def compared(self, index: int, hasher: BlockHasher) -> str | None:
-        """What is wrong with a block, if its hash is not that of what was read."""
-        start, stop = self.span(index)
-        same = hasher.digests == (self.record.blocks[index],)
-        return None if same else f"{self.record.path} was altered (bytes {start} to {stop})"
+    def _refuse(self, problem: str) -> NoReturn:
+        raise DamagedError(f"{self.stored.key.partition('/')[0]} is damaged: {problem}.")

@@ -1,21 +1,27 @@
-"""Verifies checkpoints byte by byte, also in a root that a run is writing to.
+"""Verifies checkpoints against their manifests: file sizes, and every byte against its hash.
 
-Imports no torch: a shell asks for it.
+Works on a root that a run is writing to. Imports no torch: the command `ckpt verify` starts without it.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.errors import AbsentError, CheckpointError, LockedError, StorageError, shows_damage
-from ckpt.formats.native.manifest import FILE_NAME, Manifest
-from ckpt.root import catalog, cleanup
+from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Host, Manifest
+from ckpt.root import catalog
+from ckpt.root.file_names import rank_of
+from ckpt.root.save_marker import read_marker
+from ckpt.root.verified_file import WINDOW, VerifiedFile
 from ckpt.storage import Storage
+from ckpt.util.console import format_size, progress_bar
 
 INTACT = "intact"
 DAMAGED = "DAMAGED"
@@ -23,15 +29,17 @@ UNREADABLE = "UNREADABLE"
 UNDER_WAY = "under way"
 REMOVED = "removed"
 
-_PATIENCE = 10.0  # seconds that a removal or a cleaning in another process is waited for
+_PATIENCE = 10.0  # seconds to wait for a removal or a cleanup by another process
 _PAUSE = 0.1
+_MOST_THREADS = 16
+_THREADS = min(_MOST_THREADS, max(2, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What was found: one of the five states, and the problems that speak against the checkpoint.
+class Verification:
+    """The state of a checkpoint, one of the five above, and the problems that were found.
 
-    `under way`: a process is just saving or removing it. `removed`: it was listed, and is gone. Neither is a fault.
+    `under way`: a process is saving or removing it now. `removed`: it was listed, and is gone. Neither is a fault.
     """
 
     name: str
@@ -48,67 +56,71 @@ class Verdict:
 def verify(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> dict[str, list[str]]:
     """What is wrong with a checkpoint, or with each checkpoint of a root, by name: an empty list means intact.
 
-    Every file is read and compared with the hashes in its manifest; of hosts with roots of their own, those of this
-    root. A run may go on meanwhile: of a root, what is just being saved or removed is left out. `storage_options` are
-    those of the manager.
+    Every file is read and compared with the hashes in its manifest; where hosts have separate roots, the files of this
+    root. A run may write to the root meanwhile: checkpoints that are being saved or removed are left out.
+    `storage_options` are those of the manager.
     """
-    storage, names, pointed_at = catalog.located(url, storage_options)
-    verdicts = [verdict(storage, name) for name in names]
-    return {one.name: list(one.problems) for one in verdicts if pointed_at or one.is_fault or one.state == INTACT}
+    storage, names, is_checkpoint = catalog.resolve(url, storage_options)
+    found = [verify_checkpoint(storage, name) for name in names]
+    return {
+        checkpoint.name: list(checkpoint.problems)
+        for checkpoint in found
+        if is_checkpoint or checkpoint.is_fault or checkpoint.state == INTACT
+    }
 
 
-def verdict(storage: Storage, name: str) -> Verdict:
-    """The state of one checkpoint. Looks again where another process was at work there."""
+def verify_checkpoint(storage: Storage, name: str) -> Verification:
+    """Verify one checkpoint. Tries again, for a while, when another process has changed it meanwhile."""
     deadline = time.monotonic() + _PATIENCE
     while True:
-        found, final = _look(storage, name)
-        if final or time.monotonic() > deadline:
+        found, is_final = _verify_once(storage, name)
+        if is_final or time.monotonic() > deadline:
             return found
         time.sleep(_PAUSE)
 
 
-def _look(storage: Storage, name: str) -> tuple[Verdict, bool]:
-    """The state as it seems, and whether a second look is of no use."""
+def _verify_once(storage: Storage, name: str) -> tuple[Verification, bool]:
+    """The state that was found, and whether it is final: a second try would find the same."""
     manifest: Manifest | None = None
     try:
-        with storage.lock(name, shared=True):  # a run that goes on meanwhile must not remove what is being read
+        with storage.lock(name, shared=True):  # or a run could remove it while it is being read
             manifest = catalog.read_manifest(storage, name)
-            wrong = catalog.problems(storage, catalog.kept_here(storage, manifest), show=True)
+            wrong = problems(storage, without_other_hosts(storage, manifest), show=True)
         if not wrong:
-            return Verdict(name, INTACT, (), manifest), True
-        return _explained(storage, name, manifest, tuple(wrong))
+            return Verification(name, INTACT, (), manifest), True
+        return _diagnose(storage, name, manifest, tuple(wrong))
     except LockedError as error:
-        return Verdict(name, UNDER_WAY, (f"another process is saving or removing it: {error}",)), False
+        return Verification(name, UNDER_WAY, (f"another process is saving or removing it: {error}",)), False
     except StorageError as error:
         if not shows_damage(error):
-            return Verdict(name, UNREADABLE, (str(error),), manifest, error), True
-        return _explained(storage, name, manifest, (str(error),))
+            return Verification(name, UNREADABLE, (str(error),), manifest, error), True
+        return _diagnose(storage, name, manifest, (str(error),))
     except CheckpointError as error:
-        return _explained(storage, name, manifest, (str(error),))
+        return _diagnose(storage, name, manifest, (str(error),))
 
 
-def _explained(
+def _diagnose(
     storage: Storage, name: str, manifest: Manifest | None, problems: tuple[str, ...]
-) -> tuple[Verdict, bool]:
-    """Whether a checkpoint that does not verify is damaged, or was saved anew, is being saved, or has been removed."""
+) -> tuple[Verification, bool]:
+    """Tell damage from a checkpoint that was replaced, is being saved, or was removed while it was being verified."""
     present = {entry.key.removeprefix(f"{name}/") for entry in storage.list(name)}
     if not present:
-        return Verdict(name, REMOVED, problems), True
-    known = catalog.find(storage, name).manifest if FILE_NAME in present else None
-    if known is not None and (manifest is None or known.id != manifest.id):
-        return Verdict(name, DAMAGED, problems, known), False  # committed since: look at that one
-    mark = cleanup.read_mark(storage, name) if FILE_NAME not in present else None
-    if mark is not None and mark.under_way:
-        return Verdict(name, UNDER_WAY, problems), True
-    gone_since = manifest is not None and known is None and FILE_NAME not in present
-    return Verdict(name, DAMAGED, problems, manifest), not gone_since
+        return Verification(name, REMOVED, problems), True
+    current = catalog.find(storage, name).manifest if FILE_NAME in present else None
+    if current is not None and (manifest is None or current.id != manifest.id):
+        return Verification(name, DAMAGED, problems, current), False  # committed meanwhile: verify that one
+    marker = read_marker(storage, name) if FILE_NAME not in present else None
+    if marker is not None and marker.under_way:
+        return Verification(name, UNDER_WAY, problems), True
+    gone_since = manifest is not None and current is None and FILE_NAME not in present
+    return Verification(name, DAMAGED, problems, manifest), not gone_since
 
 
 @contextmanager
 def reading(storage: Storage, name: str) -> Iterator[Manifest | None]:
-    """Keep a checkpoint from being removed while its manifest is used; None if it is not there, or not committed.
+    """Hold the checkpoint's shared lock, so that no process removes it. None if it does not exist or is not committed.
 
-    Waits while another process removes or cleans it.
+    Waits while another process removes it or cleans it up.
     """
     with ExitStack() as held:
         try:
@@ -129,3 +141,77 @@ def _lock_patiently(storage: Storage, name: str, held: ExitStack) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(_PAUSE)
+
+
+def problems(storage: Storage, manifest: Manifest, *, show: bool = False) -> list[str]:
+    """Everything that is wrong with a checkpoint's files: sizes first, then every byte against its hash."""
+    wrong = size_problems(storage, manifest)
+    if wrong:
+        return wrong
+    files = [VerifiedFile.of(storage, manifest.name, file) for file in manifest.files]
+    blocks = [(file, index) for file in files for index in range(len(file.record.blocks))]
+    with progress_bar(f"verifying {manifest.name}", manifest.size, in_bytes=True, show=show) as advance:
+        return altered_blocks(blocks, advance)
+
+
+def size_problems(storage: Storage, manifest: Manifest) -> list[str]:
+    """Files that are missing, or whose size differs from the manifest's. Reads no file."""
+    found = _sizes(storage, manifest)
+    problems = []
+    for file in manifest.files:
+        if file.path not in found:
+            host = _host_of(file, manifest)
+            problems.append(f"{file.path} is missing" + (f" ({host.name} saved it)" if host else ""))
+        elif found[file.path] != file.size:
+            problems.append(
+                f"{file.path} is {format_size(found[file.path])} of {format_size(file.size)} ({found[file.path]} bytes)"
+            )
+    return problems
+
+
+def altered_blocks(blocks: list[tuple[VerifiedFile, int]], advance: Callable[[float], None]) -> list[str]:
+    """Read blocks of files in several threads. Returns what is wrong with those that do not match their hashes."""
+    buffers = threading.local()
+
+    def verify_block(block: tuple[VerifiedFile, int]) -> str | None:
+        if not hasattr(buffers, "own"):
+            buffers.own = memoryview(bytearray(WINDOW))
+        file, index = block
+        return file.verify_block(index, buffers.own, advance)
+
+    with ThreadPoolExecutor(reader_threads(file.stored.storage for file, _ in blocks)) as pool:
+        return [problem for problem in pool.map(verify_block, blocks) if problem]
+
+
+def reader_threads(storages: Iterable[Storage]) -> int:
+    """How many threads read at a time: for local storages one per core, for others more, since they mostly wait."""
+    return _THREADS if all(storage.is_local for storage in storages) else _MOST_THREADS
+
+
+def files_on_other_hosts(storage: Storage, manifest: Manifest) -> dict[str, str]:
+    """The files that other hosts keep in separate roots, each with the name of its host.
+
+    A host is another one if this root has none of its files. If the root has no host's files, all are missing here.
+    """
+    if not manifest.hosts:
+        return {}
+    found = _sizes(storage, manifest)
+    holders = {file.path: host for file in manifest.files if (host := _host_of(file, manifest))}
+    here = {host for path, host in holders.items() if path in found}
+    return {path: host.name for path, host in holders.items() if here and host not in here}
+
+
+def without_other_hosts(storage: Storage, manifest: Manifest) -> Manifest:
+    """The manifest without the files that other hosts keep in separate roots."""
+    others = files_on_other_hosts(storage, manifest)
+    return replace(manifest, files=tuple(file for file in manifest.files if file.path not in others))
+
+
+def _sizes(storage: Storage, manifest: Manifest) -> dict[str, int]:
+    return {entry.key.partition("/")[2]: entry.size for entry in storage.list(manifest.name)}
+
+
+def _host_of(file: FileRecord, manifest: Manifest) -> Host | None:
+    """The host that keeps a file in a separate root; None if every host has it."""
+    rank = rank_of(file.name)
+    return next((host for host in manifest.hosts if rank in host.ranks), None)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt.errors import CkptError, UnsupportedError
 from ckpt.formats.layout import is_sharded
-from ckpt.formats.native import documents, tensor_file
+from ckpt.formats.native import documents, tensor_file_plan
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.json_values import refuse
 from ckpt.formats.native.shard_table import ShardedState, written_by
@@ -21,7 +21,7 @@ from ckpt.root.file_names import spread_file, whole_file
 from ckpt.save.checksums import checksum
 from ckpt.save.spare_tensors import SpareTensors, spare_of_spread, spare_of_whole
 from ckpt.state.parts import Part
-from ckpt.state.replicated import Guarantee
+from ckpt.state.replicated import Replication
 
 _log = logging.getLogger("ckpt")
 
@@ -43,7 +43,7 @@ class CapturedState:
     own: Mapping[str, PartState]
     document: bytes
     keeps: bool = True  # whether this rank writes what all have in common
-    guarantees: Mapping[str, Guarantee] = field(default_factory=dict)
+    guarantees: Mapping[str, Replication] = field(default_factory=dict)
     sums: Mapping[str, Mapping[str, Callable[[], str]]] = field(default_factory=dict)  # of what is guaranteed, once
     spares: Mapping[str, SpareTensors] = field(default_factory=dict)
     kept: Sequence[FilePlan] = ()  # out of the spares, what differs between ranks
@@ -92,7 +92,7 @@ class CapturedState:
     def help_to_gather(self) -> None:
         """What the other ranks do while the main one writes files whole: hand over each tensor when its turn comes."""
         for part in self.gathered.values():
-            for name in tensor_file.in_file_order(part.outlines):
+            for name in tensor_file_plan.in_file_order(part.outlines):
                 part.gather(name)
 
     @cached_property
@@ -108,7 +108,7 @@ class CapturedState:
 
     def _gathered_files(self) -> list[FilePlan]:
         return [
-            tensor_file.gathered_image(whole_file(key), part.outlines, part.table.aliases, part.gather)
+            tensor_file_plan.plan_gathered_file(whole_file(key), part.outlines, part.table.aliases, part.gather)
             for key, part in self.gathered.items()
             if part.table.tensors
         ]
@@ -132,7 +132,7 @@ class Compared:
     doubted: dict[str, set[str]] = field(default_factory=dict)  # what was not, and is compared from then on
     told: set[str] = field(default_factory=set)  # the parts of which was said that ranks differ
 
-    def doubting(self, key: str, guarantee: Guarantee) -> Guarantee:
+    def doubting(self, key: str, guarantee: Replication) -> Replication:
         return replace(guarantee, doubted=frozenset(self.doubted[key])) if key in self.doubted else guarantee
 
     def pending(self, taken: CapturedState) -> dict[str, dict[str, Callable[[], str]]]:
@@ -170,7 +170,7 @@ class Capture:
     hosts: Hosts = field(default_factory=Hosts)
     compared: Compared = field(default_factory=Compared)
     problems: list[str] = field(default_factory=list)
-    _guarantees: dict[str, Guarantee] = field(default_factory=dict)
+    _guarantees: dict[str, Replication] = field(default_factory=dict)
 
     def take(self, parts: Iterable[Part], own: Mapping[str, Part], rank_state: Mapping[str, Any]) -> CapturedState:
         whole, spread = self._divided(parts)
@@ -199,13 +199,13 @@ class Capture:
 
     @property
     def _keeps(self) -> bool:
-        return self.hosts.keeps(self.ranks.rank)
+        return self.hosts.owns_root(self.ranks.rank)
 
     def _divided(self, parts: Iterable[Part]) -> tuple[dict[str, PartState], dict[str, ShardedState]]:
         """Parts of which the main rank writes the state, and those that are spread over all ranks."""
         whole, spread = {}, {}
         for part in parts:
-            if part.is_spread() or (self.layout == "sharded" and part.can_be_spread and self.ranks.world_size > 1):
+            if part.is_sharded() or (self.layout == "sharded" and part.can_be_sharded and self.ranks.world_size > 1):
                 spread[part.key] = self._encoded_spread(part)
             elif self._keeps or self.ranks.world_size > 1:  # whether all have the same is seen later
                 whole[part.key] = self._encoded(part)
@@ -219,13 +219,13 @@ class Capture:
     def _state_of(self, part: Part) -> Any:
         live = _state_of(part)
         if self.ranks.world_size > 1:
-            self._guarantees[part.key] = self.compared.doubting(part.key, part.guaranteed(live))
+            self._guarantees[part.key] = self.compared.doubting(part.key, part.replication(live))
         return live
 
     def _encoded_spread(self, part: Part) -> ShardedState:
         live, world_size = self._state_of(part), self.ranks.world_size
-        state = documents.encode_spread(part.kind, live, part.key, self.problems, world_size)
-        table = state.table.with_every_copy() if self.hosts.apart else state.table
+        state = documents.encode_sharded(part.kind, live, part.key, self.problems, world_size)
+        table = state.table.with_every_copy() if self.hosts.separate_roots else state.table
         return replace(state, table=table, frozen=part.frozen(), about=_about(part, live))
 
 
@@ -268,6 +268,6 @@ def _tensor_files(name: Callable[..., str], tensors: Mapping[str, Shard], frozen
     still = {key: shard for key, shard in tensors.items() if key in frozen}
     moving = {key: shard for key, shard in tensors.items() if key not in frozen}
     if sum(shard.tensor.nbytes for shard in still.values()) < _WORTH_A_FILE:
-        return [tensor_file.image(name(), tensors)] if tensors else []
-    images = [tensor_file.image(name(frozen=bool(moving)), still, steady=True)]
-    return [tensor_file.image(name(), moving), *images] if moving else images
+        return [tensor_file_plan.plan_file(name(), tensors)] if tensors else []
+    images = [tensor_file_plan.plan_file(name(frozen=bool(moving)), still, likely_unchanged=True)]
+    return [tensor_file_plan.plan_file(name(), moving), *images] if moving else images

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ckpt.util.aligned_memory import pages
+from ckpt.util.aligned_memory import allocate_pages
 from ckpt.util.threads import SerialWorker, ThreadCall
 
 _log = logging.getLogger("ckpt")
@@ -77,7 +77,7 @@ class PinnedPool:
     def _reserve(self, size: int, device: torch.device | None) -> None:
         self._unpin()
         self._bytes = torch.empty(0, dtype=torch.uint8)  # first: there may not be room for both
-        memory = pages(max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE)
+        memory = allocate_pages(max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE)
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._device = device
         self._left = iter(range(0, len(self._bytes), PIECE))

@@ -18,9 +18,10 @@ from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import Hosts
 from ckpt.root import cleanup
 from ckpt.root.catalog import find, scan
-from ckpt.root.commit import Attempt, Earlier, Stored
+from ckpt.root.commit import Attempt, EarlierFile, WrittenFile
 from ckpt.root.folder import ROOT, is_foreign
-from ckpt.root.mirror import Mirror
+from ckpt.root.lock import lock_root
+from ckpt.root.mirror import MirrorWorker
 from ckpt.root.open import parent_instead
 from ckpt.root.retention import Keep
 from ckpt.save.capture import CapturedState, Compared
@@ -29,9 +30,10 @@ from ckpt.save.snapshot import Snapshots
 from ckpt.save.transaction import Save
 from ckpt.storage import Staging, Storage
 from ckpt.storage.base import LostError
-from ckpt.util.console import size
-from ckpt.util.fork_safety import Owner
-from ckpt.util.gc_pause import undisturbed
+from ckpt.util.clock import utc_now
+from ckpt.util.console import format_size
+from ckpt.util.fork_safety import OwnerProcess
+from ckpt.util.gc_pause import gc_paused
 from ckpt.util.threads import SerialWorker
 
 _log = logging.getLogger("ckpt")
@@ -47,18 +49,18 @@ class Saver:
     storage: Storage
     ranks: Ranks
     keep: Keep | None = None
-    mirror: Mirror | None = None
+    mirror: MirrorWorker | None = None
     hosts: Hosts = field(default_factory=Hosts)
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     parent: str | None = None
     sequence: int = 0  # of what this run goes on from
     damaged: set[str] = field(default_factory=set)
-    earlier: dict[str, Earlier] = field(default_factory=dict)  # files of the last checkpoint, on every rank its own
+    earlier: dict[str, EarlierFile] = field(default_factory=dict)  # files of the last checkpoint, on every rank its own
     goes_on: bool = False  # whether this run has seen what is there, or there was nothing
     failed_load: str = ""  # why a load before that could not see what is there
     host_memory: int | None = None
     compared: Compared = field(default_factory=Compared)  # what ranks know of each other's state
-    owner: Owner = field(default_factory=Owner)
+    owner: OwnerProcess = field(default_factory=OwnerProcess)
     _committed: list[Manifest] | None = None
     _has_saved: bool = False
     _memory_ready: bool = False
@@ -69,7 +71,7 @@ class Saver:
 
     def __post_init__(self) -> None:
         self.snapshots = Snapshots(self.host_memory)
-        self.talks = self.ranks.apart("saving")  # saves run beside whatever else the ranks talk about
+        self.talks = self.ranks.channel("saving")  # saves run beside whatever else the ranks talk about
         self._background = SerialWorker("ckpt-save")
 
     def hold(self) -> None:
@@ -80,7 +82,7 @@ class Saver:
     @property
     def keeps(self) -> bool:
         """Whether this rank takes care of a root: the main one of that which all see, or the first of its host."""
-        return self.hosts.keeps(self.ranks.rank)
+        return self.hosts.owns_root(self.ranks.rank)
 
     @property
     def busy(self) -> bool:
@@ -127,7 +129,7 @@ class Saver:
         self.owner.require(f"save_state({name!r})")
         self._background.wait()
         save = Save(self, name, facts)
-        with undisturbed():
+        with gc_paused():
             save.prepare(take, optimized, snapshot=not wait)
         save.attended = wait or not save.detached
         if save.attended:
@@ -156,7 +158,7 @@ class Saver:
 
     def _after_failure(self, name: str, error: Exception) -> None:
         committed = isinstance(error, NotDurableError)
-        if self.keeps and not committed and (name not in self._unsure or self.storage.near):
+        if self.keeps and not committed and (name not in self._unsure or self.storage.is_local):
             self._clean_up(name)
         if self.ranks.rank == MAIN:
             said = "" if committed else f"{self.storage.url}/{name} was not saved: "
@@ -168,10 +170,10 @@ class Saver:
         Files can be linked only from what was read: what the root has by that name was damaged, if it was not taken.
         """
         self.run, self.parent, self.sequence = manifest.run, manifest.id, manifest.sequence
-        self.earlier = {file.name: Earlier(manifest.name, file) for file in manifest.files if in_root}
+        self.earlier = {file.name: EarlierFile(manifest.name, file) for file in manifest.files if in_root}
         self.goes_on = True
         self.damaged |= set(damaged)
-        if self.hosts.apart and self.keeps:
+        if self.hosts.separate_roots and self.keeps:
             self._adopt(manifest)
 
     def _adopt(self, manifest: Manifest) -> None:
@@ -196,7 +198,7 @@ class Saver:
             return
         self.snapshots.close()
         if self.mirror is not None:
-            with self.ranks.working(alone=True):
+            with self.ranks.working(job_wide=True):
                 self.mirror.close()
             if self._has_saved and self.mirror.error is None:  # what waited to be copied had to stay until now
                 self._retain()
@@ -212,12 +214,12 @@ class Saver:
         if self._committed is not None:
             return
         with ExitStack() as held:  # whatever fails from here on, the root is released
-            cleanup.take(self.storage, held)
+            lock_root(self.storage, held)
             found = cleanup.sweep(self.storage)
             committed = [one.manifest for one in found if one.manifest is not None]
             self._unreadable = {one.name: one.problem for one in found if isinstance(one.problem, VersionError)}
             if self.mirror is not None:
-                self.mirror.hold([one for one in committed if one.name not in self.damaged])
+                self.mirror.start([one for one in committed if one.name not in self.damaged])
             self._held = held.pop_all()
         self._committed = committed
 
@@ -250,8 +252,8 @@ class Saver:
         def begin() -> Attempt:
             self._check(name)
             there = {*self.there(name), *elsewhere}
-            taken = tuple(path for path in paths if path in there or not self._is_free_there(name))
-            return self._begin(Attempt(name, taken=taken), paths)
+            occupied = tuple(path for path in paths if path in there or not self._is_free_there(name))
+            return self._begin(Attempt(name, occupied_paths=occupied), paths)
 
         return self._in_held_root(begin)
 
@@ -286,7 +288,7 @@ class Saver:
         here = replace(attempt, replaces=tuple(file.path for file in older.files) if older else ())
         here.begin(self.storage, paths)
         # only now: once the mark is there, no other process removes what is replaced, so that its version holds
-        return replace(here, over=self._version(attempt.name, older))
+        return replace(here, expected_version=self._version(attempt.name, older))
 
     def _is_free_there(self, name: str) -> bool:
         """Whether the mirror has nothing by that name: a path means the same bytes here and there, for good."""
@@ -327,27 +329,27 @@ class Saver:
         if name in self._unreadable:
             raise self._unreadable[name]
 
-    def commit(self, attempt: Attempt, stored: list[Stored], facts: Mapping[str, Any]) -> Manifest:
+    def commit(self, attempt: Attempt, stored: list[WrittenFile], facts: Mapping[str, Any]) -> Manifest:
         """Write the manifest, and return it."""
         assert self._committed is not None
         manifest = Manifest(
             name=attempt.name,
             id=attempt.id,
             sequence=1 + max(self.sequence, self._last_sequence, self._newest.sequence if self._newest else 0),
-            created=cleanup.now(),
+            created=utc_now(),
             run=self.run,
             parent=self.parent,
             files=tuple(sorted((one.file for one in stored), key=lambda file: file.path)),
             versions=versions(),
             hardware=device_name(),
-            hosts=self.hosts.listed() if self.hosts.apart else (),
+            hosts=self.hosts.records() if self.hosts.separate_roots else (),
             **{"world_size": self.ranks.world_size, **facts},
         )
         self.put(attempt, manifest, {one.file.path: one.receipt for one in stored if one.receipt is not None})
         seconds = facts["seconds"]
         _log.info(
             "saved %s/%s: %s, training waited %.2f s, durable after %.2f s",
-            self.storage.url, attempt.name, size(manifest.size), seconds["blocked"], seconds["total"],
+            self.storage.url, attempt.name, format_size(manifest.size), seconds["blocked"], seconds["total"],
         )  # fmt: skip
         return manifest
 
@@ -374,7 +376,7 @@ class Saver:
         self.damaged.discard(manifest.name)
         self._has_saved = True
         if self.mirror is not None:
-            self.mirror.offer(manifest)
+            self.mirror.enqueue(manifest)
 
     def _look_again(self) -> None:
         """A commit that failed may have taken effect all the same, where an answer was lost."""
@@ -393,8 +395,8 @@ class Saver:
         if self.keep is None or self._committed is None:
             return
         try:
-            with self.ranks.working(alone=True):  # to remove much takes long, and others may be at the next save
-                self._committed = cleanup.retain(self.keep, self.storage, self._committed, self.damaged)
+            with self.ranks.working(job_wide=True):  # to remove much takes long, and others may be at the next save
+                self._committed = cleanup.apply_retention(self.keep, self.storage, self._committed, self.damaged)
         except StorageError as error:  # the save stands; what could not be removed is tried again after the next one
             _log.warning("old checkpoints were not removed: %s", error)
 
@@ -402,4 +404,4 @@ class Saver:
         """After a failure. What cannot be removed now is swept before a later save."""
         with suppress(StorageError):
             if self._committed is not None:
-                cleanup.clean(self.storage, name)
+                cleanup.remove_uncommitted(self.storage, name)

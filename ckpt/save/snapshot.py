@@ -25,7 +25,7 @@ from ckpt.formats.tensor_bytes import host_bytes
 from ckpt.save.memory_limit import available
 from ckpt.save.pinned_pool import PinnedPool
 from ckpt.save.staging_copy import StagingViews, TensorCopy, copy_on_host, send, send_all
-from ckpt.util.console import size as shown
+from ckpt.util.console import format_size as shown
 from ckpt.util.threads import ThreadCall
 
 _log = logging.getLogger("ckpt")
@@ -300,4 +300,6 @@ def _laid_out(images: list[FilePlan], starts: list[int]) -> tuple[list[TensorCop
 
 def _in_memory(image: FilePlan, memory: torch.Tensor, start: int) -> FilePlan:
     view = host_bytes(memory[start : start + image.size])
-    return FilePlan(image.path, image.size, lambda: iter((view,)), image.steady, settled=True, head=image.head)
+    return FilePlan(
+        image.path, image.size, lambda: iter((view,)), image.likely_unchanged, in_memory=True, head=image.head
+    )

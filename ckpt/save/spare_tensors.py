@@ -9,13 +9,13 @@ from functools import cached_property
 import torch
 
 from ckpt.formats.layout import Layout, is_sharded, local_tensor, on_part_of_mesh
-from ckpt.formats.native import tensor_file
+from ckpt.formats.native import tensor_file_plan
 from ckpt.formats.native.shard_table import ShardedState
 from ckpt.formats.native.shared_storage import View, untie
 from ckpt.formats.state import FilePlan, PartState, Shard
 from ckpt.ranks.group import MAIN
 from ckpt.root.file_names import own_key, whole_file
-from ckpt.state.replicated import Guarantee
+from ckpt.state.replicated import Replication
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SpareTensors:
 
     @cached_property
     def image(self) -> FilePlan:
-        return tensor_file.image(self.path, self.shards)
+        return tensor_file_plan.plan_file(self.path, self.shards)
 
     @cached_property
     def views(self) -> dict[str, View]:
@@ -45,12 +45,12 @@ class SpareTensors:
     def chosen(self, stored: Collection[str], copy: FilePlan | None) -> FilePlan:
         """The file with these tensors alone: out of the copy that was made of all of them, or live."""
         if copy is None:
-            return tensor_file.image(self.path, {name: self.shards[name] for name in self.names(stored)})
+            return tensor_file_plan.plan_file(self.path, {name: self.shards[name] for name in self.names(stored)})
         copied = dict(self._copied(copy))
         if copied.keys() <= set(stored):
             return copy
         found = {name: self._from(copied, name) for name in self.names(stored)}
-        return tensor_file.image(self.path, found)
+        return tensor_file_plan.plan_file(self.path, found)
 
     def _base(self, name: str) -> str | None:
         return self.views[name].of if name in self.views else None
@@ -73,14 +73,14 @@ class SpareTensors:
             start = stop
 
 
-def spare_of_whole(part: PartState, guarantee: Guarantee) -> dict[str, Shard]:
+def spare_of_whole(part: PartState, guarantee: Replication) -> dict[str, Shard]:
     """Of a part that the main rank writes: all that is not known to be the same there."""
     return {name: shard for name, shard in part.tensors.items() if guarantee.is_uncertain(name)}
 
 
 @torch.no_grad()
 def spare_of_spread(
-    part: ShardedState, written: Collection[str], guarantee: Guarantee, rank: int, *, gathered: bool
+    part: ShardedState, written: Collection[str], guarantee: Replication, rank: int, *, gathered: bool
 ) -> dict[str, Shard]:
     """Of a part in pieces: plain tensors that another rank writes for all, and pieces on a part of the mesh that are
     taken to be the same on the other parts of it."""

@@ -15,7 +15,7 @@ from ckpt.formats.native.shard_table import ShardTable, disagreements
 from ckpt.formats.state import FilePlan
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN
-from ckpt.root.commit import Attempt, Earlier, Stored
+from ckpt.root.commit import Attempt, EarlierFile, WrittenFile
 from ckpt.save.capture import CapturedState
 from ckpt.save.own_state import with_own_state
 from ckpt.save.rank_differences import Description, Verdict, agree_outlines, listed
@@ -55,7 +55,7 @@ class Save:
     ) -> None:
         """Take the state as it is now."""
         self._take = take
-        self.captured = Result.of(take)
+        self.captured = Result.capture(take)
         captured = self.captured.value
         if captured is not None and not captured.gathered and (snapshot or captured.on_device):
             found = self.captured.then(lambda one: self.saver.snapshots.take(one.copied_images, optimized))
@@ -74,11 +74,11 @@ class Save:
         elif self.captured.value is not None:
             self.saver.compared.agreed(self.captured.value)
         begun = self._begun(Attempt(**plan["attempt"]), plan)
-        written = Result.of(lambda: self._write(begun))
+        written = Result.capture(lambda: self._write(begun))
         done = self._agree(written, lambda files: self._commit(begun, files), " (files written)")
         if self._keeps_another_root:
             self._put(begun, Manifest.from_bytes(done["manifest"].encode(), self.name))
-        self.saver.earlier = {file.name: Earlier(self.name, file) for file in self.written}
+        self.saver.earlier = {file.name: EarlierFile(self.name, file) for file in self.written}
         identity: str = done["id"]
         return identity
 
@@ -88,11 +88,11 @@ class Save:
 
     def _begun(self, attempt: Attempt, plan: Mapping[str, Any]) -> Attempt:
         """Where hosts have roots of their own, the save is begun in all of them before any file is written."""
-        if not self.saver.hosts.apart:
+        if not self.saver.hosts.separate_roots:
             return attempt
         if self._keeps_another_root:
             self.documents = [FilePlan.of(path, text.encode()) for path, text in plan["documents"].items()]
-        join = Result.of(lambda: self.saver.join(attempt, plan["paths"]) if self._keeps_another_root else attempt)
+        join = Result.capture(lambda: self.saver.join(attempt, plan["paths"]) if self._keeps_another_root else attempt)
         self._agree(Result(error=join.error), lambda _: None, " (begun everywhere)")
         begun: Attempt = join.value
         return begun
@@ -116,14 +116,14 @@ class Save:
     def _keep_apart(self) -> dict[str, Any]:
         """The ranks hold different state: each keeps what is its own, or all refuse, before anything is written."""
         captured: CapturedState = self.captured.value
-        mine = Result.of(lambda: {**self._described(captured).details, "attended": self.attended})
+        mine = Result.capture(lambda: {**self._described(captured).details, "attended": self.attended})
         verdict = self._agree(mine, self._judge, " (state compared)")
         if self.saver.compared.doubt(verdict["doubted"]) and verdict["attended"] and self._take is not None:
-            self.captured, self.snapshot, self._description = Result.of(self._take), None, None
+            self.captured, self.snapshot, self._description = Result.capture(self._take), None, None
             again: dict[str, Any] | None = self._agree(self.captured.then(self._hello), self._plan, " (taken anew)")
             return again or self._keep_apart()
         refuse_to_mix(verdict["problems"])
-        own = Result.of(lambda: with_own_state(captured, verdict["own"][captured.rank], self._copies))
+        own = Result.capture(lambda: with_own_state(captured, verdict["own"][captured.rank], self._copies))
         self.captured = own.then(
             lambda one: replace(captured, document=one[0], kept=one[1], differs=verdict["differs"])
         )
@@ -174,7 +174,7 @@ class Save:
         paths = [*shared, *(path for one in hellos for path in one["paths"])]
         attempt = self.saver.begin(self.name, paths, {path for one in hellos for path in one["there"]})
         plan: dict[str, Any] = {"attempt": asdict(attempt)}
-        if self.saver.hosts.apart:
+        if self.saver.hosts.separate_roots:
             texts = {one.path: b"".join(one.pieces()).decode() for one in self.documents}
             plan |= {"paths": paths, "documents": texts}
         return plan
@@ -200,16 +200,16 @@ class Save:
             "seconds": {"blocked": total if self.blocked is None else self.blocked, **self.seconds, "total": total},
         }
         manifest = self.saver.commit(attempt, stored, facts)
-        return {"id": manifest.id, "manifest": manifest.to_bytes().decode() if self.saver.hosts.apart else ""}
+        return {"id": manifest.id, "manifest": manifest.to_bytes().decode() if self.saver.hosts.separate_roots else ""}
 
-    def _stored(self, reports: list[Any]) -> list[Stored]:
+    def _stored(self, reports: list[Any]) -> list[WrittenFile]:
         """All files, once each. Where hosts have roots of their own, their copies must be the same."""
-        stored: dict[str, Stored] = {}
+        stored: dict[str, WrittenFile] = {}
         other: dict[str, int] = {}
         for rank, report in enumerate(reports):
             for one in report:
                 record = FileRecord.from_json(one["file"])
-                if stored.setdefault(record.name, Stored(record, one["receipt"])).file != record:
+                if stored.setdefault(record.name, WrittenFile(record, one["receipt"])).file != record:
                     other.setdefault(record.name, rank)
         if other:
             listed = ", ".join(f"{name} on rank {rank}" for name, rank in other.items())

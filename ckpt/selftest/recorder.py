@@ -145,7 +145,7 @@ class Recorder:
 
     def _models(self) -> Iterator[tuple[str, nn.Module]]:
         for manager in self._managers:
-            manager.session.registry.look()
+            manager.session.registry.refresh()
             yield from manager.session.registry.models.items()
 
     def _watch_models(self) -> None:

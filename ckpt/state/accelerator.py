@@ -1,4 +1,4 @@
-"""What a Hugging Face accelerator has prepared, as a manager's objects."""
+"""The objects that a Hugging Face accelerator has prepared, as a manager's objects."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ckpt.errors import StateError, UnsupportedError
 from ckpt.root.retention import Keep
 from ckpt.state import rng, samplers
 from ckpt.state.fsdp1 import is_fsdp1
-from ckpt.state.objects import Found
+from ckpt.state.objects import ManagedObjects
 
 _log = logging.getLogger("ckpt")
 
 
-class Accelerated:
-    """Finds everything that an accelerator has prepared, also what it prepares later, without Accelerate's wrappers.
+class AcceleratorObjects:
+    """Everything that an accelerator has prepared so far, without Accelerate's wrappers.
 
-    Hooks that were registered on the accelerator are called, with the arguments that Accelerate gives them. A model
-    that a hook takes out of its list is the hook's: it is neither saved nor loaded.
+    Hooks registered on the accelerator are called with the arguments that Accelerate gives them. A model that a hook
+    removes from its list belongs to the hook: it is neither saved nor loaded.
     """
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
-        self._seen: dict[int, tuple[str, Any]] = {}  # held, so that no later object can have its identity
+        self._seen: dict[int, tuple[str, Any]] = {}  # holds the objects, so that identities are not reused
         self._left_out: set[int] = set()
         _refuse_megatron(accelerator)
 
@@ -38,7 +38,7 @@ class Accelerated:
 
     @property
     def keep(self) -> Keep | None:
-        """The project's `total_limit`, under Accelerate's own condition: that it names the checkpoints itself.
+        """The project's `total_limit`, under Accelerate's own condition that it names the checkpoints.
 
         Checkpoints that a script names ("best") are never removed by that limit.
         """
@@ -57,23 +57,23 @@ class Accelerated:
 
     @property
     def gradients(self) -> bool:
-        """Whether a save may come in the middle of an accumulation window. Not all give their gradients out."""
+        """Whether gradients are accumulated and can be saved: DeepSpeed and FSDP 1 do not expose theirs."""
         accumulates = self.accelerator.gradient_accumulation_steps > 1
-        gives = not (self._is_deepspeed or any(is_fsdp1(model) for model in self.accelerator._models))
-        return accumulates and gives
+        exposed = not (self._is_deepspeed or any(is_fsdp1(model) for model in self.accelerator._models))
+        return accumulates and exposed
 
-    def find(self) -> Found:
+    def find(self) -> ManagedObjects:
         models = _numbered("model", self.accelerator._models)
-        optimizers = _numbered("optimizer", [_bare(one, "optimizer") for one in self.accelerator._optimizers])
-        schedulers = _numbered("scheduler", [_bare(one, "scheduler") for one in self.accelerator._schedulers])
+        optimizers = _numbered("optimizer", [_bare(wrapped, "optimizer") for wrapped in self.accelerator._optimizers])
+        schedulers = _numbered("scheduler", [_bare(wrapped, "scheduler") for wrapped in self.accelerator._schedulers])
         scaler = {} if self.accelerator.scaler is None else {"scaler": self.accelerator.scaler}
-        custom = {f"custom.{index}": one for index, one in enumerate(self.accelerator._custom_objects)}
+        custom = {f"custom.{index}": value for index, value in enumerate(self.accelerator._custom_objects)}
         self._refuse_gone({**models, **optimizers, **schedulers, **custom})
         left_out = frozenset(key for key, model in models.items() if id(model) in self._left_out)
-        return Found(models, optimizers, {**schedulers, **scaler}, custom, left_out)
+        return ManagedObjects(models, optimizers, {**schedulers, **scaler}, custom, left_out)
 
     def loaders(self) -> dict[str, Any]:
-        return {f"dataloader.{index}": one for index, one in enumerate(self.accelerator._dataloaders)}
+        return {f"dataloader.{index}": loader for index, loader in enumerate(self.accelerator._dataloaders)}
 
     def name(self) -> str | None:
         project = self._project
@@ -89,10 +89,10 @@ class Accelerated:
         weights = [self.accelerator.get_state_dict(model, unwrap=False) for model in models]
         before = list(zip(models, weights, strict=True))
         if "://" not in folder:
-            os.makedirs(folder, exist_ok=True)  # hooks write files of their own into it
+            os.makedirs(folder, exist_ok=True)  # hooks write their own files into it
         for hook in hooks:
             hook(self.accelerator._models, weights, folder)
-        self._leave_out(model for model, one in before if not any(one is kept for kept in weights))
+        self._leave_out(model for model, state in before if not any(state is kept for kept in weights))
 
     def after_save(self) -> None:
         self._project.iteration += 1
@@ -107,11 +107,11 @@ class Accelerated:
         self._leave_out(model for model in before if not any(model is kept for kept in models))
 
     def state(self) -> dict[str, Any]:
-        """Counters of the accelerator, and of its loaders, which count their epochs themselves."""
+        """Counters of the accelerator, and of its loaders, which count epochs themselves."""
         return {
             "step": self.accelerator.step,
             "sync_gradients": self.accelerator.sync_gradients,
-            "saves": self._project.iteration + 1,  # this one is not counted yet
+            "saves": self._project.iteration + 1,  # the current save is not counted yet
             "loaders": {key: _loader_state(loader) for key, loader in self.loaders().items()},
         }
 
@@ -150,16 +150,16 @@ class Accelerated:
             )
 
     def _refuse_gone(self, found: Mapping[str, Any]) -> None:
-        """A checkpoint without what was there before would not be this run's."""
-        now = {id(one) for one in found.values()}
-        gone = [f"{key} (a {type(one).__name__})" for id_, (key, one) in self._seen.items() if id_ not in now]
+        """Refuse to save without an object that was managed before: the checkpoint could not resume this run."""
+        now = {id(value) for value in found.values()}
+        gone = [f"{key} (a {type(value).__name__})" for id_, (key, value) in self._seen.items() if id_ not in now]
         if gone:
             raise StateError(
                 f"{', '.join(gone)} left the accelerator since ckpt took care of it: accelerator.free_memory() or "
                 "clear() was called. Prepare what the next training needs, and then attach, or build a StateManager, "
                 "anew."
             )
-        self._seen = {id(one): (key, one) for key, one in found.items()}
+        self._seen = {id(value): (key, value) for key, value in found.items()}
 
 
 def _refuse_megatron(accelerator: Any) -> None:
@@ -172,28 +172,33 @@ def _refuse_megatron(accelerator: Any) -> None:
 
 
 def _numbered(kind: str, objects: list[Any]) -> dict[str, Any]:
-    """One object goes by its kind alone, so that its file is what other tools expect: `model.safetensors`."""
-    return {kind: objects[0]} if len(objects) == 1 else {f"{kind}.{index}": one for index, one in enumerate(objects)}
+    """Objects by key. A single one has its kind as key, so that other tools find the file: `model.safetensors`."""
+    if len(objects) == 1:
+        return {kind: objects[0]}
+    return {f"{kind}.{index}": value for index, value in enumerate(objects)}
 
 
 def _bare(wrapped: Any, name: str) -> Any:
-    """What is inside Accelerate's wrapper, if it is one."""
-    wrapper = type(wrapped).__module__.startswith("accelerate.")
-    return getattr(wrapped, name) if wrapper else wrapped
+    """The object inside Accelerate's wrapper, or the object itself."""
+    is_wrapper = type(wrapped).__module__.startswith("accelerate.")
+    return getattr(wrapped, name) if is_wrapper else wrapped
 
 
 def _loader_state(loader: Any) -> dict[str, Any]:
     return {
         "iteration": loader.iteration,
-        "seeds": [one.initial_seed for one in samplers.samplers(loader) if hasattr(one, "initial_seed")],
-        "generators": [rng.capture_one(one) for one in samplers.generators(loader)],
+        "seeds": [sampler.initial_seed for sampler in _seeded(loader)],
+        "generators": [rng.capture_one(generator) for generator in samplers.generators(loader)],
     }
 
 
 def _set_loader_state(loader: Any, state: dict[str, Any]) -> None:
     loader.iteration = state["iteration"]
-    seeded = [one for one in samplers.samplers(loader) if hasattr(one, "initial_seed")]
-    for sampler, seed in zip(seeded, state["seeds"], strict=False):
+    for sampler, seed in zip(_seeded(loader), state["seeds"], strict=False):
         sampler.initial_seed = seed
     for generator, saved in zip(samplers.generators(loader), state["generators"], strict=False):
         rng.restore_one(generator, saved)
+
+
+def _seeded(loader: Any) -> list[Any]:
+    return [sampler for sampler in samplers.samplers(loader) if hasattr(sampler, "initial_seed")]

@@ -1,7 +1,7 @@
 """Accumulation windows: gradients that no step of their optimizer has used yet.
 
-Gradients that are still there after a step have done their work: the common loop clears them before the next backward
-pass. What a backward pass has added since is lost by a resume, unless it is saved.
+Gradients that remain after a step have been used: the common loop clears them before the next backward pass. Gradients
+that a backward pass has added since are lost by a resume, unless they are saved.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ckpt.state.deepspeed.engine import is_engine
 from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.unwrap import modules_in
 
-_MARK = "_ckpt_used_as"  # on a gradient: its version when a step had used it
-_SAMPLE = 64  # parameters looked at after each step, evenly spread: a fraction of a millisecond
+_MARK = "_ckpt_used_as"  # attribute of a gradient: its version when a step used it
+_SAMPLE = 64  # evenly spaced parameters examined after each step: a fraction of a millisecond
 
 
 class Windows:
-    """Notices what is added to gradients after a step.
+    """Detects gradients that were added after a step.
 
-    A step marks the gradients that it has used with their versions. One that was added to since has another version,
-    and one that was made anew has no mark.
+    A step hook marks the gradients that the step has used with their versions. A gradient that was added to since has
+    another version, and a new one has no mark.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class Windows:
         self._hooks: list[Any] = []
 
     def watch(self, optimizers: Iterable[Any]) -> None:
-        method = weakref.WeakMethod(self._used)  # an optimizer may outlive the manager
+        method = weakref.WeakMethod(self._mark_used)  # an optimizer may outlive the manager
 
         def after_step(optimizer: Any, *_: Any) -> None:
-            found = method()
-            if found is not None and isinstance(optimizer, torch.optim.Optimizer):
-                found(optimizer)
+            mark_used = method()
+            if mark_used is not None and isinstance(optimizer, torch.optim.Optimizer):
+                mark_used(optimizer)
 
         for optimizer in optimizers:
             self._hooks.append(optimizer.register_step_post_hook(after_step))
@@ -52,10 +52,10 @@ class Windows:
         self._hooks = []
 
     def open(self, optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-        """The optimizers for which gradients other than zero wait."""
-        return [one for one in optimizers if self._is_fresh(one) and _is_non_zero(one)]
+        """The optimizers that have unused gradients other than zero."""
+        return [optimizer for optimizer in optimizers if self._is_fresh(optimizer) and _is_non_zero(optimizer)]
 
-    def _used(self, optimizer: torch.optim.Optimizer) -> None:
+    def _mark_used(self, optimizer: torch.optim.Optimizer) -> None:
         for parameter in self._sample(optimizer):
             gradient = parameter.grad
             if gradient is not None:
@@ -63,26 +63,26 @@ class Windows:
 
     def _is_fresh(self, optimizer: torch.optim.Optimizer) -> bool:
         gradients = (parameter.grad for parameter in self._sample(optimizer))
-        return any(one is not None and getattr(one, _MARK, None) != _version(one) for one in gradients)
+        return any(grad is not None and getattr(grad, _MARK, None) != _version(grad) for grad in gradients)
 
     def _sample(self, optimizer: torch.optim.Optimizer) -> list[Any]:
         total = sum(len(group["params"]) for group in optimizer.param_groups)
         known = self._samples.get(optimizer)
         if known is None or known[0] != total:
-            every = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+            every = [value for group in optimizer.param_groups for value in group["params"] if value.requires_grad]
             step = max(1, -(-len(every) // _SAMPLE))
             known = self._samples[optimizer] = total, every[::step]
         return known[1]
 
 
 def _version(gradient: Any) -> int:
-    piece = getattr(gradient, "_local_tensor", gradient)  # of a DTensor; FSDP 2 adds to that
-    version: int = piece._version
+    local = getattr(gradient, "_local_tensor", gradient)  # of a DTensor: FSDP 2 accumulates into it
+    version: int = local._version
     return version
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The gradients that are there; of those that are spread, the pieces."""
+    """The existing gradients; of sharded ones this rank's shards."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             gradient = parameter.grad
@@ -91,21 +91,22 @@ def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _is_non_zero(optimizer: torch.optim.Optimizer) -> bool:
-    return any(bool((one._values() if one.is_sparse else one).any()) for one in _gradients(optimizer))
+    return any(bool((grad._values() if grad.is_sparse else grad).any()) for grad in _gradients(optimizer))
 
 
 def obstacle(models: Mapping[str, nn.Module], waiting: Iterable[torch.optim.Optimizer] = ()) -> str | None:
-    """Why gradients that wait cannot be saved; none if they can be."""
+    """Why the unused gradients of these optimizers cannot be saved; None if they can."""
     if any(is_engine(model) for model in models.values()):
         return "which DeepSpeed keeps to itself"
     if any(is_fsdp1(model) for model in models.values()):
         return "which FSDP 1 keeps to itself"
-    pieces = (one for optimizer in waiting for one in _gradients(optimizer))
-    return None if all(type(one) is torch.Tensor and one.layout is torch.strided for one in pieces) else "some sparse"
+    gradients = (gradient for optimizer in waiting for gradient in _gradients(optimizer))
+    plain = all(type(gradient) is torch.Tensor and gradient.layout is torch.strided for gradient in gradients)
+    return None if plain else "some sparse"
 
 
 def holds_unsharded(models: Mapping[str, nn.Module]) -> bool:
-    """Whether FSDP 2 holds gradients that it has not divided yet: `set_requires_gradient_sync(False)`."""
+    """Whether FSDP 2 holds gradients that it has not sharded yet: `set_requires_gradient_sync(False)`."""
     return any(
         _gradient(parameter) is not None
         for model in models.values()

@@ -1,4 +1,4 @@
-"""State that a model's gradient reduction keeps outside of models and optimizers, and that no checkpoint has."""
+"""State of DDP communication hooks, which belongs to neither model nor optimizer and is not saved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt.state.unwrap import modules_in
 
 
 def lacking_state(models: Mapping[str, nn.Module]) -> dict[str, str]:
-    """What a checkpoint lacks of these models' communication hooks, by model, each with what follows from it."""
+    """The unsaved state of these models' communication hooks, by key, each with the consequence."""
     found = {}
     for key, model in models.items():
         for module in modules_in(model):

@@ -1,7 +1,6 @@
-"""FullyShardedDataParallel, whose parameters are pieces of flat tensors: PyTorch itself gives their state out.
+"""FullyShardedDataParallel (FSDP 1), whose parameters are parts of flat tensors: state goes through PyTorch's calls.
 
-What it gives out are tensors of which every rank holds a piece, by the names of the bare model. These calls are
-collective: every rank makes them.
+PyTorch returns sharded tensors by the names of the bare model. These calls are collective: every rank makes them.
 """
 
 from __future__ import annotations
@@ -17,32 +16,32 @@ from ckpt.state.unwrap import clean_name, modules_in, unwrap
 
 
 def is_fsdp1(model: nn.Module) -> bool:
-    """Whether any module in it is wrapped so. Whoever wraps one has imported it."""
+    """Whether any module in the model is wrapped. Imports nothing: a live wrapper has imported its module."""
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    return fsdp is not None and any(isinstance(one, fsdp.FullyShardedDataParallel) for one in modules_in(model))
+    return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules_in(model))
 
 
 def is_flat(model: nn.Module) -> bool:
-    """Whether its optimizer sees flat parameters in place of those of the bare model."""
-    return not all(one._use_orig_params for one in _wrapped(model))
+    """Whether the optimizer has flat parameters instead of those of the bare model."""
+    return not all(wrapper._use_orig_params for wrapper in _wrappers(model))
 
 
 def layout(model: nn.Module) -> Layout:
-    """How it divides every parameter: along dimension 0, among the ranks of its group."""
+    """The layout of every parameter: sharded along dimension 0 over the ranks of the process group."""
     ranks = tuple(torch.distributed.get_process_group_ranks(_group(model)))
     return Layout((len(ranks),), ranks, ("S0",))
 
 
-def _wrapped(model: nn.Module) -> list[Any]:
-    return [one for one in model.modules() if hasattr(one, "_fsdp_wrapped_module")]
+def _wrappers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "_fsdp_wrapped_module")]
 
 
 def _group(model: nn.Module) -> Any:
-    return _wrapped(model)[0].process_group
+    return _wrappers(model)[0].process_group
 
 
 def _anywhere(here: bool, model: nn.Module) -> bool:
-    """Whether something holds on any rank. Every rank makes this call."""
+    """Whether `here` is true on any rank. Collective: every rank makes this call."""
     group = _group(model)
     found: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(found, here, group)
@@ -50,16 +49,18 @@ def _anywhere(here: bool, model: nn.Module) -> bool:
 
 
 def _ties(model: nn.Module) -> dict[str, str]:
-    """For every tied parameter the name of the one that it is tied to."""
+    """The name of every tied parameter, with the name of the parameter that it is tied to."""
     bare = unwrap(model)
-    names = {id(one): clean_name(bare, name) for name, one in bare.named_modules()}
+    names = {id(module): clean_name(bare, name) for name, module in bare.named_modules()}
 
     def full_name(module: nn.Module, parameter: str) -> str:
         return f"{names[id(module)]}.{parameter}".lstrip(".")
 
-    handles = [one._handle for one in _wrapped(model) if one._handle is not None]
-    shared = [one for handle in handles for one in handle.flat_param._shared_param_infos]
-    return {full_name(one.module, one.param_name): full_name(one.prim_module, one.prim_param_name) for one in shared}
+    handles = [wrapper._handle for wrapper in _wrappers(model) if wrapper._handle is not None]
+    shared = [info for handle in handles for info in handle.flat_param._shared_param_infos]
+    return {
+        full_name(info.module, info.param_name): full_name(info.prim_module, info.prim_param_name) for info in shared
+    }
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
@@ -80,9 +81,9 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
     stepped = bool(optimizer.state)
     state = get_optimizer_state_dict(model, optimizer)
-    if not stepped:  # it has made some up to have something to show
+    if not stepped:  # the call has initialised it
         optimizer.state.clear()
-    if not _anywhere(stepped, model):  # a rank may only hold empty pieces of what has state
+    if not _anywhere(stepped, model):  # a rank may hold only empty shards of parameters that have state
         state["state"] = {}
     return dict(state)
 

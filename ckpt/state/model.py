@@ -16,22 +16,22 @@ from ckpt.state import fsdp1
 from ckpt.state.deepspeed import zero3
 from ckpt.state.deepspeed.engine import is_engine, refuse_bare
 from ckpt.state.deepspeed.parts import refresh
-from ckpt.state.deepspeed.zero3 import is_divided, is_zero3
+from ckpt.state.deepspeed.zero3 import is_partitioned, is_zero3
 from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.model_config import describe
 from ckpt.state.parts import LEFT, Notes, Read, SavedTensor
-from ckpt.state.replicated import NONE, Guarantee, equal_parameters, ruled_buffers
+from ckpt.state.replicated import UNKNOWN, Replication, broadcast_buffers, equal_parameters
 from ckpt.state.unwrap import clean_names, unwrap
 
 
 @dataclass
 class ModelPart:
-    """Parameters and buffers under names without any wrapper's prefix, and what modules keep as extra state."""
+    """Parameters and buffers by names without wrappers' prefixes, and the extra state of modules."""
 
     key: str
     model: nn.Module
     same_class: bool = False
-    can_be_spread: bool = True
+    can_be_sharded: bool = True
 
     @property
     def kind(self) -> str:
@@ -41,12 +41,12 @@ class ModelPart:
         refuse_bare(self.key, self.model)
 
     def capture(self) -> dict[str, Any]:
-        """The state with the parameters and buffers themselves: tied ones are one object, on every rank."""
+        """The state with the live parameters and buffers. Tied tensors are one object, on every rank."""
         return zero3.rows(self._state())
 
     def places(self) -> dict[str, Any]:
-        """The same, but as tensors to read a state into, for `load` to take."""
-        return zero3.room(self._state())
+        """The tensors to read a state into, before `load` is called with them."""
+        return zero3.empty_rows(self._state())
 
     def _state(self) -> dict[str, Any]:
         if is_fsdp1(self.model):
@@ -56,33 +56,34 @@ class ModelPart:
         return {clean: state[name] for name, clean in clean_names(module, state).items()}
 
     def frozen(self) -> frozenset[str]:
-        """Parameters without gradients, under all their names."""
+        """Parameters that do not require gradients, under all their names."""
         module = unwrap(self.model)
         named = module.named_parameters(remove_duplicate=False)
-        return frozenset(clean_names(module, (name for name, one in named if not one.requires_grad)).values())
+        names = (name for name, parameter in named if not parameter.requires_grad)
+        return frozenset(clean_names(module, names).values())
 
     def about(self, state: Any) -> dict[str, Any]:
-        """The configuration that Hugging Face's tools build such a model from, if it has one."""
+        """The configuration from which Hugging Face's tools build such a model, if it has one."""
         return describe(unwrap(self.model), list(tensors_in(state)))
 
-    def guaranteed(self, state: Mapping[str, Any]) -> Guarantee:
-        equal, ruled = equal_parameters([self.model]), ruled_buffers(self.model)
-        if not equal and not ruled:
-            return NONE
-        return Guarantee(
-            frozenset(name for name, one in state.items() if id(one) in equal),
-            frozenset(name for name, one in state.items() if id(one) in ruled),
+    def replication(self, state: Mapping[str, Any]) -> Replication:
+        equal, broadcast = equal_parameters([self.model]), broadcast_buffers(self.model)
+        if not equal and not broadcast:
+            return UNKNOWN
+        return Replication(
+            frozenset(name for name, value in state.items() if id(value) in equal),
+            frozenset(name for name, value in state.items() if id(value) in broadcast),
         )
 
     def tied_to_ranks(self, names: Collection[str]) -> dict[str, str]:
-        """Parameters. Running statistics may be taken from another rank, which has seen other samples."""
+        """Parameters. Buffers (running statistics) of another rank are acceptable: they come from other samples."""
         module = unwrap(self.model)
         buffers = set(clean_names(module, (name for name, _ in module.named_buffers())).values())
         return {name: name for name in names if name not in buffers}
 
-    def is_spread(self) -> bool:
+    def is_sharded(self) -> bool:
         parameters = unwrap(self.model).parameters()
-        return is_fsdp1(self.model) or any(is_sharded(one) or is_divided(one) for one in parameters)
+        return is_fsdp1(self.model) or any(is_sharded(value) or is_partitioned(value) for value in parameters)
 
     def layouts(self) -> frozenset[Layout]:
         if is_fsdp1(self.model):
@@ -93,7 +94,8 @@ class ModelPart:
 
     def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
         live = self.places()
-        there = {id(value) for name, value in live.items() if name in saved}  # a tied one, under any of its names
+        # of a tied tensor, any of its names is enough
+        there = {id(value) for name, value in live.items() if name in saved}
         missing = [name for name in live.keys() - saved.keys() if not _is_tied(live[name], there)]
         unfit = dict.fromkeys(missing, "missing in the checkpoint")
         unfit |= dict.fromkeys(saved.keys() - live.keys(), "unexpected: the model has no such key")
@@ -105,35 +107,35 @@ class ModelPart:
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
         live = self.places()
         fitting = {name for name in live if name not in unfit or _fits_when_cast(live[name], saved.get(name))}
-        # of a tied one, the last name that was saved counts
+        # a tied tensor is read under the last of its names that was saved
         owners = {id(value): name for name, value in live.items() if name in saved}
         places = {
-            one.name: live[name] if name in fitting and owners[id(live[name])] == name else LEFT
-            for name, one in saved.items()
-            if isinstance(one, SavedTensor)
+            tensor.name: live[name] if name in fitting and owners[id(live[name])] == name else LEFT
+            for name, tensor in saved.items()
+            if isinstance(tensor, SavedTensor)
         }
-        values = read(lambda one: places.get(one.name), live=True)  # what has no place is in extra state
+        values = read(lambda tensor: places.get(tensor.name), live=True)  # a tensor without a place is in extra state
         for name, why in unfit.items():
             (notes.approximated if name in fitting else notes.skipped)[f"{self.key}.{name}"] = why
 
-        def take() -> None:
+        def load() -> None:
             known = values()
             extra = {name: known[name] for name in fitting if not isinstance(live[name], torch.Tensor)}
             self.load({**live, **extra}, left=live.keys() - (fitting & saved.keys()))
 
-        return take
+        return load
 
     def load(self, state: dict[str, Any], left: Collection[str] = ()) -> None:
-        """Take a state whose tensors are those of `places`, filled already, but for the ones that were `left`."""
+        """Load a state whose tensors are those of `places`, already filled, except the names in `left`."""
         if is_fsdp1(self.model):
             fsdp1.load_model_state(self.model, state)
             return
-        # the tensors are in place already, and to copy one onto itself costs nothing: what counts are hooks and extras
+        # tensors are filled in place already, and copying one onto itself is free: this is for hooks and extra state
         module = unwrap(self.model)
         live = module.state_dict(keep_vars=True)
         raw = clean_names(module, live)
         zero3.fill(live, {name: state[clean] for name, clean in raw.items() if clean not in left})
-        there = {name: state[clean] for name, clean in raw.items() if not is_divided(live[name])}
+        there = {name: state[clean] for name, clean in raw.items() if not is_partitioned(live[name])}
         module.load_state_dict(there, strict=False)
         if is_engine(self.model):
             refresh(self.model)
@@ -144,8 +146,8 @@ def _is_tied(value: Any, others: set[int]) -> bool:
 
 
 def tensors_in(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of a model's state, without what modules keep beside them."""
-    return {name: one for name, one in state.items() if isinstance(one, torch.Tensor) or is_sharded(one)}
+    """The tensors of a model's state, without extra state."""
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor) or is_sharded(value)}
 
 
 def _compare(live: Any, saved: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""What a model of Transformers or PEFT is beside its tensors, as JSON: so that others can build it again."""
+"""The configuration of a Transformers or PEFT model as JSON, from which other tools rebuild it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-_FSDP2 = "FSDP"  # what `fully_shard` puts before the name of a class
+_FSDP2 = "FSDP"  # the prefix that `fully_shard` puts before a class name
 
 
 def describe(module: nn.Module, names: Sequence[str]) -> dict[str, Any]:
-    """A bare model, whose tensors have these names: its configuration, or its adapters; nothing of other models."""
+    """The configuration or the adapters of an unwrapped model with these tensor names; empty for other models."""
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(module, peft.PeftModel):
         return {"adapters": _adapters(module, names)}
@@ -38,7 +38,7 @@ _known: WeakKeyDictionary[nn.Module, tuple[object, dict[str, Any]]] = WeakKeyDic
 
 
 def _adapters(module: Any, names: Sequence[str]) -> dict[str, Any]:
-    """All adapters. PEFT takes a tenth of a second for that, so it is asked again only when something has changed."""
+    """All adapters. Cached until something changes: PEFT takes a tenth of a second for it."""
     key = (tuple(names), repr(module.peft_config))
     if module not in _known or _known[module][0] != key:
         _known[module] = key, {name: _adapter(module, name, names) for name in module.peft_config}
@@ -46,17 +46,17 @@ def _adapters(module: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _adapter(module: Any, adapter: str, names: Sequence[str]) -> dict[str, Any]:
-    """Its configuration, and which tensors it has: by their names in its file, those in the model.
+    """The configuration of an adapter, and its tensors: names in its file, with the names in the model.
 
-    PEFT itself picks and renames them. It is given outlines, so that it can be followed what became of each; a tensor
-    that it makes anew has no name in the model.
+    PEFT itself selects and renames them, here applied to empty tensors, whose identities lead back to the names in the
+    model. A tensor that PEFT creates has no name in the model.
     """
     from peft import get_peft_model_state_dict
 
     outlines = {name: torch.empty(0, device="meta") for name in names}
     known = {id(outline): name for name, outline in outlines.items()}
     config = module.peft_config[adapter]
-    # "auto" would ask the Hub, in the middle of a save, whether the vocabulary has grown
+    # "auto" would ask the Hub during a save whether the vocabulary has grown
     embeddings = _targets_embeddings(config)
     kept = get_peft_model_state_dict(module, outlines, adapter, save_embedding_layers=embeddings)
     tensors = {name: known.get(id(outline)) for name, outline in kept.items()}
@@ -64,7 +64,7 @@ def _adapter(module: Any, adapter: str, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _adapter_config(module: Any, config: Any) -> dict[str, Any]:
-    """As `PeftModel.save_pretrained` writes it, with sets in order."""
+    """As `PeftModel.save_pretrained` writes it, with sorted sets."""
     config = copy.copy(config)
     config.inference_mode = True
     base = module.get_base_model()

@@ -1,4 +1,4 @@
-"""Where a manager finds what it takes care of."""
+"""The objects that a manager saves and loads, by key, and the interface of what provides them."""
 
 from __future__ import annotations
 
@@ -16,76 +16,84 @@ KINDS = ("model", "optimizer", "scheduler", "scaler", "dataloader")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
-@dataclass(frozen=True)
-class Found:
-    """Objects by key, as they are at one moment. What is `left_out` is there, but neither saved nor loaded."""
+class Stateful(Protocol):
+    """An object that returns its state and loads it again, as torch's optimizers, schedulers and scalers do."""
 
-    models: dict[str, nn.Module] = field(default_factory=dict)
-    optimizers: dict[str, Any] = field(default_factory=dict)
-    others: dict[str, Any] = field(default_factory=dict)  # schedulers and scalers: each fits its own class only
-    custom: dict[str, Any] = field(default_factory=dict)
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class ManagedObjects:
+    """The managed objects by key, at one moment. `left_out` are keys of objects that are neither saved nor loaded."""
+
+    models: Mapping[str, nn.Module] = field(default_factory=dict)
+    optimizers: Mapping[str, Stateful] = field(default_factory=dict)
+    others: Mapping[str, Stateful] = field(default_factory=dict)  # schedulers, scalers: state fits the same class only
+    custom: Mapping[str, Stateful] = field(default_factory=dict)
     left_out: frozenset[str] = frozenset()
 
     def identities(self) -> tuple[Any, ...]:
-        """What two looks share if they have found the same objects under the same keys."""
+        """A value that is equal for the same objects under the same keys."""
         groups = (self.models, self.optimizers, self.others, self.custom)
-        return self.left_out, [(key, id(one)) for group in groups for key, one in group.items()]
+        return self.left_out, [(key, id(value)) for group in groups for key, value in group.items()]
 
 
-class Source(Protocol):
-    """Gives a manager its objects, whenever it looks, and what is to be done around a save and a load."""
+class ObjectSource(Protocol):
+    """Provides a manager's objects, its defaults, and hooks around a save and a load."""
 
     @property
     def root(self) -> str | None:
-        """Where to save, unless the manager is told."""
+        """Where to save, if the manager is given no root."""
 
     @property
     def keep(self) -> Keep | None:
-        """Which checkpoints to keep, unless the manager is told."""
+        """Which checkpoints to keep, if the manager is given no keep=."""
 
     @property
     def gradients(self) -> bool:
-        """Whether to keep gradients, unless the manager is told."""
+        """Whether to save gradients, if the manager is given no gradients=."""
 
-    def find(self) -> Found:
-        """The objects that are there now. Refuses to go on without one that was there before."""
+    def find(self) -> ManagedObjects:
+        """The present objects. Raises `StateError` if an object that was there before is gone."""
 
     def loaders(self) -> dict[str, Any]:
-        """The loaders that go by a name of their own."""
+        """Data loaders by key."""
 
     def name(self) -> str | None:
-        """What to call the next checkpoint; none for the manager's own way."""
+        """The name of the next checkpoint; None for the manager's own naming."""
 
     def before_save(self, folder: str) -> None:
-        """A checkpoint is about to be saved in that folder."""
+        """Called before a checkpoint is saved to a folder."""
 
     def after_save(self) -> None:
-        """It has been taken."""
+        """Called when the state of a save has been captured."""
 
     def before_load(self, folder: str) -> None:
-        """The checkpoint in that folder is about to be loaded."""
+        """Called before the checkpoint in a folder is loaded."""
 
     def state(self) -> dict[str, Any]:
-        """What is to be kept for each rank, beside the objects."""
+        """State of the source itself, saved for each rank beside the objects."""
 
     def go_back(self, state: dict[str, Any]) -> None:
-        """Take that back."""
+        """Restore what `state` returned; an empty dict if the checkpoint has none."""
 
 
-class Given:
-    """The objects that were given to the manager, once and for all."""
+class GivenObjects:
+    """The objects that were given to the manager's constructor. They never change."""
 
     root: str | None = None
     keep: Keep | None = None
     gradients = False
 
     def __init__(self, **objects: Any) -> None:
-        found = {kind: named(kind, one) for kind, one in objects.items()}
+        found = {kind: named(kind, value) for kind, value in objects.items()}
         others = {**found["scheduler"], **found["scaler"]}
-        self._found = Found(found["model"], found["optimizer"], others)
+        self._found = ManagedObjects(found["model"], found["optimizer"], others)
         self._loaders = found["dataloader"]
 
-    def find(self) -> Found:
+    def find(self) -> ManagedObjects:
         return self._found
 
     def loaders(self) -> dict[str, Any]:
@@ -106,29 +114,14 @@ class Given:
     def go_back(self, state: dict[str, Any]) -> None: ...
 
 
-def find_source(accelerator: Any, **objects: Any) -> Source:
-    """The accelerator, or the objects themselves."""
-    if accelerator is None:
-        return Given(**objects)
-    given = [kind for kind, one in objects.items() if one is not None]
-    if given:
-        raise ConfigError(
-            f"StateManager: accelerator= brings all that it has prepared, so {', '.join(given)} cannot be given as "
-            "well. Pass them through accelerator.prepare(...), or give others to register(name=...)."
-        )
-    from ckpt.state.accelerator import Accelerated
-
-    return Accelerated(accelerator)
-
-
 def named(kind: str, value: Any) -> dict[str, Any]:
-    """One object, a sequence or a dict of named ones, as objects by key: `model`, `model.0`, `model.generator`."""
+    """Objects by key, for a single object, a sequence, or a dict: `model`, `model.0`, `model.generator`."""
     if value is None:
         return {}
     if isinstance(value, Mapping):
-        return {f"{kind}.{_checked(name)}": one for name, one in value.items()}
+        return {f"{kind}.{_checked(name)}": item for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return {f"{kind}.{index}": one for index, one in enumerate(value)}
+        return {f"{kind}.{index}": item for index, item in enumerate(value)}
     return {kind: value}
 
 

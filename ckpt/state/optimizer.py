@@ -1,8 +1,8 @@
-"""Optimizers: their state by parameter name."""
+"""Optimizers: their state by parameter name, and by index as torch's own `state_dict` has it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,21 +12,20 @@ from torch import nn
 from ckpt.formats.layout import Layout, divided, empty_like, is_sharded
 from ckpt.state import fsdp1
 from ckpt.state.fsdp1 import is_fsdp1
-from ckpt.state.optimizer_names import nameless, renamed
 from ckpt.state.parts import Notes, Place, Read, SavedTensor
-from ckpt.state.replicated import Guarantee, equal_parameters
+from ckpt.state.replicated import Replication, equal_parameters
 from ckpt.state.unwrap import parameter_names, unwrap, without_checkpointing
 
 
 @dataclass
 class OptimizerPart:
-    """An optimizer's state by parameter name, so that neither order nor wrapping matters when it comes back."""
+    """An optimizer's state by parameter name, so that it can be restored with another order or other wrappers."""
 
     key: str
     optimizer: torch.optim.Optimizer
     models: Mapping[str, nn.Module]
     same_class: bool = True
-    can_be_spread: bool = True
+    can_be_sharded: bool = True
 
     @property
     def kind(self) -> str:
@@ -38,16 +37,16 @@ class OptimizerPart:
     def about(self, state: Any) -> dict[str, Any]:
         return {}
 
-    def guaranteed(self, state: Any) -> Guarantee:
-        """What the same steps make of the same parameters and gradients is the same."""
+    def replication(self, state: Any) -> Replication:
+        """Equal parameters and gradients give equal optimizer state."""
         equal = equal_parameters(self.models.values())
-        return Guarantee(all_equal=bool(equal) and all(id(one) in equal for one in self._parameters()))
+        return Replication(all_equal=bool(equal) and all(id(parameter) in equal for parameter in self._parameters()))
 
     def tied_to_ranks(self, names: Collection[str]) -> dict[str, str]:
         return {name.rpartition(".")[0]: name for name in names}
 
-    def is_spread(self) -> bool:
-        return self._fsdp1() is not None or any(is_sharded(one) for one in self._parameters())
+    def is_sharded(self) -> bool:
+        return self._fsdp1() is not None or any(map(is_sharded, self._parameters()))
 
     def layouts(self) -> frozenset[Layout]:
         model = self._fsdp1()
@@ -73,21 +72,14 @@ class OptimizerPart:
             return {"param_groups": f"{len(saved_groups)} in the checkpoint, {len(self.optimizer.param_groups)} here"}
         model = self._fsdp1()
         if model is not None and fsdp1.is_flat(model):
-            return {}  # its parameters have no names of their own
+            return {}  # flat parameters have no names to compare
         names = self._names()
         numbered = self.optimizer.state_dict()["param_groups"]
         live_groups = [[names[index] for index in group["params"]] for group in numbered]
         unfit: dict[str, str] = {}
         for index, (live, old) in enumerate(zip(live_groups, saved_groups, strict=True)):
-            where = f"param_groups[{index}]"
-            missing, unexpected = set(live) - set(old), set(old) - set(live)
-            unfit |= {f"{where}.{name}": "missing in the checkpoint" for name in live if name in missing}
-            unfit |= {
-                f"{where}.{name}": "unexpected: the optimizer has no such parameter"
-                for name in old
-                if name in unexpected
-            }
-        comparable = self.optimizer.state and model is None  # FSDP 1 holds its state as flat pieces
+            unfit |= _group_misfits(f"param_groups[{index}]", live, old)
+        comparable = self.optimizer.state and model is None  # FSDP 1 holds its state as flat tensors
         return unfit | (self._misshapen(saved["state"], names) if comparable else {})
 
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
@@ -95,9 +87,9 @@ class OptimizerPart:
         if "param_groups" in unfit:
             return lambda: None
         values = read(self._places(), live=bool(self.optimizer.state))
-        return lambda: self._take(values(), unfit)
+        return lambda: self._load(values(), unfit)
 
-    def _take(self, values: Any, unfit: Mapping[str, str]) -> None:
+    def _load(self, values: Any, unfit: Mapping[str, str]) -> None:
         values = self._named(values)
         model = self._fsdp1()
         if model is not None:
@@ -116,36 +108,35 @@ class OptimizerPart:
         self._keep_dtypes(known)
 
     def _places(self) -> Place:
-        """State goes to where there is such state already: it may be most of the memory, and must not be there twice.
+        """Existing state is read in place: it may be most of the memory, which must not be needed twice.
 
-        Else, what has the shape of its parameter lies where the parameter does, and is spread like it.
+        Otherwise, state of the parameter's shape gets the parameter's device and sharding.
         """
-        followed = self._followed()  # once: it goes through all parameters
+        parameters = self._parameters_by_name()  # once: it walks all models
         state = {} if self._fsdp1() is not None else self.optimizer.state
 
-        def find(one: SavedTensor) -> Any:
-            name, _, key = one.name.rpartition(".")
-            parameter = followed.get(without_checkpointing(name.removeprefix("state.")))
+        def find(saved: SavedTensor) -> Any:
+            name, _, key = saved.name.rpartition(".")
+            parameter = parameters.get(without_checkpointing(name.removeprefix("state.")))
             if parameter is None:
                 return None
             there = state.get(parameter, {}).get(key) if state else None
-            if isinstance(there, torch.Tensor) and (there.dtype, tuple(there.size())) == (one.dtype, one.shape):
+            if isinstance(there, torch.Tensor) and (there.dtype, tuple(there.size())) == (saved.dtype, saved.shape):
                 return there
-            fits = one.shape and tuple(parameter.size()) == one.shape
-            return empty_like(parameter, one.dtype) if fits else None
+            fits = saved.shape and tuple(parameter.size()) == saved.shape
+            return empty_like(parameter, saved.dtype) if fits else None
 
         return find
 
-    def _followed(self) -> dict[str, Any]:
-        """Parameters by name."""
+    def _parameters_by_name(self) -> dict[str, Any]:
         model = self._fsdp1()
         if model is not None:
             return fsdp1.model_state(model)
-        numbered = {nameless(index): one for index, one in enumerate(self._parameters())}
+        numbered = {nameless(index): parameter for index, parameter in enumerate(self._parameters())}
         return numbered | dict(zip(self._names().values(), self._parameters(), strict=True))
 
     def _named(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """A saved state whose parameters that went by number have names: their order says which they are."""
+        """A saved state in which parameters that were saved by index have names: their order says which they are."""
         listed = [name for group in saved["param_groups"] for name in group["params"]]
         clean = {name: without_checkpointing(name) for name in listed if isinstance(name, str)}
         return renamed(saved, clean | {nameless(index): name for index, name in self._names().items()})
@@ -154,7 +145,7 @@ class OptimizerPart:
         return next((model for model in self.models.values() if is_fsdp1(model)), None)
 
     def _keep_dtypes(self, saved: Mapping[int, Any]) -> None:
-        """`load_state_dict` casts state to the parameter's dtype: fp32 moments of bf16 weights would lose digits."""
+        """Undo the cast of `load_state_dict` to the parameter's dtype: fp32 moments of bf16 weights would lose bits."""
         for index, parameter in enumerate(self._parameters()):
             for key, value in saved.get(index, {}).items() if isinstance(saved.get(index), dict) else ():
                 live = self.optimizer.state[parameter].get(key)
@@ -162,7 +153,7 @@ class OptimizerPart:
                     self.optimizer.state[parameter][key] = value.to(live.device)
 
     def _misshapen(self, state: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, str]:
-        """State whose shape is another one here. Only where the live optimizer has state to compare with."""
+        """State whose shape differs from the live one. Live state is needed to compare with."""
         unfit = {}
         for name, parameter in zip(names.values(), self._parameters(), strict=True):
             live, saved = self.optimizer.state.get(parameter, {}), state.get(name, {})
@@ -173,7 +164,7 @@ class OptimizerPart:
         return unfit
 
     def _parameters(self) -> list[torch.Tensor]:
-        """In the order by which `state_dict` numbers them."""
+        """The parameters in the order of their indices in `state_dict`."""
         found: dict[int, torch.Tensor] = {}
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -181,9 +172,41 @@ class OptimizerPart:
         return list(found.values())
 
     def _names(self) -> dict[int, str]:
-        """The name of each parameter by its number; those of no managed model go by their number alone."""
+        """The name of each parameter by its index. Parameters of no managed model are named by their index."""
         known: dict[int, str] = {}
         for key, model in self.models.items():
             for identity, name in parameter_names(unwrap(model)).items():
                 known.setdefault(identity, f"{key}.{name}" if key else name)
         return {i: known.get(id(p), nameless(i)) for i, p in enumerate(self._parameters())}
+
+
+def _group_misfits(where: str, live: Sequence[str], old: Sequence[str]) -> dict[str, str]:
+    """The parameters that only the live or only the saved group has."""
+    missing, unexpected = set(live) - set(old), set(old) - set(live)
+    unfit = {f"{where}.{name}": "missing in the checkpoint" for name in live if name in missing}
+    why = "unexpected: the optimizer has no such parameter"
+    return unfit | {f"{where}.{name}": why for name in old if name in unexpected}
+
+
+def nameless(index: int) -> str:
+    """The key of a parameter without a known name."""
+    return f"@{index}"
+
+
+def by_name(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A `state_dict` with `prefix` before every parameter name. Indices become `nameless` keys."""
+    order = [parameter for group in state["param_groups"] for parameter in group["params"]]
+    return renamed(state, {key: nameless(key) if isinstance(key, int) else f"{prefix}{key}" for key in order})
+
+
+def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state by parameter name in the form of torch's `state_dict`: parameters are numbered group by group."""
+    order = [name for group in state["param_groups"] for name in group["params"]]
+    return renamed(state, {name: number for number, name in enumerate(dict.fromkeys(order))})
+
+
+def renamed(state: Mapping[str, Any], names: Mapping[Any, Any]) -> dict[str, Any]:
+    """A state with other keys for its parameters. A key that is not in `names` is kept."""
+    groups = [{**group, "params": [names.get(key, key) for key in group["params"]]} for group in state["param_groups"]]
+    by_key = {names.get(key, key): value for key, value in state["state"].items()}
+    return {**state, "state": by_key, "param_groups": groups}

@@ -1,15 +1,15 @@
-"""The parts that a manager keeps: how each gives its state, and takes it back.
+"""Parts: managed objects, each with the way to capture its state and to restore it.
 
-A part's state is a tree of values and tensors. When it comes back from a checkpoint, the part first looks at the tree
-with `SavedTensor`s in place of tensors, and says what does not fit. Then it says where each tensor shall go. When the
-tensors of all parts have been read, it takes the rest.
+A part's state is a tree of values and tensors. To restore it, `check` first reports what does not fit, from a tree with
+`SavedTensor`s in place of tensors. Then `restore` requests the tensors and says where each is read to. When the tensors
+of all parts have been read, the function that `restore` returned loads the rest into the object.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -18,7 +18,8 @@ from ckpt.errors import UnsupportedError
 from ckpt.formats.layout import Layout, empty_like, is_sharded, local_tensor
 from ckpt.state.deepspeed.engine import is_engine
 from ckpt.state.fsdp1 import is_fsdp1
-from ckpt.state.replicated import NONE, Guarantee
+from ckpt.state.objects import Stateful
+from ckpt.state.replicated import UNKNOWN, Replication
 from ckpt.state.unwrap import clean_name, gradients, unwrap
 
 
@@ -31,14 +32,16 @@ class SavedTensor:
     shape: tuple[int, ...]
 
 
-Place = Callable[[SavedTensor], Any]  # the tensor to read a saved one into; None for new memory, LEFT for not at all
-LEFT: Any = object()
+Place = Callable[[SavedTensor], Any]  # the tensor to read a saved one into; None: new memory, LEFT: do not read it
+LEFT: Final[Any] = object()
+WHOLE_PART: Final = "\0whole part"  # the key of a misfit that concerns the part itself: no state has a NUL in a key
 
 
 class Read(Protocol):
-    """Asks for a part's tensors. What it returns gives the tree with its tensors, once they have been read.
+    """Requests a part's tensors. Returns a function that gives the tree, once the tensors have been read.
 
-    Into places that are `live`, nothing is read before all of it has been verified on every rank.
+    `live`: the places are tensors of live objects. Nothing is read into them before everything has been verified on
+    every rank.
     """
 
     def __call__(self, place: Place | None = None, *, live: bool = False) -> Callable[[], Any]: ...
@@ -46,7 +49,7 @@ class Read(Protocol):
 
 @dataclass
 class Notes:
-    """What restoring leaves to say: keys that were left out and why, and what is not exactly as it was."""
+    """Remarks of a restore: what was skipped and why, what is approximate, what was resharded."""
 
     skipped: dict[str, str] = field(default_factory=dict)
     approximated: dict[str, str] = field(default_factory=dict)
@@ -54,64 +57,67 @@ class Notes:
 
 
 def has_state(value: Any) -> bool:
-    """Whether an object gives its state and takes it back, as torch's do."""
+    """Whether an object has `state_dict` and `load_state_dict`."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 class Part(Protocol):
-    """One object under the manager's care."""
+    """A managed object."""
 
     key: str
     same_class: bool  # whether a saved state fits only an object of the same class
-    can_be_spread: bool  # whether all ranks have it, so that each may write a piece
+    can_be_sharded: bool  # whether every rank has it, so that each may write a shard
 
     @property
     def kind(self) -> str:
         """The class of the object."""
 
     def capture(self) -> Any:
-        """The state, as a tree of values and tensors. Tensors are the live ones."""
+        """The state as a tree of values and live tensors."""
 
     def frozen(self) -> frozenset[str]:
         """The names of tensors that training does not change."""
 
     def about(self, state: Any) -> dict[str, Any]:
-        """What others need to know to build the object again, beside its state: JSON."""
+        """JSON that other tools need to rebuild the object, beside its state."""
 
-    def is_spread(self) -> bool:
-        """Whether its tensors are such that every rank holds a piece."""
+    def is_sharded(self) -> bool:
+        """Whether its tensors are sharded over the ranks."""
 
     def layouts(self) -> frozenset[Layout]:
-        """The ways in which its tensors are divided; none if every rank has all of them."""
+        """The layouts of its sharded tensors; empty if every rank has all of them in full."""
 
-    def guaranteed(self, state: Any) -> Guarantee:
-        """Which plain tensors of a state that was just captured are the same on every rank by construction."""
+    def replication(self, state: Any) -> Replication:
+        """Which plain tensors of a captured state are equal on every rank by construction."""
 
     def tied_to_ranks(self, names: Collection[str]) -> dict[str, str]:
         """Of tensors that differed between the ranks that saved them: the keys whose state fits no other ranks, each
-        with the tensor's name. The others may be taken from the main rank, as an approximation."""
+        with the tensor's name. For the rest, rank 0's value is an acceptable approximation."""
 
     def check(self, saved: Any) -> dict[str, str]:
-        """What of a saved state does not fit, by key. Changes nothing."""
+        """What of a saved state does not fit, and why, by key; under `WHOLE_PART` if none of it does.
+
+        Changes nothing.
+        """
 
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
-        """Ask for a saved state, all but what is `unfit`. What is returned takes it, when it has been read."""
+        """Request a saved state, except what is `unfit`. The returned function loads it, once it has been read."""
 
 
 class OwnPart(Part, Protocol):
-    """What every rank has of its own, and saves for itself alone."""
+    """State that every rank has of its own, and saves to its own file."""
 
     def missed(self, why: str, notes: Notes, *, strict: bool) -> None:
-        """A checkpoint has none that would be this rank's: say what follows from that, or refuse to go on."""
+        """The checkpoint has none for this rank: note the consequence, or raise if `strict` forbids it."""
 
 
-class Whole:
-    """What is saved whole by one rank, all of it each time."""
+class UnshardedPart:
+    """Defaults of a part that is saved in full by a single rank."""
 
     def frozen(self) -> frozenset[str]:
         return frozenset()
 
-    def is_spread(self) -> bool:
+    def is_sharded(self) -> bool:
         return False
 
     def layouts(self) -> frozenset[Layout]:
@@ -120,42 +126,42 @@ class Whole:
     def about(self, state: Any) -> dict[str, Any]:
         return {}
 
-    def guaranteed(self, state: Any) -> Guarantee:
-        return NONE
+    def replication(self, state: Any) -> Replication:
+        return UNKNOWN
 
     def tied_to_ranks(self, names: Collection[str]) -> dict[str, str]:
         return {}
 
 
 @dataclass
-class GradientsPart(Whole):
-    """Gradients that wait for the rest of their accumulation window. Every rank has its own."""
+class GradientsPart(UnshardedPart):
+    """Gradients of an unfinished accumulation window. Every rank has its own."""
 
     key: str
     models: Mapping[str, nn.Module]
     same_class: bool = False
-    can_be_spread: bool = False
+    can_be_sharded: bool = False
     kind: str = "gradients"
-    of: frozenset[int] | None = None  # the identities of parameters whose gradients are saved; all, if none
+    of: frozenset[int] | None = None  # identities of the parameters whose gradients are saved; all if None
 
     def capture(self) -> dict[str, Any]:
         if any(is_fsdp1(model) for model in self.models.values()):
             raise UnsupportedError(f"{self.key}: FSDP 1 does not give gradients out by parameter. Use fully_shard.")
         if any(is_engine(model) for model in self.models.values()):
             raise UnsupportedError(f"{self.key}: DeepSpeed keeps gradients to itself. Leave gradients=True out.")
-        return {key: _pieces(gradients(unwrap(model), self.of)) for key, model in self.models.items()}
+        return {key: _local(gradients(unwrap(model), self.of)) for key, model in self.models.items()}
 
     def check(self, saved: Any) -> dict[str, str]:
-        return {}  # where a parameter fits, its gradient does
+        return {}  # a gradient fits where its parameter does
 
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
         values = read()
-        return lambda: self._take(values())
+        return lambda: self._load(values())
 
     def missed(self, why: str, notes: Notes, *, strict: bool) -> None:
         notes.approximated["gradients"] = f"{why}: the accumulation window begins anew"
 
-    def _take(self, values: Any) -> None:
+    def _load(self, values: Any) -> None:
         for key, model in self.models.items():
             module = unwrap(model)
             found = values.get(key, {})
@@ -164,26 +170,26 @@ class GradientsPart(Whole):
                 parameter.grad = None if gradient is None else _as_gradient(gradient, parameter)
 
 
-def _pieces(found: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    return {name: local_tensor(one) if is_sharded(one) else one for name, one in found.items()}
+def _local(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: local_tensor(tensor) if is_sharded(tensor) else tensor for name, tensor in tensors.items()}
 
 
 def _as_gradient(gradient: torch.Tensor, parameter: nn.Parameter) -> Any:
     if not is_sharded(parameter):
         return gradient.to(parameter.device)
-    spread = empty_like(parameter, gradient.dtype)
-    local_tensor(spread).copy_(gradient)
-    return spread
+    sharded = empty_like(parameter, gradient.dtype)
+    local_tensor(sharded).copy_(gradient)
+    return sharded
 
 
 @dataclass
-class ObjectPart(Whole):
-    """Anything with `state_dict` and `load_state_dict`: schedulers, scalers, and objects of the user's own."""
+class ObjectPart(UnshardedPart):
+    """An object with `state_dict` and `load_state_dict`: schedulers, scalers, and the user's own."""
 
     key: str
-    value: Any
+    value: Stateful
     same_class: bool = False
-    can_be_spread: bool = False
+    can_be_sharded: bool = False
 
     @property
     def kind(self) -> str:
@@ -192,11 +198,11 @@ class ObjectPart(Whole):
     def capture(self) -> Any:
         return self.value.state_dict()
 
-    def guaranteed(self, state: Any) -> Guarantee:
-        return Guarantee(of_main=getattr(self.value, "of_main_rank", False) is True)
+    def replication(self, state: Any) -> Replication:
+        return Replication(of_main=getattr(self.value, "of_main_rank", False) is True)
 
     def check(self, saved: Any) -> dict[str, str]:
-        return {}  # only the object itself can tell
+        return {}  # only the object itself knows
 
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
         values = read()

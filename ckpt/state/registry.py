@@ -1,4 +1,4 @@
-"""The objects that a manager takes care of, by their keys."""
+"""The registry of managed objects: parts and random generators by key."""
 
 from __future__ import annotations
 
@@ -17,61 +17,63 @@ from ckpt.state.comm_hooks import lacking_state
 from ckpt.state.deepspeed.engine import KEY, engines_in, is_partitioned, with_engines
 from ckpt.state.deepspeed.parts import EnginePart, PartitionsPart
 from ckpt.state.model import ModelPart
-from ckpt.state.objects import KINDS, Found
+from ckpt.state.objects import KINDS, ManagedObjects, Stateful
 from ckpt.state.optimizer import OptimizerPart
 from ckpt.state.parts import GradientsPart, ObjectPart, OwnPart, Part, has_state
 from ckpt.state.zero_redundancy import ZeroRedundancyPart, is_zero_redundancy
 
-_TAKEN = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", KEY, "state", "manifest")
+_RESERVED = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", KEY, "state", "manifest")
 
 _IN_WINDOW = "saved in the middle of an accumulation window"
 _WITHOUT = "the next update is made without them"
 
-Watcher = Callable[[Iterable[torch.optim.Optimizer]], None]
+Watcher = Callable[[Iterable[Any]], None]  # is given the new optimizers, and engines that make steps
 
 
 class StateRegistry:
-    """Parts, of which the main rank's state is saved, and generators, which every rank has of its own.
+    """Parts, whose state is saved once for all ranks, and random generators, which are saved for each rank.
 
-    `find` says what there is. It is asked again at every `look`: objects may come later. The `watchers` are given the
-    optimizers that have come. `gradients`: whether they are saved; if none, where a window is open.
+    `find` returns the present objects. Every `refresh` calls it again: objects may be added later, and `watchers` are
+    called with new optimizers. `gradients`: whether gradients are saved; None for only within an accumulation window.
     """
 
-    def __init__(self, find: Callable[[], Found], watchers: Iterable[Watcher] = (), *, gradients: bool | None) -> None:
-        self.models: dict[str, nn.Module] = {}
+    def __init__(
+        self, find: Callable[[], ManagedObjects], watchers: Iterable[Watcher] = (), *, gradients: bool | None
+    ) -> None:
+        self.models: Mapping[str, nn.Module] = {}
         self.parts: dict[str, Part] = {}
         self.generators: dict[str, Any] = {}
         self._find = find
         self._windows = Windows()
         self._watchers = (*watchers, self._windows.watch)
-        self._found = Found()
+        self._found = ManagedObjects()
         self._registered: dict[str, Part] = {}
         self._gradients = gradients
         self._engines: dict[str, EnginePart] = {}
 
-    def look(self) -> None:
-        """Take care of what there is now."""
+    def refresh(self) -> None:
+        """Rebuild the parts if the objects have changed, and tell the watchers about new optimizers."""
         found = self._find()
         if found.identities() == self._found.identities():
             return
         _refuse_unmanageable({**found.models, **found.optimizers, **found.others, **found.custom})
-        engines = {key: self._engine_part(key, one) for key, one in engines_in(found.models).items()}
-        common = {one.key: one for one in engines.values()}
-        parts = {**_found_parts(with_engines(found)), **common, **self._registered}
-        known = self._stepping
+        engines = {key: self._engine_part(key, engine) for key, engine in engines_in(found.models).items()}
+        engine_parts = {part.key: part for part in engines.values()}
+        parts = {**_found_parts(with_engines(found)), **engine_parts, **self._registered}
+        known = self._hookable
         self._found, self.models, self._engines = found, found.models, engines
         self.parts = {key: part for key, part in parts.items() if key not in found.left_out}
-        new = [one for one in self._stepping if not any(one is other for other in known)]
+        new = [stepper for stepper in self._hookable if not any(stepper is other for other in known)]
         for watch in self._watchers:
             watch(new)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers themselves, without what Accelerate wraps around them."""
+        """The managed optimizers, without Accelerate's wrappers."""
         found = []
         for part in self.parts.values():
             if isinstance(part, OptimizerPart):
-                inner: Any = part.around if isinstance(part, ZeroRedundancyPart) else part.optimizer
+                inner: Any = part.outer if isinstance(part, ZeroRedundancyPart) else part.optimizer
                 while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
                     inner = inner.optimizer
                 found.append(inner)
@@ -81,44 +83,47 @@ class StateRegistry:
         keys = (key for key, part in self.parts.items() if isinstance(part, OptimizerPart))
         return dict(zip(keys, self.optimizers, strict=True))
 
-    def registered(self) -> list[Any]:
-        """The objects behind parts that are neither models nor optimizers."""
+    def registered(self) -> list[Stateful]:
+        """The objects of parts that are neither models nor optimizers."""
         return [part.value for part in self.parts.values() if isinstance(part, ObjectPart)]
 
     def steppers(self) -> list[Any]:
-        """Whatever steps parameters here: optimizers of torch and of others, and engines."""
+        """All objects that step parameters: torch's and other optimizers, and engines."""
         return [*self._found.optimizers.values(), *self._engines.values()]
 
     @property
-    def _stepping(self) -> list[Any]:
-        """What hooks around steps can be registered with."""
-        return [*self.optimizers, *(one for one in self._engines.values() if one.stepped is not None)]
+    def _hookable(self) -> list[Any]:
+        """The objects on which step hooks can be registered."""
+        return [*self.optimizers, *(engine for engine in self._engines.values() if engine.stepped is not None)]
 
     def _engine_part(self, key: str, engine: Any) -> EnginePart:
         known = self._engines.get(key)
         return known if known is not None and known.engine is engine else EnginePart(_engine_key(key), engine)
 
     def model_part(self, key: str) -> ModelPart:
-        """The model under a key, to be published."""
+        """The part of the model with this key."""
         part = self.parts.get(key)
         if not isinstance(part, ModelPart):
-            known = ", ".join(name for name, one in self.parts.items() if isinstance(one, ModelPart)) or "none"
+            known = ", ".join(name for name, other in self.parts.items() if isinstance(other, ModelPart)) or "none"
             raise ConfigError(f"part={key!r} is no model that is managed here. Models: {known}.")
         return part
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The parameters and buffers of models, and what optimizers know of them: most of the state."""
+        """Parameters, buffers and optimizer state; of sharded tensors this rank's shards. Most of the state."""
         for model in self.models.values():
-            yield from (
-                local_tensor(one) if is_sharded(one) else one for one in (*model.parameters(), *model.buffers())
-            )
+            yield from map(_local, (*model.parameters(), *model.buffers()))
         yield from self._optimizer_state()
 
-    def optimized(self) -> frozenset[int]:
-        """The addresses of memory that only optimizers change, in their steps."""
-        parameters = (p for one in self.optimizers for group in one.param_groups for p in group["params"])
-        pieces = (local_tensor(one) if is_sharded(one) else one for one in parameters)
-        return frozenset(one.untyped_storage().data_ptr() for one in (*pieces, *self._optimizer_state()))
+    def optimizer_owned_storages(self) -> frozenset[int]:
+        """The addresses of memory that only steps of optimizers change: parameters and optimizer state."""
+        parameters = (
+            parameter
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        )
+        tensors = (*map(_local, parameters), *self._optimizer_state())
+        return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
     def _optimizer_state(self) -> Iterator[torch.Tensor]:
         for optimizer in self.optimizers:
@@ -127,11 +132,10 @@ class StateRegistry:
                     if type(value) is torch.Tensor:  # most are, and training waits
                         yield value
                     elif isinstance(value, torch.Tensor):
-                        parts = pieces(value).values() if is_packed(value) else (value,)
-                        yield from (local_tensor(one) if is_sharded(one) else one for one in parts)
+                        yield from map(_local, pieces(value).values() if is_packed(value) else (value,))
 
     def own(self, rank: int) -> dict[str, OwnPart]:
-        """What a rank saves for itself alone, at any moment."""
+        """The parts that a rank saves for itself at any time."""
         parts: dict[str, OwnPart] = self._gradients_part(rank) if self._gradients else {}
         for engine in self._engines.values():
             if is_partitioned(engine.engine):
@@ -143,47 +147,43 @@ class StateRegistry:
         key = f"gradients-{rank:05d}"
         return {key: GradientsPart(key, self.models, of=of)}
 
-    def own_now(self, rank: int) -> tuple[dict[str, OwnPart], dict[str, str]]:
-        """What a rank saves for itself alone, and what a checkpoint of this moment will lack, each with the reason."""
-        return self._with_window(rank, self.own(rank), lacking_state(self.models))
-
-    def own_then(self, rank: int, saved: Collection[str]) -> dict[str, OwnPart]:
-        """What a rank takes back of a checkpoint that has this of it."""
-        part = self._gradients_part(rank) if self._gradients is None else {}
-        return {**self.own(rank), **{key: one for key, one in part.items() if key in saved}}
-
-    def _with_window(
-        self, rank: int, own: dict[str, OwnPart], lacking: dict[str, str]
-    ) -> tuple[dict[str, OwnPart], dict[str, str]]:
-        """Gradients of a window that is open are saved, or it is said why they are not."""
-        if any(one.in_window for one in self._engines.values()):
-            lacking["gradients"] = f"{_IN_WINDOW}, whose gradients DeepSpeed keeps to itself; {_WITHOUT}"
-        if holds_unsharded(self.models):
-            lacking["gradients"] = f"{_IN_WINDOW}, whose gradients FSDP 2 has not divided yet; {_WITHOUT}"
-        if self._gradients:
-            return own, lacking
-        waiting = self._windows.open(self.optimizers)
+    def own_parts_to_save(self, rank: int) -> tuple[dict[str, OwnPart], dict[str, str]]:
+        """The parts that a rank saves for itself now, and what the checkpoint will lack, each with the reason."""
+        own, lacking = self.own(rank), {**lacking_state(self.models), **self._inaccessible_gradients()}
+        waiting = [] if self._gradients else self._windows.open(self.optimizers)
         if not waiting:
             return own, lacking
         why = obstacle(self.models, waiting)
         if self._gradients is None and why is None:
-            of = frozenset(id(one) for each in waiting for group in each.param_groups for one in group["params"])
-            return {**own, **self._gradients_part(rank, of)}, lacking
+            return {**own, **self._gradients_part(rank, _parameter_identities(waiting))}, lacking
         lacking["gradients"] = f"{_IN_WINDOW}, without its gradients, {why or 'with gradients=False'}; {_WITHOUT}"
         return own, lacking
 
+    def own_parts_to_load(self, rank: int, saved: Collection[str]) -> dict[str, OwnPart]:
+        """The parts that a rank loads for itself from a checkpoint that has these keys of it."""
+        gradients = self._gradients_part(rank) if self._gradients is None else {}
+        return {**self.own(rank), **{key: part for key, part in gradients.items() if key in saved}}
+
+    def _inaccessible_gradients(self) -> dict[str, str]:
+        """Why gradients of an unfinished accumulation window cannot be saved, if a library holds them."""
+        if holds_unsharded(self.models):
+            return {"gradients": f"{_IN_WINDOW}, whose gradients FSDP 2 has not divided yet; {_WITHOUT}"}
+        if any(engine.in_window for engine in self._engines.values()):
+            return {"gradients": f"{_IN_WINDOW}, whose gradients DeepSpeed keeps to itself; {_WITHOUT}"}
+        return {}
+
     def release(self) -> None:
-        """Leave the optimizers as they were."""
+        """Remove the hooks from the optimizers."""
         self._windows.release()
 
     def leave_windows(self) -> None:
-        """Clear gradients that wait: a state that was loaded without any would be trained on with them."""
+        """Clear the gradients of unfinished windows after a load without gradients: they belong to the old state."""
         if self._gradients is None and obstacle(self.models) is None:
             for optimizer in self._windows.open(self.optimizers):
                 optimizer.zero_grad()
 
     def register(self, objects: Mapping[str, Any]) -> None:
-        """Take care of more objects; all of them, or none if any cannot be."""
+        """Add objects; all of them, or none if any is unsuitable."""
         wrong = [f"{name}: {why}" for name, value in objects.items() if (why := self._obstacle(name, value))]
         if wrong:
             raise ConfigError("cannot register " + "; ".join(wrong) + ".")
@@ -194,32 +194,44 @@ class StateRegistry:
                 self._registered[name] = self.parts[name] = _registered_part(name, value)
 
     def _obstacle(self, name: str, value: Any) -> str | None:
-        if name in self.parts or name in self.generators or name in _TAKEN:
+        if name in self.parts or name in self.generators or name in _RESERVED:
             return "there is such a part already"
         if rng.is_generator(value) or has_state(value):
             return None
         return f"a {type(value).__name__} has no state_dict and load_state_dict"
 
 
-def _found_parts(found: Found) -> dict[str, Part]:
-    # a single model's parameters go by their own names, those of several by the model's name and their own
-    prefixed = {"" if len(found.models) == 1 else key.partition(".")[2]: one for key, one in found.models.items()}
-    parts: dict[str, Part] = {key: ModelPart(key, one) for key, one in found.models.items()}
-    for key, one in found.optimizers.items():
-        if is_zero_redundancy(one):
-            parts[key] = ZeroRedundancyPart.of(key, one, prefixed)
-        else:
-            ours = isinstance(one, torch.optim.Optimizer)
-            parts[key] = OptimizerPart(key, one, prefixed) if ours else ObjectPart(key, one)
-    parts |= {key: ObjectPart(key, one, same_class=True) for key, one in found.others.items()}
-    return parts | {key: _registered_part(key, one) for key, one in found.custom.items()}
+def _found_parts(found: ManagedObjects) -> dict[str, Part]:
+    # optimizers name the parameters of a single model as it does, those of several with the model's name before them
+    models = {"" if len(found.models) == 1 else key.partition(".")[2]: model for key, model in found.models.items()}
+    parts: dict[str, Part] = {key: ModelPart(key, model) for key, model in found.models.items()}
+    parts |= {key: _optimizer_part(key, optimizer, models) for key, optimizer in found.optimizers.items()}
+    parts |= {key: ObjectPart(key, value, same_class=True) for key, value in found.others.items()}
+    return parts | {key: _registered_part(key, value) for key, value in found.custom.items()}
+
+
+def _optimizer_part(key: str, optimizer: Stateful, models: dict[str, nn.Module]) -> Part:
+    if is_zero_redundancy(optimizer):
+        return ZeroRedundancyPart.of(key, optimizer, models)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return OptimizerPart(key, optimizer, models)
+    return ObjectPart(key, optimizer)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return local_tensor(tensor) if is_sharded(tensor) else tensor
+
+
+def _parameter_identities(optimizers: Iterable[torch.optim.Optimizer]) -> frozenset[int]:
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return frozenset(id(parameter) for group in groups for parameter in group["params"])
 
 
 def _engine_key(model: str) -> str:
     return model.replace("model", KEY, 1)
 
 
-def _registered_part(key: str, value: Any) -> Part:
+def _registered_part(key: str, value: Stateful) -> Part:
     return ModelPart(key, value) if isinstance(value, nn.Module) else ObjectPart(key, value)
 
 

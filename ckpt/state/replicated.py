@@ -1,4 +1,4 @@
-"""Which tensors are the same on every rank by construction, so that they need not be compared at every save."""
+"""Which tensors are equal on every rank by construction, so that saves need not compare them."""
 
 from __future__ import annotations
 
@@ -13,53 +13,54 @@ from ckpt.state.deepspeed.engine import is_engine
 from ckpt.state.unwrap import modules_in
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
-# every rank gets the same gradients from these; a local SGD, for one, lets the weights of ranks drift apart
+# these give every rank the same gradients; others, such as local SGD, let the weights of ranks diverge
 _SYNCHRONOUS = {f"{_HOOKS}.{name}" for name in ("default_hooks", "powerSGD_hook", "quantization_hooks")}
 
 
 @dataclass(frozen=True)
-class Guarantee:
-    """What holds for the plain tensors of a part, by their names. All others are compared at every save."""
+class Replication:
+    """Which plain tensors of a part are known to be replicated, by name. All others are compared at every save."""
 
-    equal: frozenset[str] = frozenset()  # the same on every rank: compared once, when they are first saved
-    ruled: frozenset[str] = frozenset()  # rank 0's replace the others' before they are used: never compared
+    equal: frozenset[str] = frozenset()  # equal on every rank: compared once, at the first save
+    broadcast: frozenset[str] = frozenset()  # overwritten by rank 0's before they are used: never compared
     all_equal: bool = False
-    of_main: bool = False  # all of it is the main rank's by its own rule: what others have is not looked at
-    doubted: frozenset[str] = frozenset()  # were found to differ, whatever is said of them
+    of_main: bool = False  # only rank 0's state counts, as the object itself declares: never compared
+    doubted: frozenset[str] = frozenset()  # found to differ in an earlier save, although they should be equal
 
     def is_equal(self, name: str) -> bool:
         return (self.all_equal or name in self.equal) and name not in self.doubted
 
     def is_uncertain(self, name: str) -> bool:
-        return not (self.of_main or self.is_equal(name) or name in self.ruled)
+        return not (self.of_main or self.is_equal(name) or name in self.broadcast)
 
 
-NONE = Guarantee()
+UNKNOWN = Replication()
 
 
 def equal_parameters(models: Iterable[nn.Module]) -> frozenset[int]:
-    """The identities of parameters that DistributedDataParallel over all ranks, or DeepSpeed, keeps the same."""
+    """The identities of parameters that DeepSpeed, or DistributedDataParallel over all ranks, keeps equal."""
     found: set[int] = set()
     for model in models:
         if is_engine(model):
-            found.update(id(one) for one in model.parameters())
+            found.update(map(id, model.parameters()))
         for wrapper in _synchronised(model):
-            left_out = wrapper.parameters_to_ignore
-            if left_out:
+            ignored = wrapper.parameters_to_ignore
+            if ignored:
                 named = wrapper.module.named_parameters(remove_duplicate=False)
-                found.update(id(one) for name, one in named if name not in left_out)
+                found.update(id(parameter) for name, parameter in named if name not in ignored)
             else:
-                found.update(id(one) for module in modules_in(wrapper.module) for one in module._parameters.values())
+                for module in modules_in(wrapper.module):
+                    found.update(map(id, module._parameters.values()))
     return frozenset(found)
 
 
-def ruled_buffers(model: nn.Module) -> frozenset[int]:
-    """The identities of buffers that every forward pass overwrites with those of the first rank."""
+def broadcast_buffers(model: nn.Module) -> frozenset[int]:
+    """The identities of buffers that every forward pass overwrites with those of rank 0."""
     found: set[int] = set()
     for wrapper in _synchronised(model):
         if wrapper.broadcast_buffers:
             named = wrapper.module.named_buffers(remove_duplicate=False)
-            found.update(id(one) for name, one in named if name not in wrapper.parameters_to_ignore)
+            found.update(id(buffer) for name, buffer in named if name not in wrapper.parameters_to_ignore)
     return frozenset(found)
 
 
@@ -70,7 +71,7 @@ def _synchronised(model: nn.Module) -> Iterator[DistributedDataParallel]:
 
 
 def _is_synchronous(wrapper: DistributedDataParallel) -> bool:
-    """Whether it is one model over all ranks, and not over those of a pipeline stage, and none trains for itself."""
+    """Whether the wrapper spans all ranks (not those of a pipeline stage) and keeps their gradients equal."""
     hooks = getattr(wrapper, "_comm_hooks", ())
     everywhere = dist.get_world_size(wrapper.process_group) == dist.get_world_size()
     return everywhere and all(getattr(hook, "__module__", "") in _SYNCHRONOUS for hook, _ in hooks)

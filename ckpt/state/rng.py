@@ -1,4 +1,4 @@
-"""Random number generators: those of Python, NumPy, torch and its accelerators, and the user's own."""
+"""Random number generators of Python, NumPy, torch and its accelerators, and the user's own."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ def capture() -> dict[str, Any]:
         state["numpy"] = sys.modules["numpy"].random.get_state(legacy=False)
     for kind, module in _accelerators().items():
         if not getattr(module, "is_initialized", lambda: True)():
-            continue  # nobody has drawn from it yet, and asking would wake the device
+            continue  # nothing was drawn from it yet, and reading it would initialise the device
         state[kind] = module.get_rng_state_all() if hasattr(module, "get_rng_state_all") else [module.get_rng_state()]
     return state
 
 
-def differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two captures differ in what the CPU draws from."""
-    if not torch.equal(one["torch"], other["torch"]) or one["python"] != other["python"]:
+def differ(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Whether two captures differ in the generators of the CPU."""
+    if not torch.equal(first["torch"], second["torch"]) or first["python"] != second["python"]:
         return True
-    places = [
+    numpy_states = [
         (state["numpy"]["state"]["pos"], bytes(state["numpy"]["state"]["key"]))
-        for state in (one, other)
+        for state in (first, second)
         if "numpy" in state
     ]
-    return len(set(places)) > 1
+    return len(set(numpy_states)) > 1
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put every global generator back. An accelerator that is not here now is passed over."""
+    """Restore every global generator. An accelerator that does not exist here is skipped."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state and "numpy" in sys.modules:
@@ -49,7 +49,7 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def derive(state: dict[str, Any], rank: int) -> None:
-    """Seed every global generator of a rank that has no state of its own, from another's and the rank's number."""
+    """Seed every global generator of a rank without saved state, from another rank's state and the rank's number."""
     seed = number(state["torch"], rank)
     random.seed(seed)
     torch.manual_seed(seed)
@@ -58,15 +58,15 @@ def derive(state: dict[str, Any], rank: int) -> None:
 
 
 def number(state: torch.Tensor, *more: int) -> int:
-    """A 63-bit number that follows from a generator's state and further numbers."""
+    """A 63-bit number derived from a generator's state and further numbers."""
     digest = xxhash.xxh3_64(bytes(state.tolist()))
-    for one in more:
-        digest.update(one.to_bytes(8, "little", signed=True))
+    for value in more:
+        digest.update(value.to_bytes(8, "little", signed=True))
     return digest.intdigest() >> 1
 
 
 def is_generator(value: Any) -> bool:
-    """Whether `capture_one` and `restore_one` know what this is."""
+    """Whether `capture_one` and `restore_one` support this object."""
     return isinstance(value, torch.Generator | random.Random) or _is_numpy(value)
 
 

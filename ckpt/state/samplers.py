@@ -8,18 +8,18 @@ from ckpt.state import rng
 
 
 class SamplerWrapper:
-    """A sampler that replaces another one in a loader; `inner` is the user's."""
+    """A sampler of ckpt that replaces the user's sampler, `inner`, in a loader."""
 
     inner: Any
 
 
 def reader(loader: Any) -> Any:
-    """The loader that does the reading: the one inside, where Accelerate has put its own around it."""
+    """The loader that reads: the inner one of Accelerate's wrapper, or the loader itself."""
     return getattr(loader, "base_dataloader", loader)
 
 
 def samplers(loader: Any) -> list[Any]:
-    """The loader's samplers, outermost first: each, and what it draws from."""
+    """The loader's samplers, outermost first: each is followed by the sampler that it draws from."""
     found: list[Any] = []
     _collect_samplers(reader(loader), found)
     return found
@@ -27,11 +27,10 @@ def samplers(loader: Any) -> list[Any]:
 
 def _collect_samplers(owner: Any, found: list[Any]) -> None:
     for name in ("batch_sampler", "sampler"):
-        one = getattr(owner, name, None)
-        one = unwrapped(one)
-        if one is not None and not any(one is other for other in found):
-            found.append(one)
-            _collect_samplers(one, found)
+        sampler = unwrapped(getattr(owner, name, None))
+        if sampler is not None and not any(sampler is other for other in found):
+            found.append(sampler)
+            _collect_samplers(sampler, found)
 
 
 def generators(loader: Any) -> list[Any]:
@@ -45,5 +44,5 @@ def generators(loader: Any) -> list[Any]:
 
 
 def unwrapped(sampler: Any) -> Any:
-    """The sampler that the user gave, without our wrapper around it."""
+    """The user's sampler inside a `SamplerWrapper`, or the sampler itself."""
     return sampler.inner if isinstance(sampler, SamplerWrapper) else sampler

@@ -1,28 +1,27 @@
-"""What a run has forgotten to give to its manager, or to save."""
+"""Warnings about objects that were not given to the manager, and about training without saves."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckpt.state.caveats import Caveats
 from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.registry import StateRegistry
 
-_LOOKS = 4
-_LONG = 1000  # steps of an optimizer after which a manager that nobody has called is mentioned
+_CHECKS = 4  # of the managed objects, because each takes time proportional to the number of parameters
+_LONG = 1000  # optimizer steps without a call of the manager after which it warns
 
 
 class UnmanagedWatch:
-    """Follows what is trained and what is saved, and tells the difference, once each.
+    """Compares what is trained with what is saved, and warns once about each difference.
 
-    It goes by what happens, not by what is missing: a manager for inference hears nothing. `quiet` where somebody else
-    decides what is kept, and when.
+    Only actual training is considered: a manager for inference gets no warning. `quiet` if an integration decides what
+    is saved, and when.
     """
 
     def __init__(self, managed: StateRegistry, remarks: Caveats, save_every: int | None) -> None:
@@ -34,19 +33,19 @@ class UnmanagedWatch:
         self._saves = 0
         self._steps = 0  # calls of `manager.step`
         self._updates = 0  # steps of any optimizer of the models
-        self._looks = 0
+        self._checks = 0
         self._first_epoch: int | None = None
-        self._ours: dict[int, bool] = {}  # optimizers by identity: whether they train what is managed here
-        self._versions: dict[int, int] = {}  # of parameters that no optimizer has
-        self._hook = register_optimizer_step_post_hook(weakly(self._updated))
+        self._ours: dict[int, bool] = {}  # optimizers by identity: whether they train managed models
+        self._versions: dict[int, int] = {}  # of parameters that no managed optimizer has, by identity
+        self._hook = register_optimizer_step_post_hook(weakly(self._on_step))
 
     def stepped(self) -> None:
         """`manager.step` was called."""
         self._steps += 1
-        self._look()
+        self._check()
 
     def trained(self, epoch: int) -> None:
-        """A batch was trained on. The first one of another epoch shows that an epoch is over."""
+        """A batch was trained on. The first batch of another epoch shows that an epoch is over."""
         if self._first_epoch is None:
             self._first_epoch = epoch
         elif epoch > self._first_epoch and not self._saves:
@@ -54,7 +53,7 @@ class UnmanagedWatch:
 
     def saving(self) -> None:
         self._saves += 1
-        self._look()
+        self._check()
 
     def close(self) -> None:
         self._hook.remove()
@@ -72,20 +71,19 @@ class UnmanagedWatch:
             after = f"begin at {self.resumed_from} again" if self.resumed_from else "start afresh"
             self._remarks.tell(f"unsaved/{what}", f"{what}: {why}. The next run would {after}.")
 
-    def _look(self) -> None:
-        """At what is managed, a few times: looking takes as long as there are parameters."""
-        if self._looks < _LOOKS and not self.quiet:
-            self._looks += 1
+    def _check(self) -> None:
+        if self._checks < _CHECKS and not self.quiet:
+            self._checks += 1
             self._check_objects()
             self._check_changed()
 
     def _check_objects(self) -> None:
         managed = self._managed
         if not (managed.parts or managed.generators):
-            self._tell("nothing", "no object is managed, so a resume brings none back. StateManager(root, model=...).")
-        parameters = {id(one) for model in managed.models.values() for one in model.parameters()}
+            self._tell("nothing", "no object is managed, so a resume restores none. StateManager(root, model=...).")
+        parameters = self._parameters()
         for key, optimizer in managed.optimizers_by_key().items():
-            own = {id(one) for group in optimizer.param_groups for one in group["params"]}
+            own = _parameters_of(optimizer)
             if parameters and own and not own & parameters and not self._has_flat_parameters():
                 self._tell(
                     key,
@@ -94,24 +92,24 @@ class UnmanagedWatch:
                 )
 
     def _check_changed(self) -> None:
-        """Parameters that get gradients and change, and that no optimizer here has."""
-        owned = {id(p) for one in self._optimizers() for group in one.param_groups for p in group["params"]}
+        """Warn about parameters that have gradients and change, but belong to no managed optimizer."""
+        owned: set[int] = set().union(*map(_parameters_of, self._optimizers()))
         if self._has_optimizers_of_others():
             return
         changed = []
         for key, model in self._managed.models.items():
-            for name, one in model.named_parameters():
-                if id(one) in owned or not one.requires_grad:
+            for name, parameter in model.named_parameters():
+                if id(parameter) in owned or not parameter.requires_grad:
                     continue
-                before = self._versions.setdefault(id(one), one._version)
-                if before != one._version and one.grad is not None:
+                before = self._versions.setdefault(id(parameter), parameter._version)
+                if before != parameter._version and parameter.grad is not None:
                     changed.append(f"{key}: {name}")
         if changed:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             self._tell_unmanaged(f"{', '.join(changed[:3])}{more} changed, and no managed optimizer has them")
 
-    def _updated(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Some optimizer of this process has made a step."""
+    def _on_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Called after a step of any optimizer of this process."""
         ours = self._ours.get(id(optimizer))
         if ours is None:
             ours = self._ours[id(optimizer)] = self._trains(optimizer)
@@ -124,28 +122,29 @@ class UnmanagedWatch:
                 self._tell_unsaved(f"{_LONG} steps of training were made and nothing was saved")
 
     def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
-        parameters = {id(one) for model in self._managed.models.values() for one in model.parameters()}
-        return any(id(one) in parameters for group in optimizer.param_groups for one in group["params"])
+        return not self._parameters().isdisjoint(_parameters_of(optimizer))
+
+    def _parameters(self) -> set[int]:
+        """The identities of the managed models' parameters."""
+        return {id(parameter) for model in self._managed.models.values() for parameter in model.parameters()}
 
     def _is_managed(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(one is optimizer for one in self._optimizers()) or self._has_optimizers_of_others()
+        return any(managed is optimizer for managed in self._optimizers()) or self._has_optimizers_of_others()
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that are managed, also as registered objects, or by one."""
+        """The managed optimizers, also those registered as objects or as attributes of one."""
         registered = self._managed.registered()
-        inside = (one for value in registered for one in getattr(value, "__dict__", {}).values())
-        found = [one for one in (*registered, *inside) if isinstance(one, torch.optim.Optimizer)]
-        managed = [*self._managed.optimizers, *found]
-        wrapped = (getattr(one, "optim", None) for one in managed)  # ZeroRedundancyOptimizer steps one of its own
-        return [*managed, *(one for one in wrapped if isinstance(one, torch.optim.Optimizer))]
+        attributes = (value for owner in registered for value in getattr(owner, "__dict__", {}).values())
+        managed = [*self._managed.optimizers, *_only_optimizers((*registered, *attributes))]
+        inner = (getattr(optimizer, "optim", None) for optimizer in managed)  # ZeroRedundancyOptimizer steps its own
+        return [*managed, *_only_optimizers(inner)]
 
     def _has_optimizers_of_others(self) -> bool:
-        """Whether an engine or a wrapper of somebody else steps optimizers of its own."""
-        return any(not isinstance(one, torch.optim.Optimizer) for one in self._managed.steppers())
+        """Whether an engine or a foreign wrapper steps optimizers of its own."""
+        return any(not isinstance(stepper, torch.optim.Optimizer) for stepper in self._managed.steppers())
 
     def _has_flat_parameters(self) -> bool:
-        models: list[nn.Module] = list(self._managed.models.values())
-        return self._has_optimizers_of_others() or any(is_fsdp1(one) for one in models)
+        return self._has_optimizers_of_others() or any(map(is_fsdp1, self._managed.models.values()))
 
     def _tell_unmanaged(self, what: str) -> None:
         self._tell(
@@ -160,16 +159,25 @@ class UnmanagedWatch:
             self._remarks.tell_lasting()
 
 
+def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The identities of an optimizer's parameters."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _only_optimizers(objects: Iterable[object]) -> list[torch.optim.Optimizer]:
+    return [value for value in objects if isinstance(value, torch.optim.Optimizer)]
+
+
 def _named(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__name__} of {sum(len(group['params']) for group in optimizer.param_groups)} tensors"
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """The same method, which does not keep its object: loaders and optimizers, which call it, may outlive that."""
-    found = weakref.WeakMethod(method)
+    """The method as a callback that does not keep its object alive: loaders and optimizers may outlive it."""
+    reference = weakref.WeakMethod(method)
 
     def call(*given: Any) -> None:
-        method = found()
+        method = reference()
         if method is not None:
             method(*given)
 

@@ -1,4 +1,4 @@
-"""Models without their wrappers, and names without the wrappers' prefixes."""
+"""Models without their wrappers, and parameter names without the wrappers' prefixes."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def clean_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Names as `module.state_dict()` has them, each with the one that it has without any wrapper."""
+    """Names of `module.state_dict()`, each with its name in the unwrapped model."""
     names = list(names)
-    if not names or not any(_inner_name(one) for one in modules_in(module)):
+    if not names or not any(map(_inner_name, modules_in(module))):
         return {name: name for name in names}
     return {name: clean_name(module, name) for name in names}
 
 
 def clean_name(module: nn.Module, name: str) -> str:
-    """A name without what wrappers further down put into it."""
+    """A name without the words that wrappers of submodules add to it."""
     kept = []
     node: nn.Module | None = module
     for word in name.split("."):
         while node is not None and _is_checkpointed(node) and word != _CHECKPOINTED:
-            node = getattr(node, _CHECKPOINTED)  # its `state_dict` leaves the word out, `named_parameters` does not
+            node = getattr(node, _CHECKPOINTED)  # `state_dict` leaves the word out, `named_parameters` does not
         if node is not None and _inner_name(node) == word:
             node = getattr(node, word)
             continue
@@ -46,41 +46,41 @@ def clean_name(module: nn.Module, name: str) -> str:
 
 
 def parameter_names(module: nn.Module) -> dict[int, str]:
-    """The clean name of every parameter by its identity; a tied one has the name that comes first."""
+    """The clean name of every parameter by its identity. A tied parameter has its first name."""
     names: dict[int, str] = {}
 
-    def walk(one: nn.Module, prefix: str) -> None:  # `named_parameters` takes three times as long, and training waits
-        for name, parameter in one._parameters.items():
+    def walk(node: nn.Module, prefix: str) -> None:  # three times as fast as `named_parameters`: training waits
+        for name, parameter in node._parameters.items():
             if parameter is not None:
                 names.setdefault(id(parameter), prefix + name)
-        inner = _inner_name(one)
-        for name, below in one._modules.items():
-            if below is not None:
-                walk(below, prefix if name == inner else f"{prefix}{name}.")
+        inner = _inner_name(node)
+        for name, child in node._modules.items():
+            if child is not None:
+                walk(child, prefix if name == inner else f"{prefix}{name}.")
 
     walk(module, "")
     return names
 
 
 def modules_in(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and all below it. `modules()` also works out their names, and training waits for that."""
-    waiting, seen = [module], {id(module)}
-    while waiting:
-        one = waiting.pop()
-        yield one
-        below = [inner for inner in one._modules.values() if inner is not None and id(inner) not in seen]
-        seen.update(map(id, below))
-        waiting += below
+    """A module and all its submodules. Faster than `modules()`, which also builds names: training waits."""
+    remaining, seen = [module], {id(module)}
+    while remaining:
+        node = remaining.pop()
+        yield node
+        children = [child for child in node._modules.values() if child is not None and id(child) not in seen]
+        seen.update(map(id, children))
+        remaining += children
 
 
 def _inner_name(module: nn.Module) -> str | None:
-    """The attribute under which a wrapper holds its model; none for a model."""
+    """The attribute that holds the model of a wrapper; None if the module is no wrapper."""
     if isinstance(module, DistributedDataParallel | DataParallel) or is_engine(module):
         return "module"
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
         return "_fsdp_wrapped_module"
-    # importing dynamo takes a second; whoever has compiled a model has imported it
+    # importing dynamo takes a second; a compiled model has already imported it
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
         return "_orig_mod"
@@ -88,18 +88,18 @@ def _inner_name(module: nn.Module) -> str | None:
 
 
 def _is_checkpointed(module: nn.Module) -> bool:
-    """Whether a module is wrapped so that its activations are checkpointed or offloaded."""
+    """Whether a module is a wrapper that checkpoints or offloads activations."""
     wrapper = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     return wrapper is not None and isinstance(module, wrapper.ActivationWrapper)
 
 
 def without_checkpointing(name: str) -> str:
-    """A name as it is without activation checkpointing: earlier versions put the wrapper into optimizers' names."""
+    """A name without activation checkpointing: earlier versions of ckpt kept the wrapper in optimizers' names."""
     return name.replace(f"{_CHECKPOINTED}.", "")
 
 
 def gradients(module: nn.Module, of: frozenset[int] | None = None) -> dict[str, torch.Tensor]:
-    """The gradients that are there, by parameter name; those of some parameters alone if it is said of which."""
-    named = ((name, one) for name, one in module.named_parameters() if of is None or id(one) in of)
-    found = {name: one.grad for name, one in named if one.grad is not None}
+    """The existing gradients by parameter name. `of`: identities of the parameters to consider; all if None."""
+    named = ((name, value) for name, value in module.named_parameters() if of is None or id(value) in of)
+    found = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
     return {clean: found[name] for name, clean in clean_names(module, found).items()}

@@ -1,9 +1,9 @@
-"""torch's ZeroRedundancyOptimizer, which gives every rank the state of some parameters alone."""
+"""torch's ZeroRedundancyOptimizer, which partitions parameters, and so optimizer state, over the ranks."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,23 +11,24 @@ from torch import nn
 
 from ckpt.errors import UnsupportedError
 from ckpt.state.optimizer import OptimizerPart
-from ckpt.state.replicated import NONE, Guarantee
+from ckpt.state.parts import WHOLE_PART
+from ckpt.state.replicated import UNKNOWN, Replication
 
 
 def is_zero_redundancy(optimizer: Any) -> bool:
-    """Whether it is one. Whoever has one has imported it."""
+    """Whether this is a ZeroRedundancyOptimizer. Imports nothing: a live one has imported its module."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 @dataclass
 class ZeroRedundancyPart(OptimizerPart):
-    """The optimizer inside, which has this rank's parameters: each rank keeps its own, for as many ranks again.
+    """The inner optimizer, which has this rank's parameters. Each rank saves its own state, for the same world size.
 
-    Its `state_dict` would be that of all ranks, gathered on one of them beforehand.
+    The outer `state_dict` is not used: it holds the state of all ranks, gathered beforehand on one of them.
     """
 
-    around: Any = None
+    outer: Any = None
 
     @classmethod
     def of(cls, key: str, optimizer: Any, models: dict[str, nn.Module]) -> ZeroRedundancyPart:
@@ -36,22 +37,23 @@ class ZeroRedundancyPart(OptimizerPart):
                 f"{key}: ZeroRedundancyOptimizer(overlap_with_ddp=True) has no optimizer before its buckets are known, "
                 "so its state cannot be loaded before training. Build it without overlap_with_ddp."
             )
-        return cls(key, optimizer.optim, models, around=optimizer, can_be_spread=False)
+        return cls(key, optimizer.optim, models, outer=optimizer, can_be_sharded=False)
 
     @property
     def kind(self) -> str:
-        return type(self.around).__name__
+        return type(self.outer).__name__
 
-    def guaranteed(self, state: Any) -> Guarantee:
-        return NONE
+    def replication(self, state: Any) -> Replication:
+        return UNKNOWN
 
     def tied_to_ranks(self, names: Collection[str]) -> dict[str, str]:
-        return {"": "part of it"} if names else {}
+        return {WHOLE_PART: "part of it"} if names else {}
 
     def capture(self) -> dict[str, Any]:
-        self.around._sync_param_groups(self.around.param_groups, self.optimizer.param_groups)  # as before its steps
+        # as the outer optimizer does before a step
+        self.outer._sync_param_groups(self.outer.param_groups, self.optimizer.param_groups)
         return super().capture()
 
-    def _take(self, values: Any, unfit: Any) -> None:
-        super()._take(values, unfit)
-        self.around._sync_param_groups(self.optimizer.param_groups, self.around.param_groups)
+    def _load(self, values: Any, unfit: Mapping[str, str]) -> None:
+        super()._load(values, unfit)
+        self.outer._sync_param_groups(self.optimizer.param_groups, self.outer.param_groups)

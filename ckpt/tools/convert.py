@@ -15,7 +15,7 @@ from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, MissingError, StorageError
 from ckpt.formats.foreign import accelerate
 from ckpt.formats.foreign.tied_weights import same_place
-from ckpt.formats.native import documents, tensor_file
+from ckpt.formats.native import documents, tensor_file_plan
 from ckpt.formats.native.json_values import refuse
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
@@ -91,7 +91,7 @@ def _require_accelerate(folder: Folder) -> None:
         raise MissingError(f"there is nothing at {folder.where}. Give the folder that save_state wrote.")
     if FILE_NAME in folder.files:
         raise ConfigError(f"{folder.where} is a checkpoint of ckpt already. For another kind, say to='accelerate'.")
-    if not accelerate.is_one(folder.files):
+    if not accelerate.is_accelerate(folder.files):
         raise ConfigError(
             f"{folder.where} is not what Accelerate's save_state writes: there is no random_states_0.pkl in it. For "
             "model weights alone, see ckpt.merge."
@@ -111,7 +111,7 @@ def _write(saver: Saver, name: str, images: list[FilePlan], world_size: int) -> 
         saver.commit(attempt, files, {**facts, "seconds": seconds})
     except BaseException:
         with suppress(StorageError):  # the first error is the one to raise
-            cleanup.clean(saver.storage, name)
+            cleanup.remove_uncommitted(saver.storage, name)
         raise
 
 
@@ -125,7 +125,7 @@ def _tensor_file(key: str, part: ForeignPart) -> FilePlan:
     stored = [name for name in part.tensors if name not in tied]
     outlines = {name: _outline(*part.about(name)) for name in stored}
     read: Callable[[str], torch.Tensor] = part.read
-    return tensor_file.gathered_image(whole_file(key), outlines, tied, read, together=False)
+    return tensor_file_plan.plan_gathered_file(whole_file(key), outlines, tied, read, collective=False)
 
 
 def _outline(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -23,9 +23,9 @@ from ckpt.formats.tensor_bytes import host_bytes
 from ckpt.root import catalog
 from ckpt.root.file_names import part_of
 from ckpt.root.folder import Folder
-from ckpt.root.verified_file import StoredFile, VerifiedFile
+from ckpt.root.verified_file import VerifiedFile
 from ckpt.storage import Storage
-from ckpt.util.console import bar
+from ckpt.util.console import progress_bar
 
 _MODEL = "model"
 _ABSENT = "-"
@@ -125,8 +125,8 @@ class _Side:
         """The content of a document, `{}` if there is none."""
         if file is None or self.manifest is None or self.storage is None:
             return {}
-        key = f"{self.manifest.name}/{file.path}"
-        return from_json(VerifiedFile(StoredFile(self.storage, key), file).read(0, file.size), key)
+        document = VerifiedFile.of(self.storage, self.manifest.name, file)
+        return from_json(document.read_all(), document.stored.key)
 
     def tensors(self, part: str, held: ExitStack) -> dict[str, PiecedTensor]:
         if self.manifest is not None and not self.files(part):
@@ -153,7 +153,7 @@ class _Comparison:
         with ExitStack() as held:
             mine, theirs = (side.tensors(part, held) for side in (self.first, self.second))
             size = sum(tensor.size * tensor.dtype.itemsize for tensor in mine.values())
-            with bar(f"comparing {part}", size, in_bytes=True) as advance:
+            with progress_bar(f"comparing {part}", size, in_bytes=True) as advance:
                 for name in dict.fromkeys([*mine, *theirs]):
                     first, second = mine.get(name), theirs.get(name)
                     found = _compare(f"{part}.{name}", first, second)

@@ -12,19 +12,19 @@ from typing import Any
 from ckpt.errors import ConfigError, DamagedError
 from ckpt.export.folders import atomic_folder
 from ckpt.export.source import open_source
-from ckpt.formats.foreign.accelerate_random import to_accelerate
-from ckpt.formats.foreign.accelerate_write import file_of, pickled_model, write_values
-from ckpt.formats.foreign.hf_safetensors import images
+from ckpt.formats.foreign.accelerate_write import file_of, pickled_model, random_states, write_values
+from ckpt.formats.foreign.hf_safetensors import plan_files
 from ckpt.formats.foreign.tied_weights import same_place
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.accelerate_state import kind_of
 from ckpt.load.reader import CheckpointReader
-from ckpt.root.catalog import locate, read_manifest, size_problems
+from ckpt.root.catalog import locate, read_manifest
+from ckpt.root.verify import size_problems
 from ckpt.state.deepspeed.engine import KEY
-from ckpt.state.optimizer_names import by_number
+from ckpt.state.optimizer import by_number
 from ckpt.state.parts import SavedTensor
 from ckpt.storage import Storage, open_storage
-from ckpt.util.console import bar
+from ckpt.util.console import progress_bar
 
 
 def export(
@@ -68,7 +68,7 @@ class _Export:
         self.reader = CheckpointReader(self.storage, self.manifest, 0)
 
     def parts(self) -> None:
-        with bar(f"converting {self.manifest.name}", len(self.reader.parts)) as advance:
+        with progress_bar(f"converting {self.manifest.name}", len(self.reader.parts)) as advance:
             for kind, keys in self._by_kind().items():
                 for index, key in enumerate(keys):
                     self._write_part(kind, _position(key) if kind == "dataloader" else index, key)
@@ -98,7 +98,7 @@ class _Export:
 
     def _stream_model(self, number: int, key: str) -> None:
         with open_source(f"{self.storage.url.rstrip('/')}/{self.manifest.name}", key) as source:
-            (image,) = images(file_of("model", number), source.tensors, same_place(source.tensors))
+            (image,) = plan_files(file_of("model", number), source.tensors, same_place(source.tensors))
             open_storage(self.folder).write(image.path, image.pieces())
 
     def _values(self, key: str) -> Any:
@@ -110,7 +110,7 @@ class _Export:
         for rank in range(self.manifest.world_size):
             state = self.reader.rank_state(rank)
             step = state.get("source", {}).get("step", 0)
-            self._write(file_of("random_states", rank), to_accelerate(state["rng"], step))
+            self._write(file_of("random_states", rank), random_states(state["rng"], step))
             self._note_skipped(state)
 
     def _note_skipped(self, state: Mapping[str, Any]) -> None:

@@ -15,9 +15,12 @@ from ckpt.errors import LockedError, MetricError, MissingError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.root import catalog, cleanup
 from ckpt.root import verify as verifying
+from ckpt.root.lock import lock_root
 from ckpt.root.retention import Keep
+from ckpt.root.save_marker import SaveMarker, marked_names, read_marker
+from ckpt.root.verify import size_problems, without_other_hosts
 from ckpt.storage import Entry, Staging, Storage, Unfinished, open_storage
-from ckpt.util.console import duration
+from ckpt.util.console import format_duration
 
 GRACE = 24 * 3600.0  # seconds
 
@@ -89,11 +92,11 @@ class Plan:
         going = tuple(manifest for manifest in manifests if manifest.name in removable)
         outcome = Pruned(
             url=storage.url,
-            removed={manifest.name: catalog.kept_here(storage, manifest).size for manifest in going},
+            removed={manifest.name: without_other_hosts(storage, manifest).size for manifest in going},
             swept={leftover.name: leftover.size for leftover in old},
             kept=tuple(manifest.name for manifest in manifests if manifest not in going),
             damaged={name: why for name, why in damaged.items() if name not in {left.name for left in leftovers}},
-            spared={left.name: f"was left {duration(left.age)} ago" for left in leftovers if left.age < grace},
+            spared={left.name: f"was left {format_duration(left.age)} ago" for left in leftovers if left.age < grace},
         )
         return cls(storage, grace, going, old, outcome)
 
@@ -119,7 +122,7 @@ class Plan:
             return {}
         with ExitStack() as held:
             try:
-                cleanup.take(self.storage, held, to_prune=True)
+                lock_root(self.storage, held, to_prune=True)
             except LockedError as error:
                 spared.update({leftover.name: str(error) for leftover in self.leftovers})
                 return {}
@@ -131,18 +134,18 @@ class Plan:
         return {leftover.name: leftover.size for leftover in self.leftovers if leftover.name not in spared}
 
     def _clean(self, leftover: Leftover, spared: dict[str, str]) -> None:
-        mark = cleanup.read_mark(self.storage, leftover.name) if leftover.marked else None
+        mark = read_marker(self.storage, leftover.name) if leftover.marked else None
         if mark is None:
             return
         if mark.age < self.grace:
             spared[leftover.name] = "was written again meanwhile"
             return
-        cleanup.clean(self.storage, leftover.name)
-        if cleanup.read_mark(self.storage, leftover.name) is not None:
+        cleanup.remove_uncommitted(self.storage, leftover.name)
+        if read_marker(self.storage, leftover.name) is not None:
             spared[leftover.name] = "is being read"
 
     def _remove(self, manifest: Manifest, spared: dict[str, str]) -> bool:
-        reason = cleanup.reason_to_stay(self.storage, manifest)
+        reason = cleanup.remove_or_explain(self.storage, manifest)
         if reason:
             spared[manifest.name] = reason
         return not reason
@@ -153,7 +156,7 @@ def _removable(
 ) -> list[str]:
     """The checkpoints that may be removed. Those found to be damaged are added to `damaged`, and do not count."""
     for manifest in manifests:
-        if wrong := catalog.size_problems(storage, catalog.kept_here(storage, manifest)):
+        if wrong := size_problems(storage, without_other_hosts(storage, manifest)):
             damaged[manifest.name] = "; ".join(wrong)
     while names := keep.removable(manifests, damaged):
         newest = next(manifest.name for manifest in manifests if manifest.name not in damaged)
@@ -166,7 +169,7 @@ def _removable(
 
 def _damage(storage: Storage, name: str) -> list[str]:
     """The problems of a damaged checkpoint. An unreadable one raises: it may be intact."""
-    found = verifying.verdict(storage, name)
+    found = verifying.verify_checkpoint(storage, name)
     if found.error is not None:
         raise type(found.error)(
             f"{name} cannot be read: {found.error} Nothing says that it is damaged, so nothing was removed. Try again "
@@ -187,7 +190,7 @@ class Leftover:
 
 def _leftovers(storage: Storage, entries: list[Entry]) -> list[Leftover]:
     unfinished = list(storage.unfinished())
-    names = cleanup.marked_names(entries)
+    names = marked_names(entries)
     found = [_marked(storage, name, entries, unfinished) for name in names]
     outside = (write for write in unfinished if write.key.partition("/")[0] not in names)
     return [*found, *(Leftover(write.key, write.size, write.age) for write in outside)]
@@ -195,7 +198,7 @@ def _leftovers(storage: Storage, entries: list[Entry]) -> list[Leftover]:
 
 def _marked(storage: Storage, name: str, entries: list[Entry], unfinished: list[Unfinished]) -> Leftover:
     """A folder with a save marker: the files that it names and no manifest lists, and unfinished writes there."""
-    mark = cleanup.read_mark(storage, name) or cleanup.SaveMarker(())
+    mark = read_marker(storage, name) or SaveMarker(())
     manifest = catalog.find(storage, name).manifest
     listed = {f"{name}/{file.path}" for file in manifest.files} if manifest else set()
     stray = {f"{name}/{path}" for path in mark.files} - listed

@@ -17,8 +17,9 @@ from ckpt.export.card import curves, table_cell
 from ckpt.formats.native.manifest import Manifest
 from ckpt.root import catalog
 from ckpt.root.catalog import Checkpoint
+from ckpt.root.verify import size_problems, without_other_hosts
 from ckpt.storage import Storage, open_storage
-from ckpt.util.console import duration, number, size
+from ckpt.util.console import format_duration, format_number, format_size
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _MAX_POINTS = 60  # of a curve
@@ -54,9 +55,9 @@ def _summary(oldest_first: Sequence[Manifest]) -> Iterator[tuple[str, str]]:
     waited = [manifest.seconds.get("blocked", 0.0) for manifest in oldest_first]
     durable = [manifest.seconds.get("total", 0.0) for manifest in oldest_first]
     yield "runs", ", ".join(dict.fromkeys(manifest.run for manifest in oldest_first))
-    yield "checkpoints", f"{len(oldest_first)}, {size(sum(manifest.size for manifest in oldest_first))}"
+    yield "checkpoints", f"{len(oldest_first)}, {format_size(sum(manifest.size for manifest in oldest_first))}"
     yield "from", f"step {first.step:,}, {first.created}"
-    yield "to", f"step {last.step:,}, {last.created}, {duration(span)} later"
+    yield "to", f"step {last.step:,}, {last.created}, {format_duration(span)} later"
     yield "training waited", f"{sum(waited):.2f} s for these, at most {max(waited):.2f} s for one"
     yield "durable after", f"{sum(durable) / len(durable):.2f} s on average, at most {max(durable):.2f} s"
     ranks = f"{last.world_size} ranks" if last.world_size > 1 else "one process"
@@ -68,7 +69,7 @@ def _metrics(oldest_first: Sequence[Manifest]) -> Iterator[tuple[str, ...]]:
     for name, points in curves(oldest_first).items():
         values = [value for _, value in points]
         finite = [value for value in values if math.isfinite(value)] or [math.nan]
-        ends = (number(value) for value in (values[0], values[-1], min(finite), max(finite)))
+        ends = (format_number(value) for value in (values[0], values[-1], min(finite), max(finite)))
         yield (name, _sparkline(values), *ends)
 
 
@@ -90,14 +91,14 @@ def _row(storage: Storage, checkpoint: Checkpoint) -> tuple[str, ...]:
     manifest = checkpoint.manifest
     if manifest is None:
         return (checkpoint.name, *("-",) * 6, f"no: {checkpoint.problem}")
-    wrong = catalog.size_problems(storage, catalog.kept_here(storage, manifest))
+    wrong = size_problems(storage, without_other_hosts(storage, manifest))
     waited, durable = (manifest.seconds.get(key) for key in ("blocked", "total"))
     return (
         checkpoint.name,
         f"{manifest.step:,}",
         manifest.created,
-        size(manifest.size),
-        ", ".join(f"{name} {number(value)}" for name, value in manifest.metrics.items()) or "-",
+        format_size(manifest.size),
+        ", ".join(f"{name} {format_number(value)}" for name, value in manifest.metrics.items()) or "-",
         *("-" if seconds is None else f"{seconds:.2f} s" for seconds in (waited, durable)),
         f"no: {'; '.join(wrong)}" if wrong else "yes",
     )

@@ -20,7 +20,8 @@ from ckpt.formats.native.header import SUFFIX, Outline, outlines
 from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.root import catalog
 from ckpt.root.file_names import part_of
-from ckpt.root.verified_file import StoredFile, VerifiedFile
+from ckpt.root.verified_file import VerifiedFile
+from ckpt.root.verify import files_on_other_hosts, reader_threads, size_problems, without_other_hosts
 from ckpt.storage import Storage
 
 _RANK_SUFFIX = re.compile(r"-\d{5}$")
@@ -108,7 +109,7 @@ def summarize(url: str | os.PathLike[str], options: Mapping[str, Any] | None = N
 
 
 def _missing(storage: Storage, manifest: Manifest) -> list[str]:
-    return catalog.size_problems(storage, catalog.kept_here(storage, manifest))
+    return size_problems(storage, without_other_hosts(storage, manifest))
 
 
 def _summarize(storage: Storage, name: str) -> CheckpointSummary:
@@ -124,7 +125,7 @@ def _summarize(storage: Storage, name: str) -> CheckpointSummary:
         tuple(parts),
         parent,
         tuple(dict.fromkeys(problems)),
-        elsewhere=catalog.elsewhere(storage, manifest),
+        elsewhere=files_on_other_hosts(storage, manifest),
     )
 
 
@@ -166,7 +167,7 @@ class _Contents:
         """The parts as `state.json` lists them, with the shard tables of sharded ones."""
         for file in self.manifest.files:
             if file.name == catalog.STATE:
-                found = self._try_read(lambda: json.loads(self._open(file).read(0, file.size))["parts"])  # noqa: B023
+                found = self._try_read(lambda: json.loads(self._open(file).read_all())["parts"])  # noqa: B023
                 return dict(found or {})
         return {}
 
@@ -174,11 +175,11 @@ class _Contents:
         def header(file: FileRecord) -> dict[str, Outline]:
             return self._try_read(lambda: outlines(self._open(file), f"{self.manifest.name}/{file.path}")) or {}
 
-        with ThreadPoolExecutor(catalog.threads_for([self.storage])) as pool:
+        with ThreadPoolExecutor(reader_threads([self.storage])) as pool:
             return dict(zip([file.name for file in files], pool.map(header, files), strict=True))
 
     def _open(self, file: FileRecord) -> VerifiedFile:
-        return VerifiedFile(StoredFile(self.storage, f"{self.manifest.name}/{file.path}"), file)
+        return VerifiedFile.of(self.storage, self.manifest.name, file)
 
     def _try_read(self, read: Callable[[], _Value]) -> _Value | None:
         try:

@@ -17,10 +17,11 @@ from ckpt.formats.native.manifest import Manifest
 from ckpt.root import catalog, cleanup
 from ckpt.root.copy import Copies
 from ckpt.root.folder import Folder, open_url
+from ckpt.root.save_marker import read_marker
 from ckpt.root.verified_file import WINDOW
 from ckpt.root.verify import reading
 from ckpt.storage import LocalStorage, Staging, Storage
-from ckpt.util.console import bar, one_line, say
+from ckpt.util.console import one_line, progress_bar, say
 
 _RESCANS = 5
 
@@ -34,7 +35,7 @@ def transfer(source: Place, destination: Place, *, step: int | None = None, opti
     if isinstance(far, Staging):
         raise ConfigError(f"{far.url} takes no copies of files: publish a model there with 'ckpt push'.")
     own_options = options if "://" in os.fspath(source) else None
-    near, names, pointed_at = catalog.located(source, own_options)
+    near, names, pointed_at = catalog.resolve(source, own_options)
     if not names and step is None:
         return _copy_folder(Folder.at(source, options), destination, far)
     copied: list[str] = []
@@ -73,33 +74,33 @@ def _copy_intact(copies: Copies, manifests: list[Manifest]) -> list[str]:
     Checkpoints that a run has removed since they were listed are skipped, with a message.
     """
     for manifest in manifests:
-        _refuse_other_checkpoint(copies.far, manifest)
+        _refuse_other_checkpoint(copies.target, manifest)
     copied, damaged = [], []
-    copies.look([manifest.name for manifest in manifests if _has_begun(copies.far, manifest)])
+    copies.open_target([manifest.name for manifest in manifests if _has_begun(copies.target, manifest)])
     with ExitStack() as held:
-        held.enter_context(reading(copies.near, manifests[-1].name))  # retention must not remove the newest meanwhile
+        held.enter_context(reading(copies.source, manifests[-1].name))  # retention must not remove the newest meanwhile
         for manifest in manifests:
             try:
                 if _copy_checkpoint(copies, manifest.name):
                     copied.append(manifest.name)
                 else:
-                    say(f"{manifest.name} is not copied: it was removed from {copies.near.url} meanwhile")
+                    say(f"{manifest.name} is not copied: it was removed from {copies.source.url} meanwhile")
             except DamagedError as error:
                 damaged.append(one_line(str(error)))
-                cleanup.clean(copies.far, manifest.name)
+                cleanup.remove_uncommitted(copies.target, manifest.name)
     if damaged:
-        raise DamagedError(f"not all of {copies.near.url} was copied: {' '.join(damaged)}")
+        raise DamagedError(f"not all of {copies.source.url} was copied: {' '.join(damaged)}")
     return copied
 
 
 def _copy_checkpoint(copies: Copies, name: str) -> bool:
     """Copy a checkpoint as it is now: it may have been replaced since it was listed. False if it was removed."""
-    with reading(copies.near, name) as manifest:
+    with reading(copies.source, name) as manifest:
         if manifest is None:
             return False
-        _refuse_other_checkpoint(copies.far, manifest)
-        if not _has_begun(copies.far, manifest):
-            _refuse_other_files(copies.far, manifest)
+        _refuse_other_checkpoint(copies.target, manifest)
+        if not _has_begun(copies.target, manifest):
+            _refuse_other_files(copies.target, manifest)
         copies.copy(manifest)
         return True
 
@@ -107,7 +108,7 @@ def _copy_checkpoint(copies: Copies, name: str) -> bool:
 def _has_begun(far: Storage, manifest: Manifest) -> bool:
     """Whether a copy is complete or was interrupted: the files that exist there are then the checkpoint's own."""
     known = catalog.find(far, manifest.name).manifest
-    mark = cleanup.read_mark(far, manifest.name)
+    mark = read_marker(far, manifest.name)
     return (known is not None and known.id == manifest.id) or (mark is not None and mark.id == manifest.id)
 
 
@@ -143,7 +144,7 @@ def _copy_folder(folder: Folder, destination: Place, far: Storage) -> str:
 
 
 def _copy_files(folder: Folder, far: Storage) -> None:
-    with bar(f"copying {folder.name}", sum(folder.files.values()), in_bytes=True) as advance:
+    with progress_bar(f"copying {folder.name}", sum(folder.files.values()), in_bytes=True) as advance:
         for path in sorted(folder.files):
             far.write(path, _stream(folder, path, advance))
 

@@ -8,13 +8,13 @@ import os
 import sys
 from contextlib import suppress
 
-DIRECT: int = getattr(os, "O_DIRECT", 0)  # none where the system has no such thing
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # none where the system has no such thing
 ALIGNMENT = 4096
 _HUGE = 2 << 20
 _WIPE_ON_FORK = 18 if sys.platform == "linux" else None  # MADV_WIPEONFORK, which Python does not name
 
 
-def pages(size: int) -> mmap.mmap:
+def allocate_pages(size: int) -> mmap.mmap:
     """New memory of this process alone, in huge pages where there are such: those come twenty times faster.
 
     They are only for memory that is not shared. A forked process finds it empty: were it to have the contents, whoever
@@ -28,21 +28,21 @@ def pages(size: int) -> mmap.mmap:
     return memory
 
 
-def aligned(size: int) -> memoryview:
+def allocate_aligned(size: int) -> memoryview:
     """New memory that begins with a huge page: the disk takes from those a fifth faster."""
-    whole = memoryview(pages(size + _HUGE))
-    start = -address(whole) % _HUGE
+    whole = memoryview(allocate_pages(size + _HUGE))
+    start = -address_of(whole) % _HUGE
     return whole[start : start + size]
 
 
-def address(view: memoryview) -> int:
+def address_of(view: memoryview) -> int:
     """Where writable memory lies."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
-def copy(source: memoryview, target: memoryview) -> None:
+def copy_bytes(source: memoryview, target: memoryview) -> None:
     """Copy bytes to a target of the same length; what is read-only has no address, and is copied with the lock."""
     if source.readonly:
         target[:] = source
     elif source:
-        ctypes.memmove(address(target), address(source), len(source))
+        ctypes.memmove(address_of(target), address_of(source), len(source))

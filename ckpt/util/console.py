@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 
 _UNITS = (("d", 172_800, 86_400), ("h", 3600, 3600), ("min", 60, 60), ("s", 0, 1))  # name, from, seconds
-LONG = 256_000_000  # bytes: what takes long enough to be shown
+PROGRESS_MIN_BYTES = 256_000_000  # bytes: what takes long enough to be shown
 
 
 def say(text: str) -> None:
@@ -17,7 +17,9 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def bar(label: str, total: float, *, in_bytes: bool = False, show: bool = True) -> Iterator[Callable[[float], None]]:
+def progress_bar(
+    label: str, total: float, *, in_bytes: bool = False, show: bool = True
+) -> Iterator[Callable[[float], None]]:
     """A progress bar; yields what moves it on. On anything but a terminal it is quiet."""
     if not show or not sys.stderr.isatty():
         yield lambda amount: None
@@ -32,7 +34,7 @@ def bar(label: str, total: float, *, in_bytes: bool = False, show: bool = True) 
         yield lambda amount: progress.advance(task, amount)
 
 
-def size(count: float) -> str:
+def format_size(count: float) -> str:
     """`1.5 GB`."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
@@ -41,18 +43,18 @@ def size(count: float) -> str:
     raise AssertionError
 
 
-def age(created: str) -> str:
+def format_age(created: str) -> str:
     """How long ago that was: `3 min`."""
-    return duration((datetime.now(timezone.utc) - datetime.fromisoformat(created)).total_seconds())
+    return format_duration((datetime.now(timezone.utc) - datetime.fromisoformat(created)).total_seconds())
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     seconds = max(0.0, seconds)  # the clock of the machine that wrote it may be ahead
     name, _, unit = next(one for one in _UNITS if seconds >= one[1])
     return f"{seconds // unit:.0f} {name}"
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     return f"{value:.4g}"
 
 
@@ -60,7 +62,7 @@ def one_line(text: str) -> str:
     return " ".join(line.strip() for line in text.splitlines())
 
 
-def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> Iterator[str]:
+def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> Iterator[str]:
     """A table as text, a line a row however long, for grep and awk. What is in the columns `right` ends alike."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):

@@ -9,7 +9,7 @@ from ckpt.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Owner:
+class OwnerProcess:
     """The process that made an object."""
 
     process: int = field(default_factory=os.getpid)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Thousands of new objects would call it up, and it looks at all there is: that takes a fifth of a second.
 
     What is made here is kept, so there is nothing for it to find; and training, or its start, waits.

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 
-def identity(process: int) -> list[Any]:
+def process_identity(process: int) -> list[Any]:
     """What a process is known by, on this machine and within its namespace, even when its number is used again."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return [boot, os.stat("/proc/self/ns/pid").st_ino, process, started(process)]
+    return [boot, os.stat("/proc/self/ns/pid").st_ino, process, start_time(process)]
 
 
-def started(process: int) -> str | None:
+def start_time(process: int) -> str | None:
     """When a process began, in ticks of the system. None if it has ended."""
     try:
         facts = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()

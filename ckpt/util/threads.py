@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ckpt.util.fork_safety import Owner
+from ckpt.util.fork_safety import OwnerProcess
 
 
 class ThreadCall:
@@ -20,7 +20,7 @@ class ThreadCall:
         self._result: Any = None
         self._error: BaseException | None = None
         self._done = threading.Event()
-        self._owner = Owner()
+        self._owner = OwnerProcess()
         self._thread = threading.Thread(target=self._run, args=(call,), name=name)
         self._thread.start()
 

@@ -1,7 +1,7 @@
-"""What `Accelerator.save_state` of Hugging Face Accelerate wrote: which file is what, and what is in it.
+"""Folders that `Accelerator.save_state` of Hugging Face Accelerate wrote.
 
-Most of those files are pickles. They are read as data, with a list of the names that belong into them: nothing is
-executed. Tensors are `PiecedTensor`s, which are read when they are needed.
+Most of the files are pickles. They are read as data, with a list of the names that may occur in them: nothing is
+executed. Tensors become `PiecedTensor`s, which are read when they are needed.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from typing import Any, Protocol
 
 from ckpt.errors import ConfigError, DamagedError
 from ckpt.formats.foreign import dcp
-from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX, SUFFIX
+from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX
 from ckpt.formats.foreign.torch_values import read_values
 from ckpt.formats.foreign.wrapper_prefixes import unwrapped
+from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.pieced import pieced
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.transfers import ByteReader
 
 NAME = "accelerate"
+RNG_DEVICES = ("cuda", "xpu")
 _RANDOM, _SAMPLER, _LOADER = "random_states", "sampler", "dataloader"
-_NUMBER = r"(?:_(\d+))?"  # the first of several has none
+_NUMBER = r"(?:_(\d+))?"  # absent for the first of several
 _FILES = {
     "model": rf"model{_NUMBER}\.safetensors(?:\.index\.json)?|pytorch_model(?:_fsdp)?{_NUMBER}\.bin"
     r"|pytorch_model_fsdp_(\d+)/.*",
@@ -39,18 +41,18 @@ _FILES = {
     _RANDOM: r"random_states_(\d+)\.pkl",
 }
 _PATTERNS = {kind: re.compile(pattern) for kind, pattern in _FILES.items()}
-_TELLING = {"optimizer", "scheduler"}  # what is there before the random states are; models are saved by many
-# the Trainer saves with Accelerate's functions, and with others of its own
-_OF_TRAINER = re.compile(r"trainer_state\.json|training_args\.bin|scheduler\.pt|rng_state.*\.pth")
-_FOREIGN = {
+_DISTINCTIVE = {"optimizer", "scheduler"}  # written before the random states; many other tools save models
+# the Trainer saves with Accelerate's functions too, beside files of its own
+_TRAINER_FILES = re.compile(r"trainer_state\.json|training_args\.bin|scheduler\.pt|rng_state.*\.pth")
+_UNREADABLE = {
     re.compile(r".*_rank\d+\.bin"): "holds pieces of one rank as torch.save wrote them",
     re.compile(r"pytorch_model(_\d+)?/.*"): "was written by DeepSpeed",
 }
-_SPARSE = (_LOADER, _SAMPLER)  # only some loaders have a file
+_SPARSE = (_LOADER, _SAMPLER)  # not every loader has a file, so numbers may be missing
 
 
-class Files(Protocol):
-    """A folder: how long its files are, and a way to read each."""
+class FolderReader(Protocol):
+    """A folder: the sizes of its files, and readers for them."""
 
     @property
     def where(self) -> str: ...
@@ -60,24 +62,24 @@ class Files(Protocol):
 
     def opened(self, path: str) -> ByteReader: ...
 
-    def below(self, name: str) -> Files: ...
+    def below(self, name: str) -> FolderReader: ...
 
     def check(self, needed: Mapping[str, int]) -> None:
-        """Raise one error that names every file that is missing, or shorter than it must be."""
+        """Raise one error that names every file that is missing or shorter than `needed` says."""
 
 
-def is_one(files: Iterable[str]) -> bool:
+def is_accelerate(files: Iterable[str]) -> bool:
     """Whether `save_state` wrote these files, or began to."""
     listed = list(files)
     kinds = {kind for path in listed for kind, pattern in _PATTERNS.items() if pattern.fullmatch(path)}
-    return _RANDOM in kinds or (bool(kinds & _TELLING) and not any(map(_OF_TRAINER.fullmatch, listed)))
+    return _RANDOM in kinds or (bool(kinds & _DISTINCTIVE) and not any(map(_TRAINER_FILES.fullmatch, listed)))
 
 
 @dataclass(frozen=True)
-class Saved:
-    """The state in a folder of Accelerate: parts by their kind, in the order in which they were prepared."""
+class AccelerateCheckpoint:
+    """The state in a folder of Accelerate: parts by kind, in the order in which they were prepared."""
 
-    folder: Files
+    folder: FolderReader
 
     @property
     def world_size(self) -> int:
@@ -85,19 +87,19 @@ class Saved:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """What is not read, and why."""
+        """Files that are not read, and why."""
         paths = [path for paths in self._paths[_SAMPLER].values() for path in paths]
-        return dict.fromkeys(paths, "a sampler that was pickled as an object, with its data: it is not looked at")
+        return dict.fromkeys(paths, "a sampler that was pickled as an object, with its data: it is not read")
 
     def parts(self) -> dict[str, dict[int, Any]]:
-        """The state of every part, by kind and number: of models by parameter name, of others as it was saved."""
+        """The state of every part by kind and number. That of models is by parameter name, others are as saved."""
         return {
             kind: {number: self._read(kind, paths) for number, paths in sorted(self._paths[kind].items())}
             for kind in ("model", "optimizer", "scheduler", "scaler", _LOADER, "custom")
         }
 
     def random_states(self, rank: int) -> dict[str, Any]:
-        """The generators of one rank, and the step of its accumulation."""
+        """The states of a rank's random generators, and its accumulation step."""
         (path,) = self._paths[_RANDOM][rank]
         found = self._values(path)
         if not isinstance(found, dict) or not {"random_state", "torch_manual_seed"} <= found.keys():
@@ -106,7 +108,7 @@ class Saved:
 
     @cached_property
     def _paths(self) -> dict[str, dict[int, list[str]]]:
-        """The files of every kind, by number."""
+        """The files of every kind by number."""
         found: dict[str, dict[int, list[str]]] = {kind: defaultdict(list) for kind in _FILES}
         for path in self.folder.files:
             for kind, pattern in _PATTERNS.items():
@@ -126,7 +128,7 @@ class Saved:
         return self._named(tree, paths[0]) if kind == "model" else tree
 
     def _named(self, tensors: Any, path: str) -> dict[str, Any]:
-        """By bare names. What Accelerate saves is never inside DDP: a `module.` is the model's own word."""
+        """A model's tensors by bare names. Accelerate saves models without DDP, so `module.` is part of a name."""
         if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
             raise DamagedError(f"{self.folder.where}/{path} is not the state of a model.")
         bare = unwrapped(tensors, outside=False)
@@ -155,24 +157,39 @@ class Saved:
 
     def _tensor_file(self, path: str) -> TensorFile:
         file = TensorFile.open(self.folder.opened(path), f"{self.folder.where}/{path}")
-        self.folder.check({path: max((one.stop for one in file.stored.values()), default=0)})
+        self.folder.check({path: max((entry.stop for entry in file.stored.values()), default=0)})
         return file
 
     def _values(self, path: str) -> Any:
         return read_values(self.folder.opened(path), 0, self.folder.files[path], f"{self.folder.where}/{path}")
 
 
+def rng_key(device: str) -> str:
+    """The key of a device's generators in `random_states_N.pkl`."""
+    return f"torch_{device}_manual_seed"
+
+
+def rng_states(states: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of `random_states_N.pkl`, as `ckpt.state.rng` captures generators."""
+    rng = {"python": states["random_state"], "torch": states["torch_manual_seed"]}
+    if "numpy_random_seed" in states:
+        kind, key, position, has_gauss, gauss = states["numpy_random_seed"]
+        inner = {"key": key, "pos": position}
+        rng["numpy"] = {"bit_generator": kind, "state": inner, "has_gauss": has_gauss, "gauss": gauss}
+    return rng | {kind: list(states[rng_key(kind)]) for kind in RNG_DEVICES if rng_key(kind) in states}
+
+
 def in_memory(value: Any) -> Any:
-    """A value whose tensors have been read."""
+    """The same value with its `PiecedTensor`s read into memory."""
     if isinstance(value, PiecedTensor):
         return value.read(value.box)
     if isinstance(value, list | tuple):
         return type(value)(map(in_memory, value))
-    return {key: in_memory(one) for key, one in value.items()} if isinstance(value, dict) else value
+    return {key: in_memory(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _check(folder: Files, found: Mapping[str, Mapping[int, list[str]]]) -> None:
-    for pattern, why in _FOREIGN.items():
+def _check(folder: FolderReader, found: Mapping[str, Mapping[int, list[str]]]) -> None:
+    for pattern, why in _UNREADABLE.items():
         foreign = [path for path in folder.files if pattern.fullmatch(path)]
         if foreign:
             raise ConfigError(

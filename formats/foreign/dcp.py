@@ -1,7 +1,7 @@
-"""What `torch.distributed.checkpoint` wrote: a folder with `.metadata`, and the pieces of tensors in `*.distcp`.
+"""Folders of `torch.distributed.checkpoint`: `.metadata`, and the shards of tensors in `*.distcp`.
 
-`.metadata` is a pickle. It is read as data, with a list of the names that belong into it: nothing is executed.
-Every piece in a `.distcp` file is what `torch.save` makes of one tensor.
+`.metadata` is a pickle. It is read as data, with a list of the names that may occur in it: nothing is executed.
+Every shard in a `.distcp` file is a tensor as `torch.save` writes it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _ALLOWED = frozenset(
 
 @dataclass(frozen=True)
 class Chunk:
-    """A saved piece of a tensor: which box it is, and which bytes of which file hold it."""
+    """A saved shard of a tensor: its box, and the bytes of a file that hold it."""
 
     box: Box
     path: str
@@ -63,12 +63,12 @@ class Chunk:
     length: int
 
 
-Keys = tuple[str | int, ...]  # those of a nested state dict, from the outside in; numbers are places in a list
+Keys = tuple[str | int, ...]  # the path in a nested state dict; integers are indices of lists
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of the checkpoint. `keys` are those of the nested state dict that it was in."""
+    """A tensor of the checkpoint. `keys` is its path in the nested state dict."""
 
     keys: Keys
     dtype: torch.dtype
@@ -76,21 +76,22 @@ class StoredTensor:
     chunks: tuple[Chunk, ...]
 
     def pieced(self, name: str, opened: Callable[[str], ByteReader], where: str) -> PiecedTensor:
-        """The same, its pieces found in the files. `opened` gives the file at a path."""
-        return PiecedTensor(self.dtype, self.shape, tuple(self._piece(name, one, opened, where) for one in self.chunks))
+        """The tensor with its pieces located in the files. `opened` returns the reader of a path."""
+        pieces = (self._piece(name, chunk, opened, where) for chunk in self.chunks)
+        return PiecedTensor(self.dtype, self.shape, tuple(pieces))
 
     def _piece(self, name: str, chunk: Chunk, opened: Callable[[str], ByteReader], where: str) -> Piece:
         file = f"{where}/{chunk.path}"
         region = find_tensor(opened(chunk.path), chunk.start, chunk.length, file)
         if (region.dtype, region.sizes) != (self.dtype, chunk.box.sizes):
-            claimed, found = _spelled(self.dtype, chunk.box.sizes), _spelled(region.dtype, region.sizes)
+            claimed, found = _dtype_and_shape(self.dtype, chunk.box.sizes), _dtype_and_shape(region.dtype, region.sizes)
             raise DamagedError(f"{file} does not go with {METADATA}: {name} is {found} there, not {claimed}.")
         return Piece(chunk.box, region)
 
 
 @dataclass(frozen=True)
 class StoredValue:
-    """What is no tensor: which bytes of which file hold what `torch.save` made of it."""
+    """A value that is no tensor: the bytes of a file that hold it, as `torch.save` writes it."""
 
     keys: Keys
     path: str
@@ -98,27 +99,27 @@ class StoredValue:
     length: int
 
     def read(self, opened: Callable[[str], ByteReader], where: str) -> Any:
-        """The value. Nothing is executed."""
+        """The value, read without executing anything."""
         return read_values(opened(self.path), self.start, self.length, f"{where}/{self.path}")
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What is in the folder, by the names in `.metadata`: tensors, and what is none."""
+    """The tensors and other values of a folder, by their names in `.metadata`."""
 
     tensors: Mapping[str, StoredTensor]
     others: Mapping[str, StoredValue] = field(default_factory=dict)
 
     def of_part(self, part: str) -> Contents:
-        """What lies under one key of the nested state dict, by the names below it."""
+        """The contents below a key of the nested state dict, by the names below it."""
         return Contents(_of_part(self.tensors, part), _of_part(self.others, part))
 
     def parts(self) -> list[str]:
         """The outermost keys under which tensors are nested."""
-        return sorted({str(one.keys[0]) for one in self.tensors.values() if len(one.keys) > 1})
+        return sorted({str(tensor.keys[0]) for tensor in self.tensors.values() if len(tensor.keys) > 1})
 
     def needed_files(self) -> dict[str, int]:
-        """The files that hold all this, and how long each must be at least."""
+        """The files that hold all of it, and the least size of each."""
         needed = defaultdict(int, needed_files(self.tensors.values()))
         for value in self.others.values():
             needed[value.path] = max(needed[value.path], value.start + value.length)
@@ -126,17 +127,17 @@ class Contents:
 
     def tree(self, opened: Callable[[str], ByteReader], where: str) -> Any:
         """The nested state dict, with `PiecedTensor`s that have not been read."""
-        tensors = {name: one.pieced(name, opened, where) for name, one in self.tensors.items()}
+        tensors = {name: tensor.pieced(name, opened, where) for name, tensor in self.tensors.items()}
         check_complete(tensors, where)
-        leaves = [(one.keys, tensors[name]) for name, one in self.tensors.items()]
-        return _nested([*leaves, *((one.keys, one.read(opened, where)) for one in self.others.values())])
+        leaves = [(tensor.keys, tensors[name]) for name, tensor in self.tensors.items()]
+        return _nested([*leaves, *((value.keys, value.read(opened, where)) for value in self.others.values())])
 
 
 _Stored = TypeVar("_Stored", StoredTensor, StoredValue)
 
 
 def _of_part(stored: Mapping[str, _Stored], part: str) -> dict[str, _Stored]:
-    return {".".join(map(str, below)): one for one in stored.values() if (below := _below(one.keys, part))}
+    return {".".join(map(str, below)): item for item in stored.values() if (below := _below(item.keys, part))}
 
 
 def _below(keys: Keys, part: str) -> Keys:
@@ -144,7 +145,7 @@ def _below(keys: Keys, part: str) -> Keys:
 
 
 def _nested(leaves: Iterable[tuple[Keys, Any]]) -> Any:
-    """Values put back under their keys; where those are numbers, into lists."""
+    """The nested state dict of these leaves. Integer keys make lists."""
     below: dict[str | int, list[tuple[Keys, Any]]] = defaultdict(list)
     for keys, value in leaves:
         if not keys:
@@ -180,7 +181,7 @@ def _contents(state: Mapping[str, Any]) -> Contents:
 
 
 def _stored(keys: Keys, state: Mapping[str, Any], chunks: Mapping[Sizes, Mapping[str, Any]]) -> StoredTensor:
-    """A tensor with its chunks. One of which no file is told is left out: it shows as a hole."""
+    """A tensor with its chunks. A chunk without a file is left out, so that it counts as missing."""
     boxes = {box.offsets: box for box in map(_box, state["chunks"]) if not box.is_empty}
     listed = [_chunk(box, chunks[offsets]) for offsets, box in boxes.items() if offsets in chunks]
     return StoredTensor(keys, DTYPES[state["properties"].state[0].name], _sizes(state["size"]), tuple(listed))
@@ -195,7 +196,7 @@ def _chunk(box: Box, info: Mapping[str, Any]) -> Chunk:
 
 
 def _place(info: Mapping[str, Any]) -> tuple[str, int, int]:
-    """A file, and which bytes of it."""
+    """A file, and the start and length of a range in it."""
     if info.get("transform_descriptors"):
         raise ValueError(f"{info['relative_path']} is transformed by {info['transform_descriptors']}; only plain ones")
     start, length = _checked((info["offset"], info["length"]))
@@ -203,7 +204,7 @@ def _place(info: Mapping[str, Any]) -> tuple[str, int, int]:
 
 
 def _chunks(storage: Mapping[Described, Described]) -> dict[str, dict[Sizes, Mapping[str, Any]]]:
-    """What is known of the file of each chunk, by the tensor's name and the chunk's offsets."""
+    """The storage info of each chunk, by the tensor's name and the chunk's offsets."""
     found: dict[str, dict[Sizes, Mapping[str, Any]]] = defaultdict(dict)
     for index, info in storage.items():
         offset = index.state.get("offset")
@@ -213,7 +214,7 @@ def _chunks(storage: Mapping[Described, Described]) -> dict[str, dict[Sizes, Map
 
 
 def _values(storage: Mapping[Described, Described]) -> dict[str, Mapping[str, Any]]:
-    """What is known of the file of everything that has no chunks."""
+    """The storage info of every value that has no chunks."""
     return {index.state["fqn"]: info.state for index, info in storage.items() if index.state.get("offset") is None}
 
 
@@ -230,12 +231,12 @@ def _checked(values: Iterable[Any]) -> Sizes:
     return listed
 
 
-def _spelled(dtype: torch.dtype, shape: Sizes) -> str:
+def _dtype_and_shape(dtype: torch.dtype, shape: Sizes) -> str:
     return f"{dtypes.name_of(dtype)}{list(shape)}"
 
 
 def needed_files(tensors: Iterable[StoredTensor]) -> dict[str, int]:
-    """The files that hold these tensors, and how long each must be at least."""
+    """The files that hold these tensors, and the least size of each."""
     needed: dict[str, int] = defaultdict(int)
     for chunk in (chunk for tensor in tensors for chunk in tensor.chunks):
         needed[chunk.path] = max(needed[chunk.path], chunk.start + chunk.length)

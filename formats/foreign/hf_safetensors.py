@@ -1,13 +1,12 @@
-"""A model as Hugging Face's tools read it: `model.safetensors`, or shards of it with an index.
+"""Planning a model's files as Hugging Face's tools read them: `model.safetensors`, or shards of it with an index.
 
-Headers are worked out first; the tensors' bytes pass slab by slab, and are cast on the way.
+Headers are built first. Tensor data is streamed slab by slab when a file is written, and cast on the way.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,18 +14,16 @@ from typing import Protocol
 import torch
 
 from ckpt.errors import ConfigError
-from ckpt.formats.native import dtypes
+from ckpt.formats.native import dtypes, header
+from ckpt.formats.native.header import SUFFIX, TensorHeader
 from ckpt.formats.state import FilePlan
 from ckpt.formats.tensor_bytes import host_bytes, on_host
 
-SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
-_ALIGNMENT = 4096
-_LENGTH = struct.Struct("<Q")
 
 
-class Source(Protocol):
-    """A tensor that is somewhere: in files, in memory, or spread over ranks."""
+class StreamedTensor(Protocol):
+    """A tensor that is read slab by slab: from files, from memory, or gathered from ranks."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -36,15 +33,15 @@ class Source(Protocol):
 
     @property
     def size(self) -> int:
-        """The number of its elements."""
+        """The number of elements."""
 
     def slabs(self) -> Iterator[torch.Tensor]:
-        """The whole in contiguous parts on the CPU, in the order of its bytes."""
+        """All of its data in contiguous CPU tensors, in the order of its bytes."""
 
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """A tensor of a live model, which is fetched whole when its turn to be written comes."""
+    """A tensor of a live model, fetched in full when it is written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -59,10 +56,10 @@ class LiveTensor:
 
 
 @dataclass(frozen=True)
-class Written:
-    """A tensor on its way to a file, in the dtype that it will have there."""
+class CastTensor:
+    """A tensor, and the dtype that it is cast to when it is written."""
 
-    source: Source
+    source: StreamedTensor
     dtype: torch.dtype
 
     @property
@@ -74,22 +71,22 @@ class Written:
             yield host_bytes(slab.to(self.dtype))
 
 
-def images(
+def plan_files(
     name: str,
-    tensors: Mapping[str, Source],
+    tensors: Mapping[str, StreamedTensor],
     tied: Mapping[str, str],
     *,
     dtype: torch.dtype | None = None,
     max_shard_size: int | None = None,
 ) -> list[FilePlan]:
-    """The files to write, in this order: `name` alone, or shards named after it and at last their index."""
-    written = {key: Written(tensor, _cast(tensor.dtype, dtype)) for key, tensor in tensors.items() if key not in tied}
-    shards = _shards(written, max_shard_size)
+    """The files to write, in this order: `name` alone, or shards named after it followed by their index."""
+    cast = {key: CastTensor(tensor, _cast(tensor.dtype, dtype)) for key, tensor in tensors.items() if key not in tied}
+    shards = _shards(cast, max_shard_size)
     if len(shards) == 1:
-        return [_image(name, shards[0], tied)]
+        return [_plan_file(name, shards[0], tied)]
     stem = name.removesuffix(SUFFIX)
     paths = [f"{stem}-{number:05d}-of-{len(shards):05d}{SUFFIX}" for number in range(1, len(shards) + 1)]
-    files = [_image(path, shard, tied) for path, shard in zip(paths, shards, strict=True)]
+    files = [_plan_file(path, shard, tied) for path, shard in zip(paths, shards, strict=True)]
     return [*files, _index(name, dict(zip(paths, shards, strict=True)))]
 
 
@@ -97,11 +94,11 @@ def _cast(saved: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and saved.is_floating_point else saved
 
 
-def _shards(written: Mapping[str, Written], limit: int | None) -> list[dict[str, Written]]:
-    """The tensors in their order, in groups of at most `limit` bytes. A tensor above it is a group of its own."""
-    shards: list[dict[str, Written]] = [{}]
+def _shards(tensors: Mapping[str, CastTensor], limit: int | None) -> list[dict[str, CastTensor]]:
+    """The tensors in their order, in groups of at most `limit` bytes. A larger tensor is a group of its own."""
+    shards: list[dict[str, CastTensor]] = [{}]
     room = limit
-    for name, tensor in written.items():
+    for name, tensor in tensors.items():
         if limit is not None and room is not None:
             if shards[-1] and tensor.nbytes > room:
                 shards.append({})
@@ -111,30 +108,26 @@ def _shards(written: Mapping[str, Written], limit: int | None) -> list[dict[str,
     return shards
 
 
-def _image(path: str, shard: Mapping[str, Written], tied: Mapping[str, str]) -> FilePlan:
+def _plan_file(path: str, shard: Mapping[str, CastTensor], tied: Mapping[str, str]) -> FilePlan:
     order = sorted(shard, key=lambda name: -shard[name].dtype.itemsize)  # so that every element is aligned
-    header = _header({name: shard[name] for name in order}, tied)
+    head = _header({name: shard[name] for name in order}, tied)
 
     def pieces() -> Iterator[memoryview]:
-        yield memoryview(header)
+        yield memoryview(head)
         for name in order:
             yield from shard[name].pieces()
 
-    return FilePlan(path, len(header) + sum(tensor.nbytes for tensor in shard.values()), pieces)
+    return FilePlan(path, len(head) + sum(tensor.nbytes for tensor in shard.values()), pieces)
 
 
-def _header(shard: Mapping[str, Written], tied: Mapping[str, str]) -> bytes:
+def _header(shard: Mapping[str, CastTensor], tied: Mapping[str, str]) -> bytes:
     # tied weights are noted as safetensors.torch.save_model does, so that load_model finds them
     metadata = {"format": "pt", **{name: first for name, first in tied.items() if first in shard}}
-    entries: dict[str, object] = {"__metadata__": metadata}
-    end = 0
-    for name, tensor in shard.items():
-        start, end = end, end + tensor.nbytes
-        shape = list(tensor.source.shape)
-        entries[name] = {"dtype": _spelling(name, tensor.dtype), "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    length = math.ceil((len(text) + _LENGTH.size) / _ALIGNMENT) * _ALIGNMENT - _LENGTH.size
-    return _LENGTH.pack(length) + text.ljust(length)
+    tensors = (
+        TensorHeader(name, _spelling(name, tensor.dtype), tensor.source.shape, tensor.nbytes)
+        for name, tensor in shard.items()
+    )
+    return header.to_bytes(tensors, metadata)
 
 
 def _spelling(name: str, dtype: torch.dtype) -> str:
@@ -146,7 +139,7 @@ def _spelling(name: str, dtype: torch.dtype) -> str:
     return dtypes.SPELLED[dtype]
 
 
-def _index(name: str, shards: Mapping[str, Mapping[str, Written]]) -> FilePlan:
+def _index(name: str, shards: Mapping[str, Mapping[str, CastTensor]]) -> FilePlan:
     total = sum(tensor.nbytes for shard in shards.values() for tensor in shard.values())
     weight_map = {key: path for path, shard in shards.items() for key in shard}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

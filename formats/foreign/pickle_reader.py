@@ -1,8 +1,8 @@
-"""Foreign pickles, read as data: what they describe is written down, nothing is built and nothing is called.
+"""Foreign pickles, read as data: nothing that they name is imported, built or called.
 
-A pickle is a little program that names classes and functions and calls them. Here its opcodes are followed, and where
-it would call something there stands a `Described` with the name and the arguments. A name that the reader did not allow
-ends it with an error, so a file that is not what it claims to be is told at once.
+A pickle is a program that names classes and functions and calls them. This interpreter follows its opcodes, and puts a
+`Described` with the name and the arguments where the pickle would call something. A name that the caller did not allow
+is an error, so a file of another kind than expected is refused.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 from ckpt.errors import DamagedError
 
-PERSISTENT = "<persistent>"  # stands for a reference to something outside the pickle
+PERSISTENT = "<persistent>"  # the name of a reference to data outside the pickle
 
 
 @dataclass(eq=False)
 class Described:
-    """Something that a pickle names: bare, called with `arguments`, given a `state`."""
+    """An object that a pickle names, with the `arguments` of its call and the `state` it is given, if any."""
 
     name: str
     arguments: tuple[Any, ...] = ()
@@ -28,7 +28,7 @@ class Described:
 
 
 def read_pickle(data: bytes, allowed: Container[str], where: str) -> Any:
-    """What a pickle describes. `allowed` are the full names it may hold; `where` names it in errors."""
+    """What a pickle describes. `allowed` are the full names it may contain; `where` names the file in errors."""
     try:
         return _Machine(allowed, where).run(data)
     except (ValueError, LookupError, TypeError, AttributeError, UnicodeError) as error:
@@ -37,7 +37,7 @@ def read_pickle(data: bytes, allowed: Container[str], where: str) -> Any:
 
 @dataclass
 class _Machine:
-    """Follows the opcodes that Python's pickler writes for plain data and objects."""
+    """Interprets the opcodes that Python's pickler writes for plain data and objects."""
 
     allowed: Container[str]
     where: str
@@ -155,7 +155,7 @@ class _Machine:
     def _build(self) -> None:
         state = self.stack.pop()
         if isinstance(self.stack[-1], OrderedDict):
-            return  # of a module's state_dict(): the versions of its classes, which are no state
+            return  # the `_metadata` of a module's state_dict(): versions of its classes, not state
         if not isinstance(self.stack[-1], Described):
             raise TypeError(f"it gives a state to {type(self.stack[-1]).__name__}")
         self.stack[-1].state = state
@@ -168,11 +168,11 @@ def _defaultdict(factory: Described | None = None) -> defaultdict[Any, Any]:
     return defaultdict(_FACTORIES[factory.name] if factory else None)
 
 
-_BUILTIN = ("builtins", "__builtin__")  # as Python 3 and Python 2 say
+_BUILTIN = ("builtins", "__builtin__")  # in Python 3 and Python 2
 _FACTORIES: dict[str, type] = {
     f"{home}.{kind.__name__}": kind for home in _BUILTIN for kind in (int, float, str, list, dict, set)
 }
-# what is filled after it was made, so that a description of it would not do; all of them hold data alone
+# built for real, because the pickle fills them after their construction; all of them are plain containers
 CONTAINERS: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": OrderedDict,
     "collections.Counter": Counter,

@@ -1,4 +1,4 @@
-"""Weights that are one and the same: known by where they were saved, or by what they hold."""
+"""Tied weights: found by the place where they were saved, or by equal content."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.tensor_bytes import movable
 
 # What models tie: an output head to an embedding, embeddings to a shared one. Only among these do equal bytes mean
-# anything: fresh biases are all zero, and a model that lacked one of them would not load.
+# that weights are tied: fresh biases are all zero, and a model would not load without one of them.
 _HEADS = ("lm_head", "embed_out", "output", "output_layer", "output_projection", "proj_out", "decoder")
 _EMBEDDINGS = ("embed", "wte", "shared")
 _SHARED = "shared"
 
 
 def tied(tensors: Mapping[str, PiecedTensor]) -> dict[str, str]:
-    """Names that need not be written, each with the name that stands for it."""
+    """Names of duplicates that need not be written, each with the name that is."""
     found = same_place(tensors)
     left = {name: tensor for name, tensor in tensors.items() if name not in found}
     for kept, other in _candidates(left):
@@ -28,22 +28,25 @@ def tied(tensors: Mapping[str, PiecedTensor]) -> dict[str, str]:
 
 
 def same_place(tensors: Mapping[str, PiecedTensor]) -> dict[str, str]:
-    """Those of them that were saved as one."""
+    """Duplicates that were saved as the same bytes of the same files."""
     by_place = defaultdict(list)
     for name, tensor in tensors.items():
         if tensor.size:
             by_place[tensor.dtype, tensor.shape, frozenset(tensor.pieces)].append(name)
-    return one_of_each(by_place.values())
+    return duplicates(by_place.values())
 
 
-def one_of_each(groups: Iterable[list[str]]) -> dict[str, str]:
-    """Of names that stand for one tensor, those that need not be written, each with the one that is: no output head."""
+def duplicates(groups: Iterable[list[str]]) -> dict[str, str]:
+    """For groups of names of the same tensor: the names not to write, each with the name to write instead.
+
+    An output head is never the name that is written, if the group has another.
+    """
     ordered = (sorted(names, key=_is_head) for names in groups)
     return {other: kept for kept, *others in ordered for other in others}
 
 
 def _candidates(tensors: Mapping[str, PiecedTensor]) -> Iterator[tuple[str, str]]:
-    """Pairs that models tie, the one to keep first."""
+    """Pairs of names that models tie, the name to keep first."""
     tables = [name for name, tensor in tensors.items() if len(tensor.shape) == 2 and name.endswith(".weight")]
 
     def pairs(keep: Callable[[str], bool], drop: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
@@ -70,12 +73,12 @@ def _is_shared(name: str) -> bool:
     return _module(name) == _SHARED
 
 
-def _equal(one: PiecedTensor, other: PiecedTensor) -> bool:
-    """Whether every byte is the same. Different ones are told by their first slab."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape) or not one.size:
+def _equal(first: PiecedTensor, second: PiecedTensor) -> bool:
+    """Whether every byte is the same. The first slab usually shows a difference."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape) or not first.size:
         return False
-    return all(_same_bytes(*slabs) for slabs in zip(one.slabs(), other.slabs(), strict=True))
+    return all(_same_bytes(*slabs) for slabs in zip(first.slabs(), second.slabs(), strict=True))
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(movable(one.flatten()).view(torch.uint8), movable(other.flatten()).view(torch.uint8))
+def _same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return torch.equal(movable(first.flatten()).view(torch.uint8), movable(second.flatten()).view(torch.uint8))

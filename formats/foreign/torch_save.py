@@ -1,4 +1,4 @@
-"""What `torch.save` wrote: where the bytes of its tensors are, and what else is in it. Its pickle is not executed."""
+"""Archives of `torch.save`: the place of every tensor's bytes, and what the pickle describes. It is not executed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ckpt.formats.foreign.pickle_reader import PERSISTENT, Described, read_pickl
 from ckpt.formats.pieces import Region
 from ckpt.formats.transfers import ByteReader
 
-_ENDS = 4096  # bytes at either end that hold all of the archive but the data, as a rule
-_LOCAL_HEADER = struct.Struct("<26xHH")  # the lengths of the name and of the extra field, behind what is of no use here
+_ENDS = 4096  # bytes at either end, which usually hold all of the archive except the data
+_LOCAL_HEADER = struct.Struct("<26xHH")  # skips to the lengths of the name and of the extra field
 _REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 _PARAMETER = "torch._utils._rebuild_parameter"
 _UNTYPED = "torch.storage.UntypedStorage"
@@ -40,31 +40,31 @@ TENSORS = frozenset((*_REBUILD, _PARAMETER, _UNTYPED, *_STORAGES, *DTYPES, "coll
 
 
 def find_tensor(reader: ByteReader, start: int, length: int, where: str) -> Region:
-    """Where the one tensor is that `torch.save` wrote to these bytes of a file. Reads a few kB, whatever its size."""
-    with opened(reader, start, length, where, "no tensor of torch.save") as saved:
-        return saved.region(saved.described(TENSORS))
+    """The place of the single tensor that `torch.save` wrote to these bytes of a file. Reads only a few kB."""
+    with open_archive(reader, start, length, where, "no tensor of torch.save") as archive:
+        return archive.region(archive.described(TENSORS))
 
 
 def is_tensor(found: Any) -> bool:
-    """Whether something in a pickle describes a tensor."""
+    """Whether a value that was read from a pickle describes a tensor."""
     return isinstance(found, Described) and found.name in (*_REBUILD, _PARAMETER)
 
 
 @contextmanager
-def opened(reader: ByteReader, start: int, length: int, where: str, is_none: str) -> Iterator[Saved]:
-    """What `torch.save` wrote to these bytes of a file. Whatever is wrong with it is one error: it holds `is_none`."""
-    window = _Window(reader, start, length)
+def open_archive(reader: ByteReader, start: int, length: int, where: str, not_found: str) -> Iterator[TorchArchive]:
+    """The archive in these bytes of a file. Any defect raises one `DamagedError`: the file holds `not_found`."""
+    window = _FileWindow(reader, start, length)
     try:
         with zipfile.ZipFile(window) as archive:
-            yield Saved(window, archive, where)
+            yield TorchArchive(window, archive, where)
     except (zipfile.BadZipFile, struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{where} holds {is_none} at byte {start}: {error}.") from error
+        raise DamagedError(f"{where} holds {not_found} at byte {start}: {error}.") from error
 
 
-class Saved:
-    """An archive of `torch.save`: a pickle, and beside it the bytes of every storage."""
+class TorchArchive:
+    """An archive of `torch.save`: a pickle, and the bytes of every storage."""
 
-    def __init__(self, window: _Window, archive: zipfile.ZipFile, where: str) -> None:
+    def __init__(self, window: _FileWindow, archive: zipfile.ZipFile, where: str) -> None:
         self._window = window
         self._archive = archive
         self._where = where
@@ -74,15 +74,15 @@ class Saved:
             raise ValueError("its bytes are in the order of another kind of machine")
 
     def described(self, allowed: Container[str]) -> Any:
-        """What the pickle describes. `allowed` are the names that it may hold."""
+        """What the pickle describes. `allowed` are the names that it may contain."""
         entry = self._archive.getinfo(f"{self._root}/data.pkl")
         if entry.compress_type != zipfile.ZIP_STORED:
             raise ValueError("its pickle is compressed, and could be of any size")
         return read_pickle(self._archive.read(entry), allowed, self._where)
 
     def region(self, found: Any) -> Region:
-        """Where the bytes of a tensor are that the pickle describes."""
-        saved = _Tensor.described(found)
+        """The place of the bytes of a tensor that the pickle describes."""
+        saved = _TensorRecord.described(found)
         entry = self._archive.getinfo(f"{self._root}/data/{saved.key}")
         if saved.stop > entry.file_size or entry.compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"{entry.file_size} bytes, compressed or not, do not hold its tensor of {saved.stop}")
@@ -91,8 +91,8 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class _Tensor:
-    """What the pickle says of a tensor: which storage, and which elements of it."""
+class _TensorRecord:
+    """A tensor in the pickle: the key of its storage, and which elements of that it is."""
 
     key: str
     dtype: torch.dtype
@@ -101,7 +101,7 @@ class _Tensor:
     strides: tuple[int, ...]
 
     @classmethod
-    def described(cls, found: Described) -> _Tensor:
+    def described(cls, found: Described) -> _TensorRecord:
         if found.name == _PARAMETER:
             found = found.arguments[0]
         if found.name not in _REBUILD:
@@ -134,13 +134,13 @@ def _dtype(storage: str, rest: list[Any], *, typed: bool) -> torch.dtype:
 
 
 def _checked(first: Any, sizes: Any, strides: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    if len(sizes) != len(strides) or any(type(one) is not int or one < 0 for one in (first, *sizes, *strides)):
+    if len(sizes) != len(strides) or any(type(number) is not int or number < 0 for number in (first, *sizes, *strides)):
         raise ValueError(f"a tensor of sizes {sizes!r} and strides {strides!r} from {first!r} cannot be")
     return first, tuple(sizes), tuple(strides)
 
 
-class _Window:
-    """A part of a file, for a zip reader. Both its ends are read once: a small archive is in them."""
+class _FileWindow:
+    """A range of a file, as a file object for `zipfile`. Both ends are read once: they hold all of a small archive."""
 
     def __init__(self, reader: ByteReader, start: int, length: int) -> None:
         self.start = start
@@ -177,7 +177,7 @@ class _Window:
         return self.reader.read(self.start + start, self.start + stop)
 
     def data_of(self, header: int, length: int) -> int:
-        """Where the data of an entry begins."""
+        """The offset of an entry's data."""
         name, extra = _LOCAL_HEADER.unpack(self._between(header, header + _LOCAL_HEADER.size))
         data: int = header + _LOCAL_HEADER.size + name + extra
         if data + length > self._length:

@@ -1,6 +1,6 @@
-"""Plain data that `torch.save` wrote, as the values that were saved. Its pickle is not executed.
+"""Plain data that `torch.save` wrote, as the values that were saved. The pickle is not executed.
 
-Containers, numbers, text, NumPy arrays and what torch has for dtypes, devices and sizes come back; tensors come as
+Supported are containers, numbers, text, NumPy arrays, and torch's dtypes, devices and sizes. Tensors become
 `PiecedTensor`s, which are read when they are needed. Any other name in the pickle is refused.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats.foreign.pickle_reader import CONTAINERS, FACTORIES, Described
-from ckpt.formats.foreign.torch_save import DTYPES, TENSORS, Saved, is_tensor, opened
+from ckpt.formats.foreign.torch_save import DTYPES, TENSORS, TorchArchive, is_tensor, open_archive
 from ckpt.formats.layout import Box
 from ckpt.formats.pieces import Piece, PiecedTensor
 from ckpt.formats.transfers import ByteReader
@@ -26,21 +26,21 @@ _KINDS = "biufcSU"  # of NumPy: numbers and text; never objects
 
 
 def read_values(reader: ByteReader, start: int, length: int, where: str) -> Any:
-    """What was saved to these bytes of a file."""
-    with opened(reader, start, length, where, "no plain data of torch.save") as saved:
+    """The value that was saved to these bytes of a file."""
+    with open_archive(reader, start, length, where, "no plain data of torch.save") as archive:
         try:
-            return _Values(saved).built(saved.described(ALLOWED))
+            return _ValueBuilder(archive).built(archive.described(ALLOWED))
         except RecursionError:
             raise DamagedError(f"{where} holds something that is inside itself, or nested beyond measure.") from None
 
 
-class _Values:
-    """Makes values of what a pickle describes: each thing once, however often it is referred to."""
+class _ValueBuilder:
+    """Builds the values that a pickle describes, each object once however often it is referenced."""
 
-    def __init__(self, saved: Saved) -> None:
-        self._saved = saved
+    def __init__(self, archive: TorchArchive) -> None:
+        self._archive = archive
         self._done: dict[int, Any] = {}
-        self._kept: list[Any] = []  # or another thing could get the identity of one that is gone
+        self._kept: list[Any] = []  # or a new object could get the identity of one that was freed
 
     def built(self, value: Any) -> Any:
         if id(value) not in self._done:
@@ -55,7 +55,7 @@ class _Values:
             return _named(Described(value.name, self.built(value.arguments), self.built(value.state)))
         if isinstance(value, defaultdict):
             return defaultdict(value.default_factory, self._items(value))
-        if isinstance(value, dict):  # of which an OrderedDict and a Counter are kinds
+        if isinstance(value, dict):  # also OrderedDict and Counter
             return type(value)(self._items(value))
         if isinstance(value, deque):
             return deque(map(self.built, value), value.maxlen)
@@ -64,10 +64,10 @@ class _Values:
         return value
 
     def _items(self, value: dict[Any, Any]) -> dict[Any, Any]:
-        return {self.built(key): self.built(one) for key, one in value.items()}
+        return {self.built(key): self.built(item) for key, item in value.items()}
 
     def _tensor(self, found: Described) -> PiecedTensor:
-        region = self._saved.region(found)
+        region = self._archive.region(found)
         whole = Box((0,) * len(region.sizes), region.sizes)
         return PiecedTensor(region.dtype, region.sizes, () if whole.is_empty else (Piece(whole, region),))
 
@@ -75,9 +75,9 @@ class _Values:
 def _named(found: Described) -> Any:
     if found.name in DTYPES:
         return DTYPES[found.name]
-    if found.name in _MADE:
-        return _MADE[found.name](found)
-    return found  # what only serves to describe something else: a class of NumPy
+    if found.name in _BUILDERS:
+        return _BUILDERS[found.name](found)
+    return found  # a class of NumPy, which only occurs in the description of an array
 
 
 def _encoded(found: Described) -> bytes:
@@ -89,8 +89,8 @@ def _encoded(found: Described) -> bytes:
 
 
 def _bytes(found: Described) -> Any:
-    if any(isinstance(one, int) for one in found.arguments):
-        raise ValueError("it asks for bytes by their number")  # which could be more than there is memory
+    if any(isinstance(argument, int) for argument in found.arguments):
+        raise ValueError("it asks for bytes by their number")  # bytes(n) could exhaust the memory
     return (bytearray if found.name.endswith("bytearray") else bytes)(*found.arguments)
 
 
@@ -109,7 +109,7 @@ def _array(found: Described) -> Any:
 
     _, shape, dtype, by_columns, data = found.state
     array = np.frombuffer(data, dtype=dtype).reshape(shape, order="F" if by_columns else "C")
-    return array.copy()  # one of its own, that can be written to
+    return array.copy()  # writable, unlike a view of the bytes
 
 
 def _scalar(found: Described) -> Any:
@@ -127,7 +127,7 @@ _PLAIN: dict[str, Callable[..., Any]] = {
     f"{home}.{kind.__name__}": kind for home in ("builtins", "__builtin__") for kind in (complex, frozenset, slice)
 } | {"builtins.range": range, "__builtin__.xrange": range}
 _BYTES = [f"{home}.{name}" for home in ("builtins", "__builtin__") for name in ("bytes", "bytearray")]
-_MADE: dict[str, Callable[[Described], Any]] = {
+_BUILDERS: dict[str, Callable[[Described], Any]] = {
     **{name: _call(kind) for name, kind in _PLAIN.items()},
     **dict.fromkeys(_BYTES, _bytes),
     "torch.Size": _call(torch.Size),
@@ -137,4 +137,4 @@ _MADE: dict[str, Callable[[Described], Any]] = {
     **dict.fromkeys(_ARRAY, _array),
     **dict.fromkeys(_SCALAR, _scalar),
 }
-ALLOWED = frozenset((*TENSORS, *CONTAINERS, *FACTORIES, *_MADE, "numpy.ndarray"))
+ALLOWED = frozenset((*TENSORS, *CONTAINERS, *FACTORIES, *_BUILDERS, "numpy.ndarray"))

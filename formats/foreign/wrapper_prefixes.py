@@ -1,4 +1,4 @@
-"""Names of parameters, without what wrappers of the model have added to them."""
+"""Parameter names without the prefixes that wrappers of the model have added."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable
 
 from ckpt.errors import ConfigError
 
-# of torch.compile, FullyShardedDataParallel and checkpoint_wrapper
+# added by torch.compile, FullyShardedDataParallel and checkpoint_wrapper
 _INSIDE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_OUTSIDE = "module."  # of DistributedDataParallel
+_OUTSIDE = "module."  # added by DistributedDataParallel
 
 
 def unwrapped(names: Iterable[str], *, outside: bool = True) -> dict[str, str]:
-    """The bare name for each name. `module.` goes only where all begin with it: it may be the model's own word.
+    """The bare name for each name. `module.` is removed only if all names begin with it: a model may use it itself.
 
-    `outside`: whether it goes at all.
+    `outside`: whether it is removed at all.
     """
     bare = {name: _without_inner(name) for name in names}
     while bare and outside and all(name.startswith(_OUTSIDE) for name in bare.values()):

@@ -1,4 +1,4 @@
-"""Hashes over blocks, so that a ranged read can verify what it read and hashing can run in parallel."""
+"""Block hashes: a ranged read can verify what it read, and blocks can be hashed in parallel."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ BLOCK_SIZE = 32 << 20
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
-    """The hash of one block, in hexadecimal."""
+    """The hash of a block, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 class BlockHasher:
-    """Hashes a stream as it passes: one digest for every `BLOCK_SIZE` bytes, and one for the rest."""
+    """Hashes a stream: a digest for every `BLOCK_SIZE` bytes, and one for the remainder."""
 
     def __init__(self, block_size: int = BLOCK_SIZE) -> None:
         self.size = 0
@@ -35,7 +35,7 @@ class BlockHasher:
     def update(self, view: memoryview) -> None:
         view = view.cast("B")
         self.size += len(view)
-        if len(view) < self._room:  # most are
+        if len(view) < self._room:  # the common case
             self._open.update(view)
             self._room -= len(view)
             return

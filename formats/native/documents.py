@@ -1,4 +1,4 @@
-"""JSON documents: `state.json` with the values of all parts, and one document per rank with what is that rank's own."""
+"""JSON documents: `state.json` with the values of all parts, and a document per rank with that rank's own values."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats.native import dtypes
-from ckpt.formats.native.json_values import Decoder, Encoder, from_base64, to_base64
-from ckpt.formats.native.shard_table import ShardedState, spread
+from ckpt.formats.native.json_codecs import from_base64, to_base64
+from ckpt.formats.native.json_values import Decoder, Encoder
+from ckpt.formats.native.shard_table import ShardedState, build_table
 from ckpt.formats.state import PartState, Shard
 from ckpt.formats.tensor_bytes import host_bytes, on_host
 
@@ -34,21 +35,21 @@ def from_json(data: bytes, where: str) -> Any:
 
 
 def encode_part(kind: str, value: Any, prefix: str, problems: list[str]) -> PartState:
-    """A part's state, its tensors apart. What cannot be held is added to `problems` with its path."""
+    """A part's state, split into JSON and tensors. Values that cannot be stored are added to `problems` by path."""
     encoder = Encoder(prefix=prefix, problems=problems)
     values = encoder.encode(value)
     return PartState(kind, values, {name: Shard.whole(tensor) for name, tensor in encoder.tensors.items()})
 
 
-def encode_spread(kind: str, value: Any, prefix: str, problems: list[str], world_size: int) -> ShardedState:
-    """The state of a part whose tensors are spread over ranks. Every rank has the same values, and its own pieces."""
-    encoder = Encoder(prefix=prefix, problems=problems, spread=True)
+def encode_sharded(kind: str, value: Any, prefix: str, problems: list[str], world_size: int) -> ShardedState:
+    """The state of a part whose tensors may be sharded. Every rank has the same values, and its own shards."""
+    encoder = Encoder(prefix=prefix, problems=problems, allow_sharded=True)
     values = encoder.encode(value)
-    return ShardedState(kind, values, spread(encoder.tensors, world_size), encoder.tensors)
+    return ShardedState(kind, values, build_table(encoder.tensors, world_size), encoder.tensors)
 
 
 def encode_inline(value: Any, prefix: str, problems: list[str]) -> Any:
-    """A value whose tensors stand beside it as text: for small state that should be one document."""
+    """A value with its tensors as base64 text beside it: for small state that belongs into one document."""
     encoder = Encoder(prefix=prefix, problems=problems)
     values = encoder.encode(value)
     return {"values": values, "tensors": {name: _tensor_to_json(t) for name, t in encoder.tensors.items()}}

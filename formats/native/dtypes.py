@@ -17,7 +17,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def by_name(name: str) -> torch.dtype:
-    """The inverse of `name_of`; nothing but a dtype is ever looked up."""
+    """The inverse of `name_of`. Nothing but a dtype is ever looked up."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"this torch ({torch.__version__}) has no dtype {name!r}")

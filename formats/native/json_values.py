@@ -1,17 +1,16 @@
-"""Python values as JSON, and back as the same values.
+"""Python values as JSON, and back as equal values of the same types.
 
-None, booleans, numbers, strings, lists and dicts with string keys are themselves. Anything else is an object with one
-key that starts with `$` and says what it is: `{"$tuple": [1, 2]}`. Tensors and arrays stand as references to tensors
-that are stored elsewhere: `{"$tensor": "state.weight.exp_avg"}`. What has no entry here is refused, never pickled.
+None, booleans, numbers, strings, lists and dicts with string keys are themselves. Anything else is an object with a
+single key that starts with `$` and names the type: `{"$tuple": [1, 2]}`. Tensors and arrays are references to tensors
+stored elsewhere: `{"$tensor": "state.weight.exp_avg"}`. A type without an entry in `json_codecs` is refused, never
+pickled.
 """
 
 from __future__ import annotations
 
-import base64
-import math
 import re
 import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,26 +20,38 @@ import torch
 
 from ckpt.errors import DamagedError, UnsupportedError
 from ckpt.formats.layout import is_sharded
-from ckpt.formats.native import dtypes, tensor_subclasses
+from ckpt.formats.native import tensor_subclasses
+from ckpt.formats.native.header import METADATA
+from ckpt.formats.native.json_codecs import (
+    BY_TAG,
+    CODECS,
+    FACTORIES,
+    SURROGATE,
+    Headed,
+    Items,
+    from_base64,
+    is_json_already,
+    is_numpy,
+    shown,
+    to_base64,
+)
 from ckpt.formats.pieces import PiecedTensor
 
-_SAFE_INT = 1 << 63
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _NAME = re.compile("[^\\[\\]'\"\\s\ud800-\udfff]+")
-_RESERVED = "__metadata__"  # no name for a tensor in a safetensors file
+_RESERVED = METADATA  # no tensor of a safetensors file may have this name
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _TOO_DEEP = 100  # levels; with more, reading the JSON back could end in a RecursionError
 
 
 @dataclass
 class Encoder:
-    """Turns values into JSON; collects tensors by name, and every value that cannot be held by its path."""
+    """Turns values into JSON. Collects tensors by name, and the paths of values that cannot be stored."""
 
-    tensors: dict[str, Any] = field(default_factory=dict)  # as they are here, or as `PiecedTensor`s
+    tensors: dict[str, Any] = field(default_factory=dict)  # live tensors or `PiecedTensor`s
     problems: list[str] = field(default_factory=list)
     prefix: str = ""
-    spread: bool = False  # whether tensors may be such that every rank holds a piece
-    _around: set[int] = field(default_factory=set)  # the containers that the value in hand is inside
+    allow_sharded: bool = False  # whether tensors may be sharded over ranks
+    _enclosing: set[int] = field(default_factory=set)  # identities of the containers around the current value
 
     def encode(self, value: Any, path: str = "") -> Any:
         return self._encode(value, path, 0)
@@ -49,51 +60,51 @@ class Encoder:
         kind = type(value)
         if value is None or kind is bool:
             return value
-        if kind in _PLAIN_TENSORS:  # most values are, and training waits
+        if kind in _PLAIN_TENSORS:  # first: most values are tensors, and training waits
             return self._tensor(value, path)
         if depth > _TOO_DEEP:
             return self._refuse(path[:80] + "...", f"nested more than {_TOO_DEEP} levels deep")
-        if id(value) in self._around:
+        if id(value) in self._enclosing:
             return self._refuse(path, f"{describe(value)} inside itself")
-        if kind is defaultdict and value.default_factory not in _FACTORIES:
+        if kind is defaultdict and value.default_factory not in FACTORIES:
             return self._refuse(path, f"a defaultdict whose factory is {describe(value.default_factory)}")
-        if kind in _CODECS:
+        if kind in CODECS:
             return self._coded(value, path, depth)
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
         if isinstance(value, PiecedTensor):
             return {"$tensor": self._add(path, value)}
-        if _is_numpy(value):
+        if is_numpy(value):
             return self._numpy(value, path)
         return self._refuse(path, describe(value))
 
     def _coded(self, value: Any, path: str, depth: int) -> Any:
-        tag, parts, _ = _CODECS[type(value)]
-        self._around.add(id(value))
+        tag, parts, _ = CODECS[type(value)]
+        self._enclosing.add(id(value))
         data = self._parts(parts(value), path, depth)
-        self._around.discard(id(value))
+        self._enclosing.discard(id(value))
         return {tag: data} if tag else data
 
     def _parts(self, plain: Any, path: str, depth: int) -> Any:
-        """Go on below a value that its codec has turned into lists and dicts."""
-        if isinstance(plain, _Headed):
+        """Encode the items of a value that its codec has turned into lists and dicts."""
+        if isinstance(plain, Headed):
             return [plain.head, self._parts(plain.body, path, depth)]
-        if isinstance(plain, _Items):
+        if isinstance(plain, Items):
             return self._items(plain, path, depth)
         if isinstance(plain, list):
-            if _is_json_already(plain):
+            if is_json_already(plain):
                 return plain
             return [self._encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(plain)]
         return plain
 
-    def _items(self, items: _Items, path: str, depth: int) -> Any:
+    def _items(self, items: Items, path: str, depth: int) -> Any:
         below = [(key, self._encode(value, step(path, key), depth + 1)) for key, value in items]
         if all(type(key) is str and _is_json_key(key) for key, _ in items):
             return dict(below)
         return {"$items": [[self._encode(key, f"{path}(key)", depth + 1), value] for key, value in below]}
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
-        if self.spread and is_sharded(tensor):
+        if self.allow_sharded and is_sharded(tensor):
             return {"$tensor": self._add(path, tensor)}
         if type(tensor) not in _PLAIN_TENSORS:
             if tensor_subclasses.is_packed(tensor):
@@ -141,31 +152,24 @@ class Encoder:
 
 
 def step(path: str, key: Any) -> str:
-    """The path one key further down: `groups[0].lr`."""
+    """The path of a key below `path`: `groups[0].lr`."""
     if type(key) is str and _is_name(key):
         return f"{path}.{key}" if path else key
-    return f"{path}[{_shown(key)}]"
+    return f"{path}[{shown(key)}]"
 
 
-@lru_cache(maxsize=1 << 16)  # the same keys come with every save, and training waits
+@lru_cache(maxsize=1 << 16)  # the keys are the same in every save, and training waits
 def _is_name(key: str) -> bool:
     return _NAME.fullmatch(key) is not None
 
 
 @lru_cache(maxsize=1 << 16)
 def _is_json_key(key: str) -> bool:
-    return not key.startswith("$") and not _SURROGATE.search(key)
-
-
-def _shown(value: Any) -> str:
-    try:
-        return repr(value)
-    except ValueError:  # Python refuses to spell out very long numbers
-        return f"<{type(value).__name__}>"
+    return not key.startswith("$") and not SURROGATE.search(key)
 
 
 def describe(value: Any) -> str:
-    """What a refused value is, for people: `a function`, `a mypackage.Thing`."""
+    """What a refused value is, for error messages: `a function`, `a mypackage.Thing`."""
     if callable(value) and hasattr(value, "__name__") and not isinstance(value, type):
         return "a function"
     if isinstance(value, type):
@@ -175,7 +179,7 @@ def describe(value: Any) -> str:
 
 
 def refuse(problems: Iterable[str]) -> None:
-    """Raise one error for all values that cannot be held, if there are any."""
+    """Raise one error that lists all values that cannot be stored, if there are any."""
     listed = tuple(problems)
     if listed:
         lines = "\n  ".join(listed)
@@ -188,7 +192,7 @@ def refuse(problems: Iterable[str]) -> None:
 
 @dataclass
 class Decoder:
-    """Turns the JSON of an `Encoder` back into values. `tensor` finds a tensor by the name in a reference."""
+    """Turns the JSON of an `Encoder` back into values. `tensor` returns the tensor of a reference by its name."""
 
     tensor: Callable[[str], Any]
 
@@ -212,13 +216,13 @@ class Decoder:
             return self._numpy(tag, inner)
         if tag == "$packed":
             return self._packed(inner)
-        if tag not in _BY_TAG:
+        if tag not in BY_TAG:
             raise DamagedError(f"the state holds a value of an unknown kind, {tag!r}. Was it written by a newer ckpt?")
-        return _BY_TAG[tag](self.decode(inner))
+        return BY_TAG[tag](self.decode(inner))
 
     def _packed(self, inner: Mapping[str, Any]) -> Any:
         tensors = self.decode(inner["tensors"])
-        if not all(isinstance(one, torch.Tensor) for one in tensors.values()):  # somebody looks before reading
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):  # placeholders, before reading
             return tensors
         return tensor_subclasses.pack(inner["kind"], tensors, self.decode(inner["context"]))
 
@@ -230,117 +234,9 @@ class Decoder:
             data = np.frombuffer(from_base64(inner["bytes"]), dtype=np.uint8)
         else:
             tensor = self.tensor(inner["tensor"])
-            if not isinstance(tensor, torch.Tensor):  # somebody looks before reading
+            if not isinstance(tensor, torch.Tensor):  # a placeholder, before reading
                 return tensor
             data = tensor.numpy()
         if data.size:
             array.reshape(-1).view(np.uint8)[:] = data
         return array[()] if tag == "$numpy" else array
-
-
-def _is_json_already(values: list[Any]) -> bool:
-    """Whether these are all of one kind, which JSON holds as they are: long lists of them go at once."""
-    kinds = set(map(type, values))
-    if kinds == {int}:
-        return bool(min(values) >= -_SAFE_INT and max(values) < _SAFE_INT)
-    if kinds == {str}:
-        return not any(map(_SURROGATE.search, values))
-    return kinds == {float} and all(map(math.isfinite, values))
-
-
-class _Items(list[tuple[Any, Any]]):
-    """The items of a dict, on their way to JSON."""
-
-
-@dataclass
-class _Headed:
-    """A container with one fact more than what is in it, on its way to JSON."""
-
-    head: Any
-    body: Any
-
-
-def to_base64(data: bytes | bytearray) -> str:
-    return base64.b64encode(data).decode()
-
-
-def from_base64(text: str) -> bytes:
-    return base64.b64decode(text)
-
-
-def _str(value: str) -> Any:
-    # JSON makes one character of two surrogates that stand side by side, and other readers refuse a lone one
-    return {"$str": to_base64(value.encode("utf-8", "surrogatepass"))} if _SURROGATE.search(value) else value
-
-
-def _float(value: float) -> Any:
-    return value if math.isfinite(value) else {"$float": str(value)}
-
-
-def _int(value: int) -> Any:
-    # Python refuses to parse very long decimal numbers, and other readers lose digits beyond 64 bits
-    return value if -_SAFE_INT <= value < _SAFE_INT else {"$int": hex(value)}
-
-
-def _sorted(values: Iterable[Any]) -> list[Any]:
-    return sorted(values, key=lambda value: (type(value).__name__, _shown(value)))
-
-
-_FACTORIES: dict[Any, str] = {None: "", int: "int", float: "float", list: "list", dict: "dict", set: "set", str: "str"}
-_FACTORY_BY_NAME = {name: factory for factory, name in _FACTORIES.items()}
-
-
-def _named(prefix: str) -> Callable[[str], Any]:
-    def find(name: str) -> Any:
-        found = getattr(torch, name, None)
-        if type(found).__name__ != prefix:
-            raise DamagedError(f"this torch ({torch.__version__}) has no {prefix} {name!r}.")
-        return found
-
-    return find
-
-
-def _last_name(value: Any) -> str:
-    return str(value).removeprefix("torch.")
-
-
-# type: (tag, to lists and dicts, back). Without a tag the JSON value is the value itself.
-_CODECS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    int: ("", _int, int),
-    float: ("", _float, float),
-    str: ("", _str, str),
-    list: ("", list, list),
-    dict: ("", lambda value: _Items(value.items()), dict),
-    tuple: ("$tuple", list, tuple),
-    set: ("$set", _sorted, set),
-    frozenset: ("$frozenset", _sorted, frozenset),
-    deque: ("$deque", lambda value: _Headed(value.maxlen, list(value)), lambda d: deque(d[1], maxlen=d[0])),
-    OrderedDict: ("$ordered", lambda value: _Items(value.items()), OrderedDict),
-    Counter: ("$counter", lambda value: _Items(value.items()), Counter),
-    defaultdict: (
-        "$defaultdict",
-        lambda value: _Headed(_FACTORIES[value.default_factory], _Items(value.items())),
-        lambda d: defaultdict(_FACTORY_BY_NAME[d[0]], d[1]),
-    ),
-    bytes: ("$bytes", to_base64, from_base64),
-    bytearray: ("$bytearray", to_base64, lambda text: bytearray(from_base64(text))),
-    complex: ("$complex", lambda value: [value.real, value.imag], lambda pair: complex(*pair)),
-    range: ("$range", lambda value: [value.start, value.stop, value.step], lambda three: range(*three)),
-    slice: ("$slice", lambda value: [value.start, value.stop, value.step], lambda three: slice(*three)),
-    torch.Size: ("$size", list, torch.Size),
-    torch.dtype: ("$dtype", dtypes.name_of, _named("dtype")),
-    torch.layout: ("$layout", _last_name, _named("layout")),
-    torch.memory_format: ("$memory_format", _last_name, _named("memory_format")),
-    torch.device: ("$device", str, torch.device),
-}
-
-_BY_TAG = {tag: back for tag, _, back in _CODECS.values() if tag} | {
-    "$float": float,
-    "$int": lambda text: int(text, 16),
-    "$str": lambda text: from_base64(text).decode("utf-8", "surrogatepass"),
-}
-
-
-def _is_numpy(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))

@@ -1,6 +1,6 @@
-"""The manifest: versioned JSON that lists every file with its hashes. Writing it is the commit.
+"""The manifest: versioned JSON that lists every file with its hashes. Writing it commits the checkpoint.
 
-Its first two lines are fixed, so that no changed byte goes unnoticed:
+Its first two lines are fixed, so that any changed byte is detected:
 
     {
      "digest": "xxh3-128:<of every byte after this line>",
@@ -32,10 +32,10 @@ _HEX = 32
 
 @dataclass(frozen=True, kw_only=True)
 class FileRecord:
-    """One file of a checkpoint: what it is, where it is, how long, and a hash for each of its blocks.
+    """A file of a checkpoint: its name, path and size, and a hash for each of its blocks.
 
-    `name` says what it holds (`model.safetensors`). `path` is the same, but for the files of a checkpoint that has
-    replaced another one of its name.
+    `name` says what it holds (`model.safetensors`). `path` equals it, except in a checkpoint that has replaced another
+    one of the same name.
     """
 
     name: str
@@ -43,7 +43,7 @@ class FileRecord:
     size: int
     blocks: tuple[str, ...]
     block_size: int = BLOCK_SIZE
-    head: tuple[int, str] | None = None  # how many bytes at its start are read by themselves, and their hash
+    head: tuple[int, str] | None = None  # length and hash of the header, which readers fetch separately
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> FileRecord:
@@ -54,7 +54,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Host:
-    """A host with a root of its own, which has what its ranks wrote."""
+    """A host with a root of its own, which holds the files of its ranks."""
 
     name: str
     ranks: tuple[int, ...]
@@ -62,7 +62,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All that is known of a checkpoint without opening its other files."""
+    """What is known of a checkpoint without opening its other files."""
 
     name: str
     id: str
@@ -73,17 +73,17 @@ class Manifest:
     world_size: int = 1
     layout: str = "full"
     parent: str | None = None
-    origin: str = ""  # the tool whose checkpoint this was, if it was converted
+    origin: str = ""  # the tool that wrote it, if it was converted
     progress: Mapping[str, int] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     hardware: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    hosts: tuple[Host, ...] = ()  # where they share no root
+    hosts: tuple[Host, ...] = ()  # empty if all share one root
 
     @property
     def size(self) -> int:
-        """Bytes in all files together."""
+        """The bytes of all files together."""
         return sum(file.size for file in self.files)
 
     @property
@@ -125,7 +125,7 @@ def _check_version(fields: Mapping[str, Any], where: str) -> None:
 def _known(cls: type[Manifest], fields: dict[str, Any]) -> dict[str, Any]:
     known = {key: value for key, value in fields.items() if key in cls.__dataclass_fields__}
     known["files"] = tuple(FileRecord.from_json(file) for file in known["files"])
-    known["hosts"] = tuple(Host(one["name"], tuple(one["ranks"])) for one in known.get("hosts", ()))
+    known["hosts"] = tuple(Host(host["name"], tuple(host["ranks"])) for host in known.get("hosts", ()))
     known["metrics"] = {key: float(value) for key, value in known["metrics"].items()}
     return known
 

@@ -1,4 +1,4 @@
-"""The tensors of our own files, whole or in pieces, over all the files of a part."""
+"""The tensors of safetensors files as `PiecedTensor`s, put together over all the files of a part."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ckpt.formats.native.header import is_bare
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.pieces import Piece, PiecedTensor, Region, Sizes, dense_strides
 
-_Found = tuple[torch.dtype, Sizes, Piece]
+_FoundPiece = tuple[torch.dtype, Sizes, Piece]  # dtype and shape of the full tensor, and one of its pieces
 
 
 def pieced(files: Iterable[TensorFile]) -> dict[str, PiecedTensor]:
-    """Every tensor in the files. One of which several files hold pieces is put together of them."""
-    found: dict[str, list[_Found]] = defaultdict(list)
+    """Every tensor in the files, its pieces collected from all of them."""
+    found: dict[str, list[_FoundPiece]] = defaultdict(list)
     for file in files:
-        for name, one in _in_file(file):
-            found[name].append(one)
-    return {name: _together(name, listed) for name, listed in found.items()}
+        for name, piece in _in_file(file):
+            found[name].append(piece)
+    return {name: _joined(name, pieces) for name, pieces in found.items()}
 
 
-def _in_file(file: TensorFile) -> Iterator[tuple[str, _Found]]:
+def _in_file(file: TensorFile) -> Iterator[tuple[str, _FoundPiece]]:
     for name, region in _regions(file):
         shape = file.shapes.get(name, region.sizes)
         box = Box(_offsets(file, name, len(shape)), region.sizes)
@@ -33,24 +33,24 @@ def _in_file(file: TensorFile) -> Iterator[tuple[str, _Found]]:
 
 
 def _offsets(file: TensorFile, name: str, dims: int) -> Sizes:
-    """Where a piece belongs: a view of a piece, where that one does."""
+    """The offsets of a piece in its tensor. A view of a piece has the offsets of that piece."""
     base = file.views[name].of if name in file.views and name in file.shapes else name
     return file.offsets.get(name) or file.offsets.get(base) or (0,) * dims
 
 
 def _regions(file: TensorFile) -> Iterator[tuple[str, Region]]:
-    """The bytes of every tensor; bare storages that only serve as the bases of views are none."""
+    """The region of every tensor. Bare buffers, which only serve as bases of views, are left out."""
     bases = {view.of for view in file.views.values() if is_bare(view.of)}
-    for name, saved in file.stored.items():
+    for name, entry in file.stored.items():
         if name not in bases:
-            strides = dense_strides(saved.shape)
-            yield name, Region(file.reader, file.where, saved.dtype, saved.start, saved.shape, strides)
+            strides = dense_strides(entry.shape)
+            yield name, Region(file.reader, file.where, entry.dtype, entry.start, entry.shape, strides)
     for name, view in file.views.items():
         start = file.stored[view.of].start + view.start
         yield name, Region(file.reader, file.where, view.dtype, start, view.shape, view.stride)
 
 
-def _together(name: str, found: list[_Found]) -> PiecedTensor:
+def _joined(name: str, found: list[_FoundPiece]) -> PiecedTensor:
     dtype, shape, first = found[0]
     for other_dtype, other_shape, piece in found:
         if (other_dtype, other_shape) != (dtype, shape) or len(piece.box.offsets) != len(shape):

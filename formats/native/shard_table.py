@@ -1,7 +1,7 @@
-"""A part whose tensors are spread over ranks: who writes which piece, and where each piece is found again.
+"""Sharded parts: which rank writes which shard, and from which file each shard is read.
 
-Every rank works this out alone, from the tensors it has: all ranks see the same names, shapes and layouts. Of a piece
-that several ranks hold, one writes; large ones are shared out among them by size.
+Every rank computes this by itself: all ranks see the same names, shapes and layouts. Of the ranks that hold copies of a
+shard, one writes it; large tensors are balanced among the copies by size.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ import torch
 from ckpt.errors import DamagedError
 from ckpt.formats.layout import Box, Layout, gathered, is_sharded, layout_of, local_tensor
 from ckpt.formats.native import dtypes
-from ckpt.formats.native.tensor_file import SMALL, TensorFile, narrowed
+from ckpt.formats.native.tensor_file import TensorFile
+from ckpt.formats.native.tensor_file_plan import SMALL
 from ckpt.formats.state import Shard
+from ckpt.formats.tensor_bytes import narrowed
 
-EVERY = -1  # in place of the number of a copy: all copies are written
+EVERY = -1  # instead of a copy's number: every copy is written
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """A tensor: what it is, how it is spread, and which of its copies is written."""
+    """A tensor: dtype, shape, how it is sharded, and which of its copies is written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -40,27 +42,27 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class ShardTable:
-    """All tensors of a part by name. A tied tensor is an alias of the one that is stored."""
+    """All tensors of a part by name. A tied tensor is an alias of a stored one."""
 
     tensors: dict[str, ShardSpec]
     aliases: dict[str, str] = field(default_factory=dict)
 
     def with_every_copy(self) -> ShardTable:
-        """The same, but for ranks that cannot read each other's files: each writes all that it holds."""
-        return ShardTable({name: replace(one, copy=EVERY) for name, one in self.tensors.items()}, self.aliases)
+        """For ranks that cannot read each other's files: each writes all that it holds."""
+        return ShardTable({name: replace(spec, copy=EVERY) for name, spec in self.tensors.items()}, self.aliases)
 
     def to_json(self) -> dict[str, Any]:
-        layouts = list(dict.fromkeys(one.layout for one in self.tensors.values()))
+        layouts = list(dict.fromkeys(spec.layout for spec in self.tensors.values()))
         number = {layout: index for index, layout in enumerate(layouts)}
         rows = {
-            name: [dtypes.name_of(one.dtype), list(one.shape), number[one.layout], one.copy]
-            for name, one in self.tensors.items()
+            name: [dtypes.name_of(spec.dtype), list(spec.shape), number[spec.layout], spec.copy]
+            for name, spec in self.tensors.items()
         }
         return {"layouts": [layout.to_json() for layout in layouts], "tensors": rows, "aliases": self.aliases}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> ShardTable:
-        layouts = [Layout.from_json(one) for one in fields["layouts"]]
+        layouts = [Layout.from_json(layout) for layout in fields["layouts"]]
         rows = {
             name: ShardSpec(dtypes.by_name(dtype), tuple(shape), layouts[number], copy)
             for name, (dtype, shape, number, copy) in fields["tensors"].items()
@@ -70,32 +72,32 @@ class ShardTable:
 
 @dataclass(frozen=True)
 class ShardedState:
-    """The state of a spread part on one rank: JSON with references, who has what, and this rank's live tensors."""
+    """The state of a sharded part on one rank: JSON with references, the shard table, and this rank's live tensors."""
 
     kind: str
     values: Any
     table: ShardTable
     tensors: Mapping[str, Any]
     frozen: frozenset[str] = frozenset()  # tensors that training does not change
-    about: Mapping[str, Any] = field(default_factory=dict)  # JSON: what others need to build the object again
+    about: Mapping[str, Any] = field(default_factory=dict)  # JSON that other tools need to rebuild the object
 
     @property
     def outlines(self) -> dict[str, torch.Tensor]:
-        """Every stored tensor as it would be whole, without its data."""
+        """Every stored tensor in full, on the meta device."""
         return {
-            name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in self.table.tensors.items()
+            name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in self.table.tensors.items()
         }
 
     def gather(self, name: str) -> torch.Tensor:
-        """A tensor, whole, on the main rank at least. Every rank makes this call."""
+        """The full tensor, at least on rank 0. Collective: every rank makes this call."""
         tensor = self.tensors[name]
         whole: torch.Tensor = gathered(tensor) if is_sharded(tensor) else tensor
         return whole
 
 
-@torch.no_grad()  # a piece of a DTensor is then the piece itself, without a step of autograd
-def spread(tensors: Mapping[str, Any], world_size: int) -> ShardTable:
-    """How these live tensors are spread. Plain ones are taken to be the same on every rank."""
+@torch.no_grad()  # the local shard of a DTensor is then the shard itself, without an autograd node
+def build_table(tensors: Mapping[str, Any], world_size: int) -> ShardTable:
+    """The shard table of live tensors. Plain tensors count as replicated on every rank."""
     aliases = _aliases(tensors)
     everywhere = Layout.replicated(world_size)
     found = {
@@ -103,11 +105,11 @@ def spread(tensors: Mapping[str, Any], world_size: int) -> ShardTable:
         for name, tensor in tensors.items()
         if name not in aliases
     }
-    return ShardTable(_shared_out(found), aliases)
+    return ShardTable(_balanced(found), aliases)
 
 
 def _aliases(tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Tensors that are another one, or lie in the same memory. A piece that is empty has no memory to tell by."""
+    """Tensors that are the same object or memory as an earlier one. Empty shards have no memory to compare."""
     first: dict[Any, str] = {}
     aliases = {}
     for name, tensor in tensors.items():
@@ -123,79 +125,79 @@ def _aliases(tensors: Mapping[str, Any]) -> dict[str, str]:
     return aliases
 
 
-def _shared_out(tensors: Mapping[str, ShardSpec]) -> dict[str, ShardSpec]:
-    """Give each tensor that several ranks hold to the copy that has least to write so far, the largest first.
+def _balanced(tensors: Mapping[str, ShardSpec]) -> dict[str, ShardSpec]:
+    """Assign each replicated tensor to the copy with the fewest bytes to write so far, largest tensors first.
 
-    Small ones are all the first copy's, so that whoever wants them finds them together.
+    Small tensors all go to copy 0, so that they lie together for whoever reads them.
     """
     loads: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     chosen = dict(tensors)
     for name in sorted(tensors, key=lambda name: (-tensors[name].size, name)):
-        one = tensors[name]
-        if one.layout.copies > 1 and one.size >= SMALL:
-            heap = loads.setdefault((one.layout.copies, *one.layout.ranks), [(0, n) for n in range(one.layout.copies)])
+        spec, copies = tensors[name], tensors[name].layout.copies
+        if copies > 1 and spec.size >= SMALL:
+            heap = loads.setdefault((copies, *spec.layout.ranks), [(0, number) for number in range(copies)])
             load, copy = heapq.heappop(heap)
-            heapq.heappush(heap, (load + one.size, copy))
-            chosen[name] = ShardSpec(one.dtype, one.shape, one.layout, copy)
+            heapq.heappush(heap, (load + spec.size, copy))
+            chosen[name] = ShardSpec(spec.dtype, spec.shape, spec.layout, copy)
     return chosen
 
 
 @torch.no_grad()
 def written_by(table: ShardTable, tensors: Mapping[str, Any], rank: int) -> dict[str, Shard]:
-    """The pieces that a rank writes."""
+    """The shards that a rank writes."""
     mine = {}
-    for name, one in table.tensors.items():
-        if one.layout.holds(rank) and one.copy in (EVERY, one.layout.copy_of(rank)):
-            box = one.layout.box(one.shape, rank)
-            if not box.is_empty or not math.prod(one.shape):
+    for name, spec in table.tensors.items():
+        if spec.layout.holds(rank) and spec.copy in (EVERY, spec.layout.copy_of(rank)):
+            box = spec.layout.box(spec.shape, rank)
+            if not box.is_empty or not math.prod(spec.shape):
                 tensor = tensors[name]
-                piece = local_tensor(tensor) if is_sharded(tensor) else tensor
-                mine[name] = Shard(piece, one.shape, box.offsets)
+                local = local_tensor(tensor) if is_sharded(tensor) else tensor
+                mine[name] = Shard(local, spec.shape, box.offsets)
     return mine
 
 
 @dataclass
 class ShardedTensors:
-    """The tensors of a spread part in a checkpoint. Only the files that hold a wanted piece are opened."""
+    """The tensors of a sharded part in a checkpoint. Only files that hold a needed shard are opened."""
 
     table: ShardTable
-    open: Callable[[int], list[TensorFile]]  # the files that a rank has written
-    rank: int = 0  # whose own files come first
-    here: Callable[[int], bool] = lambda rank: True  # whether the files that a rank has written can be read
+    open: Callable[[int], list[TensorFile]]  # opens the files that a rank has written
+    rank: int = 0  # whose own copy is preferred
+    here: Callable[[int], bool] = lambda rank: True  # whether a rank's files can be read from here
     _opened: dict[int, list[TensorFile]] = field(default_factory=dict)
     _whole: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        one = self._entry(name)
-        return one.dtype, one.shape
+        spec = self._spec(name)
+        return spec.dtype, spec.shape
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, whole and plain, in new memory. Tied ones are one."""
+        """The full tensor in new memory. Tied tensors are one object."""
         name = self.table.aliases.get(name, name)
         if name not in self._whole:
-            one = self._entry(name)
-            self._whole[name] = torch.empty(one.shape, dtype=one.dtype)
-            self.fill(name, self._whole[name], Box((0,) * len(one.shape), one.shape))
+            spec = self._spec(name)
+            self._whole[name] = torch.empty(spec.shape, dtype=spec.dtype)
+            self.fill(name, self._whole[name], Box((0,) * len(spec.shape), spec.shape))
         return self._whole[name]
 
     def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
         """Fill `target`, which is the given box of a tensor."""
         name = self.table.aliases.get(name, name)
-        one = self._entry(name)
-        for rank, piece, there in one.layout.overlaps(one.shape, self._copy(one, box), box):
-            self._file(rank, name).fill(name, narrowed(target, there), piece)
+        spec = self._spec(name)
+        for rank, part, there in spec.layout.overlaps(spec.shape, self._copy(spec, box), box):
+            self._file(rank, name).fill(name, narrowed(target, there), part)
 
-    def _copy(self, one: ShardSpec, box: Box) -> int:
-        """The copy to read. Where every copy was written, this rank's own; or another one that can be read here."""
-        if one.copy != EVERY:
-            return one.copy
-        own = one.layout.copy_of(self.rank) if one.layout.holds(self.rank) else 0
-        for copy in (own, *(number for number in range(one.layout.copies) if number != own)):
-            if all(self.here(rank) for rank, _, _ in one.layout.overlaps(one.shape, copy, box)):
+    def _copy(self, spec: ShardSpec, box: Box) -> int:
+        """The copy to read. If every copy was written: this rank's own, or else one whose files are readable here."""
+        if spec.copy != EVERY:
+            return spec.copy
+        own = spec.layout.copy_of(self.rank) if spec.layout.holds(self.rank) else 0
+        for copy in (own, *(number for number in range(spec.layout.copies) if number != own)):
+            if all(self.here(rank) for rank, _, _ in spec.layout.overlaps(spec.shape, copy, box)):
                 return copy
         return own
 
-    def _entry(self, name: str) -> ShardSpec:
+    def _spec(self, name: str) -> ShardSpec:
         try:
             return self.table.tensors[self.table.aliases.get(name, name)]
         except KeyError:
@@ -211,11 +213,11 @@ class ShardedTensors:
 
 
 def disagreements(tables: Mapping[int, ShardTable]) -> Iterator[tuple[str, list[str]]]:
-    """Tensors that ranks see differently: for each, what which ranks say."""
+    """Tensors whose dtype or shape differs between ranks: the name, and what which ranks have."""
     for name in sorted({name for table in tables.values() for name in table.tensors}):
         said: dict[str, list[str]] = defaultdict(list)
         for rank, table in tables.items():
-            one = table.tensors.get(name)
-            said[f"{dtypes.name_of(one.dtype)}{list(one.shape)}" if one else "nothing"].append(str(rank))
+            spec = table.tensors.get(name)
+            said[f"{dtypes.name_of(spec.dtype)}{list(spec.shape)}" if spec else "nothing"].append(str(rank))
         if len(said) > 1:
             yield name, [f"{text} on rank {', '.join(ranks)}" for text, ranks in said.items()]

@@ -1,4 +1,4 @@
-"""Tensors that are made of other tensors, as the states of 8-bit optimizers are."""
+"""Tensor subclasses that consist of other tensors, such as the states of 8-bit optimizers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from ckpt.errors import DamagedError, UnsupportedError
 
-# a checkpoint names one of these and nothing else: what is read cannot choose code to run
+# the only classes that a checkpoint may name: its content cannot choose code to run
 _KNOWN = {
     "torchao.optim.subclass_8bit": "OptimState8bit",
     "torchao.optim.subclass_4bit": "OptimState4bit",
@@ -19,31 +19,31 @@ _KNOWN = {
 
 
 def is_packed(value: Any) -> bool:
-    """Whether this is a tensor of a kind that is known to be made of others."""
+    """Whether this is a tensor of a known subclass."""
     kind = type(value)
     return kind.__name__ == _KNOWN.get(kind.__module__)
 
 
 def pieces(tensor: Any) -> dict[str, torch.Tensor]:
-    """The tensors that one is made of, by name. They are the live ones."""
+    """The live inner tensors by name."""
     names, _ = tensor.__tensor_flatten__()
     return {name: getattr(tensor, name) for name in names}
 
 
 def about(tensor: Any) -> tuple[str, Any]:
-    """The kind of a packed tensor, and what else it takes to make it of its pieces."""
+    """The kind of a packed tensor, and the context that rebuilding it needs beside its inner tensors."""
     _, context = tensor.__tensor_flatten__()
     return type(tensor).__module__, context
 
 
 def pack(kind: str, tensors: Mapping[str, torch.Tensor], context: Any) -> Any:
-    """A packed tensor of these pieces."""
+    """A packed tensor made of these inner tensors."""
     if kind not in _KNOWN:
         raise DamagedError(f"the state holds a tensor of an unknown kind, {kind!r}. Was it written by a newer ckpt?")
     try:
-        made = getattr(import_module(kind), _KNOWN[kind])
+        subclass = getattr(import_module(kind), _KNOWN[kind])
     except ImportError as error:
         raise UnsupportedError(
             f"the state holds a {_KNOWN[kind]}, and {kind} is not here: pip install torchao ({error})"
         ) from error
-    return made.__tensor_unflatten__(tensors, context, None, None)
+    return subclass.__tensor_unflatten__(tensors, context, None, None)

@@ -15,7 +15,7 @@ from pathlib import Path
 from ckpt.errors import DamagedError, TransientError
 from ckpt.storage.hub.errors import explained
 from ckpt.storage.hub.repo import HubRepo, bars
-from ckpt.util.console import bar, say
+from ckpt.util.console import progress_bar, say
 
 _HASHED = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # the names of blobs: git's hash, or sha256 of large files
 _PIECE = 8 << 20
@@ -83,7 +83,9 @@ def verify(folder: Path, patterns: Sequence[str] | None = None) -> None:
     chosen = filter_repo_objects(files, allow_patterns=None if patterns is None else [*patterns])
     blobs = dict.fromkeys(Path(os.path.realpath(folder / path)) for path in chosen)
     hashed = [blob for blob in blobs if _HASHED.fullmatch(blob.name)]
-    with bar(f"verifying {folder.name[:8]}", sum(blob.stat().st_size for blob in hashed), in_bytes=True) as advance:
+    with progress_bar(
+        f"verifying {folder.name[:8]}", sum(blob.stat().st_size for blob in hashed), in_bytes=True
+    ) as advance:
         altered = [blob for blob in hashed if _hash(blob, advance) != blob.name]
     if altered:
         names = "; ".join(str(blob) for blob in altered)

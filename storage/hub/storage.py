@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 from ckpt.errors import AbsentError, ConfigError, StorageError, TruncatedError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, below, changed, check_key
+from ckpt.storage.deprecated import FormerName
 from ckpt.storage.hub.errors import explained
 from ckpt.storage.hub.pending import Pending, Receipt
 from ckpt.storage.hub.repo import MAIN_BRANCH, Hub, HubFile, HubRepo
@@ -48,7 +49,8 @@ class HubStorage:
     others in this process only.
     """
 
-    near = False
+    is_local = False
+    near = FormerName("is_local")
 
     def __init__(
         self, rest: str, *, token: str | None = None, interval: float = INTERVAL, deadline: float = DEADLINE

@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 
-from ckpt.util.aligned_memory import ALIGNMENT, DIRECT, aligned, copy
+from ckpt.util.aligned_memory import ALIGNMENT, O_DIRECT, allocate_aligned, copy_bytes
 
 _CACHESTAT = 451  # the same on every architecture; since Linux 6.5
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM}
@@ -66,7 +66,7 @@ def _is_cached(descriptor: int, start: int, size: int) -> bool:
 def _past_cache(path: str, start: int, left: list[memoryview]) -> tuple[int, list[memoryview]]:
     """Read aligned pieces straight from the disk. Stops where that is refused, or the file ends."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | DIRECT)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | O_DIRECT)
     except OSError:
         return start, left
     bounce = _bounce()
@@ -91,7 +91,7 @@ def _past_cache(path: str, start: int, left: list[memoryview]) -> tuple[int, lis
 def _bounce() -> memoryview:
     """Aligned memory of this thread's own."""
     if not hasattr(_own, "bounce"):
-        _own.bounce = aligned(_BOUNCE)
+        _own.bounce = allocate_aligned(_BOUNCE)
     bounce: memoryview = _own.bounce
     return bounce
 
@@ -100,7 +100,7 @@ def _scatter(source: memoryview, targets: list[memoryview]) -> None:
     """Copy to one target after the other."""
     for target in targets:
         count = min(len(source), len(target))
-        copy(source[:count], target[:count])
+        copy_bytes(source[:count], target[:count])
         source = source[count:]
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from ckpt.storage.base import Buffer
 from ckpt.storage.local.preallocate import reserve
-from ckpt.util.aligned_memory import ALIGNMENT, DIRECT, address, aligned, copy
+from ckpt.util.aligned_memory import ALIGNMENT, O_DIRECT, address_of, allocate_aligned, copy_bytes
 from ckpt.util.threads import SerialWorker
 
 BLOCK = 8 << 20
@@ -45,7 +45,7 @@ def write_durably(descriptor: int, pieces: Iterable[Buffer]) -> None:
 
 def _is_aligned(piece: Buffer) -> bool:
     view = memoryview(piece)
-    return not view.readonly and view.nbytes >= BLOCK and address(view) % ALIGNMENT == 0
+    return not view.readonly and view.nbytes >= BLOCK and address_of(view) % ALIGNMENT == 0
 
 
 class _File:
@@ -68,7 +68,7 @@ class _File:
         while view:
             buffer = self._buffer()
             taken = min(len(view), BLOCK - self._filled)
-            copy(view[:taken], buffer[self._filled : self._filled + taken])
+            copy_bytes(view[:taken], buffer[self._filled : self._filled + taken])
             view, self._filled = view[taken:], self._filled + taken
             if self._filled == BLOCK:
                 self._filled = 0
@@ -162,12 +162,12 @@ class _File:
 def _block() -> memoryview:
     with suppress(IndexError):
         return _spare.pop()
-    return aligned(BLOCK)
+    return allocate_aligned(BLOCK)
 
 
 def _opened_directly(descriptor: int) -> int | None:
     """The same file once more, for writing past the cache; none where that is refused."""
     try:
-        return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_CLOEXEC | DIRECT) if DIRECT else None
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_CLOEXEC | O_DIRECT) if O_DIRECT else None
     except OSError:
         return None

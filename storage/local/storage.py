@@ -24,6 +24,7 @@ from ckpt.errors import (
     TruncatedError,
 )
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed, check_key
+from ckpt.storage.deprecated import FormerName
 from ckpt.storage.local.direct_read import read_scattered
 from ckpt.storage.local.direct_write import write_durably
 from ckpt.storage.local.durable_directories import make_directories, sync_directory
@@ -47,7 +48,8 @@ _SNAPSHOT = re.compile(r"(.*/models--[^/]+)/snapshots/[0-9a-f]{40}(?:/.*)?")
 class LocalStorage:
     """A directory, made when the first object is written."""
 
-    near = True
+    is_local = True
+    near = FormerName("is_local")
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(os.path.abspath(os.fspath(root)))

@@ -19,7 +19,7 @@ from torch import nn
 import ckpt
 from ckpt.cli.main import main
 from ckpt.root.catalog import MARKER
-from ckpt.util.console import age
+from ckpt.util.console import format_age
 
 Invoke = Callable[..., Result]
 
@@ -235,4 +235,4 @@ def test_the_installed_command_knows_its_version(invoke: Invoke) -> None:
 )
 def test_ages_are_for_people(seconds: float, shown: str) -> None:
     created = datetime.now(timezone.utc) - timedelta(seconds=seconds)
-    assert age(created.isoformat(timespec="milliseconds")) == shown
+    assert format_age(created.isoformat(timespec="milliseconds")) == shown

@@ -66,7 +66,9 @@ def contents(folder: Path) -> Contents:
 def opened(folder: Path) -> dict[str, PiecedTensor]:
     storage = LocalStorage(folder)
     found = contents(folder).of_part("model").tensors
-    return {name: one.pieced(name, lambda path: StoredFile(storage, path), str(folder)) for name, one in found.items()}
+    return {
+        name: tensor.pieced(name, lambda path: StoredFile(storage, path), str(folder)) for name, tensor in found.items()
+    }
 
 
 def read(tensor: PiecedTensor) -> torch.Tensor:
@@ -146,7 +148,7 @@ class TestMetadata:
         assert found.of_part("model").tensors.keys() == model.keys()
         assert found.of_part("optimizer").tensors.keys() == {"state.0"}
         assert found.of_part("step").tensors == {}
-        assert {name: one.keys for name, one in found.others.items()} == {"step": ("step",)}
+        assert {name: value.keys for name, value in found.others.items()} == {"step": ("step",)}
 
     def test_it_knows_which_files_it_needs_and_how_long_they_are(self, tmp_path: Path) -> None:
         save_dcp({"a": torch.ones(100)}, checkpoint_id=tmp_path)

@@ -29,34 +29,34 @@ def back(value: Any) -> Any:
     return Decoder(encoder.tensors.__getitem__).decode(json.loads(data))
 
 
-def same(one: Any, other: Any) -> bool:
+def same(first: Any, other: Any) -> bool:
     """Equal all the way down, in type as well as in value: 1 is not True, -0.0 is not 0.0, NaN is NaN."""
-    if type(one) is not type(other):
+    if type(first) is not type(other):
         return False
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, np.ndarray | np.generic):
-        return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
-    if isinstance(one, float):
-        return (math.isnan(one) and math.isnan(other)) or (one, math.copysign(1, one)) == (
+    if isinstance(first, torch.Tensor):
+        return first.dtype == other.dtype and torch.equal(first, other)
+    if isinstance(first, np.ndarray | np.generic):
+        return (first.dtype, first.shape, first.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    if isinstance(first, float):
+        return (math.isnan(first) and math.isnan(other)) or (first, math.copysign(1, first)) == (
             other,
             math.copysign(1, other),
         )
-    if isinstance(one, complex):
-        return same(one.real, other.real) and same(one.imag, other.imag)
-    if isinstance(one, slice):
-        return same((one.start, one.stop, one.step), (other.start, other.stop, other.step))
-    if isinstance(one, dict):
-        return same([*one], [*other]) and same([*one.values()], [*other.values()]) and _same_extras(one, other)
-    if isinstance(one, set | frozenset):
-        return one == other and {type(item) for item in one} == {type(item) for item in other}
-    if isinstance(one, list | tuple | deque):
-        return len(one) == len(other) and all(map(same, one, other)) and _same_extras(one, other)
-    return bool(one == other)
+    if isinstance(first, complex):
+        return same(first.real, other.real) and same(first.imag, other.imag)
+    if isinstance(first, slice):
+        return same((first.start, first.stop, first.step), (other.start, other.stop, other.step))
+    if isinstance(first, dict):
+        return same([*first], [*other]) and same([*first.values()], [*other.values()]) and _same_extras(first, other)
+    if isinstance(first, set | frozenset):
+        return first == other and {type(item) for item in first} == {type(item) for item in other}
+    if isinstance(first, list | tuple | deque):
+        return len(first) == len(other) and all(map(same, first, other)) and _same_extras(first, other)
+    return bool(first == other)
 
 
-def _same_extras(one: Any, other: Any) -> bool:
-    return all(getattr(one, name, None) == getattr(other, name, None) for name in ("maxlen", "default_factory"))
+def _same_extras(first: Any, other: Any) -> bool:
+    return all(getattr(first, name, None) == getattr(other, name, None) for name in ("maxlen", "default_factory"))
 
 
 VALUES: list[Any] = [
@@ -167,9 +167,15 @@ def test_a_value_comes_back_as_the_same_value_of_the_same_type(value: Any) -> No
 
 
 def test_a_comparison_that_holds_all_equal_would_show_nothing() -> None:
-    for one, other in [(1, True), (0.0, -0.0), ((1,), [1]), ({1: 2}, OrderedDict({1: 2})), (deque([1]), deque([1], 3))]:
-        assert not same(one, other)
-        assert not same([{"a": one}], [{"a": other}])
+    for first, other in [
+        (1, True),
+        (0.0, -0.0),
+        ((1,), [1]),
+        ({1: 2}, OrderedDict({1: 2})),
+        (deque([1]), deque([1], 3)),
+    ]:
+        assert not same(first, other)
+        assert not same([{"a": first}], [{"a": other}])
 
 
 def test_the_order_of_a_dict_is_kept() -> None:

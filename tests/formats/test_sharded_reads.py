@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from ckpt.formats.layout import Box, Layout
-from ckpt.formats.native.shard_table import ShardedTensors, ShardSpec, ShardTable, spread, written_by
-from ckpt.formats.native.tensor_file import TensorFile, image, narrowed
+from ckpt.formats.native.shard_table import ShardedTensors, ShardSpec, ShardTable, build_table, written_by
+from ckpt.formats.native.tensor_file import TensorFile
+from ckpt.formats.native.tensor_file_plan import plan_file
 from ckpt.formats.pieces import Piece, PiecedTensor, Region, dense_strides
 from ckpt.formats.state import Shard
+from ckpt.formats.tensor_bytes import narrowed
 
 SHAPE = (7, 10)
 WHOLE = torch.arange(70, dtype=torch.float32).reshape(SHAPE)
@@ -50,8 +52,8 @@ def files(table: ShardTable, layout: Layout) -> dict[int, list[TensorFile]]:
     found = {}
     for rank in layout.ranks:
         mine = written_by(table, {"weight": WHOLE}, rank)
-        pieces = {name: Shard(piece_of(layout, rank), one.shape, one.offsets) for name, one in mine.items()}
-        data = b"".join(image("model.safetensors", pieces).pieces())
+        pieces = {name: Shard(piece_of(layout, rank), shard.shape, shard.offsets) for name, shard in mine.items()}
+        data = b"".join(plan_file("model.safetensors", pieces).pieces())
         found[rank] = [TensorFile.open(Bytes(data), f"rank {rank}")] if pieces else []
     return found
 
@@ -78,7 +80,7 @@ def test_a_tensor_that_was_spread_in_one_way_is_read_in_another(then: Layout, no
         assert torch.equal(target, piece_of(now, rank))
 
 
-@pytest.mark.parametrize("layout", [one for one in LAYOUTS if one.copies > 1])
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout.copies > 1])
 def test_a_rank_that_has_every_copy_reads_its_own(layout: Layout) -> None:
     """Where hosts have roots of their own, each writes all that it holds, and reads no other host's files."""
     table = ShardTable({"weight": ShardSpec(torch.float32, SHAPE, layout)}).with_every_copy()
@@ -95,9 +97,9 @@ def test_a_rank_that_has_every_copy_reads_its_own(layout: Layout) -> None:
 def test_tensors_in_one_memory_that_are_not_the_same_are_kept_apart() -> None:
     whole = torch.arange(12.0).reshape(4, 3)
     tensors = {"whole": whole, "again": whole, "rows": whole[:2], "column": whole[:, 0], "other": whole.view(3, 4)}
-    table = spread(tensors, 2)
+    table = build_table(tensors, 2)
     assert table.aliases == {"again": "whole"}
-    assert {name: one.shape for name, one in table.tensors.items()} == {
+    assert {name: spec.shape for name, spec in table.tensors.items()} == {
         "whole": (4, 3),
         "rows": (2, 3),
         "column": (4,),

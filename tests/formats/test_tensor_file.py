@@ -18,7 +18,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckpt.errors import DamagedError, StorageError
 from ckpt.formats.native.dtypes import SPELLED
-from ckpt.formats.native.tensor_file import ALIGNMENT, TensorFile, image
+from ckpt.formats.native.header import ALIGNMENT
+from ckpt.formats.native.tensor_file import TensorFile
+from ckpt.formats.native.tensor_file_plan import plan_file
 from ckpt.formats.state import Shard
 
 pytestmark = pytest.mark.filterwarnings(
@@ -45,8 +47,8 @@ class Bytes:
 
 def file_of(tensors: Mapping[str, torch.Tensor | Shard]) -> bytes:
     """The bytes of the file. Whatever is in it, safetensors must accept it."""
-    shards = {name: one if isinstance(one, Shard) else Shard.whole(one) for name, one in tensors.items()}
-    laid_out = image("model.safetensors", shards)
+    shards = {name: tensor if isinstance(tensor, Shard) else Shard.whole(tensor) for name, tensor in tensors.items()}
+    laid_out = plan_file("model.safetensors", shards)
     data = b"".join(laid_out.pieces())
     assert data == b"".join(laid_out.pieces())  # it can be gone through again
     assert len(data) == laid_out.size
@@ -62,7 +64,7 @@ def test_small_tensors_stand_together_so_that_whoever_wants_only_them_reads_litt
     """Of an optimizer's state, every rank wants all step counts, and of the moments only its own pieces."""
     state = {f"{kind}.{n}": torch.zeros(20_000) for n in range(8) for kind in ("exp_avg", "exp_avg_sq")}
     file = opened(state | {f"step.{n}": torch.tensor(float(n)) for n in range(8)} | {"exp_avg.8": torch.zeros(20_000)})
-    spans = [(one.start, one.stop) for name, one in file.stored.items() if name.startswith("step")]
+    spans = [(entry.start, entry.stop) for name, entry in file.stored.items() if name.startswith("step")]
     assert max(stop for _, stop in spans) - min(start for start, _ in spans) == 8 * 4
 
 
@@ -197,7 +199,7 @@ class TestLayout:
 
     def test_tensors_are_read_where_they_lie_when_the_file_is_written(self) -> None:
         tensor = torch.zeros(4)
-        laid_out = image("model.safetensors", {"t": Shard.whole(tensor)})
+        laid_out = plan_file("model.safetensors", {"t": Shard.whole(tensor)})
         tensor.fill_(7)
         file = TensorFile.open(Bytes(b"".join(laid_out.pieces())), "file")
         assert torch.equal(file.tensor("t"), torch.full((4,), 7.0))
@@ -349,7 +351,7 @@ class TestReadInto:
 
         class Watching(Bytes):
             def read_into(self, start: int, *buffers: memoryview) -> None:
-                asked.extend((ctypes.addressof(ctypes.c_char.from_buffer(one)), len(one)) for one in buffers)
+                asked.extend((ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer)) for buffer in buffers)
                 super().read_into(start, *buffers)
 
         target = torch.zeros(4)

@@ -48,8 +48,8 @@ def test_all_kinds_of_data(tmp_path: Path) -> None:
         np.float32(0.1),
         np.arange(624, dtype=np.uint32),
     ]
-    for one, other in zip(values_of(tmp_path, arrays), arrays, strict=True):
-        assert (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    for found, other in zip(values_of(tmp_path, arrays), arrays, strict=True):
+        assert (found.dtype, found.shape, found.tobytes()) == (other.dtype, other.shape, other.tobytes())
 
 
 def test_a_thing_that_is_referred_to_a_billion_times_is_made_once(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import ckpt
 from ckpt.formats.native.block_hash import BlockHasher
 from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.ranks.preemption import Preemption
-from ckpt.root.cleanup import leave_mark, read_mark
 from ckpt.root.copy import Copies
+from ckpt.root.save_marker import mark_save, read_marker
 from ckpt.save.transaction import Save
 from ckpt.storage import MemoryStorage, Storage, open_storage
 from tests.helpers.places import Place, committed
@@ -22,9 +22,9 @@ def test_what_two_crashed_saves_of_one_name_left_is_cleaned_up_by_the_third(root
     """The second crashed before it could clean up after the first: its mark names what both have left."""
     storage = open_storage(root)
     for number, path in enumerate(("first.safetensors", "second.safetensors")):
-        leave_mark(storage, "a", [path], [], f"id-{number}")
+        mark_save(storage, "a", [path], [], f"id-{number}")
         storage.write(f"a/{path}", [b"x"])
-    mark = read_mark(storage, "a")
+    mark = read_marker(storage, "a")
     assert mark is not None
     assert set(mark.files) == {"first.safetensors", "second.safetensors"}
     with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
@@ -54,7 +54,7 @@ class _Rank:
         found: str | None = self.told.get(key)
         return found
 
-    def settle(self, key: str, value: str) -> str:
+    def first_wins(self, key: str, value: str) -> str:
         settled: str = self.told.setdefault(f"settled/{key}", value)
         return settled
 
@@ -98,9 +98,9 @@ def test_a_copy_is_committed_only_when_all_hosts_have_sent_their_files(anywhere:
     manifest = Manifest(
         name="a", id="id", sequence=1, created="now", run="run", files=(files[0][0], files[0][1], files[1][1])
     )
-    copies = [Copies(near, far, alone=False, leads=host == 0) for host, near in enumerate(hosts)]
+    copies = [Copies(near, far, has_all_files=False, is_leader=host == 0) for host, near in enumerate(hosts)]
     for host, one in enumerate(copies):
-        one.look([])
+        one.open_target([])
         assert ckpt.list_checkpoints(far) == [] or not ckpt.list_checkpoints(far)[0].committed
         one.copy(manifest)
         assert [found.committed for found in ckpt.list_checkpoints(far)] == [host == 1]

@@ -121,7 +121,7 @@ class PassedOn:
 
     def __init__(self, root: Place | str) -> None:
         self.inner = open_storage(root)
-        self.near = self.inner.near
+        self.is_local = self.inner.is_local
 
     @property
     def url(self) -> str:

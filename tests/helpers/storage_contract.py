@@ -293,6 +293,7 @@ class StorageContract:
         assert sizes(storage) == {"folder/old": 11}
         assert storage.read("folder/old") == b"the old one"
 
+    @pytest.mark.slow
     def test_a_reader_sees_the_old_object_or_the_new_one_never_a_part(self, storage: Storage) -> None:
         size = 200_000
         storage.write("object", [b"0" * size])

@@ -16,7 +16,7 @@ import torch
 
 from tests.helpers.processes import run_alone
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def _launched() -> None:

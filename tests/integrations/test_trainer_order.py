@@ -21,6 +21,8 @@ from tests.integrations.test_transformers import classifier, interrupting, kept
 SAMPLES = 64
 PER_EPOCH = 16
 
+pytestmark = pytest.mark.slow
+
 
 class Ragged(Dataset[Any]):
     """Sentences of different lengths that say which they are."""

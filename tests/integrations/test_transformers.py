@@ -19,6 +19,8 @@ from tests.helpers.training import exact
 STEPS = 21  # three epochs of seven
 VARIES = ("runtime", "per_second", "train_loss", "total_flos")
 
+pytestmark = pytest.mark.slow
+
 
 class Sentences(Dataset[Any]):
     """Random words, and whether their sum is odd."""

@@ -37,13 +37,13 @@ class CountingStorage(PassedOn):
 class NearStorage(CountingStorage):
     def __init__(self, root: str) -> None:
         super().__init__(root)
-        self.near = True
+        self.is_local = True
 
 
 class FarStorage(CountingStorage):
     def __init__(self, root: str) -> None:
         super().__init__(root)
-        self.near = False
+        self.is_local = False
 
 
 class BrokenStorage(CountingStorage):

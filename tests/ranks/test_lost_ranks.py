@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ckpt
-from ckpt.ranks import group as ranks_module
+from ckpt.ranks import store_group
 from tests.helpers.hosted import ended, hosted_ranks, wait_for
 from tests.helpers.places import PassedOn, Place
 from tests.helpers.processes import run_ranks
@@ -97,7 +97,7 @@ def test_a_manager_that_is_long_in_closing_does_not_time_out_the_next_one(root: 
 
 def _slow_to_read() -> None:
     """This rank looks at the store once a second only: it is the last to read every decision."""
-    ranks_module._SHORTEST = ranks_module._LONGEST = ranks_module._LONGEST_PER_RANK = 1.0
+    store_group._SHORTEST = store_group._LONGEST = store_group._LONGEST_PER_RANK = 1.0
 
 
 def _train_until_told(rank: int, root: str) -> None:
@@ -127,17 +127,17 @@ import sys, time
 import torch.distributed as dist
 from torch import nn
 import ckpt
-from ckpt.ranks import group
+from ckpt.ranks import store_group
 
 dist.init_process_group("gloo")
-wait = group.StoreGroup._await
+wait = store_group.StoreGroup._await
 
 def late(self, keys, call):
     if dist.get_rank() and "files written" in call:
         time.sleep(12)  # longer than an interpreter takes to end
     wait(self, keys, call)
 
-group.StoreGroup._await = late
+store_group.StoreGroup._await = late
 
 def main():
     manager = ckpt.StateManager(sys.argv[1], model=nn.Linear(2, 2), timeout=30)

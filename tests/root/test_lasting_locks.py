@@ -72,10 +72,10 @@ def test_retention_of_a_run_does_not_remove_what_another_is_just_loading(root: P
 
 
 def test_verify_holds_what_it_looks_at(root: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpt.root import catalog
+    from ckpt.root import verify
 
     save(root, "a")
-    problems, tried = catalog.problems, []
+    problems, tried = verify.problems, []
 
     def looked_at(*args: object, **options: object) -> list[str]:
         tried.append(True)
@@ -83,7 +83,7 @@ def test_verify_holds_what_it_looks_at(root: Place, monkeypatch: pytest.MonkeyPa
             pass
         return problems(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(catalog, "problems", looked_at)
+    monkeypatch.setattr(verify, "problems", looked_at)
     assert ckpt.verify(root) == {"a": []}
     assert tried
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import main
-from ckpt.root import cleanup
+from ckpt.root import save_marker
 from ckpt.root.catalog import MARKER
 from ckpt.storage import ANY, Buffer, Storage
 from tests.helpers.places import PassedOn, Place, at, committed
@@ -114,20 +114,20 @@ def test_a_save_begun_in_the_middle_of_a_removal_waits_for_it_and_is_committed(
     root: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     removing = Stopping(root, delete="latest")
-    waits, wait = threading.Event(), cleanup._wait_for_removal
+    waits, wait = threading.Event(), save_marker._wait_for_removal
 
     def noticed(storage: Storage, name: str) -> None:
         waits.set()
         wait(storage, name)
 
-    monkeypatch.setattr(cleanup, "_wait_for_removal", noticed)
+    monkeypatch.setattr(save_marker, "_wait_for_removal", noticed)
     with ckpt.StateManager(root, model=nn.Linear(4, 4)) as manager:
         for name in ("latest", "other"):
             manager.save_state(name, wait=True)
         with beside(removing.gate, lambda: ckpt.prune(removing, keep=ckpt.Keep(last=1), verify=False)) as failed:
             manager.save_state("latest", wait=False)
             assert waits.wait(DEADLINE)
-            mark = cleanup.read_mark(removing, "latest")
+            mark = save_marker.read_marker(removing, "latest")
             assert mark is not None
             assert mark.removing
             assert "latest" not in committed(root)

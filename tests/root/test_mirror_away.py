@@ -122,7 +122,7 @@ class _InBetween(LocalStorage):
         yield from pieces
         leader, self.leader = (self.leader, None) if key.endswith(".safetensors") else (None, self.leader)
         if leader is not None:
-            leader.look([])
+            leader.open_target([])
 
 
 def test_the_leaders_sweep_of_the_mirror_takes_nothing_from_a_host_that_is_sending(tmp_path: Path) -> None:
@@ -133,10 +133,12 @@ def test_the_leaders_sweep_of_the_mirror_takes_nothing_from_a_host_that_is_sendi
     assert manifest is not None
     far = _InBetween(tmp_path / "mirror")
     # two hosts with roots of their own: the leader has lost its disk, so it goes on with nothing
-    far.leader = Copies(LocalStorage(tmp_path / "empty"), LocalStorage(tmp_path / "mirror"), alone=False, leads=True)
-    sending = Copies(LocalStorage(near), far, alone=False, leads=False)
+    far.leader = Copies(
+        LocalStorage(tmp_path / "empty"), LocalStorage(tmp_path / "mirror"), has_all_files=False, is_leader=True
+    )
+    sending = Copies(LocalStorage(near), far, has_all_files=False, is_leader=False)
     sending._is_mine = lambda name, file: True  # type: ignore[method-assign]
-    sending.look([])
+    sending.open_target([])
     leader = far.leader
     sending.copy(manifest)
     leader.close()

@@ -169,7 +169,7 @@ class TestSpellings:
 
 def _killed_while_it_looks_for_hosts(rank: int, root: str) -> None:
     """Both ranks leave their marks, and are killed before they have read each other's."""
-    hosts._first = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    hosts._first_seen = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     ckpt.StateManager(root, model=nn.Linear(2, 2), ranks=ckpt.RankOptions(shared=False, timeout=60))
 
 

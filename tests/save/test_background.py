@@ -280,6 +280,7 @@ def test_an_unsupported_value_is_refused_at_once(root: Place) -> None:
             manager.save_state("a")
 
 
+@pytest.mark.slow
 def test_every_kept_checkpoint_is_the_state_at_its_step(root: Place) -> None:
     """Five hundred steps, a save at each, with second saves, edits in place and exceptions in between."""
     rng = random.Random(1)

@@ -13,7 +13,8 @@ from torch import nn
 import ckpt
 from ckpt.formats.layout import Box
 from ckpt.formats.native.block_hash import BLOCK_SIZE
-from ckpt.formats.native.tensor_file import TensorFile, image
+from ckpt.formats.native.tensor_file import TensorFile
+from ckpt.formats.native.tensor_file_plan import plan_file
 from ckpt.formats.state import Shard
 from ckpt.save.pinned_pool import PIECE
 from tests.helpers.places import Place, at, copy
@@ -37,7 +38,7 @@ class Bytes:
 
 
 def file_with(tensor: torch.Tensor) -> TensorFile:
-    data = b"".join(image("model.safetensors", {"weight": Shard.whole(tensor)}).pieces())
+    data = b"".join(plan_file("model.safetensors", {"weight": Shard.whole(tensor)}).pieces())
     return TensorFile.open(Bytes(data), "step/model.safetensors")
 
 

@@ -141,7 +141,7 @@ def test_a_load_leaves_no_gradients_of_the_window_that_was_left(root: Place) -> 
         manager.save_state("a")
         _accumulate(model, optimizer, range(4, 6))
         manager.load_state("a")
-        assert all(one.grad is None for one in model.parameters())
+        assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_what_is_added_to_a_few_of_very_many_gradients_is_noticed() -> None:
@@ -149,11 +149,11 @@ def test_what_is_added_to_a_few_of_very_many_gradients_is_noticed() -> None:
     optimizer = torch.optim.SGD(parameters)
     windows = Windows()
     windows.watch([optimizer])
-    sum(one.sum() for one in parameters).backward()  # type: ignore[union-attr]
+    sum(parameter.sum() for parameter in parameters).backward()  # type: ignore[union-attr]
     assert windows.open([optimizer])
     optimizer.step()
     assert not windows.open([optimizer])
-    sum(one.sum() for one in parameters[500:520]).backward()  # type: ignore[union-attr]
+    sum(parameter.sum() for parameter in parameters[500:520]).backward()  # type: ignore[union-attr]
     assert windows.open([optimizer])
 
 
@@ -182,14 +182,14 @@ def _spread(rank: int, folder: str, kind: str) -> None:
         model(torch.ones(2, 4) * (1 + rank)).sum().backward()
         manager.save_state("middle")
         optimizer.step()
-        then = exact([one.to_local() if hasattr(one, "to_local") else one for one in model.parameters()])
+        then = exact([value.to_local() if hasattr(value, "to_local") else value for value in model.parameters()])
         restored = manager.load_state("middle")
         if kind in ("fsdp1", "fsdp2 without sync"):
             assert "in the middle of an accumulation window" in restored.approximated["gradients"]
             return
         assert "gradients" not in restored.approximated
         optimizer.step()
-    now = exact([one.to_local() if hasattr(one, "to_local") else one for one in model.parameters()])
+    now = exact([value.to_local() if hasattr(value, "to_local") else value for value in model.parameters()])
     assert now == then
     dist.barrier()
 

@@ -54,7 +54,7 @@ def test_names_of_the_wrapper_that_an_earlier_version_wrote_are_understood(
     root: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = _trained(0, wrapped=True, steps=2)
-    leaking = {id(one): name for name, one in model.named_parameters()}
+    leaking = {id(parameter): name for name, parameter in model.named_parameters()}
     with monkeypatch.context() as patch:
         patch.setattr(optimizers, "parameter_names", lambda _: leaking)
         with ckpt.StateManager(str(root), model=model, optimizer=optimizer) as manager:

@@ -53,7 +53,7 @@ def _resumed_by_one(rank: int, folder: str) -> None:
     from ckpt.integrations.accelerate import attach
     from tests.helpers.engines import CASES, new_accelerator, prepared, weights
 
-    for case in [one for one in CASES if "ZeRO 2" in one or "ZeRO 3" in one]:
+    for case in [name for name in CASES if "ZeRO 2" in name or "ZeRO 3" in name]:
         accelerator = new_accelerator(0, 1, CASES[case])
         _, engine, *_ = prepared(accelerator, CASES[case])
         fresh = exact(weights(engine))
@@ -65,8 +65,10 @@ def _resumed_by_one(rank: int, folder: str) -> None:
         assert "begins anew" in restored.skipped["deepspeed-00000"]
         saved = weights(engine)
         assert fresh != exact(saved) == _seen(folder, 0)[case][1]
-        for name, one in engine.module.named_parameters():
-            assert not one.requires_grad or exact(safe_get_full_fp32_param(one).to(one.dtype)) == exact(saved[name])
+        for name, parameter in engine.module.named_parameters():
+            if parameter.requires_grad:
+                master = safe_get_full_fp32_param(parameter)
+                assert exact(master.to(parameter.dtype)) == exact(saved[name])
         manager.close()
 
 

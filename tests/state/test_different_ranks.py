@@ -136,7 +136,7 @@ def _a_part_on_one_rank_only(seed: int) -> BuiltManagers:
     models = {"all": DistributedDataParallel(nn.Linear(4, 2))}
     if dist.get_rank() == 1:
         models["critic"] = nn.Linear(2, 2)  # type: ignore[assignment]
-    optimizer = torch.optim.AdamW([one for model in models.values() for one in model.parameters()])
+    optimizer = torch.optim.AdamW([parameter for model in models.values() for parameter in model.parameters()])
     return {"model": models, "optimizer": optimizer}, _stepper(models["all"], optimizer, 4)
 
 
@@ -159,13 +159,13 @@ def _mine(objects: dict[str, Any]) -> str:
     """What this rank holds, byte for byte."""
     models = objects["model"] if isinstance(objects["model"], dict) else {"": objects["model"]}
     tensors = {
-        f"{key}.{name}": local_tensor(one) if is_sharded(one) else one
+        f"{key}.{name}": local_tensor(tensor) if is_sharded(tensor) else tensor
         for key, model in models.items()
-        for name, one in model.state_dict().items()
+        for name, tensor in model.state_dict().items()
     }
     state = objects["optimizer"].state_dict()
     moments = {
-        str(index): {key: local_tensor(one) if is_sharded(one) else one for key, one in values.items()}
+        str(index): {key: local_tensor(tensor) if is_sharded(tensor) else tensor for key, tensor in values.items()}
         for index, values in state["state"].items()
     }
     return exact([tensors, moments, state["param_groups"]])
@@ -312,7 +312,7 @@ def test_weights_that_differ_under_ddp_are_kept_or_refused_by_name_before_anythi
 def test_checksums_of_devices_tell_constants_and_orders_apart() -> None:
     rows = [torch.ones(4), torch.full((4,), 2.0), torch.tensor([1.0, 2, 3, 4]), torch.tensor([2.0, 1, 3, 4])]
     rows += [torch.zeros(4), torch.ones(4, dtype=torch.uint8), torch.ones(3, dtype=torch.uint8)]
-    assert len({int(weighted_sum(one)) for one in rows}) == len(rows)
+    assert len({int(weighted_sum(row)) for row in rows}) == len(rows)
     assert int(weighted_sum(torch.ones(4))) == int(weighted_sum(torch.ones(4)))
 
 
@@ -354,7 +354,7 @@ def test_merging_a_pipeline_has_the_layers_of_all_stages(root: Place, tmp_path: 
     assert run_ranks(2, _save, str(root), "pipeline", True, "auto") == [0, 0]
     ckpt.merge(f"{root}/step-1", tmp_path / "all.safetensors")
     found = load_file(tmp_path / "all.safetensors")
-    assert {name: list(one.shape) for name, one in found.items()} == {
+    assert {name: list(tensor.shape) for name, tensor in found.items()} == {
         "layer0.weight": [4, 3],
         "layer0.bias": [4],
         "layer1.weight": [5, 4],

@@ -12,7 +12,7 @@ from torch import nn
 import ckpt
 from tests.helpers.training import exact
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def _objects(compiled: bool) -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, Any]:
@@ -74,7 +74,7 @@ class _Two:
         first, *others = self.model
         self.optimizers = {
             "first": torch.optim.AdamW(first.parameters(), lr=1e-3, fused=True),
-            "others": torch.optim.AdamW((p for one in others for p in one.parameters()), lr=1e-3, foreach=True),
+            "others": torch.optim.AdamW((p for other in others for p in other.parameters()), lr=1e-3, foreach=True),
         }
         self.scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, growth_interval=2)
         self.average = torch.optim.swa_utils.AveragedModel(self.model)
@@ -97,12 +97,14 @@ class _Two:
 
     def state(self) -> dict[str, torch.Tensor]:
         """A copy of every tensor."""
-        found = {f"model.{name}": one for name, one in self.model.state_dict().items()}
-        found |= {f"average.{name}": one for name, one in self.average.state_dict().items()}
+        found = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        found |= {f"average.{name}": tensor for name, tensor in self.average.state_dict().items()}
         for key, optimizer in self.optimizers.items():
             for index, state in optimizer.state_dict()["state"].items():
-                found |= {f"{key}.{index}.{name}": one for name, one in state.items()}
-        return {name: one.clone() for name, one in found.items()} | {"scale": torch.tensor(self.scaler.get_scale())}
+                found |= {f"{key}.{index}.{name}": tensor for name, tensor in state.items()}
+        return {name: tensor.clone() for name, tensor in found.items()} | {
+            "scale": torch.tensor(self.scaler.get_scale())
+        }
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -119,8 +121,8 @@ def test_every_overlapped_save_is_the_state_at_its_step(tmp_path: Path, compiled
             manager.save_state(f"step-{step}")
     for name, state in states.items():
         other = _Two(2)
-        for one in other.optimizers.values():
-            assert not one.state
+        for optimizer in other.optimizers.values():
+            assert not optimizer.state
         with other.manager(tmp_path) as manager:
             manager.load_state(name)
         found = other.state()
@@ -178,10 +180,10 @@ def test_offloaded_parameters_come_back(tmp_path: Path) -> None:
             manager.save_state("x")
         with ckpt.StateManager(tmp_path / "run", model=other, optimizer=again) as manager:
             manager.load_state("x")
-        for one, two in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(one.to_local(), two.to_local())  # type: ignore[attr-defined]
+        for mine, two in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine.to_local(), two.to_local())  # type: ignore[attr-defined]
             assert two.to_local().device.type == "cpu"  # type: ignore[attr-defined]
-            for key, value in optimizer.state[one].items():
+            for key, value in optimizer.state[mine].items():
                 there = again.state[two][key]
                 assert exact(getattr(value, "_local_tensor", value)) == exact(getattr(there, "_local_tensor", there))
     finally:

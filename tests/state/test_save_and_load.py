@@ -372,7 +372,7 @@ def test_a_checkpoint_of_another_name_and_of_the_same_name_again(anywhere: str) 
             nn.init.zeros_(model.weight)
             manager.load_state("latest")
             assert torch.equal(model.weight, torch.full((2, 2), value))
-    assert [one.name for one in ckpt.list_checkpoints(anywhere)] == ["latest"]
+    assert [found.name for found in ckpt.list_checkpoints(anywhere)] == ["latest"]
     assert ckpt.verify(anywhere) == {"latest": []}
 
 
@@ -499,7 +499,7 @@ def test_options_come_from_yaml(root: Place, tmp_path: Path) -> None:
         manager.resume()
         for loss in (1.0, 0.5, 3.0, 0.1, 2.0, 4.0, 5.0, 6.0):
             manager.step(metrics={"loss": loss})
-    assert {one.name for one in ckpt.list_checkpoints(root)} == {
+    assert {found.name for found in ckpt.list_checkpoints(root)} == {
         "step-00000004",
         "step-00000006",
         "step-00000008",
@@ -512,4 +512,4 @@ def test_the_final_state_is_saved_when_the_epochs_are_done(anywhere: str) -> Non
             for _ in manager.epochs(2):
                 for _ in manager.batches(range(3)):
                     manager.step()
-    assert [one.name for one in ckpt.list_checkpoints(anywhere)] == ["step-00000006"]
+    assert [found.name for found in ckpt.list_checkpoints(anywhere)] == ["step-00000006"]

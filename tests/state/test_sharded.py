@@ -1,4 +1,4 @@
-"""State that is spread over ranks: saved in pieces, loaded in any other way of spreading it."""
+"""Sharded state: saved in shards by every rank, loaded with any other sharding."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ SAVED = ["fsdp2", "hsdp", "tp", "fsdp2-tp", "fsdp1", "fsdp1-flat", "fsdp1-mesh"]
 
 @pytest.fixture(scope="module")
 def saved(new_root: Callable[[], Place], tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """A checkpoint of each way to spread a model."""
+    """A checkpoint of each way to shard a model."""
     saved = Saved(new_root(), tmp_path_factory.mktemp("notes"))
     for how in SAVED:
         saved.save(how)
@@ -173,7 +173,7 @@ def test_a_full_disk_while_gathering_leaves_no_rank_behind(root: Place) -> None:
 
 
 def _read_with_torch_alone(rank: int, root: str, name: str) -> None:
-    """Whole plain tensors, and a model spread in another way."""
+    """Full plain tensors, and a model sharded in another way."""
     mine = {key: torch.zeros_like(value) for key, value in plain(0).state_dict().items()}
     reader = HuggingFaceStorageReader(f"{root}/{name}/saved/model")
     load(mine, storage_reader=reader)

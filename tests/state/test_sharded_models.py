@@ -1,4 +1,4 @@
-"""Models as people train them, spread over ranks: GPT-2 with its tied head, LoRA over a frozen base, frozen layers."""
+"""Models as people train them, sharded over ranks: GPT-2 with its tied head, LoRA over a frozen base, frozen layers."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ MODELS = {"gpt2": gpt2, "lora": lora, "frozen": frozen}
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    return [one for one in model.modules() if type(one).__name__ == "GPT2Block"]
+    return [module for module in model.modules() if type(module).__name__ == "GPT2Block"]
 
 
 def fsdp2(model: Any) -> Any:
     from torch.distributed.fsdp import fully_shard
 
-    for one in [*blocks(model), model]:
-        fully_shard(one)
+    for module in [*blocks(model), model]:
+        fully_shard(module)
     return model
 
 
@@ -102,7 +102,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 def build(what: str, how: str, over: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
     """A model, and an optimizer over all of its parameters or over the trained ones."""
     model = WAYS[how](MODELS[what](seed))
-    parameters = [one for one in model.parameters() if one.requires_grad or over == "all"]
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad or over == "all"]
     return model, torch.optim.AdamW(parameters, lr=0.01)
 
 
@@ -128,7 +128,9 @@ def _live(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, name)
     state = {names[parameter]: values for parameter, values in optimizer.state.items()}
-    groups = [{**group, "params": [names[one] for one in group["params"]]} for group in optimizer.param_groups]
+    groups = [
+        {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
     return _named(model.state_dict(), state, groups)
 
 
@@ -165,7 +167,7 @@ def save(rank: int, root: str, notes: str, what: str, how: str, over: str) -> No
         note(f"{notes}/saved.json", everything(model, optimizer), rank)
         weights = whole(get_model_state_dict(model))
         if rank == 0:
-            save_file({name: one.clone() for name, one in weights.items()}, f"{notes}/weights.safetensors")
+            save_file({name: tensor.clone() for name, tensor in weights.items()}, f"{notes}/weights.safetensors")
         train(model, optimizer, range(2, 4))
     note(f"{notes}/later.json", everything(model, optimizer), rank)
 
@@ -206,7 +208,7 @@ SaveByTwo = Callable[[str, str, str], Saved]
 
 @pytest.fixture(scope="session")
 def saved_by_two(new_root: Callable[[], Place], tmp_path_factory: pytest.TempPathFactory) -> SaveByTwo:
-    """Saves a kind of model, spread in a way, with an optimizer over some of it."""
+    """Saves a kind of model, sharded in a way, with an optimizer over some of it."""
 
     def save_by_two(what: str, how: str, over: str) -> Saved:
         saved = Saved(new_root(), tmp_path_factory.mktemp("notes"))
@@ -226,8 +228,8 @@ def merged(saved: Saved, folder: Path, part: str = "model") -> dict[str, torch.T
     return load_file(written)
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return exact(dict(one)) == exact(dict(other))
+def same(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return exact(dict(first)) == exact(dict(other))
 
 
 class TestTiedGPT2:
@@ -258,7 +260,7 @@ class TestTiedGPT2:
         assert exact(weights.pop(HEAD)) == exact(weights[EMBEDDING])
         assert same(merged(saved, tmp_path), weights)
         header = 8 + int.from_bytes((tmp_path / "model.safetensors").read_bytes()[:8], "little")
-        data = sum(one.nbytes for one in weights.values())
+        data = sum(tensor.nbytes for tensor in weights.values())
         assert (tmp_path / "model.safetensors").stat().st_size == header + data
 
     def test_transformers_loads_what_was_merged_and_gives_the_same_logits(self, saved: Saved, tmp_path: Path) -> None:
@@ -355,7 +357,7 @@ class TestLora:
         adapters = {name for name in weights if "lora_" in name}
         assert len(adapters) == 4
         head = {name for name in weights if name.endswith(HEAD)}
-        assert same(merged(saved, tmp_path), {name: one for name, one in weights.items() if name not in head})
+        assert same(merged(saved, tmp_path), {name: tensor for name, tensor in weights.items() if name not in head})
         assert states(saved) == adapters
         assert merged(saved, tmp_path, "optimizer").keys() == {
             f"state.{name}.{key}" for name in adapters for key in ("exp_avg", "exp_avg_sq", "step")
@@ -388,13 +390,13 @@ def all_came_back(restored: ckpt.Restored) -> None:
     assert not restored.resharded
 
 
-def train_alike(one: tuple[Any, torch.optim.Optimizer], other: tuple[Any, torch.optim.Optimizer]) -> None:
+def train_alike(first: tuple[Any, torch.optim.Optimizer], other: tuple[Any, torch.optim.Optimizer]) -> None:
     """Two models with their optimizers are the same, and stay so while they are trained."""
     for number in range(2, 4):
-        assert everything(*other) == everything(*one)
-        step(*one, number)
+        assert everything(*other) == everything(*first)
+        step(*first, number)
         step(*other, number)
-    assert everything(*other) == everything(*one)
+    assert everything(*other) == everything(*first)
 
 
 def round_trip_on_one_side(rank: int, root: str, trained: int) -> None:
@@ -405,7 +407,12 @@ def round_trip_on_one_side(rank: int, root: str, trained: int) -> None:
         bare = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 64), nn.Linear(64, 6), nn.Linear(6, 6)).requires_grad_(False)
         bare[trained].requires_grad_(True)
         model = _fsdp1(bare, None)
-        runs.append((model, torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=0.1)))
+        runs.append(
+            (
+                model,
+                torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1),
+            )
+        )
     (model, optimizer), (other, other_optimizer) = runs
     with ckpt.StateManager(root, model=model, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=30)) as manager:
         for number in range(2):
@@ -484,7 +491,7 @@ def refuse(rank: int, root: str, model: nn.Module, told: list[str]) -> str:
         assert manager.restored is None
     assert (everything(model, optimizer), exact(torch.get_rng_state())) == before
     text = str(caught.value)
-    assert [one for one in told if one not in text] == []
+    assert [line for line in told if line not in text] == []
     return text
 
 
@@ -554,8 +561,8 @@ def load_on_two_of_four(rank: int, root: str) -> None:
         restored = manager.load_state("x")
     if saved is not None and loaded is not None:
         assert (restored.approximated, restored.skipped) == ({}, {}), restored
-        for one, other in zip(saved.parameters(), loaded.parameters(), strict=True):
-            assert torch.equal(local_tensor(one), local_tensor(other))
+        for mine, other in zip(saved.parameters(), loaded.parameters(), strict=True):
+            assert torch.equal(local_tensor(mine), local_tensor(other))
 
 
 def test_a_model_that_only_some_ranks_have_comes_back_to_them(new_root: Callable[[], Place]) -> None:
@@ -597,8 +604,8 @@ def round_trip_on_part_of_the_ranks(rank: int, root: str) -> None:
         manager.save_state("x")
     with ckpt.StateManager(root, model=loaded, ranks=ckpt.RankOptions(timeout=30)) as manager:
         manager.load_state("x")
-    for one, other in zip(saved.parameters(), loaded.parameters(), strict=True):
-        here, there = (local_tensor(p) if is_sharded(p) else p for p in (one, other))
+    for mine, other in zip(saved.parameters(), loaded.parameters(), strict=True):
+        here, there = (local_tensor(p) if is_sharded(p) else p for p in (mine, other))
         assert torch.equal(here, there)
 
 
@@ -613,7 +620,7 @@ def load_an_optimizer_of_fewer_parameters(rank: int, root: str) -> None:
     step(model, optimizer, 0)
     with ckpt.StateManager(root, model=model, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=30)) as manager:
         manager.save_state("x")
-    fewer = torch.optim.AdamW([one for name, one in model.named_parameters() if "4." in name])
+    fewer = torch.optim.AdamW([parameter for name, parameter in model.named_parameters() if "4." in name])
     with (
         ckpt.StateManager(root, model=model, optimizer=fewer, ranks=ckpt.RankOptions(timeout=30)) as manager,
         pytest.raises(ckpt.MismatchError, match=r"param_groups\[0\]\.0\.weight: unexpected"),

@@ -69,7 +69,7 @@ def test_what_an_optimizer_keeps_beside_its_groups_comes_back(root: Place) -> No
 def test_a_number_differs_with_each_of_what_it_follows_from() -> None:
     state = torch.Generator().manual_seed(1).get_state()
     other = torch.Generator().manual_seed(2).get_state()
-    found = [rng.number(one, *more) for one in (state, other) for more in ((), (0,), (1,), (0, 1), (1, 0), (-1,))]
+    found = [rng.number(given, *more) for given in (state, other) for more in ((), (0,), (1,), (0, 1), (1, 0), (-1,))]
     assert len(set(found)) == len(found)
     assert all(0 <= number < 1 << 63 for number in found)
     assert rng.number(state, 3, 4) == rng.number(state.clone(), 3, 4)
@@ -126,5 +126,7 @@ def test_list_checkpoints_has_the_one_saved_last_first(root: Place, names: tuple
         for name in names:
             manager.save_state(name, wait=True)
     found = ckpt.list_checkpoints(root)
-    assert [one.name for one in found] == list(reversed(names))
-    assert [one.manifest.sequence for one in found if one.manifest] == list(range(len(names), 0, -1))
+    assert [checkpoint.name for checkpoint in found] == list(reversed(names))
+    assert [checkpoint.manifest.sequence for checkpoint in found if checkpoint.manifest] == list(
+        range(len(names), 0, -1)
+    )

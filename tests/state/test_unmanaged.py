@@ -42,7 +42,7 @@ def _run(root: str, **options: Any) -> Iterator[tuple[ckpt.StateManager, nn.Modu
 
 
 def _lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [one.getMessage() for one in caplog.records]
+    return [record.getMessage() for record in caplog.records]
 
 
 class TestNothingIsSaved:
@@ -53,7 +53,7 @@ class TestNothingIsSaved:
                     _update(model, optimizer)
                     manager.step()
                     assert len(caplog.records) == (epoch > 0)
-        assert [one.partition(":")[0] for one in _lines(caplog)] == [
+        assert [line.partition(":")[0] for line in _lines(caplog)] == [
             "an epoch of training is over and nothing was saved",
             "training is over and nothing was saved",
         ]
@@ -149,9 +149,9 @@ class TestSomethingIsNotManaged:
                 model(torch.ones(2, 1)).sum().backward()
                 optimizer.step()
                 with torch.no_grad():  # an optimizer of one's own
-                    for one in list(model.parameters())[2:]:
-                        assert one.grad is not None
-                        one.sub_(one.grad, alpha=0.1)
+                    for parameter in list(model.parameters())[2:]:
+                        assert parameter.grad is not None
+                        parameter.sub_(parameter.grad, alpha=0.1)
                 manager.step()
         assert len(caplog.records) == 1
         assert "model: 1.weight, model: 1.bias changed" in caplog.text
@@ -168,7 +168,7 @@ class TestSomethingIsNotManaged:
         self, anywhere: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         model, second = _model(), _model()
-        optimizer, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, second))
+        optimizer, other = (torch.optim.SGD(owner.parameters(), lr=0.1) for owner in (model, second))
         average = copy.deepcopy(model)
         models = {"net": model, "second": second, "ema": average}
         with ckpt.StateManager(anywhere, model=models, optimizer=optimizer, save_every=1) as manager:
@@ -177,8 +177,8 @@ class TestSomethingIsNotManaged:
                 _update(model, optimizer)
                 _update(second, other)
                 with torch.no_grad():
-                    for one, mine in zip(average.parameters(), model.parameters(), strict=True):
-                        one.lerp_(mine, 0.5)
+                    for averaged, mine in zip(average.parameters(), model.parameters(), strict=True):
+                        averaged.lerp_(mine, 0.5)
                 manager.step()
         with ckpt.StateManager(anywhere, model=models) as manager:
             manager.load_state(strict=False)

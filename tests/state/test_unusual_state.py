@@ -33,7 +33,7 @@ def test_a_compiled_model_is_saved_under_its_own_names_and_loads_into_either(tmp
     step(compiled, optimizer)
     with ckpt.StateManager(tmp_path, model=compiled, optimizer=optimizer) as manager:
         manager.save_state("a")
-    for wrapped in (lambda one: one, lambda one: torch.compile(one, backend="eager")):
+    for wrapped in (lambda model: model, lambda model: torch.compile(model, backend="eager")):
         other = network(2)
         again = torch.optim.AdamW(other.parameters())
         with ckpt.StateManager(tmp_path, model=wrapped(other), optimizer=again) as manager:
@@ -77,7 +77,7 @@ def test_an_averaged_model_comes_back_and_goes_on_as_it_would_have(
         manager.load_state("a")
     for _ in range(3):
         advance(*second)
-    assert all(exact(one.state_dict()) == exact(other.state_dict()) for one, other in zip(first, second, strict=True))
+    assert [exact(each.state_dict()) for each in first] == [exact(each.state_dict()) for each in second]
     assert int(first[2].n_averaged) == 6
 
 
@@ -132,15 +132,22 @@ def test_an_optimizer_with_few_bits_goes_on_as_it_would_have(tmp_path: Path, mak
         step(other, again)
     assert exact(other.state_dict()) == exact(model.state_dict())
     assert exact(plain(again)) == exact(plain(optimizer))
-    assert any(one.dtype in (torch.uint8, torch.float8_e4m3fn) for one in plain(optimizer))
+    assert any(tensor.dtype in (torch.uint8, torch.float8_e4m3fn) for tensor in plain(optimizer))
 
 
 def plain(optimizer: Any) -> list[torch.Tensor]:
     """The tensors of an optimizer's state, and for those that are made of others, these."""
     values = [value for state in optimizer.state.values() for value in state.values()]
-    tensors: list[Any] = [one for one in values if isinstance(one, torch.Tensor)]
-    flat = [[getattr(one, name) for name in one.__tensor_flatten__()[0]] for one in tensors if is_made_of_others(one)]
-    return [*(one for one in tensors if not is_made_of_others(one)), *(piece for pieces in flat for piece in pieces)]
+    tensors: list[Any] = [value for value in values if isinstance(value, torch.Tensor)]
+    flat = [
+        [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        for tensor in tensors
+        if is_made_of_others(tensor)
+    ]
+    return [
+        *(tensor for tensor in tensors if not is_made_of_others(tensor)),
+        *(piece for pieces in flat for piece in pieces),
+    ]
 
 
 def is_made_of_others(tensor: torch.Tensor) -> bool:
@@ -183,7 +190,7 @@ def adapted(seed: int) -> Any:
 
 def test_later_checkpoints_of_a_lora_write_the_bytes_of_its_adapters_alone(tmp_path: Path) -> None:
     model = adapted(1)
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with ckpt.StateManager(tmp_path, model=model) as manager:
         for name in ("a", "b"):
             with torch.no_grad():
@@ -191,7 +198,7 @@ def test_later_checkpoints_of_a_lora_write_the_bytes_of_its_adapters_alone(tmp_p
                     parameter.add_(1)
             manager.save_state(name)
     sizes = [{path.stat().st_ino: path.stat().st_size for path in (tmp_path / name).iterdir()} for name in "ab"]
-    tensors = sum(one.nbytes for one in trained)
+    tensors = sum(parameter.nbytes for parameter in trained)
     written = sum(size for inode, size in sizes[1].items() if inode not in sizes[0])
     assert tensors < written < tensors + 64_000  # headers, values and the manifest
     assert sum(sizes[1].values()) > written + (1 << 20)  # and yet it is whole

@@ -35,7 +35,7 @@ def _train(model: nn.Module, optimizer: Any, scheduler: Any, steps: range) -> No
 
 
 def _mine(model: nn.Module, optimizer: Any) -> str:
-    return exact([model.state_dict(), optimizer.optim.state_dict(), [one["lr"] for one in optimizer.param_groups]])
+    return exact([model.state_dict(), optimizer.optim.state_dict(), [group["lr"] for group in optimizer.param_groups]])
 
 
 def _straight(rank: int, folder: str) -> None:

@@ -21,7 +21,7 @@ import pytest
 from ckpt.storage import LocalStorage
 from ckpt.storage.local.direct_write import BLOCK, write_durably
 from ckpt.storage.local.preallocate import reserve
-from ckpt.util.aligned_memory import pages
+from ckpt.util.aligned_memory import allocate_pages
 from tests.helpers.processes import interrupt
 
 
@@ -64,7 +64,7 @@ def test_a_piece_may_be_overwritten_once_the_next_is_asked_for(tmp_path: Path) -
 
 
 def test_a_forked_process_finds_memory_that_a_disk_or_device_works_on_empty_and_may_use_it() -> None:
-    memory = pages(4 << 20)
+    memory = allocate_pages(4 << 20)
     memory[0] = 1
     child = os.fork()
     if not child:

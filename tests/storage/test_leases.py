@@ -83,7 +83,7 @@ def wait_until(done: Callable[[], bool]) -> None:
 def test_a_second_run_does_not_take_the_root_while_the_first_is_in_a_long_upload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: str | None
 ) -> None:
-    monkeypatch.setattr(leases, "_is_gone", lambda sign: None)  # as if the two were on different machines
+    monkeypatch.setattr(leases, "is_gone", lambda sign: None)  # as if the two were on different machines
     monkeypatch.setattr(leases, "LIFE", 20.0)
     first, second = storage(tmp_path), storage(tmp_path)
     with first.lock(".lock", note="the first run"):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import ckpt
-from ckpt.storage import Storage, leases, open_storage
-from ckpt.util.process_identity import identity
+from ckpt.storage import Storage, lease_record, leases, open_storage
+from ckpt.util.process_identity import process_identity
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def url(tmp_path: Path) -> str:
 
 
 def lease(url: str) -> Path:
-    (found,) = Path(url.removeprefix("local://"), leases.FOLDER, "alone").iterdir()
+    (found,) = Path(url.removeprefix("local://"), lease_record.FOLDER, "alone").iterdir()
     return found
 
 
@@ -80,7 +80,7 @@ def test_who_was_taken_for_gone_leaves_the_lease_of_who_took_over(url: str, monk
     with monkeypatch.context() as patch, second.lock("other"):
         lock = first.lock(".lock", note="the first")
         lock.__enter__()
-        patch.setattr(leases, "_is_gone", lambda sign: True)
+        patch.setattr(leases, "is_gone", lambda sign: True)
         with second.lock(".lock", note="the second"):
             patch.undo()
             patch.setattr(leases, "LIFE", 0.0)  # so long ago is its last sign of life
@@ -88,10 +88,10 @@ def test_who_was_taken_for_gone_leaves_the_lease_of_who_took_over(url: str, monk
             patch.undo()
             sign = json.loads(next(one for one in lease_files(url) if one.name == ".lock").read_text())
             assert sign["note"] == "the second"
-            assert sign["process"] == identity(os.getpid())
+            assert sign["process"] == process_identity(os.getpid())
             with pytest.raises(ckpt.LockedError, match="the second"), open_storage(url).lock(".lock"):
                 pass
 
 
 def lease_files(url: str) -> list[Path]:
-    return list(Path(url.removeprefix("local://"), leases.FOLDER, "alone").iterdir())
+    return list(Path(url.removeprefix("local://"), lease_record.FOLDER, "alone").iterdir())

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.storage import ObjectStorage, Storage, leases, open_storage
+from ckpt.storage import ObjectStorage, Storage, lease_record, leases, open_storage
 from ckpt.storage.retry import RetryPolicy
 from ckpt.storage.s3.connection import Connection, Moved
 from ckpt.storage.s3.objects import S3Objects
@@ -271,7 +271,7 @@ class TestLocks:
     @pytest.fixture
     def elsewhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As if every other holder were on another machine: nobody can be looked up. And lives are short."""
-        monkeypatch.setattr(leases, "_is_gone", lambda sign: None)
+        monkeypatch.setattr(leases, "is_gone", lambda sign: None)
         monkeypatch.setattr(leases, "_LOOK", 0.1)
         monkeypatch.setattr(leases, "LIFE", 3.0)
 
@@ -296,7 +296,7 @@ class TestLocks:
         storage = open_storage(s3)
         storage.write("object", [b"before"])
         with storage.lock(".lock", note="the first"):
-            monkeypatch.setattr(leases, "_is_gone", lambda sign: True)
+            monkeypatch.setattr(leases, "is_gone", lambda sign: True)
             with open_storage(s3).lock(".lock", note="the second"):
                 monkeypatch.setattr(leases, "LIFE", 0.0)
                 refused = pytest.raises(ckpt.LockedError, match=r"\.lock was taken over by another run.*the second")
@@ -312,18 +312,18 @@ class TestLocks:
         storage = ObjectStorage(objects := S3Objects(BUCKET, s3.removeprefix(f"s3://{BUCKET}/"), {}))
         with storage.lock(".lock", note="asleep"):
             storage._leases._held[0].renewed -= 2 * leases.LIFE
-        assert list(objects.entries(leases.FOLDER)) == []
+        assert list(objects.entries(lease_record.FOLDER)) == []
 
     def test_what_is_left_of_a_lock_and_says_nothing_is_nobodys(self, s3: str) -> None:
         objects = S3Objects(BUCKET, s3.removeprefix(f"s3://{BUCKET}/"), {})
-        for name in (f"{leases.FOLDER}/alone/x", f"{leases.FOLDER}/shared/x/reader"):
+        for name in (f"{lease_record.FOLDER}/alone/x", f"{lease_record.FOLDER}/shared/x/reader"):
             objects.put(name, [b""])
         storage = ObjectStorage(objects)
         with storage.lock("x"):
             pass
         with storage.lock("x", shared=True):
             pass
-        assert list(objects.entries(leases.FOLDER)) == []
+        assert list(objects.entries(lease_record.FOLDER)) == []
 
     def test_a_forked_child_leaves_the_lock_to_its_parent(self, s3: str) -> None:
         script = f"""

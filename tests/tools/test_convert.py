@@ -509,7 +509,7 @@ class TestBadInput:
     def test_a_value_that_is_no_data_is_named_by_its_file(self, copy: Path) -> None:
         torch.save({"thing": Seen()}, copy / "custom_checkpoint_0.pkl")
         with pytest.raises(
-            ckpt.DamagedError, match=r"custom_checkpoint_0\.pkl names 'tests\.accelerate_folders\.Seen'"
+            ckpt.DamagedError, match=r"custom_checkpoint_0\.pkl names 'tests\.helpers\.accelerate_folders\.Seen'"
         ):
             ckpt.convert(copy, copy.parent / "root")
 

@@ -27,7 +27,7 @@ DAY = 24 * 3600.0
 
 _SAVE = """
 import os, signal, sys
-from ckpt.root import cleanup
+from ckpt.root.lock import lock_root
 from ckpt.root.commit import Attempt
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.storage import open_storage
@@ -35,7 +35,7 @@ from contextlib import ExitStack
 
 held = ExitStack()
 root, how = open_storage(sys.argv[1]), sys.argv[2]
-cleanup.take(root, held)
+lock_root(root, held)
 attempt = Attempt("step-00000009")
 attempt.begin(root, ["model.safetensors", "state.json"])
 root.write("step-00000009/state.json", [b"{}"])

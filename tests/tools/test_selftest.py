@@ -26,6 +26,8 @@ from tests.selftest_scripts.habits import HABITS
 SCRIPTS = Path(__file__).resolve().parent.parent / "selftest_scripts"
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _sums_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +103,7 @@ def test_a_habit_of_users_resumes_exactly_or_ckpt_itself_says_that_it_does_not(h
     assert report.exact or report.named, str(report)
 
 
+@pytest.mark.ranks
 def test_ranks_are_compared_each_with_itself() -> None:
     report = check(Program(target=str(EXAMPLES / "train_fsdp.py"), arguments=("--epochs", "1"), kills=1, processes=2))
     assert report.exact, str(report)

@@ -1,4 +1,4 @@
-"""DeepSpeed engines: which they are, what of them can be kept, and what they bring themselves."""
+"""DeepSpeed engines: recognising them, their optimizers and schedulers, and configurations that are not supported."""
 
 from __future__ import annotations
 
@@ -11,39 +11,42 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckpt.errors import ConfigError, UnsupportedError
-from ckpt.state.objects import Found
+from ckpt.state.objects import ManagedObjects, Stateful
 
-KEY = "deepspeed"  # of the part that an engine is
+KEY = "deepspeed"  # of an engine's part
 
 _PARTITIONED = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer")
 _WHOLE = ("FP16_Optimizer", "FP16_UnfusedOptimizer")
-_NONE = ("NoneType", "DeepSpeedZeRoOffload")  # for evaluation alone
+_NONE = ("NoneType", "DeepSpeedZeRoOffload")  # evaluation only
 
 
 def is_engine(model: Any) -> bool:
-    """Whether it is what `deepspeed.initialize` returns. Whoever has one has imported it."""
+    """Whether this is an engine of `deepspeed.initialize`. Imports nothing: without deepspeed there is no engine."""
     module = sys.modules.get("deepspeed.runtime.engine")
     return module is not None and isinstance(model, module.DeepSpeedEngine)
 
 
 def is_partitioned(engine: Any) -> bool:
-    """Whether ZeRO divides the optimizer's state among the ranks."""
+    """Whether ZeRO partitions the optimizer's state over the ranks."""
     return _kind(engine) in _PARTITIONED
 
 
-def with_engines(found: Found) -> Found:
-    """What was found, where engines bring their optimizers and schedulers themselves."""
+def with_engines(found: ManagedObjects) -> ManagedObjects:
+    """The objects with engines' own optimizers and schedulers left to the engines' parts."""
     engines = engines_in(found.models)
     if not engines:
         return found
-    theirs = {id(one) for engine in engines.values() for one in (engine.optimizer, engine.lr_scheduler)}
-    optimizers = {key: one for key, one in found.optimizers.items() if id(one) not in theirs}
+    theirs = {id(value) for engine in engines.values() for value in (engine.optimizer, engine.lr_scheduler)}
+    optimizers = _without(found.optimizers, theirs)
     for key, engine in engines.items():
         _refuse_unfit(key, engine)
         if _kind(engine) not in (*_PARTITIONED, *_NONE):
             optimizers[key.replace("model", "optimizer", 1)] = engine.optimizer
-    others = {key: one for key, one in found.others.items() if id(one) not in theirs}
-    return replace(found, optimizers=optimizers, others=others)
+    return replace(found, optimizers=optimizers, others=_without(found.others, theirs))
+
+
+def _without(objects: Mapping[str, Stateful], identities: set[int]) -> dict[str, Stateful]:
+    return {key: value for key, value in objects.items() if id(value) not in identities}
 
 
 def engines_in(models: Mapping[str, nn.Module]) -> dict[str, Any]:
@@ -51,8 +54,8 @@ def engines_in(models: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 
 def refuse_bare(key: str, model: nn.Module) -> None:
-    """A model without the engine that trains it: the engine's own weights would not learn of what is loaded."""
-    trained = (hasattr(one, "ds_id") or hasattr(one, "_hp_mapping") for one in model.parameters())
+    """Refuse a model without the engine that trains it: loading would not change the engine's master weights."""
+    trained = (hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping") for parameter in model.parameters())
     if not is_engine(model) and any(trained):
         raise ConfigError(
             f"{key} is trained by a DeepSpeed engine, which keeps its weights once more. Give the engine itself: what "
@@ -65,7 +68,7 @@ def _kind(engine: Any) -> str:
 
 
 def _refuse_unfit(key: str, engine: Any) -> None:
-    """Every way of training that has state which is not kept, by its name."""
+    """Raise one error that names every unsupported feature of an engine."""
     found = list(_obstacles(engine))
     if found:
         raise UnsupportedError(
@@ -86,7 +89,7 @@ def _obstacles(engine: Any) -> Iterator[str]:
         yield "tensor parallelism"
     if engine.sequence_parallel_size > 1:
         yield "sequence parallelism"
-    if any(one is not None and one.device == "nvme" for one in (config.offload_optimizer, config.offload_param)):
+    if any(part is not None and part.device == "nvme" for part in (config.offload_optimizer, config.offload_param)):
         yield "offload to NVMe"
     if config.zero_hpz_partition_size > 1:
         yield "a secondary partition (zero_hpz_partition_size)"

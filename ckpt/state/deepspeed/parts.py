@@ -1,8 +1,8 @@
-"""The state of a DeepSpeed engine, given out and taken back through its own calls.
+"""The state of a DeepSpeed engine, captured and restored through its own calls.
 
-ZeRO divides master weights and the optimizer's state among the ranks: flat pieces without names. Each rank saves its
-partitions as its own, so that they fit the same number of ranks alone. The model is saved beside them, under its names,
-for everybody.
+ZeRO partitions master weights and the optimizer's state over the ranks, as flat tensors without names. Each rank saves
+its partitions for itself, so they fit only the same number of ranks. The model is saved beside them by parameter name,
+which any number of ranks can load.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import torch.distributed as dist
 from ckpt.errors import MismatchError, StateError
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.documents import to_json
-from ckpt.state.parts import Notes, Read, Whole
+from ckpt.state.objects import Stateful
+from ckpt.state.parts import WHOLE_PART, Notes, Read, UnshardedPart
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 _SCALER = "loss_scaler"
-_FOR_OTHER_TOOLS = ("param_slice_mappings", "universal_checkpoint_info", "zero_stage")  # objects; no load looks at them
+_FOR_OTHER_TOOLS = ("param_slice_mappings", "universal_checkpoint_info", "zero_stage")  # objects that no load needs
 
 
 def refresh(engine: Any) -> None:
-    """Let an engine go on from weights that have just been loaded into its model."""
+    """Update an engine's master weights and caches after its model has been loaded."""
     if hasattr(engine.optimizer, "refresh_fp32_params"):
         engine.optimizer.refresh_fp32_params()
     if hasattr(engine.optimizer, "checkpoint_event_epilogue"):
@@ -33,17 +34,17 @@ def refresh(engine: Any) -> None:
 
 
 @dataclass
-class EnginePart(Whole):
-    """What all ranks of an engine have in common: its counters, its schedule, and a scaler of torch's.
+class EnginePart(UnshardedPart):
+    """The state that all ranks of an engine share: counters, scheduler, and torch's gradient scaler.
 
-    Hooks around the steps of its optimizer can be registered, as with an optimizer of torch.
+    Step hooks can be registered on it, as on an optimizer of torch.
     """
 
     key: str
     engine: Any
     same_class: bool = False
-    can_be_spread: bool = False
-    _counted: int | None = None  # the step that hooks were called after
+    can_be_sharded: bool = False
+    _counted: int | None = None  # the last step that the post hooks were called for
 
     @property
     def kind(self) -> str:
@@ -51,7 +52,7 @@ class EnginePart(Whole):
 
     def capture(self) -> dict[str, Any]:
         counters = {name: getattr(self.engine, name) for name in _COUNTERS}
-        parts = {name: None if one is None else one.state_dict() for name, one in self._parts().items()}
+        parts = {name: None if value is None else value.state_dict() for name, value in self._parts().items()}
         return {**counters, **parts, "in_window": _in_window(self.engine)}
 
     def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
@@ -61,8 +62,8 @@ class EnginePart(Whole):
                 "loaded. Load when a window is done, or into a new engine."
             )
         parts = self._parts().items()
-        missing = [name for name, one in parts if one is not None and saved[name] is None]
-        unexpected = [name for name, one in parts if one is None and saved[name] is not None]
+        missing = [name for name, value in parts if value is not None and saved[name] is None]
+        unexpected = [name for name, value in parts if value is None and saved[name] is not None]
         unfit = dict.fromkeys(missing, "missing in the checkpoint")
         return unfit | dict.fromkeys(unexpected, "unexpected: the engine has none")
 
@@ -74,29 +75,29 @@ class EnginePart(Whole):
                 "update is made without them"
             )
         values = read()
-        return lambda: self._take(values())
+        return lambda: self._load(values())
 
-    def _take(self, values: Any) -> None:
+    def _load(self, values: Any) -> None:
         for name in _COUNTERS:
             setattr(self.engine, name, values[name])
-        for name, one in self._parts().items():
-            if one is not None and values[name] is not None:
-                one.load_state_dict(values[name])
+        for name, value in self._parts().items():
+            if value is not None and values[name] is not None:
+                value.load_state_dict(values[name])
         self._counted = None
 
-    def _parts(self) -> dict[str, Any]:
-        whole, divided = "torch_autocast_z0_gradscaler", "torch_autocast_gradscaler"
-        scaler = getattr(self.engine, whole, None) or getattr(self.engine.optimizer, divided, None)
+    def _parts(self) -> dict[str, Stateful | None]:
+        without_zero, with_zero = "torch_autocast_z0_gradscaler", "torch_autocast_gradscaler"
+        scaler = getattr(self.engine, without_zero, None) or getattr(self.engine.optimizer, with_zero, None)
         return {"lr_scheduler": self.engine.lr_scheduler, "grad_scaler": scaler}
 
     @property
     def in_window(self) -> bool:
-        """Whether the engine holds gradients that wait for the rest of an accumulation window."""
+        """Whether the engine is within an accumulation window."""
         return _in_window(self.engine)
 
     @property
     def stepped(self) -> torch.optim.Optimizer | None:
-        """The optimizer inside the engine's own, which makes its steps; none if the engine has nothing around it."""
+        """The torch optimizer inside the engine's own, which makes the steps; None if the engine wraps none."""
         inner = getattr(self.engine.optimizer, "optimizer", None)
         return inner if isinstance(inner, torch.optim.Optimizer) else None
 
@@ -106,7 +107,7 @@ class EnginePart(Whole):
 
     def register_step_post_hook(self, hook: Callable[..., None]) -> Any:
         def after_step(*_: Any) -> None:
-            if self._counted != self.engine.global_steps:  # ZeRO makes one step group by group
+            if self._counted != self.engine.global_steps:  # ZeRO steps once for each parameter group
                 self._counted = self.engine.global_steps
                 hook(self)
 
@@ -115,13 +116,13 @@ class EnginePart(Whole):
 
 
 @dataclass
-class PartitionsPart(Whole):
-    """A rank's partitions of master weights and optimizer state, as ZeRO gives them out and takes them back."""
+class PartitionsPart(UnshardedPart):
+    """A rank's ZeRO partitions of master weights and optimizer state."""
 
     key: str
     engine: Any
     same_class: bool = True
-    can_be_spread: bool = False
+    can_be_sharded: bool = False
 
     @property
     def kind(self) -> str:
@@ -135,15 +136,17 @@ class PartitionsPart(Whole):
 
     def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
         if saved["parameters"] != self._parameters():
-            return {"": "the optimizer's parameters, their groups or their order are not those of the checkpoint"}
+            return {
+                WHOLE_PART: "the optimizer's parameters, their groups or their order are not those of the checkpoint"
+            }
         live = _scaler_state(getattr(self.engine.optimizer, _SCALER, None))
         if saved["scaler"].get("class") != live.get("class"):
-            return {"": f"a {saved['scaler'].get('class')} in the checkpoint, a {live.get('class')} here"}
+            return {WHOLE_PART: f"a {saved['scaler'].get('class')} in the checkpoint, a {live.get('class')} here"}
         return {}
 
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
         values = read()
-        return lambda: self._take(values())
+        return lambda: self._load(values())
 
     def missed(self, why: str, notes: Notes, *, strict: bool) -> None:
         if strict:
@@ -155,13 +158,13 @@ class PartitionsPart(Whole):
             )
         notes.skipped[self.key] = f"{why}: the optimizer begins anew, from the model's weights"
 
-    def _take(self, values: Any) -> None:
+    def _load(self, values: Any) -> None:
         optimizer, state = self.engine.optimizer, values["state"]
         scaler = getattr(optimizer, _SCALER, None)
         if scaler is not None:
             vars(scaler).update(values["scaler"]["values"])
             state = {**state, _SCALER: scaler}
-        mine = {dist.get_rank(optimizer.dp_process_group): state}  # in place of a list with those of all ranks
+        mine = {dist.get_rank(optimizer.dp_process_group): state}  # ZeRO indexes a list of all ranks' states by rank
         if hasattr(optimizer, "checkpoint_event_prologue"):
             optimizer.checkpoint_event_prologue()
         optimizer.load_state_dict(mine, load_optimizer_states=True, load_from_fp32_weights=True)
@@ -169,9 +172,10 @@ class PartitionsPart(Whole):
             optimizer.checkpoint_event_epilogue()
 
     def _parameters(self) -> str:
-        """What tells whether flat partitions belong to the same parameters, in the same order."""
-        groups = [{name: list(shape) for name, shape in one.items()} for one in self.engine._get_zero_param_shapes()]
-        return digest(to_json([list(one.items()) for one in groups]))
+        """A digest of the names and shapes of all parameters in order: flat partitions fit only the same ones."""
+        shapes = self.engine._get_zero_param_shapes()
+        groups = [[(name, list(shape)) for name, shape in group.items()] for group in shapes]
+        return digest(to_json(groups))
 
 
 def _scaler_state(scaler: Any) -> dict[str, Any]:
@@ -179,6 +183,6 @@ def _scaler_state(scaler: Any) -> dict[str, Any]:
 
 
 def _in_window(engine: Any) -> bool:
-    """Whether the engine holds gradients that wait for the rest of an accumulation window."""
-    told = engine._is_gradient_accumulation_boundary  # by Accelerate, before each backward; else the engine counts
-    return not told if told is not None else engine.micro_steps % engine.gradient_accumulation_steps() != 0
+    """Whether the engine holds gradients of an unfinished accumulation window."""
+    boundary = engine._is_gradient_accumulation_boundary  # set by Accelerate before each backward, else None
+    return not boundary if boundary is not None else engine.micro_steps % engine.gradient_accumulation_steps() != 0

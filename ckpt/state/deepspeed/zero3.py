@@ -1,7 +1,7 @@
-"""ZeRO 3, which divides every parameter among the ranks as a flat piece of it.
+"""ZeRO 3, which partitions every parameter over the ranks as flat tensors.
 
-Here such a parameter is a DTensor that is sharded along dimension 0: it is gathered, one at a time, through DeepSpeed's
-own calls, and each rank keeps its rows. These calls are collective: every rank makes them.
+Here such a parameter becomes a DTensor that is sharded along dimension 0. Parameters are gathered one at a time through
+DeepSpeed's own calls, and each rank keeps its rows. These calls are collective: every rank makes them.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpt.formats.layout import Box, Layout, gathered, is_sharded
-from ckpt.formats.native.tensor_file import narrowed
+from ckpt.formats.tensor_bytes import narrowed
 
 
 def is_zero3(model: nn.Module) -> bool:
-    """Whether it has parameters that are divided. Whoever divides them has imported it."""
-    return "deepspeed" in sys.modules and any(is_divided(one) for one in model.parameters())
+    """Whether ZeRO 3 has partitioned any of its parameters."""
+    return "deepspeed" in sys.modules and any(map(is_partitioned, model.parameters()))
 
 
-def is_divided(value: Any) -> bool:
-    """Whether a value is a parameter that ZeRO 3 has divided: it has no data of its own."""
+def is_partitioned(value: Any) -> bool:
+    """Whether a value is a parameter that ZeRO 3 has partitioned: it has no data of its own."""
     return hasattr(value, "ds_id")
 
 
 def layout() -> Layout:
-    """How parameters are spread here: along dimension 0, over all ranks."""
+    """The layout of parameters in a checkpoint: sharded along dimension 0 over all ranks."""
     world_size = dist.get_world_size()
     return Layout((world_size,), tuple(range(world_size)), ("S0",))
 
 
 def rows(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with this rank's rows of every divided parameter, in new memory. Tied ones stay one."""
+    """A state with this rank's rows of every partitioned parameter, in new memory. Tied parameters share it."""
     return _replaced(state, _rows_of)
 
 
-def room(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with memory that is still to be filled. No rank needs the others for it."""
-    return _replaced(state, lambda one: _spread(torch.empty(one.ds_shape, dtype=one.dtype, device="meta"), one.device))
+def empty_rows(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, uninitialised. Not collective."""
+    return _replaced(state, _empty_rows_of)
 
 
 @torch.no_grad()
 def fill(state: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Give divided parameters the values that all ranks know together, by name. Others stay as they are."""
-    found = {id(one): (name, one) for name, one in state.items() if is_divided(one) and name in known}
+    """Fill partitioned parameters with the sharded or full values in `known`, by name. Others are not changed."""
+    found = {id(value): (name, value) for name, value in state.items() if is_partitioned(value) and name in known}
     if not found:
         return
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
@@ -61,23 +61,27 @@ def fill(state: Mapping[str, Any], known: Mapping[str, Any]) -> None:
 
 def _replaced(state: Mapping[str, Any], make: Callable[[Any], Any]) -> dict[str, Any]:
     made: dict[int, Any] = {}
-    for one in state.values():
-        if is_divided(one) and id(one) not in made:
-            made[id(one)] = make(one)
-    return {name: made.get(id(one), one) for name, one in state.items()}
+    for value in state.values():
+        if is_partitioned(value) and id(value) not in made:
+            made[id(value)] = make(value)
+    return {name: made.get(id(value), value) for name, value in state.items()}
+
+
+def _empty_rows_of(parameter: Any) -> Any:
+    return _sharded(torch.empty(parameter.ds_shape, dtype=parameter.dtype, device="meta"), parameter.device)
 
 
 @torch.no_grad()
 def _rows_of(parameter: Any) -> Any:
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
 
-    away = parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE  # small ones are whole everywhere, and stay so
-    with GatheredParameters([parameter] if away else []):
-        return _spread(parameter.data, parameter.device)
+    gather = parameter.ds_status is ZeroParamStatus.NOT_AVAILABLE  # small parameters are complete on every rank
+    with GatheredParameters([parameter] if gather else []):
+        return _sharded(parameter.data, parameter.device)
 
 
-def _spread(whole: torch.Tensor, device: torch.device) -> Any:
-    """This rank's rows of a tensor; of one on the meta device, room for them. What has no rows is whole everywhere."""
+def _sharded(whole: torch.Tensor, device: torch.device) -> Any:
+    """This rank's rows of a tensor; uninitialised for one on the meta device. A scalar is replicated."""
     from torch.distributed.tensor import DTensor, Shard
 
     box = layout().box(tuple(whole.shape), dist.get_rank()) if whole.dim() else Box((), ())
@@ -92,7 +96,7 @@ def _spread(whole: torch.Tensor, device: torch.device) -> Any:
 
 @lru_cache(maxsize=4)
 def _mesh(device: str, group: Any) -> Any:
-    """All ranks, as long as they are the same group."""
+    """The mesh of all ranks, cached for as long as the process group is the same."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device, (dist.get_world_size(),))

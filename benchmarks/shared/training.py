@@ -1,4 +1,4 @@
-"""A training run to be saved: steps of a known length, and a memory of what was saved."""
+"""A training run to be saved: steps of a known length, and a reference copy of what was saved."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
-import measure
 import torch
-from state import State
 from torch.nn import functional
+
+from benchmarks.shared import measure
+from benchmarks.shared.state import State
 
 LENGTH = 256  # tokens of one sample
 
 
 class Training:
-    """A run that can be saved at any step, and remembers what was saved."""
+    """A run that can be saved at any step, and keeps a copy of the state at that moment."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.device: str = options.device
@@ -43,12 +44,12 @@ class Training:
         return self.run(5) / 5
 
     def rest(self, steps: int) -> float:
-        """Train without saves. Clocks drift, and a save may cost less than that: a baseline is never far away."""
+        """Train without saves. Clocks drift by more than a save may cost, so baselines are taken often."""
         self.baselines.append(self.run(steps) / steps)
         return self.baselines[-1]
 
     def run(self, steps: int, save: Callable[[], None] | None = None, guard: Callable[[], Any] = nullcontext) -> float:
-        """Seconds for some steps, with a save among the first, if any, and a copy of what is saved."""
+        """Seconds of some steps, with a save among the first, if any, and a copy of what is saved."""
         self.synchronize()
         started = time.perf_counter()
         for number in range(steps):
@@ -82,7 +83,7 @@ class Training:
             torch.cuda.synchronize()
 
     def give_back_memory(self) -> None:
-        """What a load left, so that steps which are timed need not look for it; then take what a step needs."""
+        """Free the memory of a load before steps are timed, then let the allocator get what a step needs."""
         gc.collect()
         if self.device != "cpu":
             torch.cuda.empty_cache()

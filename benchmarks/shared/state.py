@@ -33,8 +33,8 @@ class Transformer(nn.Module):
     @classmethod
     def of(cls, size: float) -> Transformer:
         """About 22 layers, wide enough for `size` bytes of weights and two moments in fp32. It takes no memory yet."""
-        in_a_square = 22 * 12 + 32  # weights of the layers and of the vocabulary, in squares of the width
-        width = 64 * max(1, round(math.sqrt(size / 12 / in_a_square) / 64))
+        squares = 22 * 12 + 32  # weights of the layers and of the vocabulary, in squares of the width
+        width = 64 * max(1, round(math.sqrt(size / 12 / squares) / 64))
         with torch.device("meta"):
             none, one = (sum(p.numel() for p in cls(width, layers).parameters()) for layers in (0, 1))
             return cls(width, max(1, round((size / 12 - none) / (one - none))))
@@ -42,14 +42,14 @@ class Transformer(nn.Module):
 
 @dataclass
 class State:
-    """What is saved, or what a save is loaded into."""
+    """The live objects that are saved, or that a checkpoint is loaded into."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
 
     @classmethod
     def blank(cls, size: float, device: str = "cpu") -> State:
-        """Weights of no value, a third of the size. Their two moments come with the first step, or with a load."""
+        """Uninitialized weights, a third of the size. The two moments are created by the first step, or by a load."""
         model = Transformer.of(size).to_empty(device=device)
         return cls(model, torch.optim.AdamW(model.parameters(), fused=device != "cpu"))
 
@@ -65,22 +65,22 @@ class State:
 
     @classmethod
     def to_load_into(cls, size: float, device: str = "cpu", *, moments: bool = False) -> State:
-        """As a resumed run builds it: an optimizer that has no moments yet. Nothing is equal before it is loaded."""
+        """As a resumed run builds it, without moments unless asked for. No value is equal to a trained one."""
         state = (cls.trained if moments else cls.blank)(size, device)
         for tensor in state.tensors().values():
             tensor.fill_(-1.0)
         return state
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All of it under flat names."""
+        """Every tensor under a flat name."""
         moments = self.optimizer.state_dict()["state"]
         return {
             **{f"model.{name}": tensor for name, tensor in self.model.state_dict().items()},
-            **{f"optimizer.{index}.{key}": one for index, entry in moments.items() for key, one in entry.items()},
+            **{f"optimizer.{index}.{key}": value for index, entry in moments.items() for key, value in entry.items()},
         }
 
     def take(self, tensors: Mapping[str, torch.Tensor], groups: Any) -> None:
-        """Take back what `tensors` gave."""
+        """Load what `tensors` returned."""
         moments: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors.items():
             if name.startswith("optimizer."):
@@ -102,23 +102,27 @@ class State:
         return next(self.model.parameters()).device.type == "cpu"
 
 
-def assert_equal(saved: Mapping[str, torch.Tensor], groups: Any, loaded: State, way: str) -> None:
+def assert_equal(saved: Mapping[str, torch.Tensor], groups: Any, loaded: State, library: str) -> None:
     """Every bit of every tensor, and every option of every group."""
     found = loaded.tensors()
-    assert saved.keys() == found.keys(), f"{way}: other tensors came back"
+    assert saved.keys() == found.keys(), f"{library}: other tensors were loaded"
     unequal = [name for name in saved if not same_bits(saved[name], found[name])]
-    assert not unequal, f"{way}: {len(unequal)} came back with other values, {', '.join(unequal[:3])} among them"
-    assert groups == loaded.groups, f"{way}: the parameter groups came back with other options"
+    assert not unequal, f"{library}: {len(unequal)} tensors have other values, {', '.join(unequal[:3])} among them"
+    assert groups == loaded.groups, f"{library}: the parameter groups have other options"
 
 
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """What tells every tensor's dtype, shape and bits from others, to be compared in another process."""
+    """The dtype, shape and hash of every tensor, to be compared in another process."""
     return {
-        name: f"{one.dtype} {list(one.shape)} {xxh3_128_hexdigest(one.detach().reshape(-1).view(torch.uint8).numpy())}"
-        for name, one in tensors.items()
+        name: f"{tensor.dtype} {list(tensor.shape)} {xxh3_128_hexdigest(bytes_of(tensor).numpy())}"
+        for name, tensor in tensors.items()
     }
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    alike = (one.dtype, one.shape) == (other.dtype, other.shape)
-    return alike and torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    alike = (left.dtype, left.shape) == (right.dtype, right.shape)
+    return alike and torch.equal(bytes_of(left), bytes_of(right))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)

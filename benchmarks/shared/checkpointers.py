@@ -1,4 +1,4 @@
-"""Every way that people save and load training state, behind one interface."""
+"""The libraries and calls that save and load training state, behind one interface."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from state import State
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import ckpt
+from benchmarks.shared.state import State
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # by `no_dist`, which says so already
 
 
-class Way:
-    """One way to save a state under names below a root, and to load it from there into other live objects.
+class Checkpointer:
+    """Saves a state under names below a root, and loads it from there into other live objects.
 
-    An instance lives as long as a training run does: what a way keeps for its next save, it keeps in itself.
+    An instance lives as long as a training run does, and holds whatever is reused by the next save.
     """
 
     name: str
-    needs: str = ""  # what must be installed
+    needs: str = ""  # the package that must be installed
     durable = False  # on the disk when `wait` returns
     hashed = False  # `load` notices a flipped bit
-    background = False  # writes on after `save` returned
-    prepares = False  # makes its buffers ready before the first save
-    needs_moments = False  # `load` fills tensors that are there, and brings none along
+    background = False  # is still writing when `save` returns
+    prepares = False  # allocates its buffers before the first save
+    needs_moments = False  # `load` fills existing tensors, and creates none
 
     def __init__(self, state: State, root: Path) -> None:
         self.state, self.root = state, root
@@ -47,46 +47,48 @@ class Way:
         return bool(cls.needs) and find_spec(cls.needs) is None
 
     def prepare(self) -> None:
-        """Called when saves are to be expected. Does not wait until what it starts is done."""
+        """Called at the beginning of a run that will save. Does not wait for what it starts."""
 
     def save(self, name: str) -> None:
-        """Return as soon as training may go on."""
+        """Return as soon as training may continue."""
         raise NotImplementedError
 
     def guard(self) -> AbstractContextManager[Any]:
-        """What a training loop has to put around `optimizer.step()`."""
+        """The context in which a training loop has to call `optimizer.step()`."""
         return nullcontext()
 
     def saved(self, name: str) -> bool:
-        """Whether a save is done. Does not wait, and may be asked from another thread."""
+        """Whether a save is complete. Does not wait, and may be called from another thread."""
         return True
 
     def wait(self) -> None:
-        """Until every save is done."""
+        """Until every save is complete."""
 
     def load(self, name: str) -> None:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give back what the instance keeps."""
+        """Release what the instance holds."""
 
     def folder(self, name: str) -> Path:
-        """Of one checkpoint, for ways that leave it to their users to make it."""
+        """The folder of a checkpoint, for libraries that expect it to exist."""
         path = self.root / name
         path.mkdir(exist_ok=True)
         return path
 
 
-def time_a_load(kind: type[Way], target: State, root: Path, name: str, done: Callable[[], Any] = int) -> float:
-    """As a new run loads: what a way builds first is part of the time. `done` waits for the device."""
+def time_a_load(
+    kind: type[Checkpointer], target: State, root: Path, name: str, done: Callable[[], object] = int
+) -> float:
+    """Seconds of a load in a new run: constructing the checkpointer is part of it. `done` waits for the device."""
     started = time.perf_counter()
-    with closing(kind(target, root)) as way:
-        way.load(name)
+    with closing(kind(target, root)) as checkpointer:
+        checkpointer.load(name)
         done()
         return time.perf_counter() - started
 
 
-class Ours(Way):
+class Ours(Checkpointer):
     name = "ckpt save_state(wait=True)"
     durable = hashed = True
 
@@ -99,7 +101,7 @@ class Ours(Way):
         self.manager.save_state(name, wait=True)
 
     def load(self, name: str) -> None:
-        with redirect_stderr(io.StringIO()):  # it says what it restored
+        with redirect_stderr(io.StringIO()):  # it prints what it restored
             self.manager.load_state(name)
 
     def close(self) -> None:
@@ -120,7 +122,7 @@ class OursInBackground(Ours):
         self.manager.wait()
 
 
-class TorchSave(Way):
+class TorchSave(Checkpointer):
     name = "torch.save / torch.load"
 
     def save(self, name: str) -> None:
@@ -133,7 +135,7 @@ class TorchSave(Way):
         self.state.optimizer.load_state_dict(both["optimizer"])
 
 
-class Dcp(Way):
+class Dcp(Checkpointer):
     name = "DCP save / load"
     durable = True
 
@@ -160,7 +162,7 @@ class DcpAsync(Dcp):
         self.in_a_group = False
 
     def prepare(self) -> None:
-        """Other threads than the main one save in a process group only. Loading needs none."""
+        """Saving from another thread than the main one needs a process group. Loading needs none."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self.in_a_group = True
@@ -181,7 +183,7 @@ class DcpAsync(Dcp):
 
 
 class DcpAsyncPinned(DcpAsync):
-    """Its stager copies in a thread, from the live tensors: a step must wait until it is done."""
+    """Its stager copies the live tensors in a thread: a step must wait until it is done."""
 
     name = "DCP async_save, pinned + async stager"
 
@@ -218,7 +220,7 @@ class DcpAsyncPinned(DcpAsync):
             super().close()
 
 
-class WithAccelerate(Way):
+class WithAccelerate(Checkpointer):
     name = "Accelerate save_state / load_state"
     needs = "accelerate"
 
@@ -239,11 +241,11 @@ class WithAccelerate(Way):
         from accelerate.state import AcceleratorState
 
         self.accelerator.free_memory()
-        AcceleratorState._reset_state(reset_partial_state=True)  # or the next one finds this one's device
+        AcceleratorState._reset_state(reset_partial_state=True)  # or the next instance would find this one's device
 
 
-class TorchCheckpointing(Way):
-    """With its O_DIRECT off: its unaligned last write fails on ext4. The files are written by a process of its own."""
+class TorchCheckpointing(Checkpointer):
+    """With O_DIRECT off: its unaligned last write fails on ext4. A separate process writes the files."""
 
     name = "torch_checkpointing"
     needs = "torch_checkpointing"
@@ -286,7 +288,7 @@ class TorchCheckpointing(Way):
         self.manager.close()
 
 
-class Safetensors(Way):
+class Safetensors(Checkpointer):
     name = "safetensors"
     needs = "safetensors"
 

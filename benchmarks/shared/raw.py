@@ -1,4 +1,4 @@
-"""What the disk, the kernel and the bus take for as many bytes: the limits to compare with."""
+"""Raw writes and reads of as many bytes: the limits of disk, kernel and bus to compare with."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from measure import PIECE
-from state import State
-from ways import Way
+
+from benchmarks.shared.checkpointers import Checkpointer
+from benchmarks.shared.measure import PIECE
+from benchmarks.shared.state import State
 
 
-class Raw(Way):
-    """What the disk and the kernel take for as many bytes."""
+class Raw(Checkpointer):
+    """Plain writes with one fsync, and plain reads, through the page cache."""
 
     name = "raw write + fsync / read"
     durable = needs_moments = True
@@ -43,13 +44,13 @@ class Raw(Way):
 
 
 class RawDirect(Raw):
-    """Past the page cache, from one aligned image of the state that is there already."""
+    """Past the page cache, from an aligned image of the state that is prepared before the time is taken."""
 
     name = "raw O_DIRECT write + fsync"
 
     def __init__(self, state: State, root: Path) -> None:
         super().__init__(state, root)
-        self.image = mmap.mmap(-1, -(-state.size // PIECE) * PIECE)  # pages of its own, so it is aligned
+        self.image = mmap.mmap(-1, -(-state.size // PIECE) * PIECE)  # page-aligned
 
     def prepare(self) -> None:
         self.image.seek(0)
@@ -72,7 +73,7 @@ class RawDirect(Raw):
 
 
 class RawDirectParallel(RawDirect):
-    """The most that was found to help: space set aside first, several writes at a time."""
+    """With everything that was found to help: space allocated first, several writes at a time."""
 
     name = "raw O_DIRECT write + fsync, 4 threads"
 
@@ -87,7 +88,7 @@ def too_short(name: str) -> int:
 
 
 class RawReader:
-    """The limit: threads that read files into small rings of pinned memory, and copy from there to the device."""
+    """The limit of loads: threads read files into small rings of pinned memory, and copy from there to the device."""
 
     name = "raw parallel read"
     threads, slots = 16, 3
@@ -101,7 +102,7 @@ class RawReader:
         ]
 
     def read(self, paths: Sequence[Path], past_the_cache: bool) -> float:
-        """Seconds from the first read until all is on the device."""
+        """Seconds from the first read until everything is on the device."""
         pieces = list(pieces_of(paths))
         target = torch.empty(sum(length for *_, length in pieces), dtype=torch.uint8, device=self.device)
         flags = os.O_RDONLY | (getattr(os, "O_DIRECT", 0) if past_the_cache and self.device != "cpu" else 0)
@@ -120,15 +121,15 @@ class RawReader:
 
     def read_some(self, ring: list[torch.Tensor], work: Sequence[tuple[int, int, torch.Tensor]]) -> None:
         if self.device == "cpu":
-            for number, one in enumerate(work):
-                copy_a_piece(ring[number % self.slots], *one)
+            for number, piece in enumerate(work):
+                copy_a_piece(ring[number % self.slots], *piece)
             return
         with torch.cuda.stream(torch.cuda.Stream()):
             events = [torch.cuda.Event() for _ in ring]
-            for number, one in enumerate(work):
+            for number, piece in enumerate(work):
                 slot = number % self.slots
                 events[slot].synchronize()
-                copy_a_piece(ring[slot], *one)
+                copy_a_piece(ring[slot], *piece)
                 events[slot].record()
             torch.cuda.current_stream().synchronize()
 

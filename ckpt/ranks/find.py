@@ -1,0 +1,39 @@
+"""Finds the ranks of this job: a single process, or those of the default process group."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from ckpt.errors import RanksError
+from ckpt.ranks.built_managers import built_here
+from ckpt.ranks.group import Ranks, SingleProcess
+from ckpt.ranks.store import TimedStore
+from ckpt.ranks.store_group import StoreGroup
+
+OWN_ROOTS = "own roots"  # the name under which managers meet whose hosts may have separate roots
+
+
+def find_ranks(root: str, timeout: float, *, own_root: bool = False) -> Ranks:
+    """The ranks of this job, for a manager of `root`.
+
+    The n-th manager of a root on each rank meets the n-th of the same root on the others. Where hosts may have
+    separate roots (`own_root`), paths may differ between ranks: the n-th such manager meets the others' n-th.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        _require_process_group()
+        return SingleProcess()
+    job = TimedStore(dist.distributed_c10d._get_default_store(), timeout).below("ckpt")
+    built = built_here()
+    key = built.add(OWN_ROOTS if own_root else root, root)
+    built.publish(job, dist.get_rank())
+    return StoreGroup(job.below(key), dist.get_rank(), dist.get_world_size(), timeout, job, built)
+
+
+def _require_process_group() -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        raise RanksError(
+            f"this is one of {os.environ['WORLD_SIZE']} processes, but they have no process group yet: every one "
+            "would write on its own. Call torch.distributed.init_process_group() before StateManager(...)."
+        )

@@ -1,0 +1,184 @@
+"""Several ranks that exchange data through the process group's store, never through a collective.
+
+A rank that does not make a call is then named after the timeout. A collective would hang, or be mistaken for one of the
+training's own.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, suppress
+
+from ckpt.errors import RanksError
+from ckpt.ranks.built_managers import BuiltManagers
+from ckpt.ranks.group import MAIN, Ranks
+from ckpt.ranks.heartbeat import Heartbeat
+from ckpt.ranks.liveness import LivenessWatch, format_ranks
+from ckpt.ranks.shutdown import UnreadBroadcast, linger
+from ckpt.ranks.store import TimedStore
+
+_FAILURES = "failures"
+_SHORTEST, _LONGEST = 0.0002, 0.1  # seconds between two polls
+_LONGEST_PER_RANK = 0.002  # so that few ranks poll more often than a thousand would
+
+_ADVICE = (
+    "Every rank must make this call: take it out of 'if rank == 0:' (or is_main_process). "
+    "If they do, look at their logs: they may have died, or be slower than timeout= allows."
+)
+
+
+class StoreGroup:
+    """The ranks of a manager. `job` is the store that all managers share: what each rank has built, and its heartbeats.
+
+    Gathers and broadcasts are numbered (`_turn`), the same on every rank, and so are the gathers that the main rank has
+    given up (`_failed_gathers`): a rank that comes too late finds neither an old answer nor one of another call.
+    """
+
+    def __init__(
+        self, store: TimedStore, rank: int, world_size: int, timeout: float, job: TimedStore, built: BuiltManagers
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout = timeout
+        self._store = store
+        self._job = job
+        self._built = built
+        self._turn = 0
+        self._failed_gathers = 0
+        self._used_keys: list[str] = []
+        self._unread = UnreadBroadcast(store, built.unread)
+        self._channels = [self]
+        interval = min(1.0, timeout / 4)
+        self._heartbeat = Heartbeat(store, rank, interval)
+        self._job_heartbeat = Heartbeat(job, rank, interval)
+
+    def channel(self, name: str) -> Ranks:
+        store = self._store.below(name)
+        channel = StoreGroup(store, self.rank, self.world_size, self.timeout, self._job, self._built)
+        self._channels.append(channel)
+        return channel
+
+    def gather(self, call: str, data: str) -> list[str]:
+        if self.rank != MAIN:
+            self._failed_gathers = self._store.add(_FAILURES, 0)
+            self._store.set(self._answer_key(self.rank), data)
+            self._turn += 1
+            return []
+        keys = [self._answer_key(rank) for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], data)
+        try:
+            self._await(dict(enumerate(keys)), call)
+        except RanksError as error:
+            self._give_up(str(error), keys)
+            raise
+        answers = [self._store.get(key) for key in keys]
+        for key in [*keys, *self._used_keys]:  # a rank that has answered has read the broadcasts before
+            self._store.delete_key(key)
+        self._used_keys.clear()
+        self._unread.clear()
+        self._turn += 1
+        return answers
+
+    def broadcast(self, call: str, data: str) -> str:
+        key = f"{self._turn}/all"
+        if self.rank == MAIN:
+            self._store.set(key, data)
+            self._used_keys += [key, f"{key}/read"]
+            self._unread.expect(f"{key}/read", self.world_size - 1)
+        else:
+            try:
+                self._await({MAIN: key}, call)
+            except RanksError:
+                self._step_back()
+                raise
+            data = self._store.get(key)
+            self._unread.confirm(f"{key}/read")
+        self._turn += 1
+        return data
+
+    def working(self, *, job_wide: bool = False) -> AbstractContextManager[None]:
+        return (self._job_heartbeat if job_wide else self._heartbeat).running()
+
+    def note(self, key: str, value: str) -> None:
+        self._store.set(f"{key}/{self.rank}", value)
+        self._store.add(f"{key}/count", 1)
+
+    def notes(self, key: str) -> dict[int, str]:
+        if self._store.add(f"{key}/count", 0) == 0:
+            return {}
+        keys = {rank: f"{key}/{rank}" for rank in range(self.world_size)}
+        return {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
+
+    def publish(self, key: str, value: str) -> None:
+        self._store.set(f"{key}/published", value)
+
+    def published(self, key: str) -> str | None:
+        key = f"{key}/published"
+        return self._store.get(key) if self._store.check([key]) else None
+
+    def first_wins(self, key: str, value: str) -> str:
+        return self._store.compare_set(key, "", value)
+
+    def silent(self, ranks: list[int], watch: LivenessWatch) -> list[int]:
+        stores = (self._store, self._job)
+        return watch.silent({rank: sum(store.add(f"alive/{rank}", 0) for store in stores) for rank in ranks})
+
+    def linger(self) -> None:
+        linger([channel._unread for channel in self._channels], self.timeout)
+
+    def _answer_key(self, rank: int) -> str:
+        return f"{self._turn}.{self._failed_gathers}/from/{rank}"
+
+    def _give_up(self, text: str, keys: list[str]) -> None:
+        """Send the error to the ranks that did answer; or each of them would report the main rank as silent."""
+        with suppress(RanksError):
+            answered = sum(self._store.check([key]) for key in keys)
+            self._failed_gathers += 1
+            self._store.set(f"{_FAILURES}/{self._failed_gathers}", text)
+            self._store.add(_FAILURES, 1)
+            self._unread.expect(f"{_FAILURES}/{self._failed_gathers}/read", answered - 1)
+
+    def _step_back(self) -> None:
+        """Return to the turn of the gather that was not answered, where a later call meets the main rank.
+
+        If the main rank has read this rank's answer after all, it has moved on: then so does this rank.
+        """
+        self._turn -= 1
+        with suppress(RanksError):
+            if not self._store.delete_key(self._answer_key(self.rank)):
+                self._turn += 2
+
+    def _await(self, keys: dict[int, str], call: str) -> None:
+        """Wait for the keys of ranks, for as long as those that are missing send heartbeats.
+
+        By polling: a store's client that waits inside a call would block this rank's own heartbeats.
+        """
+        pause = _SHORTEST
+        watch = LivenessWatch(self.timeout) if self.rank == MAIN else LivenessWatch(self.timeout, longest=1.0)
+        while not self._store.check(list(keys.values())):
+            if watch.is_due():
+                self._check_liveness(keys, call, watch)
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST, _LONGEST_PER_RANK * self.world_size)
+
+    def _check_liveness(self, keys: dict[int, str], call: str, watch: LivenessWatch) -> None:
+        """Raise if ranks are silent. The main rank, which others wait for, sends a heartbeat while it waits itself."""
+        if self.rank == MAIN:
+            self._heartbeat.beat()
+        else:
+            self._raise_failed_gather()
+        silent = self.silent([rank for rank, key in keys.items() if not self._store.check([key])], watch)
+        if silent:
+            raise RanksError(
+                f"{call}: {format_ranks(silent)} did not answer within {self.timeout:g} s."
+                f"{self._built.difference(self._job, self.rank, silent) or f' {_ADVICE}'} "
+                f"{'Nothing was committed; earlier' if self.rank == MAIN else 'Earlier'} checkpoints are kept."
+            )
+
+    def _raise_failed_gather(self) -> None:
+        """Raise the error with which the main rank has given up the gather that this rank has answered."""
+        if self._store.add(_FAILURES, 0) > self._failed_gathers:
+            failure = f"{_FAILURES}/{self._failed_gathers + 1}"
+            text = self._store.get(failure)
+            self._unread.confirm(f"{failure}/read")
+            raise RanksError(text)
