@@ -138,7 +138,7 @@ class StateManager:
     @property
     def run(self) -> str:
         """The run's identity, the same over all its resumes: after `resume`, on the main rank, for trackers."""
-        return self._session.saver.run
+        return self._session.saver.root.run
 
     @property
     def mirror_error(self) -> Exception | None:
@@ -262,7 +262,7 @@ class StateManager:
         session.saver.owner.require("resume()")
         session.set_started()
         restored = session.load(None, strict=strict)
-        session.saver.hold()
+        session.saver.root.hold()
         if restored is None and session.ranks.rank == MAIN:
             say(f"no checkpoint in {self.url}: starting afresh")
         return restored

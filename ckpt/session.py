@@ -29,9 +29,12 @@ from ckpt.root.catalog import check_name
 from ckpt.root.copy import Copies
 from ckpt.root.mirror import MirrorWorker
 from ckpt.root.open import refuse_checkpoint, try_out_tiers
-from ckpt.save.capture import Capture, CapturedState
+from ckpt.save.capture import StateCapture
+from ckpt.save.captured_state import CapturedState
 from ckpt.save.environment import device_name, versions
+from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
+from ckpt.save.transaction import SaveRequest
 from ckpt.state import rng
 from ckpt.state.objects import ObjectSource
 from ckpt.state.registry import StateRegistry
@@ -52,9 +55,8 @@ class Session:
         self.storage = self.tiers[0]
         hosts = self._meet_ranks()
         self.mirror = self._build_mirror(hosts)
-        self.saver = Saver(
-            self.storage, self.ranks, self.keep, self.mirror, hosts, host_memory=options.saving.host_memory_bytes
-        )
+        writer = RootWriter(self.storage, self.ranks, self.keep, self.mirror, hosts)
+        self.saver = Saver(writer, options.saving.host_memory_bytes)
         self.pusher = Pusher(self.ranks)
         self.preemption = Preemption(self.ranks)
         self.loop = Loop(self.ranks, source.loaders, follow=options.follow, others=not accelerated)
@@ -111,7 +113,7 @@ class Session:
             self.loop,
             hosts,
             self.saver.snapshots.paused,
-            self.saver.follow,
+            self.saver.root.follow,
             self.tiers,
             self.options.ranks.broadcast,
             self.options.storage_options,
@@ -128,13 +130,13 @@ class Session:
 
     def _reserve_staging(self) -> None:
         devices = {tensor.device for tensor in self.registry.tensors() if not (tensor.is_cpu or tensor.is_meta)}
-        self.saver.snapshots.meet(devices)
+        self.saver.snapshots.create_streams(devices)
         if devices and all(optimizer.state for optimizer in self.registry.optimizers):
             self.prefault()  # pinning takes long; other memory is prefaulted from the first step on
 
     def prefault(self) -> None:
         """Make the staging buffer ready in the background, once the size of the state is known."""
-        self.saver.make_memory_ready(self.registry.tensors, for_devices_only=not self.options.saving.background)
+        self.saver.prefault(self.registry.tensors, for_devices_only=not self.options.saving.background)
 
     def require_usable(self, call: str) -> None:
         """Refuse a call from a forked child, or on objects that a failed load has left half-restored."""
@@ -180,9 +182,8 @@ class Session:
         self.registry.refresh()
         self.unmanaged.saving()
         self.loop.habits.remarks.tell_lasting()
-        self.saver.save(
-            name, lambda: self._capture(name, numbers), self.registry.optimizer_owned_storages, facts, wait=wait
-        )
+        request = SaveRequest(name, lambda: self._capture(name, numbers), self.registry.optimizer_owned_storages, facts)
+        self.saver.save(request, wait=wait)
         self.source.after_save()
         self.set_started()
         self.saved_at = self.position
@@ -201,8 +202,8 @@ class Session:
             "source": self.source.state(),
             "lacking": lacking,
         }
-        capture = Capture(self.ranks, self.options.saving.layout, self.saver.hosts, self.saver.compared)
-        return capture.take(self.registry.parts.values(), own, rank_state)
+        capture = StateCapture(self.ranks, self.options.saving.layout, self.saver.root.hosts, self.saver.compared)
+        return capture.capture(self.registry.parts.values(), own, rank_state)
 
     def _warn(self, lacking: Mapping[str, str]) -> None:
         """What checkpoints lack is said once, at the first that lacks it, and in `Restored.approximated`."""
@@ -219,7 +220,7 @@ class Session:
         try:
             restored = self.loader.load(name, strict=strict, precious=trained)
         except StorageError as error:
-            self.saver.failed_load = str(error)  # what could not be listed must not be overtaken by a save
+            self.saver.root.failed_load = str(error)  # what could not be listed must not be overtaken by a save
             raise
         if restored is not None:
             self.set_started()
@@ -236,8 +237,8 @@ class Session:
             versions=versions(),
             hardware=device_name(),
             world_size=self.ranks.world_size,
-            lineage={"run": self.saver.run},
-            curves=curves(self.saver.manifests_of_run()),
+            lineage={"run": self.saver.root.run},
+            curves=curves(self.saver.root.manifests_of_run()),
         )
 
     def wait(self) -> None:

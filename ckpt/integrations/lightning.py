@@ -23,8 +23,11 @@ from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import MAIN, Ranks, SingleProcess
 from ckpt.root import catalog
 from ckpt.root.verify import problems
-from ckpt.save.capture import Capture, CapturedState
+from ckpt.save.capture import StateCapture
+from ckpt.save.captured_state import CapturedState
+from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
+from ckpt.save.transaction import SaveRequest
 from ckpt.state import rng
 from ckpt.state.objects import is_part_name
 from ckpt.state.parts import ObjectPart, SavedTensor
@@ -71,9 +74,8 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         root, name = _divided(path)
         self._settle()
         facts = {"progress": _progress(checkpoint).to_json(), "metrics": {}}
-        self._saver(root).save(
-            catalog.check_name(name), lambda: _captured(checkpoint), frozenset, facts, wait=not self._background
-        )
+        request = SaveRequest(catalog.check_name(name), lambda: _captured(checkpoint), frozenset, facts)
+        self._saver(root).save(request, wait=not self._background)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
@@ -91,7 +93,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
                 held,
             )
         assert choice is not None  # one that was named is there, or that is an error
-        self._saver(root).follow(choice.manifest, ())
+        self._saver(root).root.follow(choice.manifest, ())
         loaded: dict[str, Any] = choice.ready
         return loaded
 
@@ -113,7 +115,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         place = place_of(storage)
         if place not in self._savers:
             # Lightning says where to go on from, and may begin anew in the same folder; its main rank saves alone
-            self._savers[place] = Saver(storage, SingleProcess(), goes_on=True)
+            self._savers[place] = Saver(RootWriter(storage, SingleProcess(), has_resumed=True))
         return self._savers[place]
 
     def _settle(self) -> None:
@@ -123,7 +125,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         unwanted, self._unwanted = self._unwanted, []
         for path in unwanted:
             root, name = _divided(path)
-            self._saver(root).remove(name)
+            self._saver(root).root.remove(name)
 
 
 class CkptGenerators(Callback):  # type: ignore[misc]
@@ -192,7 +194,7 @@ def _captured(checkpoint: dict[str, Any]) -> CapturedState:
         entries = {_WHOLE: Entry(checkpoint)}
     parts = [ObjectPart(key, entry) for key, entry in entries.items()]
     try:
-        return Capture(SingleProcess(), "full").take(parts, {}, {})
+        return StateCapture(SingleProcess(), "full").capture(parts, {}, {})
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{error}\nLightning took this from hparams, a callback, or on_save_checkpoint: give plain values there "

@@ -1,4 +1,4 @@
-"""Checksums of tensors, by which ranks find out whether they hold the same bytes."""
+"""Checksums of tensors, by which ranks compare their state without sending it."""
 
 from __future__ import annotations
 
@@ -10,54 +10,54 @@ from ckpt.formats.native.block_hash import digest
 from ckpt.formats.state import FilePlan
 from ckpt.formats.tensor_bytes import as_bytes, host_bytes, is_dense, on_host
 
-_STEP = 1 << 23  # elements at a time: for which a device needs some hundred megabytes besides
+_STEP = 1 << 23  # elements at a time: intermediate results on a device take some hundred megabytes
 _MIX = (0x2545F4914F6CDD1D, 0x9E3779B97F4A7C1 | 1)
 
 
 def checksum(tensor: torch.Tensor) -> Callable[[], str]:
-    """The checksum of a tensor as it is now. On a device it is worked out in the stream that training uses, and only
-    the call of what is returned waits for it."""
+    """The checksum of a tensor as it is now. On a device it is computed on training's stream, and the function that is
+    returned waits for it."""
     if tensor.is_cpu or not is_dense(tensor) or not tensor.numel():
-        found = digest(host_bytes(on_host(tensor)))
-        return lambda: found
-    later = weighted_sum(tensor)
+        value = digest(host_bytes(on_host(tensor)))
+        return lambda: value
+    pending = weighted_sum(tensor)
     done = torch.get_device_module(tensor.device).current_stream(tensor.device).record_event()
 
     def read() -> str:
-        done.synchronize()  # whoever reads it is on another thread, and has another stream
-        return f"{int(later.item()) & (1 << 64) - 1:016x}"
+        done.synchronize()  # it is read on another thread, which has another current stream
+        return f"{int(pending.item()) & (1 << 64) - 1:016x}"
 
     return read
 
 
 def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's elements as integers, each times a number that follows from its place, modulo 2**64.
+    """The sum of a tensor's elements as integers, each weighted by a hash of its index, modulo 2**64.
 
-    torch.hash_tensor is the exclusive or of all elements: it takes any two tensors of equal elements, of which there is
-    an even number, for the same.
+    Not torch.hash_tensor, the exclusive or of all elements: any two constant tensors of an even number of elements have
+    the same.
     """
-    row = as_bytes(tensor.detach())
-    numbers = row.view(torch.int32) if row.numel() % 4 == 0 and row.storage_offset() % 4 == 0 else row
+    flat = as_bytes(tensor.detach())
+    numbers = flat.view(torch.int32) if flat.numel() % 4 == 0 and flat.storage_offset() % 4 == 0 else flat
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, numbers.numel(), _STEP):
         part = numbers[start : start + _STEP].to(torch.int64)
-        place = torch.arange(start + 1, start + 1 + part.numel(), dtype=torch.int64, device=tensor.device)
-        place.mul_(_MIX[0]).bitwise_xor_(place >> 29).mul_(_MIX[1]).bitwise_or_(1)
-        total += part.mul_(place).sum()
+        weight = torch.arange(start + 1, start + 1 + part.numel(), dtype=torch.int64, device=tensor.device)
+        weight.mul_(_MIX[0]).bitwise_xor_(weight >> 29).mul_(_MIX[1]).bitwise_or_(1)
+        total += part.mul_(weight).sum()
     return total
 
 
-def checksums(image: FilePlan, filled: FilePlan | None, wanted: Callable[[str], bool]) -> dict[str, str]:
-    """The checksums of tensors in a file that is to be written: as they lie in its copy, or live if there is none."""
-    copy = next(filled.pieces()) if filled is not None else None
+def checksums(file: FilePlan, snapshot: FilePlan | None, wanted: Callable[[str], bool]) -> dict[str, str]:
+    """The checksums of the wanted tensors of a file, by name: from its snapshot, or of the live tensors without one."""
+    copied = next(snapshot.pieces()) if snapshot is not None else None
     found, start = {}, 0
-    for content in image.contents or ():
+    for content in file.contents or ():
         if isinstance(content, bytes):
             start += len(content)
             continue
         name, tensor = content
         stop = start + tensor.nbytes
         if wanted(name):
-            found[name] = digest(host_bytes(on_host(tensor)) if copy is None else copy[start:stop])
+            found[name] = digest(host_bytes(on_host(tensor)) if copied is None else copied[start:stop])
         start = stop
     return found

@@ -1,4 +1,4 @@
-"""The environment of a run, as its manifests record it: versions, and the processor or accelerator."""
+"""The environment that manifests record: versions, and the accelerator or processor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt.version import __version__
 
 def device_name() -> str:
     """The accelerator if this process uses one, else the processor."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # to ask for its name would initialise it
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # asking for its name would initialise CUDA
         return str(torch.cuda.get_device_name())
     return _processor() or platform.machine()
 

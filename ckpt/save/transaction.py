@@ -1,4 +1,4 @@
-"""A save, on all ranks together."""
+"""One save on all ranks: capture, agree on the file names, write, agree that all is written, commit."""
 
 from __future__ import annotations
 
@@ -6,34 +6,45 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt.errors import RanksError, StorageError
 from ckpt.formats.native.documents import rank_document
 from ckpt.formats.native.manifest import FileRecord, Manifest
-from ckpt.formats.native.shard_table import ShardTable, disagreements
 from ckpt.formats.state import FilePlan
 from ckpt.ranks.consensus import Result, decide_together
-from ckpt.ranks.group import MAIN
-from ckpt.root.commit import Attempt, EarlierFile, WrittenFile
-from ckpt.save.capture import CapturedState
-from ckpt.save.own_state import with_own_state
-from ckpt.save.rank_differences import Description, Verdict, agree_outlines, listed
-from ckpt.save.snapshot import Snapshot
-
-if TYPE_CHECKING:
-    from ckpt.save.saver import Saver
+from ckpt.ranks.group import MAIN, Ranks
+from ckpt.root.commit import Attempt, WrittenFile
+from ckpt.save.captured_state import CapturedState
+from ckpt.save.comparison_history import ComparisonHistory
+from ckpt.save.diverged_state import with_diverged_state
+from ckpt.save.rank_description import RankDescription, outlines_match
+from ckpt.save.rank_differences import judge, refuse_to_mix
+from ckpt.save.root_writer import RootWriter
+from ckpt.save.snapshot import Snapshot, Snapshots
 
 _log = logging.getLogger("ckpt")
 
 
-@dataclass
-class Save:
-    """One save: the ranks agree on it, write, and agree that it is written."""
+@dataclass(frozen=True)
+class SaveRequest:
+    """What to save, and as what."""
 
-    saver: Saver
     name: str
-    facts: Mapping[str, Any]
+    capture: Callable[[], CapturedState]
+    optimizer_owned: Callable[[], frozenset[int]]  # addresses of the storages that only optimizer steps change
+    facts: Mapping[str, Any]  # of the manifest: progress and metrics
+
+
+@dataclass
+class SaveTransaction:
+    """One save. Every rank runs the same transaction; all of them commit, or all raise the same error."""
+
+    root: RootWriter
+    snapshots: Snapshots
+    channel: Ranks
+    compared: ComparisonHistory
+    request: SaveRequest
     captured: Result = field(default_factory=Result)
     snapshot: Snapshot | None = None
     started: float = field(default_factory=time.monotonic)
@@ -42,213 +53,183 @@ class Save:
     documents: list[FilePlan] = field(default_factory=list)  # all that are JSON, on the main rank
     written: list[FileRecord] = field(default_factory=list)
     attended: bool = False  # training waits for it, so that live tensors are still those that were captured
-    _description: Description | None = None
-    _take: Callable[[], CapturedState] | None = None
+    _description: RankDescription | None = None
 
     @property
     def detached(self) -> bool:
-        """Whether training may go on: nothing that it changes is still needed."""
+        """Whether training may continue: nothing that it changes is still needed."""
         return self.snapshot is not None
 
-    def prepare(
-        self, take: Callable[[], CapturedState], optimized: Callable[[], frozenset[int]], *, snapshot: bool
-    ) -> None:
-        """Take the state as it is now."""
-        self._take = take
-        self.captured = Result.capture(take)
+    def capture(self, *, snapshot: bool) -> None:
+        """Capture the state as it is now; copy it to a snapshot if asked to, or if some of it is on a device."""
+        self.captured = Result.capture(self.request.capture)
         captured = self.captured.value
         if captured is not None and not captured.gathered and (snapshot or captured.on_device):
-            found = self.captured.then(lambda one: self.saver.snapshots.take(one.copied_images, optimized))
-            self.snapshot, self.captured = found.value, Result(captured, found.error)
+            owned = self.request.optimizer_owned
+            copied = self.captured.then(lambda state: self.snapshots.take(state.snapshot_files, owned))
+            self.snapshot, self.captured = copied.value, Result(captured, copied.error)
         if self.snapshot is not None:
             self.blocked = time.monotonic() - self.started
 
-    def run(self) -> str:
+    def run(self) -> None:
+        """Write and commit what was captured."""
         if self.snapshot is not None:
             snapshot = self.snapshot
-            self.captured = self.captured.then(lambda one: _arrived(one, snapshot))
+            self.captured = self.captured.then(lambda captured: _arrived(captured, snapshot))
         self.seconds["copied"] = time.monotonic() - self.started
-        plan = self._agree(self.captured.then(self._hello), self._plan)
+        plan = self._agree(self.captured.then(self._proposal), self._plan)
         if plan is None:
-            plan = self._keep_apart()
+            plan = self._save_differences()
         elif self.captured.value is not None:
-            self.saver.compared.agreed(self.captured.value)
+            self.compared.record_equal(self.captured.value)
         begun = self._begun(Attempt(**plan["attempt"]), plan)
         written = Result.capture(lambda: self._write(begun))
         done = self._agree(written, lambda files: self._commit(begun, files), " (files written)")
-        if self._keeps_another_root:
-            self._put(begun, Manifest.from_bytes(done["manifest"].encode(), self.name))
-        self.saver.earlier = {file.name: EarlierFile(self.name, file) for file in self.written}
-        identity: str = done["id"]
-        return identity
+        if self._owns_another_root:
+            self._commit_here(begun, Manifest.from_bytes(done["manifest"].encode(), self.request.name))
+        self.root.advance(self.request.name, done["id"], self.written)
 
     @property
-    def _keeps_another_root(self) -> bool:
-        return self.saver.keeps and self.saver.ranks.rank != MAIN
+    def _owns_another_root(self) -> bool:
+        return self.root.owns_root and self.root.ranks.rank != MAIN
 
     def _begun(self, attempt: Attempt, plan: Mapping[str, Any]) -> Attempt:
-        """Where hosts have roots of their own, the save is begun in all of them before any file is written."""
-        if not self.saver.hosts.separate_roots:
+        """Where hosts have roots of their own, begin in all of them before any file is written."""
+        if not self.root.hosts.separate_roots:
             return attempt
-        if self._keeps_another_root:
+        if self._owns_another_root:
             self.documents = [FilePlan.of(path, text.encode()) for path, text in plan["documents"].items()]
-        join = Result.capture(lambda: self.saver.join(attempt, plan["paths"]) if self._keeps_another_root else attempt)
+        join = Result.capture(lambda: self.root.join(attempt, plan["paths"]) if self._owns_another_root else attempt)
         self._agree(Result(error=join.error), lambda _: None, " (begun everywhere)")
         begun: Attempt = join.value
         return begun
 
-    def _put(self, attempt: Attempt, manifest: Manifest) -> None:
-        """The main rank has committed it already: a manifest that is missing here is made up for by the next load."""
+    def _commit_here(self, attempt: Attempt, manifest: Manifest) -> None:
+        """The main rank has committed: if the manifest cannot be written here, the next load writes it."""
         try:
-            self.saver.put(attempt, manifest, {})
+            self.root.commit_manifest(attempt, manifest, {})
         except StorageError as error:
-            _log.warning("%s was committed, but its manifest could not be written here: %s", self.name, error)
+            _log.warning("%s was committed, but its manifest could not be written here: %s", manifest.name, error)
 
     @property
-    def _copies(self) -> Mapping[str, FilePlan]:
-        return self.snapshot.images if self.snapshot is not None else {}
+    def _snapshot_files(self) -> Mapping[str, FilePlan]:
+        return self.snapshot.files if self.snapshot is not None else {}
 
-    def _described(self, captured: CapturedState) -> Description:
+    def _described(self, captured: CapturedState) -> RankDescription:
         if self._description is None:
-            self._description = Description(captured, self._copies)
+            self._description = RankDescription(captured, self._snapshot_files)
         return self._description
 
-    def _keep_apart(self) -> dict[str, Any]:
-        """The ranks hold different state: each keeps what is its own, or all refuse, before anything is written."""
+    def _save_differences(self) -> dict[str, Any]:
+        """The ranks hold different state: each saves what is its own, or all refuse, before anything is written."""
         captured: CapturedState = self.captured.value
         mine = Result.capture(lambda: {**self._described(captured).details, "attended": self.attended})
-        verdict = self._agree(mine, self._judge, " (state compared)")
-        if self.saver.compared.doubt(verdict["doubted"]) and verdict["attended"] and self._take is not None:
-            self.captured, self.snapshot, self._description = Result.capture(self._take), None, None
-            again: dict[str, Any] | None = self._agree(self.captured.then(self._hello), self._plan, " (taken anew)")
-            return again or self._keep_apart()
+        verdict = self._agree(mine, judge, " (state compared)")
+        if self.compared.doubt(verdict["doubted"]) and verdict["attended"]:
+            return self._capture_again()
         refuse_to_mix(verdict["problems"])
-        own = Result.capture(lambda: with_own_state(captured, verdict["own"][captured.rank], self._copies))
-        self.captured = own.then(
-            lambda one: replace(captured, document=one[0], kept=one[1], differs=verdict["differs"])
-        )
-        self._tell_apart(verdict["differs"])
-        compared = self.captured.then(lambda one: self._hello(one, compare=False))
-        plan: dict[str, Any] = self._agree(compared, self._plan, " (kept apart)")
-        self.saver.compared.agreed(captured)
+        own = verdict["own"][captured.rank]
+        diverged = Result.capture(lambda: with_diverged_state(captured, own, self._snapshot_files))
+        self.captured = diverged.then(lambda state: replace(state, differs=verdict["differs"]))
+        self._report_differences(verdict["differs"])
+        proposal = self.captured.then(lambda state: self._proposal(state, compare=False))
+        plan: dict[str, Any] = self._agree(proposal, self._plan, " (differences saved)")
+        self.compared.record_equal(captured)
         return plan
 
-    def _judge(self, details: list[Any]) -> dict[str, Any]:
-        ways = [{key: (one["how"], told["tables"].get(key, {}).get("written")) for key, one in told["parts"].items()}
-                for told in details]  # fmt: skip
-        mixed = sorted({key for told in ways for key, way in told.items() if ways[MAIN].get(key, way) != way})
-        if mixed:
-            refuse_to_mix([line for key in mixed for line in _disagreements(key, [one["tables"] for one in details])])
-        return {**Verdict.on(details).to_json(), "attended": all(one["attended"] for one in details)}
+    def _capture_again(self) -> dict[str, Any]:
+        """Training waits, so the state is unchanged: capture it again, with replicas of what has come into doubt."""
+        self.captured, self.snapshot, self._description = Result.capture(self.request.capture), None, None
+        plan: dict[str, Any] | None = self._agree(self.captured.then(self._proposal), self._plan, " (captured again)")
+        return plan or self._save_differences()
 
-    def _tell_apart(self, differs: Mapping[str, Any]) -> None:
-        """Once for each part, on the main rank."""
-        new = [key for key in differs if key not in self.saver.compared.told]
-        self.saver.compared.told.update(new)
-        if new and self.saver.ranks.rank == MAIN:
+    def _report_differences(self, differs: Mapping[str, Any]) -> None:
+        """Log them on the main rank, once for each part."""
+        new = [key for key in differs if key not in self.compared.reported]
+        self.compared.reported.update(new)
+        if new and self.root.ranks.rank == MAIN:
             _log.warning(
-                "ranks hold different state, and each keeps its own: %s. It comes back as it was to %d ranks alone.",
+                "ranks hold different state, and each keeps its own: %s. It is restored exactly only on %d ranks.",
                 "; ".join(f"{key} ({_few(list(differs[key]['tensors']))})" for key in new),
-                self.saver.ranks.world_size,
+                self.root.ranks.world_size,
             )
 
-    def _hello(self, captured: CapturedState, *, compare: bool = True) -> dict[str, Any]:
-        several = compare and self.saver.ranks.world_size > 1
+    def _proposal(self, captured: CapturedState, *, compare: bool = True) -> dict[str, Any]:
+        """What the main rank must know of this rank to plan the save."""
+        several = compare and self.root.ranks.world_size > 1
         return {
             "document": captured.document.decode(),
-            "paths": [image.path for image in (*captured.own_images, *captured.kept)],
+            "paths": [file.path for file in (*captured.rank_files, *captured.diverged_files)],
             "outline": self._described(captured).outline if several else {},
-            "there": self.saver.there(self.name) if self._keeps_another_root else [],
+            "present": self.root.files_of(self.request.name) if self._owns_another_root else [],
         }
 
     def _agree(self, mine: Result, decide: Callable[[list[Any]], Any], phase: str = "") -> Any:
-        return decide_together(self.saver.talks, f"save_state({self.name!r}){phase}", mine, decide)
+        return decide_together(self.channel, f"save_state({self.request.name!r}){phase}", mine, decide)
 
-    def _plan(self, hellos: list[Any]) -> dict[str, Any] | None:
-        """On the main rank: how the files will be named; None if the ranks hold different state."""
-        if hellos[MAIN]["outline"] and not agree_outlines([one["outline"] for one in hellos]):
+    def _plan(self, proposals: list[dict[str, Any]]) -> dict[str, Any] | None:
+        """On the main rank: begin the save under names for all files; None if the ranks hold different state."""
+        if proposals[MAIN]["outline"] and not outlines_match([proposal["outline"] for proposal in proposals]):
             return None
-        own = [FilePlan.of(rank_document(rank), one["document"].encode()) for rank, one in enumerate(hellos)]
-        self.documents = [self.captured.value.values, *own]
-        shared = [image.path for image in [*self.captured.value.images, *self.documents]]
-        paths = [*shared, *(path for one in hellos for path in one["paths"])]
-        attempt = self.saver.begin(self.name, paths, {path for one in hellos for path in one["there"]})
-        plan: dict[str, Any] = {"attempt": asdict(attempt)}
-        if self.saver.hosts.separate_roots:
-            texts = {one.path: b"".join(one.pieces()).decode() for one in self.documents}
-            plan |= {"paths": paths, "documents": texts}
+        texts = [proposal["document"].encode() for proposal in proposals]
+        captured: CapturedState = self.captured.value
+        own = [FilePlan.of(rank_document(rank), text) for rank, text in enumerate(texts)]
+        self.documents = [captured.values_file, *own]
+        shared = [file.path for file in [*captured.common_files, *self.documents]]
+        paths = [*shared, *(path for proposal in proposals for path in proposal["paths"])]
+        present = {path for proposal in proposals for path in proposal["present"]}
+        plan: dict[str, Any] = {"attempt": asdict(self.root.begin(self.request.name, paths, present))}
+        if self.root.hosts.separate_roots:
+            documents = {file.path: b"".join(file.pieces()).decode() for file in self.documents}
+            plan |= {"paths": paths, "documents": documents}
         return plan
 
     def _write(self, attempt: Attempt) -> list[dict[str, Any]]:
         captured: CapturedState = self.captured.value
-        if not captured.keeps:
-            captured.help_to_gather()
-        files = [*captured.all_images, *(self.documents if captured.keeps else ())]
-        images = [*(self._copies.get(file.path, file) for file in files), *captured.kept]
+        if not captured.writes_common:
+            captured.join_gathers()
+        live = [*captured.files, *(self.documents if captured.writes_common else ())]
+        files = [*(self._snapshot_files.get(file.path, file) for file in live), *captured.diverged_files]
         began = time.monotonic()
-        stored = attempt.write(self.saver.storage, images, self.saver.earlier, show=captured.rank == MAIN)
+        stored = attempt.write(self.root.storage, files, self.root.linkable, show=captured.rank == MAIN)
         self.seconds["written"] = time.monotonic() - began
-        self.written = [one.file for one in stored]
-        return [asdict(one) for one in stored]
+        self.written = [entry.file for entry in stored]
+        return [asdict(entry) for entry in stored]
 
-    def _commit(self, attempt: Attempt, reports: list[Any]) -> dict[str, str]:
-        stored = self._stored(reports)
+    def _commit(self, attempt: Attempt, reports: list[list[dict[str, Any]]]) -> dict[str, str]:
+        stored = merge_reports(reports)
         total = time.monotonic() - self.started
         facts = {
-            **self.facts,
-            "layout": "sharded" if self.captured.value.spread else "full",
+            **self.request.facts,
+            "layout": "sharded" if self.captured.value.sharded else "full",
             "seconds": {"blocked": total if self.blocked is None else self.blocked, **self.seconds, "total": total},
         }
-        manifest = self.saver.commit(attempt, stored, facts)
-        return {"id": manifest.id, "manifest": manifest.to_bytes().decode() if self.saver.hosts.separate_roots else ""}
+        manifest = self.root.commit(attempt, stored, facts)
+        return {"id": manifest.id, "manifest": manifest.to_bytes().decode() if self.root.hosts.separate_roots else ""}
 
-    def _stored(self, reports: list[Any]) -> list[WrittenFile]:
-        """All files, once each. Where hosts have roots of their own, their copies must be the same."""
-        stored: dict[str, WrittenFile] = {}
-        other: dict[str, int] = {}
-        for rank, report in enumerate(reports):
-            for one in report:
-                record = FileRecord.from_json(one["file"])
-                if stored.setdefault(record.name, WrittenFile(record, one["receipt"])).file != record:
-                    other.setdefault(record.name, rank)
-        if other:
-            listed = ", ".join(f"{name} on rank {rank}" for name, rank in other.items())
-            raise RanksError(
-                f"these are not the main rank's: {listed}. Hosts with roots of their own keep a copy each of what is "
-                "not spread over ranks, so it must be the same on all of them. Make it so, or use a shared root."
-            )
-        return list(stored.values())
+
+def merge_reports(reports: list[list[dict[str, Any]]]) -> list[WrittenFile]:
+    """The files that ranks report, each once. Where hosts have roots of their own, their copies must be the same."""
+    stored: dict[str, WrittenFile] = {}
+    other: dict[str, int] = {}
+    for rank, report in enumerate(reports):
+        for entry in report:
+            record = FileRecord.from_json(entry["file"])
+            if stored.setdefault(record.name, WrittenFile(record, entry["receipt"])).file != record:
+                other.setdefault(record.name, rank)
+    if other:
+        named = ", ".join(f"{name} on rank {rank}" for name, rank in other.items())
+        raise RanksError(
+            f"these files differ from the main rank's: {named}. Hosts with roots of their own keep a copy each of what "
+            "is not sharded over ranks, so it must be the same on all of them. Make it so, or use a shared root."
+        )
+    return list(stored.values())
 
 
 def _few(names: list[str]) -> str:
     return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])]) or "values"
 
 
-def refuse_to_mix(problems: list[str]) -> None:
-    if problems:
-        raise RanksError(
-            f"the ranks disagree, so nothing was saved:\n  {listed(problems)}\nBuild the same model on every rank, "
-            "spread in the same way, and give every rank the same layout=. What DistributedDataParallel keeps the "
-            "same must not differ on any rank (if it is meant to, save with wait=True: each rank then keeps its own), "
-            "nor must that which hosts with roots of their own have a copy each of."
-        )
-
-
 def _arrived(captured: CapturedState, snapshot: Snapshot) -> CapturedState:
     snapshot.wait()
     return captured
-
-
-def _disagreements(key: str, tables: list[Any]) -> list[str]:
-    """What ranks say differently about a part: how it is written, its tensors, or how those are spread."""
-    written = [one[key]["written"] if key in one else "whole or not there" for one in tables]
-    if len(set(written)) > 1:
-        said = (
-            f"{how} on rank {', '.join(str(r) for r, one in enumerate(written) if one == how)}"
-            for how in dict.fromkeys(written)
-        )
-        return [f"{key}: {'; '.join(said)}"]
-    seen = {rank: ShardTable.from_json(one[key]) for rank, one in enumerate(tables)}
-    lines = [f"{key}.{name}: {'; '.join(said)}" for name, said in disagreements(seen)]
-    differs = any(one[key] != tables[0][key] for one in tables)
-    return lines or ([f"{key}: how its tensors are spread over the ranks"] if differs else [])

@@ -26,7 +26,7 @@ from ckpt.root import cleanup
 from ckpt.root.catalog import check_name, find
 from ckpt.root.file_names import whole_file
 from ckpt.root.folder import Folder
-from ckpt.save.saver import Saver
+from ckpt.save.root_writer import RootWriter
 from ckpt.storage import open_storage
 from ckpt.tools.export_accelerate import export
 
@@ -75,11 +75,11 @@ def _import_accelerate(source: str | os.PathLike[str], root: str | os.PathLike[s
     _require_accelerate(folder)
     foreign = Foreign(folder)
     chosen = check_name(folder.name if name is None else name)
-    images = [*_tensor_files(foreign.parts), *_documents(foreign)]
-    with closing(Saver(open_storage(root), SingleProcess())) as saver:
-        _write(saver, chosen, images, foreign.saved.world_size)
+    files = [*_tensor_files(foreign.parts), *_documents(foreign)]
+    with closing(RootWriter(open_storage(root), SingleProcess())) as writer:
+        _write(writer, chosen, files, foreign.saved.world_size)
     return Converted(
-        url=f"{saver.storage.url}/{chosen}",
+        url=f"{writer.storage.url}/{chosen}",
         parts=(*foreign.parts, "rng"),
         approximated={"progress": UNKNOWN_PROGRESS},
         skipped=foreign.saved.left_out,
@@ -98,20 +98,20 @@ def _require_accelerate(folder: Folder) -> None:
         )
 
 
-def _write(saver: Saver, name: str, images: list[FilePlan], world_size: int) -> None:
-    saver.hold()
-    if find(saver.storage, name).committed:
-        raise ConfigError(f"{saver.storage.url} has a checkpoint {name!r} already. Choose another name=.")
+def _write(writer: RootWriter, name: str, files: list[FilePlan], world_size: int) -> None:
+    writer.hold()
+    if find(writer.storage, name).committed:
+        raise ConfigError(f"{writer.storage.url} has a checkpoint {name!r} already. Choose another name=.")
     began = time.monotonic()
-    attempt = saver.begin(name, [image.path for image in images])
+    attempt = writer.begin(name, [file.path for file in files])
     try:
-        files = attempt.write(saver.storage, images, {}, show=True)
+        records = attempt.write(writer.storage, files, {}, show=True)
         seconds = dict.fromkeys(("written", "total"), time.monotonic() - began) | {"blocked": 0.0, "copied": 0.0}
         facts = {"world_size": world_size, "progress": Progress().to_json(), "origin": accelerate.NAME}
-        saver.commit(attempt, files, {**facts, "seconds": seconds})
+        writer.commit(attempt, records, {**facts, "seconds": seconds})
     except BaseException:
         with suppress(StorageError):  # the first error is the one to raise
-            cleanup.remove_uncommitted(saver.storage, name)
+            cleanup.remove_uncommitted(writer.storage, name)
         raise
 
 

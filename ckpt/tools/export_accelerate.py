@@ -98,8 +98,8 @@ class _Export:
 
     def _stream_model(self, number: int, key: str) -> None:
         with open_source(f"{self.storage.url.rstrip('/')}/{self.manifest.name}", key) as source:
-            (image,) = plan_files(file_of("model", number), source.tensors, same_place(source.tensors))
-            open_storage(self.folder).write(image.path, image.pieces())
+            (file,) = plan_files(file_of("model", number), source.tensors, same_place(source.tensors))
+            open_storage(self.folder).write(file.path, file.pieces())
 
     def _values(self, key: str) -> Any:
         values = self.reader.ask(key)

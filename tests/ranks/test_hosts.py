@@ -230,7 +230,7 @@ def _found_out(rank: int, folder: str) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     os.chdir(folder)
     manager = ckpt.StateManager("root", model=nn.Linear(1, 1), ranks=ckpt.RankOptions(timeout=60))
-    assert not manager.session.saver.hosts.separate_roots
+    assert not manager.session.saver.root.hosts.separate_roots
 
 
 def test_a_root_that_all_hosts_see_is_found_to_be_shared(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ with ckpt.StateManager("run", model=model, optimizer=optimizer, layout="sharded"
         print(error, file=sys.stderr)
         sys.exit(7)
     assert (restored.step if restored else 0) == expected, restored
-    assert manager.session.saver.hosts.separate_roots
+    assert manager.session.saver.root.hosts.separate_roots
     assert torch.equal(model.module.weight, straight.weight)
     train(model, optimizer)
     manager.progress.step = expected + 1

@@ -1,4 +1,4 @@
-"""Saves behind the training's back: what is saved is the state at the save, and what goes wrong is told."""
+"""Background saves: what is saved is the state at the call, and what fails is raised by a later call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers.training import exact
 
 
 class GatedStorage(PassedOn):
-    """A disk that writes tensors only while its gate is open, and fails if it is told to."""
+    """A disk that writes tensors only while its gate is open, and fails if it is set to."""
 
     def __init__(self, root: Place | str) -> None:
         super().__init__(root)
@@ -70,7 +70,7 @@ class Run:
         self.average.update_parameters(self.model)
 
     def state(self) -> str:
-        return exact([one.state_dict() for one in (self.model, self.optimizer, self.scheduler, self.average)])
+        return exact([part.state_dict() for part in (self.model, self.optimizer, self.scheduler, self.average)])
 
 
 def loaded(root: Place, name: str) -> str:
@@ -231,17 +231,17 @@ def test_memory_is_not_made_ready_anew_while_a_save_uses_what_there_is(
     monkeypatch.setattr("ckpt.save.snapshot._LITTLE", 0)
     run = Run(1)
     with run.manager(gated) as manager:
-        arena = manager.session.saver.snapshots._arena
+        pool = manager.session.saver.snapshots._pool
         gated.gate.clear()
         manager.save_state("a")
-        before = arena.size
+        before = pool.size
         run.step()
         manager.step()
-        assert arena.size == before
+        assert pool.size == before
         gated.gate.set()
         manager.wait()
         manager.step()
-        assert arena.size > before
+        assert pool.size > before
 
 
 def test_without_memory_for_a_copy_training_waits_and_is_told_once(
@@ -302,20 +302,20 @@ def test_every_kept_checkpoint_is_the_state_at_its_step(root: Place) -> None:
                 if kind == "twice":
                     states[f"{name}-again"] = states[name]
                     manager.save_state(f"{name}-again")
-                if kind == "data":  # behind the back of autograd, right after the save
+                if kind == "data":  # unseen by autograd, right after the save
                     run.model[0].weight.data.mul_(1.01)  # type: ignore[operator]
                 if kind == "error":
                     raise ValueError("a batch that cannot be read")
             except ValueError:
                 continue
-    kept = [one.name for one in ckpt.list_checkpoints(root)]
+    kept = [checkpoint.name for checkpoint in ckpt.list_checkpoints(root)]
     assert len(kept) == 20
     assert ckpt.verify(root) == {name: [] for name in kept}
     assert all(loaded(root, name) == states[name] for name in kept)
 
 
 class Arrival:
-    """Stands for the event after copies from a device: training goes on until they have arrived."""
+    """Stands for the event after copies from a device: training continues until they have arrived."""
 
     def __init__(self, meanwhile: Callable[[], object]) -> None:
         self.synchronize = meanwhile
@@ -329,7 +329,7 @@ def test_what_is_changed_in_place_before_its_copy_has_arrived_is_refused(by_a_st
     sending = ThreadCall(lambda: {weight.device: arrival}, "ckpt-copy")
     snapshot = Snapshot({}, [(TensorCopy("model.safetensors", "weight", weight, 0), weight._version)], sending)
     if by_a_step:
-        snapshot.settle()  # its hook does this, and lets it wait for the copies on the device
+        snapshot.detect_changes()  # its hook does this, and lets it wait for the copies on the device
         snapshot.wait()
     else:
         with pytest.raises(ckpt.StateError, match=r"changed in place while .*weight"):
@@ -342,7 +342,7 @@ def test_what_is_on_the_host_can_be_copied_while_the_program_ends(monkeypatch: p
     monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
     sources = [torch.randn(3 << 20) for _ in range(3)]
     memory = torch.zeros(3 * sources[0].nbytes, dtype=torch.uint8)
-    copy_on_host([TensorCopy("", "", one, index * one.nbytes) for index, one in enumerate(sources)], memory)
+    copy_on_host([TensorCopy("", "", source, index * source.nbytes) for index, source in enumerate(sources)], memory)
     assert torch.equal(memory.view(torch.float32), torch.cat(sources))
 
 

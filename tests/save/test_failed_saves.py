@@ -83,7 +83,7 @@ class TestTheNameOfAFailedSave:
 
 
 class Flaky(PassedOn):
-    """A storage that fails once, at a call that it is told: before it does what it is asked to, or afterwards."""
+    """A storage that fails once, at the call that is set: before it does what it is asked to, or afterwards."""
 
     def __init__(self, root: Place | str) -> None:
         super().__init__(root)
@@ -166,7 +166,7 @@ class TestAFolderThatCannotBeSynced:
                     ckpt.NotDurableError, match=r"latest is committed and can be loaded, but it may not"
                 ):
                     manager.save_state("latest", wait=True)
-            assert {one.name for one in ckpt.list_checkpoints(root)} == {"latest", "first"}  # the older one stays
+            assert {found.name for found in ckpt.list_checkpoints(root)} == {"latest", "first"}  # the older is kept
             assert ckpt.verify(root) == {"latest": [], "first": []}
             manager.save_state("latest", wait=True)  # and not a ConflictError for the rest of the process
             manager.save_state("more", wait=True)
@@ -182,7 +182,7 @@ class TestAFolderThatCannotBeSynced:
                 with pytest.raises(ckpt.NotDurableError):
                     manager.save_state("a", wait=True)
             manager.save_state("b", wait=True)
-        numbers = [one.manifest.sequence for one in ckpt.list_checkpoints(root) if one.manifest is not None]
+        numbers = [found.manifest.sequence for found in ckpt.list_checkpoints(root) if found.manifest is not None]
         assert numbers == [2, 1]
 
     def test_the_older_checkpoint_of_the_name_keeps_its_files_until_the_new_one_is_durable(
@@ -267,8 +267,12 @@ class TestAnAnswerThatWasLost:
                 manager.save_state("latest", wait=True)
             manager.save_state("other", wait=True)
             manager.save_state("latest", wait=True)
-        found = {one.name: one.manifest.sequence for one in ckpt.list_checkpoints(root) if one.manifest is not None}
-        assert found == {"latest": 4, "other": 3, "first": 1}
+        manifests = [checkpoint.manifest for checkpoint in ckpt.list_checkpoints(root)]
+        assert {found.name: found.sequence for found in manifests if found is not None} == {
+            "latest": 4,
+            "other": 3,
+            "first": 1,
+        }
         assert set(map(tuple, ckpt.verify(root).values())) == {()}
 
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning
 
 @contextmanager
 def saving(root: str) -> Iterator[tuple[ckpt.StateManager, Gated]]:
-    """A manager with a save under way behind the training's back, until the gate is opened."""
+    """A manager with a save under way in the background, until the gate is opened."""
     storage = Gated(root)
     with ckpt.StateManager(storage, model=nn.Linear(2, 2)) as manager:
         manager.save_state("first", wait=True)

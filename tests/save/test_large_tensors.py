@@ -16,7 +16,7 @@ from ckpt.formats.native.block_hash import BLOCK_SIZE
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.native.tensor_file_plan import plan_file
 from ckpt.formats.state import Shard
-from ckpt.save.pinned_pool import PIECE
+from ckpt.save.pinned_pool import CHUNK
 from tests.helpers.places import Place, at, copy
 
 MIB = 1 << 20
@@ -107,7 +107,7 @@ def test_a_flipped_bit_in_any_block_is_noticed_by_verify_and_by_a_load(saved: Pa
 
 @contextmanager
 def flipped(path: Path, where: int) -> Iterator[None]:
-    """While this lasts, one bit of a file is another."""
+    """While this context lasts, a bit of the file is flipped."""
     _flip(path, where)
     try:
         yield
@@ -136,8 +136,8 @@ def test_two_blocks_that_changed_places_are_noticed(saved: Path, root: Place) ->
 
 
 def test_a_transposed_weight_over_two_pieces_of_memory_is_saved_as_it_is(root: Place) -> None:
-    """One that is not contiguous, and so large that it lies in two of the pieces that are pinned one by one."""
-    rows = PIECE // 4096 + 500
+    """It is not contiguous, and so large that it lies in two of the chunks that are pinned separately."""
+    rows = CHUNK // 4096 + 500
     weight = torch.arange(rows * 1024, dtype=torch.float32).reshape(1024, rows).t()
     model = nn.ParameterDict({"weight": nn.Parameter(weight)})
     assert not model["weight"].is_contiguous()

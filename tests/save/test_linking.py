@@ -52,7 +52,7 @@ class Noting(PassedOn):
 
 def run(root: Place | Noting, names: list[str], **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = adapted(1)
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
     with ckpt.StateManager(root, model=model, optimizer=optimizer, **options) as manager:
         for name in names:
             train(model, optimizer)
@@ -97,7 +97,7 @@ def test_a_frozen_weight_that_was_changed_after_all_is_written_anew(root: Place)
     storage = Noting(root)
     with ckpt.StateManager(storage, model=model) as manager:
         manager.save_state("a")
-        model[0].weight.data[3, 5] += 1  # behind the back of autograd
+        model[0].weight.data[3, 5] += 1  # unseen by autograd
         manager.save_state("b")
     assert storage.linked == []
     assert loads_equal(root, "b", model)
@@ -106,7 +106,7 @@ def test_a_frozen_weight_that_was_changed_after_all_is_written_anew(root: Place)
 def test_a_resumed_run_links_to_what_it_has_loaded(root: Place) -> None:
     run(root, ["a"])
     model, storage = adapted(2), Noting(root)
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
     with ckpt.StateManager(storage, model=model, optimizer=optimizer) as manager:
         manager.resume()
         train(model, optimizer)

@@ -21,10 +21,12 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every snapshot is empty memory until it has been waited for. The paths of files that have arrived."""
     take, arrived = Snapshots.take, list[str]()
 
-    def take_late(self: Snapshots, images: list[FilePlan], optimized: Callable[[], frozenset[int]]) -> Snapshot | None:
-        snapshot = take(self, images, optimized)
+    def take_late(
+        self: Snapshots, files: list[FilePlan], optimizer_owned: Callable[[], frozenset[int]]
+    ) -> Snapshot | None:
+        snapshot = take(self, files, optimizer_owned)
         assert snapshot is not None
-        held = [(path, view, bytes(view)) for path, one in snapshot.images.items() for view in one.pieces()]
+        held = [(path, view, bytes(view)) for path, file in snapshot.files.items() for view in file.pieces()]
         for _, view, _ in held:
             view[:] = bytes(len(view))
 
@@ -33,7 +35,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 view[:] = data
                 arrived.append(path)
 
-        snapshot.rest = arrive
+        snapshot.finish = arrive
         return snapshot
 
     monkeypatch.setattr(Snapshots, "take", take_late)
@@ -55,14 +57,14 @@ def test_a_save_in_the_background_writes_what_has_arrived(root: Place, late: lis
 def test_a_snapshot_that_never_arrives_is_a_save_that_fails(root: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     take = Snapshots.take
 
-    def lost(self: Snapshots, images: list[FilePlan], optimized: Callable[[], frozenset[int]]) -> Snapshot | None:
-        snapshot = take(self, images, optimized)
+    def lost(self: Snapshots, files: list[FilePlan], optimizer_owned: Callable[[], frozenset[int]]) -> Snapshot | None:
+        snapshot = take(self, files, optimizer_owned)
         assert snapshot is not None
 
         def fail() -> None:
             raise ckpt.StateError("the device is gone")
 
-        snapshot.rest = fail
+        snapshot.finish = fail
         return snapshot
 
     with ckpt.StateManager(root, model=nn.Linear(3, 3)) as manager:

@@ -510,7 +510,7 @@ class TestManager:
             first.resume()
             second.resume()
             first.save_state("latest", wait=True)
-            with pytest.raises(ckpt.ConflictError, match=r"/latest was saved by another run meanwhile, and stays\."):
+            with pytest.raises(ckpt.ConflictError, match=r"/latest was saved by another run meanwhile, and is kept\."):
                 second.save_state("latest", wait=True)
             assert ckpt.verify(s3) == {"latest": []}
             first.save_state("latest", wait=True)

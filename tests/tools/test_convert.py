@@ -130,7 +130,7 @@ class TestTakingOver:
             assert restored.name == "checkpoint_10"
             assert "random_states_0.pkl is missing" in restored.passed_over["checkpoint_11"]
             assert "counting begins at 0" in restored.approximated["progress"]
-            with pytest.raises(ckpt.ConfigError, match="checkpoint_10 was written by Accelerate, and stays as it is"):
+            with pytest.raises(ckpt.ConfigError, match="checkpoint_10 was written by Accelerate, and is kept as it is"):
                 manager.save_state("checkpoint_10", wait=True)
             manager.save_state("next", wait=True)
         assert {path: path.read_bytes() for path in before} == before
@@ -521,7 +521,7 @@ class TestBadInput:
             (str(tmp_path / "nowhere"), "out"): "there is nothing at",
             (str(tmp_path / "empty"), "out"): "is not what Accelerate's save_state writes",
             (str(copy), str(tmp_path / "root")): "has a checkpoint 'checkpoint_3' already",
-            (str(copy), str(tmp_path)): "checkpoint_3 was written by Accelerate, and stays as it is",
+            (str(copy), str(tmp_path)): "checkpoint_3 was written by Accelerate, and is kept as it is",
             (str(tmp_path / "root" / "checkpoint_3"), "out"): "is a checkpoint of ckpt already",
             (
                 str(tmp_path / "root" / "checkpoint_3"),

@@ -1,4 +1,4 @@
-"""What a rank holds of a part that another rank writes. It is kept by this rank too if it turns out to differ."""
+"""A rank's replicas of tensors that another rank writes. Those that turn out to differ are saved by this rank too."""
 
 from __future__ import annotations
 
@@ -19,38 +19,43 @@ from ckpt.state.replicated import Replication
 
 
 @dataclass(frozen=True)
-class SpareTensors:
-    """Live tensors of a part, laid out as the file that holds all of them."""
+class ReplicaTensors:
+    """Live replicas of a part's tensors, laid out as the file that would hold all of them."""
 
     path: str
     shards: Mapping[str, Shard]
 
     @classmethod
-    def of(cls, key: str, rank: int, shards: Mapping[str, Shard]) -> SpareTensors:
+    def of(cls, key: str, rank: int, shards: Mapping[str, Shard]) -> ReplicaTensors:
         return cls(whole_file(own_key(key, rank)), shards)
 
     @cached_property
-    def image(self) -> FilePlan:
+    def file(self) -> FilePlan:
         return tensor_file_plan.plan_file(self.path, self.shards)
 
     @cached_property
+    def stored(self) -> list[str]:
+        """The names of tensors that have bytes of their own in the file, in the file's order."""
+        return [content[0] for content in self.file.contents or () if isinstance(content, tuple)]
+
+    @cached_property
     def views(self) -> dict[str, View]:
-        """Tensors that lie in the memory of another one. Only that one has bytes of its own in the file."""
+        """Tensors that are views of another tensor. Only that other one has bytes in the file."""
         return untie({name: shard.tensor for name, shard in self.shards.items()})[1]
 
     def names(self, stored: Collection[str]) -> list[str]:
-        """The tensors that come with the stored ones."""
+        """The stored tensors, and all that are views of them."""
         return [name for name in self.shards if name in stored or self._base(name) in stored]
 
-    def chosen(self, stored: Collection[str], copy: FilePlan | None) -> FilePlan:
-        """The file with these tensors alone: out of the copy that was made of all of them, or live."""
-        if copy is None:
+    def file_of(self, stored: Collection[str], snapshot: FilePlan | None) -> FilePlan:
+        """The file with these tensors alone: out of the snapshot's file of all of them, or live."""
+        if snapshot is None:
             return tensor_file_plan.plan_file(self.path, {name: self.shards[name] for name in self.names(stored)})
-        copied = dict(self._copied(copy))
+        copied = dict(self._copied(snapshot))
         if copied.keys() <= set(stored):
-            return copy
-        found = {name: self._from(copied, name) for name in self.names(stored)}
-        return tensor_file_plan.plan_file(self.path, found)
+            return snapshot
+        shards = {name: self._from(copied, name) for name in self.names(stored)}
+        return tensor_file_plan.plan_file(self.path, shards)
 
     def _base(self, name: str) -> str | None:
         return self.views[name].of if name in self.views else None
@@ -60,30 +65,31 @@ class SpareTensors:
         tensor = view.on(copied[view.of]) if view else copied[name]
         return self.shards[name]._replace(tensor=tensor)
 
-    def _copied(self, copy: FilePlan) -> Iterator[tuple[str, torch.Tensor]]:
-        data, start = next(copy.pieces()), 0
-        for content in self.image.contents or ():
+    def _copied(self, snapshot: FilePlan) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors as they lie in the snapshot, by name."""
+        data, start = next(snapshot.pieces()), 0
+        for content in self.file.contents or ():
             if isinstance(content, bytes):
                 start += len(content)
                 continue
             name, tensor = content
             stop = start + tensor.nbytes
-            row = torch.frombuffer(data[start:stop], dtype=torch.uint8) if stop > start else torch.empty(0).byte()
-            yield name, row.view(tensor.dtype).view(tensor.shape)
+            flat = torch.frombuffer(data[start:stop], dtype=torch.uint8) if stop > start else torch.empty(0).byte()
+            yield name, flat.view(tensor.dtype).view(tensor.shape)
             start = stop
 
 
-def spare_of_whole(part: PartState, guarantee: Replication) -> dict[str, Shard]:
-    """Of a part that the main rank writes: all that is not known to be the same there."""
+def unsharded_replicas(part: PartState, guarantee: Replication) -> dict[str, Shard]:
+    """Of a part that the main rank writes: all tensors that are not guaranteed to be the same there."""
     return {name: shard for name, shard in part.tensors.items() if guarantee.is_uncertain(name)}
 
 
 @torch.no_grad()
-def spare_of_spread(
+def sharded_replicas(
     part: ShardedState, written: Collection[str], guarantee: Replication, rank: int, *, gathered: bool
 ) -> dict[str, Shard]:
-    """Of a part in pieces: plain tensors that another rank writes for all, and pieces on a part of the mesh that are
-    taken to be the same on the other parts of it."""
+    """Of a sharded part: plain tensors that another rank writes for all, and shards on a submesh, whose replicas on
+    the other submeshes are assumed to be the same. `written`: the names that this rank writes itself."""
     found = {}
     for name, entry in part.table.tensors.items():
         tensor = part.tensors[name]
@@ -92,11 +98,11 @@ def spare_of_spread(
         if not is_sharded(tensor):
             if guarantee.is_uncertain(name) and not (gathered and rank == MAIN):
                 found[name] = Shard.whole(tensor)
-        elif on_part_of_mesh(tensor) and not (gathered and _beside_main(entry.layout, rank)):
+        elif on_part_of_mesh(tensor) and not (gathered and _is_gathered(entry.layout, rank)):
             found[name] = Shard(local_tensor(tensor), entry.shape, entry.layout.box(entry.shape, rank).offsets)
     return found
 
 
-def _beside_main(layout: Layout, rank: int) -> bool:
-    """Whether the main rank gathers this rank's piece."""
+def _is_gathered(layout: Layout, rank: int) -> bool:
+    """Whether the main rank gathers this rank's shard."""
     return layout.holds(MAIN) and layout.copy_of(MAIN) == layout.copy_of(rank)

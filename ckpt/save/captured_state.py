@@ -1,0 +1,137 @@
+"""The state that one rank has to save, and the files that it is laid out in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+from ckpt.formats.native import documents, tensor_file_plan
+from ckpt.formats.native.block_hash import digest
+from ckpt.formats.native.shard_table import ShardedState, written_by
+from ckpt.formats.state import FilePlan, PartState, Shard
+from ckpt.root.file_names import spread_file, whole_file
+from ckpt.save.replica_tensors import ReplicaTensors
+from ckpt.state.replicated import Replication
+
+_WORTH_A_FILE = 1 << 20  # bytes of frozen tensors
+
+
+@dataclass(frozen=True)
+class CapturedState:
+    """What this rank has to save: the state of parts that all ranks have, its shards of others, and what is its own.
+
+    Tensors are still the live ones. The file plans refer to them, and read them when the files are written.
+    """
+
+    rank: int
+    parts: Mapping[str, PartState]
+    sharded: Mapping[str, ShardedState]
+    gathered: Mapping[str, ShardedState]  # sharded parts that the main rank writes whole: all ranks take part in that
+    rank_parts: Mapping[str, PartState]  # parts that every rank saves for itself
+    document: bytes
+    writes_common: bool = True  # whether this rank writes what all ranks have in common
+    guarantees: Mapping[str, Replication] = field(default_factory=dict)
+    checksums: Mapping[str, Mapping[str, Callable[[], str]]] = field(default_factory=dict)  # to be compared once
+    replicas: Mapping[str, ReplicaTensors] = field(default_factory=dict)
+    diverged_files: Sequence[FilePlan] = ()  # with the replicas that differ from what another rank writes
+    differs: Mapping[str, Any] = field(default_factory=dict)  # on the main rank, by part: what differs, on which ranks
+
+    @cached_property
+    def common_files(self) -> list[FilePlan]:
+        """The files of tensors that all ranks have in common: the main rank writes them, or one rank of each host."""
+        return [*self._gathered_files(), *_unsharded_files(self.parts)]
+
+    @cached_property
+    def values_file(self) -> FilePlan:
+        """The file of all values that are no tensors. None of them is live: it may be built after the capture."""
+        return FilePlan.of(documents.STATE, documents.to_json({"parts": self._values()}))
+
+    @cached_property
+    def rank_files(self) -> list[FilePlan]:
+        """The files that only this rank can write."""
+        files = []
+        for key, part in self.sharded.items():
+            files += _tensor_files(partial(spread_file, key, self.rank), self.shards[key], part.frozen)
+        return [*files, *_unsharded_files(self.rank_parts)]
+
+    @cached_property
+    def shards(self) -> dict[str, dict[str, Shard]]:
+        """The shards that this rank writes, by part and name."""
+        return {key: written_by(part.table, part.tensors, self.rank) for key, part in self.sharded.items()}
+
+    @property
+    def files(self) -> list[FilePlan]:
+        """The files of tensors that this rank writes."""
+        return [*(self.common_files if self.writes_common else ()), *self.rank_files]
+
+    @property
+    def snapshot_files(self) -> list[FilePlan]:
+        """The same, and those of replicas: whether they are written is known only after ranks have compared them."""
+        return [*self.files, *(replica.file for replica in self.replicas.values())]
+
+    @property
+    def on_device(self) -> bool:
+        """Whether some of it lies on an accelerator."""
+        contents = (content for file in self.snapshot_files for content in file.contents or ())
+        return any(content[1].device.type != "cpu" for content in contents if isinstance(content, tuple))
+
+    def join_gathers(self) -> None:
+        """What the other ranks do while the main rank writes gathered files: take part in the gather of each tensor."""
+        for part in self.gathered.values():
+            for name in tensor_file_plan.in_file_order(part.outlines):
+                part.gather(name)
+
+    @cached_property
+    def tables(self) -> dict[str, Any]:
+        """How tensors are sharded, and how they are written, as JSON: the same on every rank."""
+        shards = {key: {"written": "in pieces", **part.table.to_json()} for key, part in self.sharded.items()}
+        whole = {key: {"written": "whole", **part.table.to_json()} for key, part in self.gathered.items()}
+        return {**shards, **whole}
+
+    @property
+    def tables_digest(self) -> str:
+        return digest(documents.to_json(self.tables))
+
+    def _gathered_files(self) -> list[FilePlan]:
+        return [
+            tensor_file_plan.plan_gathered_file(whole_file(key), part.outlines, part.table.aliases, part.gather)
+            for key, part in self.gathered.items()
+            if part.table.tensors
+        ]
+
+    def _values(self) -> dict[str, Any]:
+        values = {**part_values(self.parts), **part_values(self.gathered)}
+        for key, part in self.sharded.items():
+            table = {name: entry for name, entry in self.tables[key].items() if name != "written"}
+            values[key] = {**_value(part), "spread": table}
+        for key, differs in self.differs.items():
+            if key in values:
+                values[key]["differs"] = differs
+        return values
+
+
+def part_values(parts: Mapping[str, PartState | ShardedState]) -> dict[str, Any]:
+    """The values of parts that are no tensors, as documents hold them."""
+    return {key: _value(part) for key, part in parts.items()}
+
+
+def _value(part: PartState | ShardedState) -> dict[str, Any]:
+    about = {"about": part.about} if part.about else {}
+    return {"class": part.kind, "state": part.values, **about}
+
+
+def _unsharded_files(parts: Mapping[str, PartState]) -> list[FilePlan]:
+    of_each = [_tensor_files(partial(whole_file, key), part.tensors, part.frozen) for key, part in parts.items()]
+    return [file for files in of_each for file in files]
+
+
+def _tensor_files(name: Callable[..., str], tensors: Mapping[str, Shard], frozen: frozenset[str]) -> list[FilePlan]:
+    """One file, or two: frozen tensors, if they are large enough, have a file of their own that can be linked."""
+    constant = {key: shard for key, shard in tensors.items() if key in frozen}
+    trained = {key: shard for key, shard in tensors.items() if key not in frozen}
+    if sum(shard.tensor.nbytes for shard in constant.values()) < _WORTH_A_FILE:
+        return [tensor_file_plan.plan_file(name(), tensors)] if tensors else []
+    files = [tensor_file_plan.plan_file(name(frozen=bool(trained)), constant, likely_unchanged=True)]
+    return [tensor_file_plan.plan_file(name(), trained), *files] if trained else files

@@ -1,0 +1,54 @@
+"""State of a part that has diverged from the main rank's: an entry in the rank's document, and a file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckpt.formats.layout import is_sharded, own_layout
+from ckpt.formats.native import documents
+from ckpt.formats.native.shard_table import ShardedState, ShardSpec, ShardTable
+from ckpt.formats.state import FilePlan
+from ckpt.root.file_names import own_key
+from ckpt.save.captured_state import CapturedState
+
+
+def with_diverged_state(
+    captured: CapturedState, diverged: Mapping[str, Any], snapshot: Mapping[str, FilePlan]
+) -> CapturedState:
+    """The same, with this rank's own state of these parts in its document, and the files of their tensors.
+
+    `diverged`: by part, the verdict on this rank. `snapshot`: the files of its snapshot, by path, if there is one.
+    """
+    document, files = documents.from_json(captured.document, "the rank's document"), []
+    for key, verdict in diverged.items():
+        entry, file = {"absent": True}, None
+        if "absent" not in verdict:
+            entry, file = _diverged(captured, key, verdict["tensors"], snapshot)
+        document["own"][own_key(key, captured.rank)] = entry
+        files += [file] if file else []
+    return replace(captured, document=documents.to_json(document), diverged_files=files)
+
+
+def _diverged(
+    captured: CapturedState, key: str, names: list[str], snapshot: Mapping[str, FilePlan]
+) -> tuple[dict[str, Any], FilePlan | None]:
+    sharded: ShardedState | None = captured.sharded.get(key) or captured.gathered.get(key)
+    replicas = captured.replicas.get(key)
+    mine = set(replicas.stored).intersection(names) if replicas else set()
+    file = replicas.file_of(mine, snapshot.get(replicas.path)) if replicas and mine else None
+    found = replicas.names(mine) if replicas else []
+    part = sharded or captured.parts[key]
+    shards = {name for name in found if sharded and is_sharded(sharded.tensors[name])}
+    entry = {"class": part.kind, "state": part.values, "plain": [name for name in found if name not in shards]}
+    if sharded is None:
+        return entry, file
+    tensors = {name: _on_submesh(sharded, name) for name in sorted(shards)}
+    tensors |= {name: sharded.table.tensors[name] for name in names if name not in mine}  # among the shards it writes
+    return {**entry, "spread": ShardTable(tensors, sharded.table.aliases).to_json()}, file
+
+
+def _on_submesh(part: ShardedState, name: str) -> ShardSpec:
+    entry = part.table.tensors[name]
+    return ShardSpec(entry.dtype, entry.shape, own_layout(part.tensors[name]))

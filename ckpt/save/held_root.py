@@ -1,0 +1,54 @@
+"""A root that this process has locked, with the checkpoints that are committed in it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from ckpt.errors import VersionError
+from ckpt.formats.native.manifest import Manifest
+from ckpt.root import cleanup
+from ckpt.root.lock import lock_root
+from ckpt.root.mirror import MirrorWorker
+from ckpt.storage import Storage
+
+
+@dataclass
+class HeldRoot:
+    """The lock of a root, and what the lock makes certain: the manifests that are there, newest first."""
+
+    lock: ExitStack
+    committed: list[Manifest]
+    unreadable: Mapping[str, VersionError]  # by name: manifests of a newer version of ckpt
+
+    @classmethod
+    def acquire(cls, storage: Storage, mirror: MirrorWorker | None, damaged: Collection[str]) -> HeldRoot:
+        """Lock the root and its mirror, and remove what crashed saves left. `damaged` checkpoints are not mirrored.
+
+        Refused if another run holds either of them.
+        """
+        with ExitStack() as lock:  # if anything below fails, the root is released
+            lock_root(storage, lock)
+            found = cleanup.sweep(storage)
+            committed = [checkpoint.manifest for checkpoint in found if checkpoint.manifest is not None]
+            problems = {checkpoint.name: checkpoint.problem for checkpoint in found}
+            unreadable = {name: problem for name, problem in problems.items() if isinstance(problem, VersionError)}
+            if mirror is not None:
+                mirror.start([manifest for manifest in committed if manifest.name not in damaged])
+            return cls(lock.pop_all(), committed, unreadable)
+
+    def find(self, name: str) -> Manifest | None:
+        """The committed manifest of that name, if there is one."""
+        return next((manifest for manifest in self.committed if manifest.name == name), None)
+
+    def add(self, manifest: Manifest) -> None:
+        """Record a commit. It replaces an older checkpoint of its name."""
+        self.committed = [manifest, *self._others(manifest.name)]
+
+    def discard(self, name: str) -> None:
+        """Record a removal."""
+        self.committed = self._others(name)
+
+    def _others(self, name: str) -> list[Manifest]:
+        return [manifest for manifest in self.committed if manifest.name != name]

@@ -1,0 +1,290 @@
+"""Writes the checkpoints of a run into its root: locks it, begins and commits, applies retention, feeds the mirror."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpt.errors import NotDurableError, StorageError
+from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
+from ckpt.ranks.consensus import run_on_all_ranks
+from ckpt.ranks.group import Ranks
+from ckpt.ranks.hosts import Hosts
+from ckpt.root import cleanup
+from ckpt.root.catalog import find, scan
+from ckpt.root.commit import Attempt, EarlierFile, WrittenFile
+from ckpt.root.mirror import MirrorWorker
+from ckpt.root.retention import Keep
+from ckpt.save.environment import device_name, versions
+from ckpt.save.held_root import HeldRoot
+from ckpt.save.preconditions import refuse_foreign, refuse_to_overtake, version_to_replace
+from ckpt.storage import Staging, Storage
+from ckpt.storage.base import LostError
+from ckpt.util.clock import utc_now
+from ckpt.util.console import format_size
+
+_log = logging.getLogger("ckpt")
+
+
+@dataclass
+class RootWriter:
+    """The only writer of a root, for one run.
+
+    The rank that owns the root holds its lock from `hold` or the first `begin` until `close`.
+    """
+
+    storage: Storage
+    ranks: Ranks
+    keep: Keep | None = None
+    mirror: MirrorWorker | None = None
+    hosts: Hosts = field(default_factory=Hosts)
+    run: str = field(default_factory=lambda: uuid.uuid4().hex)
+    parent: str | None = None  # id of the checkpoint that the next one continues from
+    sequence: int = 0  # of the checkpoint that this run was resumed from
+    damaged: set[str] = field(default_factory=set)
+    linkable: dict[str, EarlierFile] = field(default_factory=dict)  # this rank's files of the last checkpoint, by name
+    has_resumed: bool = False  # a save before that is refused: it would commit a fresh start next to older checkpoints
+    failed_load: str = ""  # why the last load failed; until one succeeds, newer checkpoints may exist unseen
+    _held: HeldRoot | None = None
+    _has_committed: bool = False
+    _unsure: dict[str, Manifest] = field(default_factory=dict)  # whose commit failed, and may have taken effect
+    _last_sequence: int = 0  # the highest that this run has written, or tried to
+
+    @property
+    def owns_root(self) -> bool:
+        """True on the rank that writes manifests: rank 0 of a shared root, the first rank of each host otherwise."""
+        return self.hosts.owns_root(self.ranks.rank)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this process has the root's lock."""
+        return self._held is not None
+
+    def hold(self) -> None:
+        """Lock the root for this run and remove what a crashed run left. Every rank makes this call.
+
+        Refused if another run holds it.
+        """
+        run_on_all_ranks(self.ranks, "resume()", lambda: self._hold() if self.owns_root else None)
+        self.has_resumed = True
+
+    def follow(self, manifest: Manifest, damaged: Iterable[str], in_root: bool = True) -> None:
+        """Continue from this checkpoint, which was loaded: it is the parent of the next one.
+
+        Files are linked only from what was read: if it was read elsewhere, the root's files of that name are damaged.
+        """
+        self.run, self.parent, self.sequence = manifest.run, manifest.id, manifest.sequence
+        self.linkable = {file.name: EarlierFile(manifest.name, file) for file in manifest.files if in_root}
+        self.has_resumed = True
+        self.damaged |= set(damaged)
+        if self.hosts.separate_roots and self.owns_root:
+            self._adopt(manifest)
+
+    def advance(self, name: str, id: str, written: Iterable[FileRecord]) -> None:
+        """Continue from the checkpoint that all ranks have just committed, of which this rank wrote these files."""
+        self.linkable = {file.name: EarlierFile(name, file) for file in written}
+        self.parent = id
+
+    def _adopt(self, manifest: Manifest) -> None:
+        """Write the manifest that other hosts have, before the sweep takes this host's files for leftovers."""
+        present = self.files_of(manifest.name)
+        if FILE_NAME not in present and any(file.path in present for file in manifest.files):
+            self.storage.write(f"{manifest.name}/{FILE_NAME}", [manifest.to_bytes()])
+
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint, unless it is being read. No save may be under way."""
+        manifest = find(self.storage, name).manifest
+        if manifest is not None and cleanup.remove(self.storage, manifest) and self._held is not None:
+            self._held.discard(name)
+
+    def settle(self) -> None:
+        """Wait until every commit is durable, where the storage publishes commits in the background."""
+        if isinstance(self.storage, Staging):
+            self.storage.settle()
+
+    def close(self) -> None:
+        """Finish the copies to the mirror, apply retention once more, and release the root."""
+        if self.mirror is not None:
+            with self.ranks.working(job_wide=True):
+                self.mirror.close()
+            if self._has_committed and self.mirror.error is None:  # checkpoints to be copied were kept until now
+                self.retain()
+        self._release()
+        self._has_committed = False
+
+    def _hold(self) -> None:
+        if self._held is None:
+            self._held = HeldRoot.acquire(self.storage, self.mirror, self.damaged)
+
+    def _release(self) -> None:
+        """Release the root. What is committed there must be listed again before the next save."""
+        if self._held is not None:
+            self._held.lock.close()
+            self._held = None
+
+    def _in_held_root(self, do: Callable[[], Attempt]) -> Attempt:
+        """Call `do` with the root held. If the root or its lock file was removed meanwhile, lock it and call again."""
+        self._hold()
+        try:
+            return do()
+        except LostError as lost:
+            self._hold_again(lost)
+            return do()
+
+    def _hold_again(self, lost: LostError) -> None:
+        """If others have committed there meanwhile, this run must resume from that before it saves."""
+        known, resumed = {manifest.id: manifest.name for manifest in self._committed}, self.has_resumed
+        self._release()
+        self.has_resumed = False
+        self._hold()
+        left = {manifest.id for manifest in self._committed}
+        self.has_resumed = resumed and left <= known.keys()
+        gone = ", ".join(name for key, name in known.items() if key not in left) or "none"
+        _log.warning("%s The root is locked again, and made anew. Checkpoints that are gone: %s.", lost, gone)
+
+    @property
+    def _committed(self) -> list[Manifest]:
+        return self._held.committed if self._held is not None else []
+
+    def begin(self, name: str, paths: list[str], elsewhere: Collection[str] = ()) -> Attempt:
+        """Hold the root, refuse what must not be saved, and leave the marker of a save under way.
+
+        `elsewhere`: files of that checkpoint in the roots of other hosts.
+        """
+
+        def begin() -> Attempt:
+            self._refuse_unsafe(name)
+            present = {*self.files_of(name), *elsewhere}
+            taken = tuple(path for path in paths if path in present or not self._is_free_in_mirror(name))
+            return self._begin(Attempt(name, occupied_paths=taken), paths)
+
+        return self._in_held_root(begin)
+
+    def join(self, attempt: Attempt, paths: list[str]) -> Attempt:
+        """Begin, in another host's root, the attempt that the main rank has begun: its files are named alike."""
+
+        def begin() -> Attempt:
+            self._refuse_unsafe(attempt.name)
+            return self._begin(attempt, paths)
+
+        return self._in_held_root(begin)
+
+    def files_of(self, name: str) -> list[str]:
+        """The paths of all files in the folder of a checkpoint."""
+        return [entry.key.removeprefix(f"{name}/") for entry in self.storage.list(name)]
+
+    def _refuse_unsafe(self, name: str) -> None:
+        """Raise if a save under that name would overtake, overwrite or mix with what this run does not know."""
+        self._resolve_unsure()
+        if not self.has_resumed:
+            refuse_to_overtake(self.storage.url, self._newest, self.failed_load)
+        self.has_resumed = True
+        if self._held is not None and name in self._held.unreadable:
+            raise self._held.unreadable[name]
+        refuse_foreign(self.storage, name, has_checkpoints=bool(self._committed))
+
+    def _begin(self, attempt: Attempt, paths: list[str]) -> Attempt:
+        older = self._held.find(attempt.name) if self._held is not None else None
+        here = replace(attempt, replaces=tuple(file.path for file in older.files) if older else ())
+        here.begin(self.storage, paths)
+        # only now: once the marker is there, no other process removes what is replaced, so that its version holds
+        return replace(here, expected_version=version_to_replace(self.storage, attempt.name, older))
+
+    def _is_free_in_mirror(self, name: str) -> bool:
+        """Whether the mirror has nothing by that name: a path means the same bytes here and there, for good."""
+        return self.mirror is None or self.mirror.is_free(name)
+
+    @property
+    def _newest(self) -> Manifest | None:
+        mirrored = self.mirror.newest if self.mirror is not None else None
+        known = [*self._committed, *filter(None, [mirrored])]
+        return max(known, key=lambda manifest: manifest.sequence, default=None)
+
+    def commit(self, attempt: Attempt, stored: list[WrittenFile], facts: Mapping[str, Any]) -> Manifest:
+        """Write the manifest, with the next sequence number, and return it."""
+        assert self._held is not None
+        manifest = Manifest(
+            name=attempt.name,
+            id=attempt.id,
+            sequence=1 + max(self.sequence, self._last_sequence, self._newest.sequence if self._newest else 0),
+            created=utc_now(),
+            run=self.run,
+            parent=self.parent,
+            files=tuple(sorted((record.file for record in stored), key=lambda file: file.path)),
+            versions=versions(),
+            hardware=device_name(),
+            hosts=self.hosts.records() if self.hosts.separate_roots else (),
+            **{"world_size": self.ranks.world_size, **facts},
+        )
+        receipts = {record.file.path: record.receipt for record in stored if record.receipt is not None}
+        self.commit_manifest(attempt, manifest, receipts)
+        seconds = facts["seconds"]
+        _log.info(
+            "saved %s/%s: %s, training waited %.2f s, durable after %.2f s",
+            self.storage.url, attempt.name, format_size(manifest.size), seconds["blocked"], seconds["total"],
+        )  # fmt: skip
+        return manifest
+
+    def commit_manifest(self, attempt: Attempt, manifest: Manifest, receipts: Mapping[str, str]) -> None:
+        """Commit a manifest in this root: the main rank's own, or that which the main rank has committed in its."""
+        self._last_sequence = max(self._last_sequence, manifest.sequence)
+        try:
+            attempt.commit(self.storage, manifest, receipts)
+        except NotDurableError as error:
+            self._record(manifest)
+            raise NotDurableError(
+                f"{self.storage.url}/{attempt.name} is committed and can be loaded, but it may not outlive a crash of "
+                f"this machine: {error} Check the disk, then save again. Until a save succeeds, no older checkpoint "
+                "is removed."
+            ) from error
+        except StorageError:
+            self._unsure[attempt.name] = manifest
+            raise
+        self._record(manifest)
+
+    def _record(self, manifest: Manifest) -> None:
+        assert self._held is not None
+        self._held.add(manifest)
+        self.damaged.discard(manifest.name)
+        self._has_committed = True
+        if self.mirror is not None:
+            self.mirror.enqueue(manifest)
+
+    def _resolve_unsure(self) -> None:
+        """A commit that failed may have taken effect: the storage's answer may have been lost."""
+        for name, manifest in list(self._unsure.items()):
+            present = find(self.storage, name).manifest
+            if present is not None and present.id == manifest.id:
+                self._record(manifest)
+            del self._unsure[name]
+
+    def manifests_of_run(self) -> list[Manifest]:
+        """The committed checkpoints of this run, as the root lists them now."""
+        found = (checkpoint.manifest for checkpoint in scan(self.storage))
+        return [manifest for manifest in found if manifest is not None and manifest.run == self.run]
+
+    def retain(self) -> None:
+        """Remove the checkpoints that are not to be kept."""
+        held = self._held
+        if self.keep is None or held is None:
+            return
+        try:
+            with self.ranks.working(job_wide=True):  # to remove much takes long, and others may be at the next save
+                held.committed = cleanup.apply_retention(self.keep, self.storage, held.committed, self.damaged)
+        except StorageError as error:  # the save stands; what could not be removed is tried again after the next save
+            _log.warning("old checkpoints were not removed: %s", error)
+
+    def abandon(self, name: str, error: Exception) -> None:
+        """After a save failed: remove its files, unless it is committed, or may be and cannot be asked about now.
+
+        What cannot be removed now is swept before a later save.
+        """
+        committed = isinstance(error, NotDurableError)
+        if self.owns_root and not committed and (name not in self._unsure or self.storage.is_local):
+            with suppress(StorageError):
+                if self._held is not None:
+                    cleanup.remove_uncommitted(self.storage, name)
