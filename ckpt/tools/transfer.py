@@ -31,26 +31,28 @@ Options = Mapping[str, Any] | None
 
 def transfer(source: Place, destination: Place, *, step: int | None = None, options: Options = None) -> str:
     """Copy a checkpoint, all of a root, or the files of a folder into `destination`; return the URL of the copy."""
-    far = open_url(destination, options)
-    if isinstance(far, Staging):
-        raise ConfigError(f"{far.url} takes no copies of files: publish a model there with 'ckpt push'.")
+    target = open_url(destination, options)
+    if isinstance(target, Staging):
+        raise ConfigError(f"{target.url} takes no copies of files: publish a model there with 'ckpt push'.")
     own_options = options if "://" in os.fspath(source) else None
-    near, names, pointed_at = catalog.resolve(source, own_options)
+    origin, names, pointed_at = catalog.resolve(source, own_options)
     if not names and step is None:
-        return _copy_folder(Folder.at(source, options), destination, far)
+        return _copy_folder(Folder.at(source, options), destination, target)
     copied: list[str] = []
-    with closing(Copies(near, far)) as copies:
+    with closing(Copies(origin, target)) as copies:
         for _ in range(_RESCANS):
-            chosen = _select(near, names, step)
-            copied = _copy_intact(copies, chosen) if chosen else []
+            selected = _select(origin, names, step)
+            copied = _copy_intact(copies, selected) if selected else []
             if copied or pointed_at:
                 break
-            names = [found.name for found in catalog.scan(near)]  # retention may have replaced them by newer ones
+            names = [found.name for found in catalog.scan(origin)]  # retention may have replaced them by newer ones
     if not copied:
-        gone = f"{chosen[0].name} was removed from there while it was to be copied" if chosen else "none was committed"
-        raise MissingError(f"there is no checkpoint to copy in {near.url}: {gone}.")
-    say(f"copied {', '.join(copied)} to {far.url}")
-    return f"{far.url.rstrip('/')}/{copied[0]}" if len(names) == 1 or step is not None else far.url
+        gone = (
+            f"{selected[0].name} was removed from there while it was to be copied" if selected else "none was committed"
+        )
+        raise MissingError(f"there is no checkpoint to copy in {origin.url}: {gone}.")
+    say(f"copied {', '.join(copied)} to {target.url}")
+    return f"{target.url.rstrip('/')}/{copied[0]}" if len(names) == 1 or step is not None else target.url
 
 
 def _select(storage: Storage, names: list[str], step: int | None) -> list[Manifest]:
@@ -105,48 +107,49 @@ def _copy_checkpoint(copies: Copies, name: str) -> bool:
         return True
 
 
-def _has_begun(far: Storage, manifest: Manifest) -> bool:
+def _has_begun(target: Storage, manifest: Manifest) -> bool:
     """Whether a copy is complete or was interrupted: the files that exist there are then the checkpoint's own."""
-    known = catalog.find(far, manifest.name).manifest
-    mark = read_marker(far, manifest.name)
+    known = catalog.find(target, manifest.name).manifest
+    mark = read_marker(target, manifest.name)
     return (known is not None and known.id == manifest.id) or (mark is not None and mark.id == manifest.id)
 
 
-def _refuse_other_checkpoint(far: Storage, manifest: Manifest) -> None:
-    known = catalog.find(far, manifest.name).manifest
+def _refuse_other_checkpoint(target: Storage, manifest: Manifest) -> None:
+    known = catalog.find(target, manifest.name).manifest
     if known is not None and known.id != manifest.id:
         raise ConfigError(
-            f"{far.url} has another checkpoint {manifest.name!r}, which is kept as it is. Choose another destination."
-        )
-
-
-def _refuse_other_files(far: Storage, manifest: Manifest) -> None:
-    """Refuse a folder with files that are no copy: those of the same name and size would count as copied."""
-    if any(True for _ in far.list(manifest.name)):
-        raise ConfigError(
-            f"{far.url}/{manifest.name} has files that are no copy of this checkpoint. Remove them, or choose another "
+            f"{target.url} has another checkpoint {manifest.name!r}, which is kept as it is. Choose another "
             "destination."
         )
 
 
-def _copy_folder(folder: Folder, destination: Place, far: Storage) -> str:
+def _refuse_other_files(target: Storage, manifest: Manifest) -> None:
+    """Refuse a folder with files that are no copy: those of the same name and size would count as copied."""
+    if any(True for _ in target.list(manifest.name)):
+        raise ConfigError(
+            f"{target.url}/{manifest.name} has files that are no copy of this checkpoint. Remove them, or choose "
+            "another destination."
+        )
+
+
+def _copy_folder(folder: Folder, destination: Place, target: Storage) -> str:
     """Copy files as they are. On a local disk they appear together, elsewhere one by one."""
     if not folder.files:
         raise MissingError(f"there is nothing to pull at {folder.where}.")
-    if isinstance(far, LocalStorage):
+    if isinstance(target, LocalStorage):
         directory = Path(os.fspath(destination).removeprefix("file://"))
         with atomic_folder(directory) as new:
             _copy_files(folder, LocalStorage(new))
     else:
-        _copy_files(folder, far)
-    say(f"copied {len(folder.files)} files to {far.url}; there was no manifest to verify them by")
-    return far.url
+        _copy_files(folder, target)
+    say(f"copied {len(folder.files)} files to {target.url}; there was no manifest to verify them by")
+    return target.url
 
 
-def _copy_files(folder: Folder, far: Storage) -> None:
+def _copy_files(folder: Folder, target: Storage) -> None:
     with progress_bar(f"copying {folder.name}", sum(folder.files.values()), in_bytes=True) as advance:
         for path in sorted(folder.files):
-            far.write(path, _stream(folder, path, advance))
+            target.write(path, _stream(folder, path, advance))
 
 
 def _stream(folder: Folder, path: str, advance: Callable[[float], None]) -> Iterator[memoryview]:
