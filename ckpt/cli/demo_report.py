@@ -38,6 +38,7 @@ def show_wreck(plan: Plan) -> None:
 
 
 def show_report(plan: Plan, straight: Run, doomed: Run, resumed: Run) -> bool:
+    """Show both runs side by side, and return whether they ended bit for bit the same."""
     joined = doomed.losses | resumed.losses
     _show_losses(plan, straight.losses, joined, resumed.began)
     _show_curves(plan, straight.losses, joined, resumed.began)

@@ -80,7 +80,7 @@ def _intact(storage: Storage, manifest: Manifest, *, verify: bool) -> str:
 
 
 def listed_hosts(others: Mapping[str, str]) -> str:
-    """The hosts that have files which are not here, by file, as one text."""
+    """The hosts of files that are not here, as text; `others` has the host of each file."""
     return ", ".join(sorted(set(others.values())))
 
 

@@ -18,8 +18,8 @@ from ckpt.util.console import format_size, one_line
 def verify(url: str) -> None:
     """Read every byte of the checkpoint at URL, or of all below it.
 
-    Exits with status 1 if one is damaged or cannot be read. A run may use the root meanwhile: what is just being saved
-    or removed is no fault.
+    Exits with status 1 if one is damaged or cannot be read. A run may use the root meanwhile: below a root, a
+    checkpoint that is just being saved or removed is no fault.
     """
     storage, names, pointed_at = catalog.resolve(url)
     if not names:
@@ -31,7 +31,7 @@ def verify(url: str) -> None:
 
 
 def _show_verdict(storage: Storage, name: str, width: int) -> Verification:
-    """Verify one checkpoint and print its line."""
+    """Verify a checkpoint and print its line."""
     found = verifying.verify_checkpoint(storage, name)
     colour = "red" if found.is_fault else "green" if found.state == verifying.INTACT else "yellow"
     about = one_line(_about(storage, found))
