@@ -132,7 +132,7 @@ class StateManager:
     @property
     def progress(self) -> Progress:
         """Epoch, batch, step and samples so far."""
-        self._session.loop.habits.note_asked()
+        self._session.loop.patterns.note_asked()
         return self._session.loop.progress
 
     @property

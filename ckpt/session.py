@@ -64,7 +64,7 @@ class Session:
         self.loader = self._build_loader(hosts)
         self.registry.refresh()
         self._follow_loaders()
-        self.unmanaged = UnmanagedWatch(self.registry, self.loop.habits.remarks, options.save_every)
+        self.unmanaged = UnmanagedWatch(self.registry, self.loop.patterns.caveats, options.save_every)
         self.loop.on_training = weakly(self.unmanaged.trained)
         self.metrics: dict[str, Any] = {}
         self.restored: Restored | None = None
@@ -181,7 +181,7 @@ class Session:
         self.source.before_save(f"{self.storage.url}/{name}")
         self.registry.refresh()
         self.unmanaged.saving()
-        self.loop.habits.remarks.tell_lasting()
+        self.loop.patterns.caveats.tell_lasting()
         request = SaveRequest(name, lambda: self._capture(name, numbers), self.registry.optimizer_owned_storages, facts)
         self.saver.save(request, wait=wait)
         self.source.after_save()

@@ -1,4 +1,4 @@
-"""Digests of the batches a stream has yielded: they show whether a replay after a resume yields the same data.
+"""Digests of batches and of indices: they show whether a resumed loader yields the same data.
 
 A stream without `state_dict` is replayed up to its position. If its order depends on something that is not restored,
 such as OS entropy, the replay yields other samples and the epoch silently loses some: only the data itself shows it.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import xxhash
 
-_LEAVES = 8  # of a batch that are looked at
+_LEAVES = 8  # of a batch that are digested
 _KEPT = (8, 4)  # elements of a sample in the last dimension and in the one before; of the others, the first
 _LETTERS = 64  # of a text
 
@@ -51,8 +51,8 @@ class Contents:
 
     def digests(self) -> dict[str, str]:
         """Only of leaves that vary between batches: a mask of ones would agree for any samples."""
-        told = self._varied if self._batches > 1 else self._digests
-        return {path: self._digests[path].hexdigest() for path in sorted(told)}
+        varied = self._varied if self._batches > 1 else self._digests
+        return {path: self._digests[path].hexdigest() for path in sorted(varied)}
 
     def differing(self, saved: Mapping[str, str]) -> list[str]:
         """The leaves whose digest is not the saved one."""
@@ -60,13 +60,18 @@ class Contents:
         return [path for path, digest in saved.items() if now.get(path) != digest]
 
 
+def index_bytes(indices: list[Any]) -> bytes:
+    """Sample indices as a digest takes them: the same bytes however they are cut into batches."""
+    return f"{indices!r}"[1:-1].encode() + b", " if indices else b""
+
+
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
-        for key, one in list(value.items())[: 4 * _LEAVES]:
-            yield from _leaves(one, f"{path}[{key!r}]")
+        for key, item in list(value.items())[: 4 * _LEAVES]:
+            yield from _leaves(item, f"{path}[{key!r}]")
     elif isinstance(value, list | tuple) and not (value and isinstance(value[0], str | bytes | int | float)):
-        for number, one in enumerate(value[: 4 * _LEAVES]):
-            yield from _leaves(one, f"{path}[{number}]")
+        for number, item in enumerate(value[: 4 * _LEAVES]):
+            yield from _leaves(item, f"{path}[{number}]")
     else:
         yield path, value
 
@@ -77,11 +82,11 @@ def _bytes(value: Any) -> bytes | None:
     if isinstance(value, torch.Tensor):
         return _of_tensor(value)
     if isinstance(value, list | tuple):
-        return b"".join(repr(one)[:_LETTERS].encode() for one in value)
+        return b"".join(repr(item)[:_LETTERS].encode() for item in value)
     return repr(value)[:_LETTERS].encode() if isinstance(value, str | bytes | int | float) else None
 
 
-def _tensor(array: Any) -> Any:
+def _tensor(array: Any) -> torch.Tensor | None:
     try:
         return torch.as_tensor(array)
     except (TypeError, ValueError, RuntimeError):  # of objects or texts

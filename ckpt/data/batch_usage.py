@@ -1,4 +1,4 @@
-"""Whether a script trains on the batches that it is handed."""
+"""Whether a script trains on the batches that it is given."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ CERTAIN = 4  # batches: fewer without training may be those that a script found 
 
 
 class BatchUsage:
-    """Looks out for the first sign of training in one pass: a gradient, a forward of a sharded model, or `note`.
+    """Detects the first sign of training in one pass: a gradient, a forward of a sharded model, or `note`.
 
-    Sharded models and engines keep the gradients of an accumulation window to themselves. The roots of sharded models
-    are hooked; others are not, because a hook could get into what torch.compile traces.
+    Sharded models and engines hide the gradients of an accumulation window. The roots of sharded models are hooked;
+    others are not, because torch.compile could trace the hook.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -27,8 +27,8 @@ class BatchUsage:
         self._before = self._gradients()
         self._micro_steps = self._counted()
         self._seen = False
-        sharded = [one for one in self._models if is_fsdp1(one) or any(is_sharded(p) for p in one.parameters())]
-        self._hooks = [one.register_forward_pre_hook(self._hook()) for one in sharded]
+        sharded = [model for model in self._models if is_fsdp1(model) or any(map(is_sharded, model.parameters()))]
+        self._hooks = [model.register_forward_pre_hook(self._hook()) for model in sharded]
 
     @property
     def seen(self) -> bool:
@@ -58,68 +58,68 @@ class BatchUsage:
 
     def _gradients(self) -> list[tuple[int, int, int]]:
         """Which parameters have gradients, and how often each was written to."""
-        parameters = (one for model in self._models for one in model.parameters())
-        found = ((id(one), one.grad) for one in parameters if one.grad is not None)
+        parameters = (parameter for model in self._models for parameter in model.parameters())
+        found = ((id(parameter), parameter.grad) for parameter in parameters if parameter.grad is not None)
         return [(key, id(grad), grad._version) for key, grad in found]
 
     def _counted(self) -> list[int]:
-        """The batches that DeepSpeed's engines have gone back through."""
-        counts = (getattr(one, "micro_steps", None) for one in self._models)
-        return [one for one in counts if isinstance(one, int)]
+        """The backward passes that DeepSpeed's engines have counted."""
+        counts = (getattr(model, "micro_steps", None) for model in self._models)
+        return [count for count in counts if isinstance(count, int)]
 
 
-class Handed:
+class HandedBatches:
     """The batches of a resumed pass, up to the first one that the script trains on.
 
-    A script that finds its place itself (`if step < resume_step: continue`) drops as many batches as the loader has
-    left out already. `trusted`: the script is known not to read ahead, so that what it does not train on is dropped.
+    A script that skips by hand (`if step < resume_step: continue`) drops as many batches as the loader has skipped
+    already. `trusted`: the script is known not to read ahead, so that what it does not train on is dropped.
     """
 
-    def __init__(self, left_out: int, signs: BatchUsage, *, trusted: bool = False) -> None:
+    def __init__(self, left_out: int, usage: BatchUsage, *, trusted: bool = False) -> None:
         self.left_out = left_out  # by the loader, before the first of these
         self.unused = 0
         self.skipped = 0  # by hand: the loader is to be taken back
-        self._signs = signs
+        self._usage = usage
         self._trusted = trusted
         self._tensors: list[weakref.ref[torch.Tensor]] = []
         self._count = 0
 
     def hand_out(self, batch: Any) -> None:
         """A batch is about to be given to the script."""
-        if not self._signs.seen:
+        if not self._usage.seen:
             self.unused = self._count
             self._count += 1
-            self._tensors += [weakref.ref(one) for one in tensors_in(batch)]
+            self._tensors += [weakref.ref(tensor) for tensor in tensors_in(batch)]
 
     def note_training(self) -> None:
-        self._signs.note()
+        self._usage.note()
 
     def goes_back(self, *, exhausted: bool = False) -> bool:
-        """Whether the script has dropped all that it was given, so that the loader is to be taken back: when these are
-        as many as it would skip by hand, or when the loader has no more to give and they are fewer."""
+        """Whether the script has dropped all batches that it was given, so that the loader is to be taken back: when
+        these are as many as it would skip by hand, or when the loader is at its end and they are fewer."""
         due = 0 < self._count < self.left_out if exhausted else 0 < self._count == self.left_out
         certain = self._trusted or self._count >= CERTAIN
-        if not due or self._signs.seen or not certain or not self._are_dropped():
+        if not due or self._usage.seen or not certain or not self._are_dropped():
             return False
         if not exhausted:
             self.skipped, self.left_out, self.unused = self.left_out, 0, 0
         return True
 
     def _are_dropped(self) -> bool:
-        """The last batch may still be held by the variable of its loop. What reads ahead holds on to more."""
-        held = sum(one() is not None for one in self._tensors)
+        """The variable of the loop may still hold the last batch. A script that reads ahead holds more."""
+        held = sum(tensor() is not None for tensor in self._tensors)
         return held * self._count <= len(self._tensors)
 
     def forget(self) -> None:
-        self._signs.forget()
+        self._usage.forget()
 
 
 def tensors_in(batch: Any) -> Iterator[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, dict):
-        for one in batch.values():
-            yield from tensors_in(one)
+        for item in batch.values():
+            yield from tensors_in(item)
     elif isinstance(batch, list | tuple):
-        for one in batch:
-            yield from tensors_in(one)
+        for item in batch:
+            yield from tensors_in(item)

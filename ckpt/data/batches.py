@@ -1,4 +1,4 @@
-"""What `manager.batches` and `manager.enumerate` return."""
+"""The iterator that `manager.batches` and `manager.enumerate` return."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import GeneratorType
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-_PLUMBING = (GeneratorType, map, zip, filter, itertools.chain, itertools.islice)  # what may stand around an iterator
+_PLUMBING = (GeneratorType, map, zip, filter, itertools.chain, itertools.islice)  # what may wrap an iterator
 
 
 class Batches(Generic[T]):
@@ -22,7 +22,7 @@ class Batches(Generic[T]):
 
     @classmethod
     def made(cls, make: Callable[[Callable[[], Any]], Iterator[T]], length: Callable[[], int]) -> Batches[T]:
-        """With what `make` returns. That is given a function which finds what is returned here, while it lives."""
+        """Over what `make` returns. `make` is given a function that returns this object while it is alive."""
         found: list[weakref.ref[Batches[T]]] = []
         made = cls(make(lambda: found[0]()), length)
         found.append(weakref.ref(made))
@@ -45,8 +45,8 @@ class Batches(Generic[T]):
 
 
 def is_enumerated(iterator: Any) -> bool:
-    """Whether the builtin `enumerate` stands around an iterator, also around a generator such as tqdm's."""
-    around = [one for one in gc.get_referrers(iterator) if isinstance(one, (enumerate, *_PLUMBING))]
-    inner = [one for one in around if not isinstance(one, enumerate)]
-    further = (one for each in inner[:4] for one in gc.get_referrers(each))
-    return len(inner) < len(around) or any(isinstance(one, enumerate) for one in further)
+    """Whether the builtin `enumerate` wraps an iterator, also with a generator such as tqdm's in between."""
+    wrappers = [holder for holder in gc.get_referrers(iterator) if isinstance(holder, (enumerate, *_PLUMBING))]
+    inner = [wrapper for wrapper in wrappers if not isinstance(wrapper, enumerate)]
+    outer = (holder for wrapper in inner[:4] for holder in gc.get_referrers(wrapper))
+    return len(inner) < len(wrappers) or any(isinstance(holder, enumerate) for holder in outer)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from ckpt.data.position import Position
 from ckpt.state import samplers
+
+
+class Batcher(Protocol):
+    """An object that makes batches of what its sampler yields: a batch sampler, or a loader without one."""
+
+    sampler: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +58,7 @@ def layout_of(loader: Any) -> Layout:
     batch = _batch_size(reader)
     if reader is not loader:
         return _of_accelerate(loader, reader, batch)
-    sampler = dealing_sampler(loader)
+    sampler = distributed_sampler_of(loader)
     if sampler is None:
         return Layout(batch=batch, window=batch)
     replicas = sampler.num_replicas
@@ -60,41 +66,42 @@ def layout_of(loader: Any) -> Layout:
 
 
 def _of_accelerate(loader: Any, reader: Any, batch: int | None) -> Layout:
-    dealer = next((one for one in (reader.batch_sampler, reader.dataset) if hasattr(one, "process_index")), None)
-    dealer = samplers.unwrapped(dealer)
-    if dealer is None:  # one rank reads: alone, or for all
+    splitter = next((part for part in (reader.batch_sampler, reader.dataset) if hasattr(part, "process_index")), None)
+    splitter = samplers.unwrapped(splitter)
+    if splitter is None:  # one rank reads: alone, or for all
         ranks = loader.state.num_processes if hasattr(loader, "split_batches") and not loader.split_batches else 1
         return Layout(batch=batch, window=batch and batch * ranks, piece=batch or 1)
-    replicas, whole = dealer.num_processes, dealer.batch_size
+    replicas, whole = splitter.num_processes, splitter.batch_size
     if whole is None:
-        return Layout(replicas=replicas, replica=dealer.process_index)
-    batch = whole // replicas if dealer.split_batches else whole
+        return Layout(replicas=replicas, replica=splitter.process_index)
+    batch = whole // replicas if splitter.split_batches else whole
     window = batch * replicas
-    return Layout(replicas=replicas, replica=dealer.process_index, piece=batch, batch=batch, window=window)
+    return Layout(replicas=replicas, replica=splitter.process_index, piece=batch, batch=batch, window=window)
 
 
 def _batch_size(reader: Any) -> int | None:
     sampler = getattr(reader, "batch_sampler", None)
-    if sampler is None and hasattr(reader, "batch_sampler"):  # a stream, or samples one by one
+    if sampler is None and hasattr(reader, "batch_sampler"):  # a stream, or single samples
         return reader.batch_size or 1
     size = getattr(sampler, "batch_size", None)
     return size if isinstance(size, int) else None
 
 
-def dealing_sampler(loader: Any) -> DistributedSampler[Any] | None:
+def distributed_sampler_of(loader: Any) -> DistributedSampler[Any] | None:
     """The DistributedSampler that the loader batches directly. One inside another sampler does not fix the order."""
     outer = samplers.unwrapped(getattr(loader, "batch_sampler", None))
     found = samplers.unwrapped(getattr(loader if outer is None else outer, "sampler", None))
     return found if isinstance(found, DistributedSampler) else None
 
 
-def batcher_of(reader: Any) -> Any:
+def batcher_of(reader: Any) -> Batcher | None:
     """The object that batches what its `sampler` yields and nothing else, so that batching can start at any sample;
     None for a custom batch sampler, which may group samples or have copied the order already."""
+    batcher: Batcher = reader
     if reader.batch_sampler is None:
-        return reader
-    found = samplers.unwrapped(reader.batch_sampler)
-    while hasattr(found, "batch_sampler"):  # Accelerate puts its own around it
-        found = found.batch_sampler
-    known = isinstance(found, BatchSampler) and type(found).__module__.partition(".")[0] in ("torch", "torchdata")
-    return found if known else None
+        return batcher
+    batcher = samplers.unwrapped(reader.batch_sampler)
+    while hasattr(batcher, "batch_sampler"):  # Accelerate wraps it in its own
+        batcher = batcher.batch_sampler
+    known = isinstance(batcher, BatchSampler) and type(batcher).__module__.partition(".")[0] in ("torch", "torchdata")
+    return batcher if known else None

@@ -1,61 +1,65 @@
-"""The loaders of one epoch: what each goes by, where it is, and which saved positions still wait for theirs."""
+"""The loaders of one epoch: the key of each, its position, and the saved positions that no loader has claimed yet."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import DataLoader
 
 from ckpt.data import sampling
-from ckpt.data.loader_info import size_of
-from ckpt.data.loader_matching import likeness
+from ckpt.data.loader_info import Loader, size_of
+from ckpt.data.loader_matching import description
 from ckpt.data.tracked_loader import TrackedLoader
 from ckpt.ranks.group import Ranks
 from ckpt.state import rng, samplers
 from ckpt.util.console import say
 
-PLAIN = "plain"  # the name of loaders that a script goes through without a word to the manager
+PLAIN = "plain"  # the key of loaders in a plain `for` that the manager was not given
 
 
 @dataclass
-class Waiting:
-    """Saved positions that wait for their loaders. What will not be as it was is added to `approximated`."""
+class UnclaimedPositions:
+    """Saved positions that no loader has claimed yet: a loader claims its own when it is first iterated over.
+
+    `rewind_rng` restores the global generators as they were saved. What will differ from an uninterrupted run is added
+    to `approximated`.
+    """
 
     positions: dict[str, Any] = field(default_factory=dict)
-    ready: Callable[[], None] = lambda: None
+    rewind_rng: Callable[[], None] = lambda: None
     approximated: dict[str, str] = field(default_factory=dict)
-    told: bool = False  # what was restored has been told: what a loader that comes later adds is told at once
+    reported: bool = False  # `approximated` has been printed: what a later loader adds is printed at once
     _arrived: bool = False
 
-    def place(self, key: str, feed: TrackedLoader) -> dict[str, Any] | None:
-        """Bring a loader to its position, if one waits for it: that position."""
+    def claim(self, key: str, tracked: TrackedLoader) -> dict[str, Any] | None:
+        """Give a loader its saved position, if there is one, and return that."""
         saved: dict[str, Any] | None = self.positions.pop(key, None)
         if saved is not None:
-            changes = feed.go_back(saved, self._arrive, self._warn)
+            changes = tracked.go_back(saved, self._arrive, self._warn)
             self.approximated.update({f"{key}.{what}": why for what, why in changes.items()})
-            for what, why in changes.items() if self.told and feed.is_first_rank else ():
+            for what, why in changes.items() if self.reported and tracked.is_first_rank else ():
                 say(f"ckpt: approximated: {key}.{what}: {why}")
         return saved
 
     def put_back(self, key: str, saved: dict[str, Any]) -> None:
-        """Let the next pass through a loader begin at that position once more, with the generators as they were."""
+        """Let the next pass through such a loader claim the position again, with the generators as they were saved."""
         self.positions[key] = saved
         self._arrived = False
 
-    def like(self, loader: Any) -> str | None:
-        """The key of a position that was saved for such a loader, which the script had gone through by itself."""
+    def like(self, loader: Loader) -> str | None:
+        """The key of a position that was saved for such a loader in a plain `for`."""
         plain = ((key, saved) for key, saved in self.positions.items() if key.startswith(PLAIN))
-        return next((key for key, saved in plain if saved.get("likeness") == likeness(loader)), None)
+        return next((key for key, saved in plain if saved.get("likeness") == description(loader)), None)
 
     def _arrive(self, done: bool, before: dict[str, Any]) -> None:
-        """A loader is where it was. Of loaders side by side, the first sees generators as they were saved; the others
-        see what it has drawn since."""
+        """A loader has reached its position. Of loaders side by side, the first sees the generators as they were saved;
+        the others see what it has drawn since."""
         if done or not self._arrived:
-            self.ready()
+            self.rewind_rng()
             self._arrived = not done
         else:
             rng.restore(before)
@@ -65,136 +69,140 @@ class Waiting:
         say(f"ckpt: {text}")
 
 
-class Feeds:
-    """The feeds of this epoch by key, and the positions that wait for loaders to come.
+class EpochLoaders:
+    """The tracked loaders of this epoch by key, and the saved positions that no loader has claimed yet.
 
-    A loader goes by its name, or by when the epoch comes to it: the first, the second. So a loader may be made anew for
-    every epoch, and be gone through twice in one. Loaders that a script goes through by itself go by what they are.
+    The key is the loader's name, or its number in the epoch: the first, the second. So a loader may be made anew for
+    every epoch, and be iterated over twice in one. Loaders in a plain `for` are matched by what they are.
     """
 
-    def __init__(self, ranks: Ranks, named: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, ranks: Ranks, named: Callable[[], Mapping[str, Loader]]) -> None:
         self.by_key: dict[str, TrackedLoader] = {}
-        self.waiting = Waiting()
+        self.unclaimed = UnclaimedPositions()
         self._ranks = ranks
-        self._named = named  # the loaders that go by a name, as they are now
-        self._taken: dict[str, dict[str, Any]] = {}  # positions of loaders that have not been gone through since
-        self._steered: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
+        self._named = named  # the loaders that have a name, as they are now
+        self._claimed: dict[str, dict[str, Any]] = {}  # positions whose loader has not been iterated over yet
+        self._wrapped: weakref.WeakSet[DataLoader[Any]] = weakref.WeakSet()
 
     @property
     def open(self) -> list[TrackedLoader]:
-        """Those that the loop is inside of."""
-        return [feed for feed in self.by_key.values() if feed.is_open]
+        """Those that the loop is in the middle of."""
+        return [tracked for tracked in self.by_key.values() if tracked.is_open]
 
     @property
     def begun(self) -> bool:
-        """Whether the epoch has come to any loader."""
-        return any(not feed.waits for feed in self.by_key.values())
+        """Whether any loader was read in this epoch."""
+        return any(not tracked.has_saved_position for tracked in self.by_key.values())
 
     @property
     def done(self) -> bool:
-        return all(feed.done for feed in self.by_key.values())
+        return all(tracked.done for tracked in self.by_key.values())
 
-    def is_named(self, loader: Any) -> bool:
-        return any(one is loader for one in self._named().values())
+    def is_named(self, loader: Loader) -> bool:
+        return any(named is loader for named in self._named().values())
 
-    def over(self, loader: Any) -> dict[str, TrackedLoader]:
-        """The times through a loader that have ended, or were left."""
+    def over(self, loader: Loader) -> dict[str, TrackedLoader]:
+        """The passes through a loader that have ended, or were left."""
         return {
-            key: feed
-            for key, feed in self.by_key.items()
-            if feed.loader is loader and not feed.is_open and not feed.waits
+            key: tracked
+            for key, tracked in self.by_key.items()
+            if tracked.loader is loader and not tracked.is_open and not tracked.has_saved_position
         }
 
-    def drop(self, *feeds: TrackedLoader) -> None:
-        self.by_key = {key: one for key, one in self.by_key.items() if not any(one is feed for feed in feeds)}
+    def drop(self, *dropped: TrackedLoader) -> None:
+        gone = {id(tracked) for tracked in dropped}
+        self.by_key = {key: tracked for key, tracked in self.by_key.items() if id(tracked) not in gone}
 
-    def waits_for(self, loader: Any) -> int | None:
-        """How many batches a loader will leave out when it is gone through next; none if it waits at no position."""
-        return next((feed.batches for feed in self.by_key.values() if feed.waits and feed.loader is loader), None)
+    def saved_batches(self, loader: Loader) -> int | None:
+        """How many batches the next pass through a loader skips; none if it has claimed no position."""
+        resumed = (tracked for tracked in self.by_key.values() if tracked.has_saved_position)
+        return next((tracked.batches_handed_out for tracked in resumed if tracked.loader is loader), None)
 
-    def left(self, loader: Any, *, announced: bool) -> int:
+    def left(self, loader: Loader, *, announced: bool) -> int:
         """How many batches the next pass through a loader hands out."""
-        waits = self.waits_for(loader)
-        saved = self.waiting.positions.get(self._key(loader, announced=announced), {})
-        return len(loader) - (saved.get("batches", 0) if waits is None else waits)
+        claimed = self.saved_batches(loader)
+        saved = self.unclaimed.positions.get(self._key(loader, announced=announced), {})
+        return len(cast(Sized, loader)) - (saved.get("batches", 0) if claimed is None else claimed)
 
-    def is_used_up(self, loader: Any) -> bool:
-        """Whether the position that waits for a loader in a plain `for` is the end of its epoch."""
+    def is_used_up(self, loader: Loader) -> bool:
+        """Whether the position that was saved for a loader in a plain `for` is the end of its epoch."""
         key = self._key(loader, announced=False)
-        saved = self._taken.get(key) or self.waiting.positions.get(key) or {}
+        saved = self._claimed.get(key) or self.unclaimed.positions.get(key) or {}
         size = size_of(loader)
         ended = saved.get("done") or saved.get("exhausted")
         return bool(ended or (size is not None and saved.get("batches", 0) >= size > 0))
 
-    def next(self, loader: Any, *, announced: bool) -> tuple[str, TrackedLoader, dict[str, Any] | None]:
-        """What the next pass through a loader goes by and goes through, and the position that it begins at, if any."""
+    def next(self, loader: Loader, *, announced: bool) -> tuple[str, TrackedLoader, dict[str, Any] | None]:
+        """The key and the loader of the next pass, and the saved position that it begins at, if any."""
         key = self._key(loader, announced=announced)
-        feed = self.by_key[key] if key in self.by_key else self.add(key, loader)
-        return key, feed, self._taken.pop(key, None)
+        tracked = self.by_key[key] if key in self.by_key else self.add(key, loader)
+        return key, tracked, self._claimed.pop(key, None)
 
-    def add(self, key: str, loader: Any) -> TrackedLoader:
-        feed = self.by_key[key] = TrackedLoader(loader, self._ranks.rank, self._ranks.world_size)
-        saved = self.waiting.place(key, feed)
+    def add(self, key: str, loader: Loader) -> TrackedLoader:
+        tracked = self.by_key[key] = TrackedLoader(loader, self._ranks.rank, self._ranks.world_size)
+        saved = self.unclaimed.claim(key, tracked)
         if saved is not None:
-            self._taken[key] = saved
+            self._claimed[key] = saved
         if isinstance(loader, DataLoader):
-            self._steered.add(loader)
-        return feed
+            self._wrapped.add(loader)
+        return tracked
 
-    def put_back(self, key: str, feed: TrackedLoader, saved: dict[str, Any]) -> None:
-        """What took a position was no training: let the next pass through such a loader have it."""
-        self.drop(feed)
-        self.waiting.put_back(key, saved)
-        if self.is_named(feed.loader):
-            self.add(key, feed.loader)
+    def put_back(self, key: str, tracked: TrackedLoader, saved: dict[str, Any]) -> None:
+        """The pass that claimed a position was no training: let the next pass through such a loader claim it."""
+        self.drop(tracked)
+        self.unclaimed.put_back(key, saved)
+        if self.is_named(tracked.loader):
+            self.add(key, tracked.loader)
 
-    def give_up(self, skipping: Any) -> None:
-        """A loader that skips by itself is gone through: the one with the same data need not, in an epoch to come."""
+    def give_up(self, skipping: Loader) -> None:
+        """A loader that skips by itself is read: another one with the same data does not continue from its position,
+        but begins at the start of a later epoch."""
         data = getattr(samplers.reader(skipping), "dataset", None)
-        self.drop(*(one for one in self.by_key.values() if one.waits and samplers.reader(one.loader).dataset is data))
+        resumed = [tracked for tracked in self.by_key.values() if tracked.has_saved_position]
+        self.drop(*(tracked for tracked in resumed if samplers.reader(tracked.loader).dataset is data))
 
     def state(self, unused: Callable[[TrackedLoader], int]) -> dict[str, Any]:
-        """The position of each loader that this epoch has come to, or that waits for it to come."""
+        """The position of each loader that was read in this epoch, and those that are unclaimed."""
         now = {
-            key: {**feed.state(), "likeness": likeness(feed.loader), "unused": unused(feed)}
-            for key, feed in self.by_key.items()
+            key: {**tracked.state(), "likeness": description(tracked.loader), "unused": unused(tracked)}
+            for key, tracked in self.by_key.items()
         }
-        return {**self.waiting.positions, **now}
+        return {**self.unclaimed.positions, **now}
 
-    def go_back(self, waiting: Waiting, *, named: bool) -> None:
-        """Let loaders go on from saved positions: `named` ones at once, others when they come."""
+    def go_back(self, unclaimed: UnclaimedPositions, *, named: bool) -> None:
+        """Let loaders continue from saved positions: `named` ones claim theirs at once, others when they are read."""
         self.clear()
-        self.waiting = waiting
+        self.unclaimed = unclaimed
         for key, loader in self._named().items() if named else ():
-            if key in waiting.positions:
+            if key in unclaimed.positions:
                 self.add(key, loader)
 
     def begins_at(self) -> str:
         """Where the next pass through each loader begins, for the console."""
-        found = {key: saved.get("batches", 0) for key, saved in self.waiting.positions.items()}
-        found |= {key: feed.batches for key, feed in self.by_key.items() if feed.waits}
+        found = {key: saved.get("batches", 0) for key, saved in self.unclaimed.positions.items()}
+        found |= {key: tracked.batches_handed_out for key, tracked in self.by_key.items() if tracked.has_saved_position}
         return ", ".join(f"batch {batches} of {key}" for key, batches in found.items())
 
     def clear(self) -> None:
         """The epoch is over."""
-        self.by_key, self._taken = {}, {}
-        self.waiting.positions.clear()
+        self.by_key, self._claimed = {}, {}
+        self.unclaimed.positions.clear()
 
     def release(self) -> None:
-        """Leave the loaders as they were."""
-        for loader in self._steered:
-            sampling.release(loader)
+        """Give the loaders their own samplers back."""
+        for loader in self._wrapped:
+            sampling.uninstall(loader)
 
-    def _key(self, loader: Any, *, announced: bool) -> str:
-        """What the next pass through a loader goes by."""
-        name = next((key for key, one in self._named().items() if one is loader), "loader" if announced else PLAIN)
+    def _key(self, loader: Loader, *, announced: bool) -> str:
+        """The key of the next pass through a loader."""
+        name = next((key for key, named in self._named().items() if named is loader), "loader" if announced else PLAIN)
         if name == PLAIN:
-            taken = (*self.by_key, *self.waiting.positions)
+            taken = (*self.by_key, *self.unclaimed.positions)
             free = (key for number in itertools.count() if (key := f"{PLAIN}.{number}") not in taken)
-            return self.waiting.like(loader) or next(free)
+            return self.unclaimed.like(loader) or next(free)
         again = 0 if name == "loader" else 1
         key = name if again else f"{name}.0"
-        while key in self.by_key and not self.by_key[key].waits:
+        while key in self.by_key and not self.by_key[key].has_saved_position:
             again += 1
             key = f"{name}.{again}"
         return key

@@ -1,4 +1,4 @@
-"""A plain `for` over a DataLoader, under the care of whoever manages the training that it feeds."""
+"""Hooks `__iter__` of DataLoader classes, so that a plain `for` over a loader can be followed and resumed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ELSEWHERE = (  # loaders with an `__iter__` of their own, patched where the scr
     ("accelerate.data_loader", "DataLoaderDispatcher"),
 )
 
-Own = Callable[[], Iterator[Any]]  # makes the iterator that the loader would have made by itself
+MakeIterator = Callable[[], Iterator[Any]]  # makes the iterator that the loader would have made by itself
 
 
 class Follower(Protocol):
@@ -26,22 +26,22 @@ class Follower(Protocol):
     def takes(self, loader: Any) -> bool:
         """Whether a loader that nobody owns may be this follower's training data."""
 
-    def follow(self, loader: Any, own: Own) -> Iterator[Any]:
+    def follow(self, loader: Any, own: MakeIterator) -> Iterator[Any]:
         """What to hand out in place of the loader's own iterator."""
 
 
-_followers: list[weakref.ref[Any]] = []  # in the order of their begin
+_followers: list[weakref.ref[Follower]] = []  # in the order in which they began
 
 
 def begin(follower: Follower) -> None:
-    """From now on, a `for` over a loader that it owns or takes goes through it. Other loaders are as ever."""
+    """From now on, a `for` over a loader that the follower owns or takes calls it. Other loaders are unchanged."""
     patch()
     end(follower)
     _followers.append(weakref.ref(follower))
 
 
 def patch() -> None:
-    """Let the classes of loaders that are imported by now ask who follows them."""
+    """Hook the loader classes that are imported by now."""
     modules = ((sys.modules.get(module), name) for module, name in _ELSEWHERE)
     for kind in (DataLoader, *(getattr(module, name) for module, name in modules if module is not None)):
         if _UNFOLLOWED not in vars(kind.__iter__):
@@ -59,19 +59,18 @@ def unfollowed(loader: Any) -> Iterator[Any]:
     return found
 
 
-def _followed(own: Any) -> Any:
-    # An iterator is looked up in the class, and loaders may be made at any time: so it is the class that asks.
+def _followed(own: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+    # Python looks `__iter__` up in the class, and loaders may be made at any time: so the class is hooked.
     def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807
         follower = _follower_of(self)
-        found: Iterator[Any] = own(self) if follower is None else follower.follow(self, lambda: own(self))
-        return found
+        return own(self) if follower is None else follower.follow(self, lambda: own(self))
 
     setattr(__iter__, _UNFOLLOWED, own)
     return __iter__
 
 
-def _follower_of(loader: Any) -> Any:
-    """Who owns the loader; failing that, the last one to have begun that takes it."""
-    live = [found for one in reversed(_followers) if (found := one()) is not None]
-    owners = (one for one in live if one.owns(loader))
-    return next(owners, None) or next((one for one in live if one.takes(loader)), None)
+def _follower_of(loader: Any) -> Follower | None:
+    """The owner of the loader; failing that, the last follower to have begun that takes it."""
+    live = [follower for found in reversed(_followers) if (follower := found()) is not None]
+    owners = (follower for follower in live if follower.owns(loader))
+    return next(owners, None) or next((follower for follower in live if follower.takes(loader)), None)

@@ -1,9 +1,9 @@
-"""What a loader is: how it can be brought back to a position, and how much it hands out."""
+"""Properties of a loader: how its position can be restored, its sizes, and who divides its batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, TypeGuard
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -11,23 +11,36 @@ from torch.utils.data import DataLoader, IterableDataset
 from ckpt.state import samplers
 from ckpt.state.parts import has_state
 
+Loader = Iterable[Any]  # a DataLoader, a loader around one such as Accelerate's, or any iterable of batches
+
+
+class Stateful(Protocol):
+    """An object that saves and restores its own position."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Any, /) -> object: ...
+
 
 def goes_by_index(loader: Any) -> TypeGuard[DataLoader[Any]]:
-    """Whether a loader is brought back by its indices: map-style data, unless the loader keeps its parts' state."""
+    """Whether a position is restored by indices: map-style data, unless the loader saves the state of its parts."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     parts = [loader.dataset, *samplers.samplers(loader)]
     return not (has_state(loader) and any(has_state(part) for part in parts))
 
 
-def keeper_of(loader: Any) -> Any:
-    """Who keeps the position itself, if anybody does: the loader, or a dataset that lives in this process."""
-    dataset = getattr(loader, "dataset", None)
+def keeper_of(loader: Any) -> Stateful | None:
+    """Whose `state_dict` holds the position: the loader's or, if it lives in this process, the dataset's, if any."""
+    dataset: Any = getattr(loader, "dataset", None)
     if loses_samples(dataset):
         return None
+    keeper: Stateful | None = None
     if has_state(loader) and not goes_by_index(loader):
-        return loader
-    return dataset if has_state(dataset) and getattr(loader, "num_workers", 0) == 0 else None
+        keeper = loader
+    elif has_state(dataset) and getattr(loader, "num_workers", 0) == 0:
+        keeper = dataset
+    return keeper
 
 
 def loses_samples(dataset: Any) -> bool:
@@ -39,27 +52,27 @@ def loses_samples(dataset: Any) -> bool:
     steps = list(_steps(stream))
     tables = bool(getattr(getattr(dataset, "_formatting", None), "is_table", False))
     return any(
-        type(one).__name__ == "BufferShuffledExamplesIterable" or (tables and getattr(one, "batched", False))
-        for one in steps
+        type(step).__name__ == "BufferShuffledExamplesIterable" or (tables and getattr(step, "batched", False))
+        for step in steps
     )
 
 
 def _steps(stream: Any) -> Iterator[Any]:
     """A stream and, recursively, its sources."""
     yield stream
-    for one in (getattr(stream, "ex_iterable", None), *(getattr(stream, "ex_iterables", None) or ())):
-        if one is not None:
-            yield from _steps(one)
+    for source in (getattr(stream, "ex_iterable", None), *(getattr(stream, "ex_iterables", None) or ())):
+        if source is not None:
+            yield from _steps(source)
 
 
-def stateful_samplers(loader: Any) -> list[Any]:
+def stateful_samplers(loader: Any) -> list[Stateful]:
     return [sampler for sampler in samplers.samplers(loader) if has_state(sampler)]
 
 
 def splits(loader: Any) -> bool:
     """Whether Accelerate gives every rank a piece of each batch."""
-    dealers = (loader, getattr(loader, "batch_sampler", None))
-    return any(getattr(one, "split_batches", False) is True for one in dealers)
+    splitters = (loader, getattr(loader, "batch_sampler", None))
+    return any(getattr(splitter, "split_batches", False) is True for splitter in splitters)
 
 
 def size_of(dataset: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""How the script's loop goes: how it counts, and what of it a checkpoint cannot bring back."""
+"""Patterns of the script's loop: how it counts epochs and steps, and what of it a checkpoint cannot restore."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.data.batch_usage import Handed
+from ckpt.data.batch_usage import HandedBatches
 from ckpt.data.progress import Progress
 from ckpt.state.caveats import Caveats
 
 NOT_FOLLOWED = (
-    "the data: this loop takes its batches from nothing that ckpt follows, so after a resume its data begins anew. Go "
-    "through manager.batches(loader), which takes any iterable, or a DataLoader; where there is nothing to follow, say "
-    "StateManager(follow=False)."
+    "the data: this loop takes its batches from nothing that ckpt follows, so after a resume its data begins anew. "
+    "Iterate over manager.batches(loader), which takes any iterable, or over a DataLoader; where there is nothing to "
+    "follow, use StateManager(follow=False)."
 )
 READ_AHEAD = (
     "something reads batches ahead of the loop, and those are lost at every resume. Let it read inside: "
@@ -25,41 +25,41 @@ IN_TURN = (
     "one epoch. Use `for epoch in manager.epochs(n)`, so that a resume finds the right one."
 )
 NESTED = (
-    "an iterator of one loader is kept open while another one is trained on, so where they are cannot be told. Go "
-    "through those that are to be followed with manager.batches(loader)."
+    "an iterator of one loader is kept open while another loader is trained on, so their positions are unknown. Use "
+    "manager.batches(loader) for the loaders that are to be followed."
 )
 ENUMERATED = (
-    "enumerate() counts from 0 again, though this epoch goes on at batch {0}: what depends on the number differs. "
+    "enumerate() counts from 0 again, though this epoch continues at batch {0}: what depends on the number differs. "
     "Write `for i, batch in manager.enumerate(loader)`."
 )
 SKIPPED = (
     "{0} batches were handed out after the resume before any was trained on, and are lost. The loader begins where the "
-    "checkpoint was: do not skip batches by hand, and do not read ahead around it; or say follow=False."
+    "checkpoint was: do not skip batches by hand, and do not read ahead around it; or use StateManager(follow=False)."
 )
 OTHER_LOADER = (
-    "training goes on with other data than that which the checkpoint was in the middle of, and which begins anew: a"
+    "training continues with other data than the checkpoint was in the middle of, and that data begins anew: a"
 )
 NO_TRAINING = (
-    "a loop without training went through what is left of the epoch after batch {0}, where training will go on, not "
-    "through all of it. Evaluate under torch.no_grad(), and it begins at the beginning."
+    "a loop without training read the rest of the epoch after batch {0}, where training will continue, not all of it. "
+    "Evaluate under torch.no_grad(): then the loop begins at the start of the epoch."
 )
 TAKEN_BACK = (
-    "this script skips the first {0} batches by hand, which its loader had left out already: the loader was taken "
-    "back, and no batch is lost. To spare the time, remove the skipping, or say follow=False."
+    "this script skips the first {0} batches by hand, which its loader had skipped already: the loader was taken "
+    "back, and no batch is lost. To save the time, remove the skipping, or use StateManager(follow=False)."
 )
 
 
 @dataclass
 class LoopPatterns:
-    """What has been seen of the loop so far. Its `remarks` are for the user, and for whoever resumes.
+    """What is known of the loop so far. Its `caveats` are reported to the user, and to a run that resumes.
 
-    `quiet`: the script finds its place in the data itself, and needs no remarks about that.
+    `quiet`: the script restores its position in the data itself, so that caveats about the data are left out.
     """
 
-    remarks: Caveats
+    caveats: Caveats
     quiet: bool = False
-    plain_epochs: int = 0  # counted for passes that nobody announced
-    asked: bool = False  # the script has looked at where the checkpoint was
+    plain_epochs: int = 0  # counted for passes in a plain `for`
+    asked: bool = False  # the script has read the progress of the checkpoint
     _steps: int = 0  # of this epoch: calls of `manager.step`
     _updates: int = 0  # of this epoch: steps of the first optimizer
     _per_epoch: int | None = None  # in the epochs before
@@ -69,18 +69,17 @@ class LoopPatterns:
     _thread: int | None = None  # that took the last batch
 
     def state(self, *, without_loader: bool, over: bool) -> dict[str, Any]:
-        """What whoever resumes must know; of a checkpoint in an epoch that goes through no loader, also what it cannot
-        tell."""
-        unsure = self._unsure(over=over) if without_loader else {}
+        """What a run that resumes must know; of a checkpoint in an epoch without a loader, also what is uncertain."""
+        uncertain = self._uncertain(over=over) if without_loader else {}
         return {
-            "remarks": {**self.remarks.lasting, **unsure},
+            "remarks": {**self.caveats.lasting, **uncertain},
             "steps_per_epoch": self._per_epoch,
             "epoch_offset": self._offset,
             "plain_epochs": self.plain_epochs,
         }
 
     def go_back(self, state: Mapping[str, Any], approximated: dict[str, str]) -> None:
-        self.remarks.resumed(approximated)
+        self.caveats.resumed(approximated)
         approximated.update(state.get("remarks", {}))
         self._per_epoch, self._offset = state.get("steps_per_epoch"), state.get("epoch_offset")
         self.plain_epochs = state.get("plain_epochs", 0)
@@ -94,29 +93,29 @@ class LoopPatterns:
         self._thread = threading.get_ident()
 
     def stepped(self, *, fed: bool, in_epochs: bool, has_data: bool) -> None:
-        """`manager.step` was called; `fed` if a pass through a loader is under way, or has been in this epoch."""
+        """`manager.step` was called; `fed`: a loader was read in this epoch."""
         self._steps += 1
         if fed and self._thread not in (None, threading.get_ident()):
-            self.remarks.note("prefetching", READ_AHEAD)
-        self._look(fed=fed, in_epochs=in_epochs, has_data=has_data)
+            self.caveats.note("prefetching", READ_AHEAD)
+        self._check_followed(fed=fed, in_epochs=in_epochs, has_data=has_data)
 
     def updated(self, *, fed: bool, in_epochs: bool, has_data: bool) -> None:
         """The first optimizer has made a step."""
         self._updates += 1
-        self._look(fed=fed, in_epochs=in_epochs, has_data=has_data)
+        self._check_followed(fed=fed, in_epochs=in_epochs, has_data=has_data)
 
-    def _look(self, *, fed: bool, in_epochs: bool, has_data: bool) -> None:
+    def _check_followed(self, *, fed: bool, in_epochs: bool, has_data: bool) -> None:
         self._followed = self._followed or fed
         once_an_epoch = in_epochs and self.steps_in_epoch < 2
         if not (self._followed or self.quiet or once_an_epoch or has_data):
-            self.remarks.note("data", NOT_FOLLOWED)
+            self.caveats.note("data", NOT_FOLLOWED)
 
     @property
     def steps_in_epoch(self) -> int:
         return self._steps or self._updates
 
     def ends_epoch(self, *, plain: bool) -> None:
-        """The loop has come to its next epoch; after a `plain` pass through a loader."""
+        """The loop has reached its next epoch; after a `plain` pass through a loader."""
         self.plain_epochs += plain
         self._per_epoch = self.steps_in_epoch or self._per_epoch
         self._steps = self._updates = 0
@@ -125,29 +124,29 @@ class LoopPatterns:
         """Whether an epoch without a loader has made all its steps: as many as the one before, or one."""
         return self.steps_in_epoch >= (self._per_epoch or 1) and not (self._per_epoch is None and self._steps > 1)
 
-    def _unsure(self, *, over: bool) -> dict[str, str]:
+    def _uncertain(self, *, over: bool) -> dict[str, str]:
         if not self.steps_in_epoch or self.quiet:
             return {}
         if not over:
-            return {"epoch": f"begins anew: {self.steps_in_epoch} steps of it were made, through no loader"}
+            return {"epoch": f"begins anew: {self.steps_in_epoch} steps of it were made, without a loader"}
         if self._per_epoch is None:
-            return {"epoch": "taken for finished: one step of it was made, through no loader"}
+            return {"epoch": "taken for finished: one step of it was made, without a loader"}
         return {}
 
     def begins_pass(self, progress: Progress, counted: int | None, *, in_epochs: bool) -> None:
-        """A plain pass begins to be trained on: compare the loop's own count of epochs with the checkpoint's."""
+        """The first step in a plain pass: compare the loop's own count of epochs with the checkpoint's."""
         if in_epochs or self.quiet:
             return
         if counted is None:
             if self.resumed and progress.epoch and not self.asked:
-                self.remarks.differs("epoch", _counts_anew(progress.epoch, "from its beginning"))
+                self.caveats.differs("epoch", _counts_anew(progress.epoch, "from its beginning"))
         elif self._offset is None:
             self._offset = counted - progress.epoch
         elif counted - progress.epoch != self._offset and self.resumed:
-            self.remarks.differs("epoch", _counts_anew(progress.epoch + self._offset, f"from {counted}"))
+            self.caveats.differs("epoch", _counts_anew(progress.epoch + self._offset, f"from {counted}"))
             self._offset = counted - progress.epoch
         elif counted - progress.epoch != self._offset:
-            self.remarks.note("epoch", IN_TURN)
+            self.caveats.note("epoch", IN_TURN)
         self.resumed = False
 
     def is_ahead(self, progress: Progress, counted: int | None) -> bool:
@@ -156,15 +155,15 @@ class LoopPatterns:
             return False
         return counted == progress.epoch + self._offset + 1
 
-    def settled(self, handed: Handed, before: int, *, enumerated: bool) -> None:
-        """The first batch of a pass is trained on. `before`: how many were unused when its checkpoint was saved."""
+    def settled(self, handed: HandedBatches, before: int, *, enumerated: bool) -> None:
+        """The first step in a pass. `before`: how many batches were unused when its checkpoint was saved."""
         if handed.skipped:
-            self.remarks.tell("skipped", TAKEN_BACK.format(handed.skipped))
+            self.caveats.tell("skipped", TAKEN_BACK.format(handed.skipped))
         elif handed.left_out and handed.unused and not self.quiet:
             reads_ahead = handed.unused == before
-            self.remarks.differs("data", READ_AHEAD if reads_ahead else SKIPPED.format(handed.unused))
+            self.caveats.differs("data", READ_AHEAD if reads_ahead else SKIPPED.format(handed.unused))
         elif handed.left_out and enumerated:
-            self.remarks.differs("enumerate", ENUMERATED.format(handed.left_out))
+            self.caveats.differs("enumerate", ENUMERATED.format(handed.left_out))
 
 
 def _counts_anew(epoch: int, how: str) -> str:

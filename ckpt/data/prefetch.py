@@ -1,7 +1,7 @@
-"""Loaders that read ahead of the loop, as Accelerate's do: how things stood before each read.
+"""Loaders that read ahead of the loop, as Accelerate's do: the generators and the stream's state before each read.
 
-Accelerate's loaders read the next batch before they hand out this one. Reading draws from generators, and moves a
-stream on. To go on exactly, what had been read ahead must be read again with everything as it stood then.
+Accelerate's loaders read the next batch before they hand out this one. Reading draws from generators and advances a
+stream. To resume exactly, what had been read ahead must be read again from the same generators and the same state.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ckpt.data.batch_digest import Contents, Extract, extract
+from ckpt.data.loader_info import Stateful
 from ckpt.state import rng
 
 
 class Lookahead:
-    """Follows what `reader`, the loader inside another one, reads in one time through it.
+    """Follows the reads of `reader`, the loader inside another one, in one pass.
 
-    Before each read, `before` is called with the number of reads made, and then notes how things stand: the generators,
-    and the state of the `keeper`, if something keeps the position itself. What was read is noted in `contents`, if
-    there are any, when the loop gets it: here it has not been sent to a device yet.
+    Before each read, `before` is called with the number of reads made; then the generators are captured, and the state
+    of the `keeper`, if there is one. What was read is digested in `contents`, if given, when the loop gets it: here it
+    has not been sent to a device yet.
     """
 
     def __init__(
-        self, reader: Any, keeper: Any, before: Callable[[int], None], contents: Contents | None = None
+        self, reader: Any, keeper: Stateful | None, before: Callable[[int], None], contents: Contents | None = None
     ) -> None:
         self._reader = reader
         self._keeper = keeper
@@ -31,17 +32,17 @@ class Lookahead:
         self._contents = contents
         self._moments: deque[tuple[dict[str, Any], Any]] = deque()  # of each read that the loop has not got yet
         self._read: deque[Extract] = deque()  # by each of them
-        # found before the method of its class, because the loader around it calls this by name; used once
+        # found before the method of its class, because the outer loader calls `__iter__` by name; used once
         vars(reader)["__iter__"] = self._begin
 
     @property
     def first(self) -> tuple[int, dict[str, Any], Any]:
-        """How many reads the loop has not got yet, and how things stood before the first: generators, keeper."""
+        """How many reads the loop has not got yet, and the generators and the keeper's state before the first."""
         generators, kept = self._moments[0] if self._moments else ({}, self._kept())
         return len(self._moments), generators, kept
 
     def taken(self, reads: int) -> None:
-        """The loop has got what this many reads brought; fewer, where the data was at its end."""
+        """The loop has got the batches of this many reads; fewer, where the data was at its end."""
         for _ in range(min(reads, len(self._moments))):
             self._moments.popleft()
         for _ in range(min(reads, len(self._read))):
@@ -50,7 +51,7 @@ class Lookahead:
                 self._contents.add(extracted)
 
     def forget(self) -> None:
-        """Let go of whoever follows: an iterator that nobody finishes holds on to it."""
+        """Drop the callback: an iterator that is never finished keeps this object alive."""
         self._before = lambda reads: None
         vars(self._reader).pop("__iter__", None)
 
@@ -83,7 +84,7 @@ def reads_per_batch(loader: Any, rank: int) -> int:
 
     if not isinstance(loader, DataLoaderDispatcher):
         return 1
-    if rank != 0:  # the main rank reads for all
+    if rank != 0:  # rank 0 reads for all
         return 0
     whole = loader.split_batches or loader.submesh_tp is not None
     return 1 if whole else loader.state.num_processes

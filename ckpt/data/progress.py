@@ -1,4 +1,4 @@
-"""How far training has come."""
+"""The counters of training progress."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class Progress:
     """Counters that a checkpoint keeps.
 
     `epoch` and `batch` say where the loop is: `batch` batches of epoch `epoch` have been handed out. `step` counts the
-    calls of `manager.step()` or, attached to an accelerator, the steps of its first optimizer. `samples` counts what
-    all ranks together have seen, over all epochs.
+    calls of `manager.step()` or, attached to an accelerator, the steps of its first optimizer. `samples` counts
+    those of all ranks, over all epochs.
     """
 
     epoch: int = 0

@@ -10,13 +10,13 @@ from typing import Any
 import xxhash
 from torch.utils.data import DistributedSampler
 
-from ckpt.data.epoch_layout import Layout
-from ckpt.data.sampling import text_of
+from ckpt.data.batch_digest import index_bytes
+from ckpt.data.epoch_layout import Batcher, Layout
 from ckpt.state import rng
 
 
 @dataclass(frozen=True)
-class Past:
+class ConsumedSamples:
     """What one replica consumed under the earlier layout: `samples` indices after `start`, and their digest."""
 
     layout: Layout
@@ -28,51 +28,51 @@ class Past:
         """Whether the order contains what was consumed. Not decidable at its end, where samplers pad."""
         if not self.digest or len(order) < self.start + self.samples * self.layout.replicas:
             return True
-        deal = self.layout
+        layout = self.layout
         given = (
             index
             for number, index in enumerate(order[self.start :])
-            if number // deal.piece % deal.replicas == deal.replica
+            if number // layout.piece % layout.replicas == layout.replica
         )
-        return xxhash.xxh3_64_hexdigest(text_of(list(itertools.islice(given, self.samples)))) == self.digest
+        return xxhash.xxh3_64_hexdigest(index_bytes(list(itertools.islice(given, self.samples)))) == self.digest
 
 
 @dataclass
 class RemainingIndices:
-    """The order after `start` global samples. Stands in for the sampler of `owner`, the batch sampler.
+    """The order after `start` global samples. Replaces the sampler of `owner`, the batch sampler.
 
     `advance` must run while the generators are in their state of the epoch's start, because samplers draw from them.
-    With `deals` the sampler is a DistributedSampler, and this replica gets its share of what is left.
+    With `distributed` the sampler is a DistributedSampler, and this replica gets its share of what is left.
     """
 
-    owner: Any
+    owner: Batcher
     sampler: Any
     start: int
-    deals: bool
-    past: Past | None = None
-    unsure: bool = False  # whether the owner asks its sampler at all
-    trouble: str = ""
+    distributed: bool
+    consumed: ConsumedSamples | None = None
+    may_bypass_sampler: bool = False  # a custom owner, which may have copied the order
+    problem: str = ""
     _used: bool = False
     _left: Iterable[Any] = field(default_factory=list)
 
     def advance(self) -> None:
-        if not self.deals:
+        if not self.distributed:
             iterator = iter(self.sampler)
-            gone = list(itertools.islice(iterator, self.start))
+            consumed = list(itertools.islice(iterator, self.start))
             self._left = iterator
-        elif deals_in_turn(self.sampler):
-            whole = whole_order(self.sampler)
-            gone, self._left = whole[: self.start], self._share(whole[self.start :])
+        elif is_round_robin(self.sampler):
+            whole = global_order(self.sampler)
+            consumed, self._left = whole[: self.start], self._share(whole[self.start :])
         else:
             self._left = itertools.islice(self.sampler, self.start // self.sampler.num_replicas, None)
-            self.trouble = (
+            self.problem = (
                 f"{type(self.sampler).__name__} does not give rank r of R the samples r, r+R, ..., so the samples that "
                 "another number of ranks consumed are unknown: samples of this epoch repeat or are missed. Use a plain "
                 "DistributedSampler, or change the number of ranks between epochs."
             )
             return
-        if self.past is not None and not self.past.agrees(gone):
-            self.trouble = (
+        if self.consumed is not None and not self.consumed.agrees(consumed):
+            self.problem = (
                 f"{type(self.sampler).__name__} gave another order than before the resume, so samples of this epoch "
                 "repeat or are missed. Give the sampler a generator of its own, or a state_dict."
             )
@@ -82,17 +82,17 @@ class RemainingIndices:
         return iter(self._left)
 
     def __len__(self) -> int:
-        if not self.deals:
+        if not self.distributed:
             return max(0, len(self.sampler) - self.start)
         left = max(0, len(self.sampler.dataset) - self.start)
         ranks = self.sampler.num_replicas
         return int(left // ranks if self.sampler.drop_last else -(-left // ranks))
 
     def checked(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Batches of a custom batch sampler: named as trouble if it never asks its sampler, but copied the order."""
+        """The batches of a custom batch sampler; `problem` if it never uses its sampler, but has copied the order."""
         first = list(itertools.islice(batches, 1))
         if first and not self._used:
-            self.trouble = (
+            self.problem = (
                 f"{type(self.owner).__name__} does not iterate over its sampler at the start of an epoch, so it starts "
                 "the epoch anew: samples repeat. Change the number of ranks between epochs."
             )
@@ -105,7 +105,7 @@ class RemainingIndices:
         return padded[self.sampler.rank : total : ranks]
 
 
-def whole_order(sampler: DistributedSampler[Any]) -> list[int]:
+def global_order(sampler: DistributedSampler[Any]) -> list[int]:
     """The order of this epoch over all ranks, without padding."""
     names = ("num_replicas", "rank", "num_samples", "total_size")
     kept = {name: getattr(sampler, name) for name in names}
@@ -117,7 +117,7 @@ def whole_order(sampler: DistributedSampler[Any]) -> list[int]:
         vars(sampler).update(kept)
 
 
-def deals_in_turn(sampler: DistributedSampler[Any]) -> bool:
+def is_round_robin(sampler: DistributedSampler[Any]) -> bool:
     """Whether rank r of R gets samples r, r + R, ... of the order: torch's class does, a subclass may not."""
     if type(sampler).__iter__ is DistributedSampler.__iter__:
         return True
@@ -125,7 +125,7 @@ def deals_in_turn(sampler: DistributedSampler[Any]) -> bool:
     try:
         share = list(sampler)
         rng.restore(before)
-        whole = whole_order(sampler)
+        whole = global_order(sampler)
     finally:
         rng.restore(before)
     expected = whole[sampler.rank :: sampler.num_replicas]

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from ckpt.data.epoch_layout import Layout, batcher_of, dealing_sampler, layout_of, saved_layout
+from ckpt.data.epoch_layout import Batcher, Layout, batcher_of, distributed_sampler_of, layout_of, saved_layout
 from ckpt.data.loader_info import goes_by_index, keeper_of, size_of, splits
 from ckpt.data.position import Position
-from ckpt.data.remaining_order import Past, RemainingIndices
+from ckpt.data.remaining_order import ConsumedSamples, RemainingIndices
 from ckpt.state import samplers
 from ckpt.state.parts import has_state
 
@@ -18,20 +18,20 @@ _DRAWN = "Augmentations and dropout are drawn per rank and batch, so they differ
 
 
 @dataclass
-class Regrouping:
+class Repartition:
     """Converts a saved position of a loader to the loader's current layout."""
 
     loader: Any
     reads: int  # batches that Accelerate's loader reads here for each that it hands out
     rank: int
     world_size: int
-    past: Past | None = None  # what this rank consumed under the saved layout, to verify the order against
+    consumed: ConsumedSamples | None = None  # by this rank under the saved layout, to verify the order
 
     def __post_init__(self) -> None:
         self.reader = samplers.reader(self.loader)
         self.now = layout_of(self.loader)
         self._ahead = self.reader is not self.loader
-        self._sampler = None if self._ahead else dealing_sampler(self.loader)
+        self._sampler = None if self._ahead else distributed_sampler_of(self.loader)
 
     def carry_over(self, position: Position) -> dict[str, str]:
         """Convert the position in place. Returns what will differ from an unchanged run, and why."""
@@ -43,7 +43,8 @@ class Regrouping:
             position.state = None
         if position.done or position.exhausted or not (position.batches or position.start):
             return {}
-        sizes = {(one.replicas, one.batch, one.window) for one in (then, self.now) if one.batch is not None}
+        layouts = [layout for layout in (then, self.now) if layout.batch is not None]
+        sizes = {(layout.replicas, layout.batch, layout.window) for layout in layouts}
         if ranks == self.world_size and len(sizes) < 2 and then.replicas == self.now.replicas:
             return {}
         if not by_index:
@@ -65,27 +66,28 @@ class Regrouping:
             return None  # another kind of loader than the one that was saved
         sampler = samplers.unwrapped(owner.sampler)
         return RemainingIndices(
-            owner, sampler, position.start, self._sampler is sampler, self.past, unsure=batcher is None
+            owner, sampler, position.start, self._sampler is sampler, self.consumed, may_bypass_sampler=batcher is None
         )
 
-    def _owner(self) -> Any:
+    def _owner(self) -> Batcher | None:
         """A custom batch sampler around a DistributedSampler."""
         found = samplers.unwrapped(self.reader.batch_sampler)
         return found if self._sampler is not None and getattr(found, "sampler", None) is self._sampler else None
 
     def _carry_order(self, position: Position, then: Layout, ranks: int) -> dict[str, str]:
         changes = self._order_changes(position) if self._ahead and ranks != self.world_size else {}
-        if batcher_of(self.reader) is None and (self._owner() is None or then.replicas == self.now.replicas):
+        batcher = batcher_of(self.reader)
+        if batcher is None and (self._owner() is None or then.replicas == self.now.replicas):
             return changes | self._carry_batches(position, ranks)
         if self._ahead and then.window is None:
             return changes | self._carry_batches(position, ranks)
-        if self._sampler is None and not self._ahead and ranks != self.world_size:
-            changes["data"] = self._own_order(position, ranks)
+        if batcher is not None and self._sampler is None and not self._ahead and ranks != self.world_size:
+            changes["data"] = self._own_order(position, ranks, samplers.unwrapped(batcher.sampler))
             if then.batch in (None, self.now.batch):
                 return changes
         gone = position.batches * (then.window or 0) if self._ahead else position.samples * then.replicas
         taken = gone if self.reads != 1 else position.samples
-        self.past = Past(then, position.start, taken, position.indices)
+        self.consumed = ConsumedSamples(then, position.start, taken, position.indices)
         position.start += gone
         position.before += position.batches
         position.batches = position.samples = position.ahead = 0
@@ -93,13 +95,13 @@ class Regrouping:
         if self._ahead:
             position.state = None
         if "data" not in changes:
-            changes["data"] = _told(then, self.now, position.start)
+            changes["data"] = _describe(then, self.now, position.start)
         return changes
 
     def _carry_batches(self, position: Position, ranks: int) -> dict[str, str]:
-        """Custom batch samplers: only whole batches can be counted over to another number of ranks."""
+        """Custom batch samplers: only whole batches can be converted to another number of ranks."""
         if ranks == self.world_size:
-            return {}  # the course skips by samples, whatever the batches are
+            return {}  # the plan skips by samples, whatever the batches are
         position.digest, position.indices, position.ahead = "", "", 0
         if not self._ahead:
             name = type(samplers.unwrapped(self.reader.batch_sampler)).__name__
@@ -108,7 +110,7 @@ class Regrouping:
                 f"{self.world_size}, so samples of this epoch repeat or are missed. Change the number of ranks between "
                 "epochs"
             }
-        split = splits(self.loader) or position.split  # one rank alone gets all batches either way
+        split = splits(self.loader) or position.split  # a single rank gets all batches either way
         gone = position.batches * (1 if split else ranks)
         position.batches, again = divmod(gone, 1 if split else self.world_size)
         return {"data": f"the last {again} batches before the resume are seen again"} if again else {}
@@ -121,9 +123,8 @@ class Regrouping:
             "there. With DataLoaderConfiguration(use_seedable_sampler=True) it is the same for any number"
         }
 
-    def _own_order(self, position: Position, ranks: int) -> str:
+    def _own_order(self, position: Position, ranks: int, sampler: object) -> str:
         """A sampler that is no DistributedSampler: by its length, each rank has all samples or a custom share."""
-        sampler = samplers.unwrapped(batcher_of(self.reader).sampler)
         size, total = position.sampler_size, position.dataset_size
         if ranks == 1:
             ranks, size = self.world_size, size_of(sampler)
@@ -134,17 +135,17 @@ class Regrouping:
                 "DistributedSampler, or change the number of ranks between epochs"
             )
         return (
-            "the sampler is not distributed: every rank goes on in an order of its own, as before, and new ranks in "
-            "that of rank 0"
+            "the sampler is not distributed: every rank continues in an order of its own, as before, and new ranks "
+            "in that of rank 0"
         )
 
     def _carry_stream(self, position: Position, then: Layout, ranks: int) -> dict[str, str]:
         if ranks != self.world_size and not self._ahead:
-            changes = {"data": f"each of {self.world_size} ranks goes on at batch {position.batches} of its own data"}
+            changes = {"data": f"each of {self.world_size} ranks continues at batch {position.batches} of its own data"}
             position.contents = {}
         elif self._keeps_samples(position):
             position.ahead = 0
-            return {"data": _told(then, self.now, position.batches * (then.window or 0))}
+            return {"data": _describe(then, self.now, position.batches * (then.window or 0))}
         else:
             changes = {}
         position.state, position.ahead = None, 0
@@ -159,7 +160,7 @@ class Regrouping:
             position.contents = {}
         position.samples = position.batches * int(self.now.batch or 0)
         repeated = f". The last {again} of them are seen again" if again else ""
-        return {"data": _told(then, self.now, gone) + repeated}
+        return {"data": _describe(then, self.now, gone) + repeated}
 
     def _keeps_samples(self, position: Position) -> bool:
         """Whether the saved state counts samples, so that it holds for any batch size."""
@@ -170,7 +171,7 @@ class Regrouping:
         return keeper is dataset or has_state(dataset) or not isinstance(dataset, IterableDataset)
 
 
-def _told(then: Layout, now: Layout, gone: int) -> str:
+def _describe(then: Layout, now: Layout, gone: int) -> str:
     sizes = f"{then} samples in a batch before, {now} now"
     if then.window == now.window:
         return f"{sizes}: the same {now.window} samples in each step, from sample {gone} of the epoch on. {_DRAWN}"

@@ -1,4 +1,4 @@
-"""The order of samples: followed, recorded, and gone back to without reading the samples in between."""
+"""The order of samples: recorded by a wrapped sampler, and continued without reading the samples that are skipped."""
 
 from __future__ import annotations
 
@@ -8,27 +8,25 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
 from torch.utils.data import DataLoader
 
+from ckpt.data.batch_digest import index_bytes
+from ckpt.data.remaining_order import RemainingIndices
 from ckpt.state.samplers import SamplerWrapper, reader
-
-if TYPE_CHECKING:
-    from ckpt.data.remaining_order import RemainingIndices
 
 
 @dataclass
 class EpochPlan:
-    """Which way an epoch goes: how many batches to leave out, and what to do at its begin and when they are left out.
+    """The plan of one epoch: how many batches of indices to skip, and what to call at its start and after skipping.
 
-    `begin` is called when the first index is asked for, and returns what to seed workers from, or None. `rest` is what
-    the sampler has left to give, where its samples were dealt out in another way earlier in the epoch. `samples`, if it
-    is known, says how many samples to leave out in place of how many batches: where somebody else makes batches, they
-    may have another length now. `expected` is the digest of what is left out, `expected_batches` that of earlier
-    versions.
+    `begin` is called when the first index is asked for, and returns what to seed workers from, or None. `rest` is the
+    remaining order, where the epoch was divided in another way before. `samples`, if not None, is the number of samples
+    to skip, in place of `skip` batches: those of a custom batch sampler may have another length now. `expected` is the
+    digest of what is skipped, `expected_batches` that of earlier versions.
     """
 
     begin: Callable[[], int | None]
@@ -41,74 +39,69 @@ class EpochPlan:
     expected_batches: str = ""
     digest: Any = field(default_factory=xxhash.xxh3_64)  # of the indices that have reached the training loop
     same_order: bool = True
-    left_out: int = 0  # samples
-    ahead: deque[tuple[int, bytes]] = field(default_factory=deque)
+    left_out: int = 0  # samples that were skipped
+    ahead: deque[tuple[int, bytes]] = field(default_factory=deque)  # batches the training loop has not got yet
 
     def follow(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches of indices to read, each noted down before it is handed out."""
+        """The batches of indices to read, each recorded before it is yielded."""
         seed = self.begin()
         if self.rest is not None:
             self.rest.advance()
-        passed, left = self._leave_out(iter(batches))
+        skipped, left = self._skip(iter(batches))
         self.arrive()
-        for count, batch in enumerate(left, passed + 1):
+        for count, batch in enumerate(left, skipped + 1):
             indices = self._indices(batch)
-            self.ahead.append((len(indices), text_of(indices)))
+            self.ahead.append((len(indices), index_bytes(indices)))
             yield batch if seed is None else _seeded(batch, seed, count)
 
     def taken(self, reads: int = 1) -> int:
-        """What this many reads brought has reached the training loop; fewer, at the end: how many samples it has."""
+        """The training loop has got the batches of this many reads, or fewer at the end: how many samples they have."""
         found = [self.ahead.popleft() for _ in range(min(reads, len(self.ahead)))]
         for _, indices in found:
             self.digest.update(indices)
         return sum(samples for samples, _ in found)
 
     def forget(self) -> None:
-        """Let go of whoever set this course: an iterator that nobody finishes holds on to it."""
+        """Drop the callbacks: an iterator that is never finished keeps this object alive."""
         self.begin, self.arrive = lambda: None, lambda: None
 
-    def trouble(self, name: str) -> str:
+    def problem(self, name: str) -> str:
         """Why samples of this epoch repeat or are missed; empty if they do not."""
-        if self.same_order or (self.rest is not None and self.rest.trouble):
-            return "" if self.rest is None else self.rest.trouble
+        if self.same_order or (self.rest is not None and self.rest.problem):
+            return "" if self.rest is None else self.rest.problem
         return (
             f"the sampler of {name} gave another order than before the resume, so samples of this epoch may repeat or "
             "be missed. Give the sampler a generator of its own, or a state_dict."
         )
 
-    def _leave_out(self, left: Iterator[Any]) -> tuple[int, Iterator[Any]]:
-        """Go past what was handed out. Returns how many batches that was, and the others; the first may be cut."""
-        if self.rest is not None and self.rest.unsure:
+    def _skip(self, left: Iterator[Any]) -> tuple[int, Iterator[Any]]:
+        """Skip what was handed out. Returns how many batches that was, and the others; the first may be cut."""
+        if self.rest is not None and self.rest.may_bypass_sampler:
             left = self.rest.checked(left)
-        by_batch, passed, missing = xxhash.xxh3_64(), 0, self.samples or 0
-        while passed < self.skip if self.samples is None else missing > 0:
+        by_batch, skipped, missing = xxhash.xxh3_64(), 0, self.samples or 0
+        while skipped < self.skip if self.samples is None else missing > 0:
             batch = next(left, None)
             if batch is None:
                 break
             indices = self._indices(batch)
             if self.samples is not None and len(indices) > missing:
                 self.left_out += missing
-                self.digest.update(text_of(indices[:missing]))
+                self.digest.update(index_bytes(indices[:missing]))
                 left = itertools.chain([batch[missing:]], left)
                 break
-            self.digest.update(text_of(indices))
+            self.digest.update(index_bytes(indices))
             by_batch.update(repr(batch).encode())
             missing -= len(indices)
             self.left_out += len(indices)
-            passed += 1
+            skipped += 1
         digests = (self.expected, self.digest.hexdigest()), (self.expected_batches, by_batch.hexdigest())
         self.same_order = all(expected in ("", found) for expected, found in digests)
-        return passed, left
+        return skipped, left
 
     def _indices(self, batch: Any) -> list[Any]:
         if not self.batched or not isinstance(batch, list | tuple | torch.Tensor):
             return [batch]
         return batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
-
-
-def text_of(indices: list[Any]) -> bytes:
-    """Indices as a digest takes them: the same bytes however they are cut into batches."""
-    return f"{indices!r}"[1:-1].encode() + b", " if indices else b""
 
 
 def _seeded(batch: Any, seed: int, count: int) -> Any:
@@ -120,8 +113,8 @@ def _seeded(batch: Any, seed: int, count: int) -> Any:
 class SeededBatch(list[Any]):
     """Indices that seed a worker's generators when it starts to read them.
 
-    A worker's generators otherwise depend on every batch it has read before, which nobody can go back to without
-    reading them all again: random augmentations would differ after a resume.
+    A worker's generators otherwise depend on every batch it has read before, and could only be restored by reading them
+    all again: random augmentations would differ after a resume.
     """
 
     def __init__(self, indices: Iterable[Any], seed: int) -> None:
@@ -136,61 +129,61 @@ class SeededBatch(list[Any]):
                 sys.modules["numpy"].random.seed(self.seed % (1 << 32))
         return super().__iter__()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[SeededBatch], tuple[list[Any], int]]:
         return SeededBatch, (self[:], self.seed)
 
 
 class ResumableSampler(SamplerWrapper):
-    """Stands in a loader for its batch sampler, and does as it does until a course is set for the next epoch."""
+    """Replaces the batch sampler of a loader, and yields the same until a plan is set for the next epoch."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Iterable[Any]) -> None:
         self.inner = inner
-        self.course: EpochPlan | None = None
+        self.plan: EpochPlan | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator, so that the course is taken when the first index is asked for: a loader with workers makes one
+        # A generator, so that the plan is taken when the first index is asked for: a loader with workers makes one
         # iterator too many and drops it unused.
-        course, self.course = self.course, None
-        if course is None:
+        plan, self.plan = self.plan, None
+        if plan is None:
             yield from self.inner
-        elif course.rest is None:
-            yield from course.follow(self.inner)
+        elif plan.rest is None:
+            yield from plan.follow(self.inner)
         else:
-            yield from self._follow_rest(course, course.rest)
+            yield from self._follow_rest(plan, plan.rest)
 
     def __len__(self) -> int:
         return len(self.inner)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # not there yet, as while a copy of this object is being made
+        if name == "inner":  # not set yet, as while this object is being copied
             raise AttributeError(name)
         return getattr(self.inner, name)
 
-    def _follow_rest(self, course: EpochPlan, rest: RemainingIndices) -> Iterator[Any]:
+    def _follow_rest(self, plan: EpochPlan, rest: RemainingIndices) -> Iterator[Any]:
         if self.inner is rest.sampler:
-            yield from course.follow(rest)
+            yield from plan.follow(rest)
             return
         rest.owner.sampler = rest
         try:
-            yield from course.follow(self.inner)
+            yield from plan.follow(self.inner)
         finally:
             rest.owner.sampler = rest.sampler
 
 
-def steer(loader: DataLoader[Any]) -> ResumableSampler:
-    """Put a `ResumableSampler` into the loader that reads, once, and return it."""
+def install(loader: DataLoader[Any]) -> ResumableSampler:
+    """Replace the loader's sampler by a `ResumableSampler`, once, and return that."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     current = getattr(loader, name)
     if isinstance(current, ResumableSampler):
         return current
-    # persistent workers go on with the sampler they began with, also for a later manager
+    # persistent workers keep the sampler they began with, also under a later manager
     former = getattr(getattr(loader, "_iterator", None), "_index_sampler", None)
-    steered = former if isinstance(former, ResumableSampler) else ResumableSampler(current)
-    object.__setattr__(loader, name, steered)  # the loader itself refuses; it means users who swap data in mid-epoch
-    return steered
+    sampler = former if isinstance(former, ResumableSampler) else ResumableSampler(current)
+    object.__setattr__(loader, name, sampler)  # DataLoader forbids it: it means users who swap data in mid-epoch
+    return sampler
 
 
-def release(loader: Any) -> None:
+def uninstall(loader: Any) -> None:
     """Give the loader its own sampler back."""
     loader = reader(loader)
     for name in ("sampler", "batch_sampler"):

@@ -79,7 +79,7 @@ class _Attached:
         loop = self._manager.session.loop
         if not loop.owns(dataloader):
             return type(self._accelerator).skip_first_batches(self._accelerator, dataloader, num_batches)
-        waits = loop.waits_for(dataloader)
+        waits = loop.saved_batches(dataloader)
         if waits is None:
             loop.skip(dataloader, num_batches)
         elif waits != num_batches:

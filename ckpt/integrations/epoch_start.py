@@ -1,9 +1,10 @@
-"""The generators as a Trainer's epoch began: its samplers draw the order of the epoch from them."""
+"""The generators at the start of a Trainer's epoch: its samplers draw the order of the epoch from them."""
 
 from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -34,10 +35,10 @@ class EpochStart:
         """Record the generators before the samplers draw from them."""
         self._loader = loader
         self._began = rng.capture()
-        self._own_began = [rng.capture_one(one) for one in samplers.generators(loader)]
+        self._own_began = [rng.capture_one(generator) for generator in samplers.generators(loader)]
 
     def begin_again(self, loader: Any, *, in_its_middle: bool) -> None:
-        """Restore the generators for the first epoch of a resumed run: the one that was interrupted, or the next."""
+        """Restore the generators for the first epoch of a resumed run: the interrupted epoch, or the next."""
         if in_its_middle and self._saved_globals:
             rng.restore({kind: rng.capture_one(self.generators[name]) for kind, name in self._kinds()})
         saved = self._saved.get("began" if in_its_middle else "now", [])
@@ -52,13 +53,14 @@ class EpochStart:
                 rng.restore_one(self.generators[name], self._began[kind])
 
     def state_dict(self) -> dict[str, Any]:
-        now = [rng.capture_one(one) for one in samplers.generators(self._loader)] if self._loader is not None else []
+        generators = samplers.generators(self._loader) if self._loader is not None else []
+        now = [rng.capture_one(generator) for generator in generators]
         return {"began": self._own_began, "now": now}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._saved = saved
 
-    def loaded(self, skipped: Any) -> None:
+    def loaded(self, skipped: Container[str]) -> None:
         """Called after a load: checkpoints of earlier versions lack the global generators of the epoch's start."""
         self._saved_globals = not any(name in skipped for name in self.generators)
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.data.epoch_loaders import Waiting
+from ckpt.data.epoch_loaders import UnclaimedPositions
 from ckpt.data.loop import Loop
 from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, StateError
@@ -138,9 +138,9 @@ class StateLoader:
         rewind()
         if opened.manifest.origin:
             _note_loaders(opened, self.source.loaders(), notes)
-        waiting = Waiting(opened.state["loaders"], rewind, notes.approximated)
-        self.loop.go_back(Progress(**opened.manifest.progress), waiting, opened.state.get("loop", {}))
-        waiting.told = True  # by the block that is printed next
+        unclaimed = UnclaimedPositions(opened.state["loaders"], rewind, notes.approximated)
+        self.loop.go_back(Progress(**opened.manifest.progress), unclaimed, opened.state.get("loop", {}))
+        unclaimed.reported = True  # by the block that is printed next
 
     def _tell(self, choice: Choice, parts: list[str], notes: Notes) -> Restored:
         manifest = choice.manifest
@@ -158,7 +158,7 @@ class StateLoader:
             skipped=notes.skipped,
             passed_over=choice.passed_over,
             begins_at=self.loop.begins_at(),
-            on_read=self.loop.habits.note_asked,
+            on_read=self.loop.patterns.note_asked,
         )
         if self.ranks.rank == MAIN:
             say(str(restored))

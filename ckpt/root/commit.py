@@ -76,7 +76,7 @@ class Attempt:
             ]
 
     def commit(self, storage: Storage, manifest: Manifest, receipts: Mapping[str, str]) -> None:
-        """Write the manifest: from then on the checkpoint exists, and the one that it replaces does not.
+        """Write the manifest: from then on the checkpoint exists, and what it replaces does not.
 
         After a `NotDurableError` it exists too; the replaced files are kept, as a crash may restore the old manifest.
         """

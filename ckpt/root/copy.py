@@ -160,8 +160,8 @@ class Copies:
             self._copied = {manifest.name: manifest for manifest in left}
 
 
-def _same_bytes(one: FileRecord, other: FileRecord) -> bool:
-    return (one.name, one.size, one.blocks) == (other.name, other.size, other.blocks)
+def _same_bytes(file: FileRecord, other: FileRecord) -> bool:
+    return (file.name, file.size, file.blocks) == (other.name, other.size, other.blocks)
 
 
 @dataclass

@@ -302,7 +302,7 @@ class TestSamples:
                 manager.save_state(f"epoch-{epoch}")
                 assert manager.progress.samples == (epoch + 1) * SIZE
             manager.wait()
-            saved = [one.manifest.progress["samples"] for one in ckpt.list_checkpoints(anywhere) if one.manifest]
+            saved = [found.manifest.progress["samples"] for found in ckpt.list_checkpoints(anywhere) if found.manifest]
         assert sorted(saved) == [SIZE, 2 * SIZE]
 
     def test_without_an_optimizer_and_a_step_all_that_is_handed_out_counts(self, anywhere: str) -> None:

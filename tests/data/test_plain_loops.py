@@ -112,7 +112,7 @@ def _compare(root: str, run: Run, *stops: int, **options: Any) -> list[Training]
             run(training, stop)
         seen += training.seen
         resumed += [training] if number else []
-    assert [one[0] for one in seen] == [one[0] for one in straight.seen]
+    assert [step[0] for step in seen] == [step[0] for step in straight.seen]
     assert seen == straight.seen
     return resumed
 
@@ -135,7 +135,7 @@ def test_a_plain_loop_over_a_loader_goes_on_in_the_middle_of_the_epoch(anywhere:
                     return
 
     resumed = _compare(anywhere, run, 3, 5, make=LOADERS[kind], given=given)
-    assert [_approximated(one) for one in resumed] == [{}, {}]
+    assert [_approximated(training) for training in resumed] == [{}, {}]
     assert resumed[-1].manager.progress.epoch == 3
     assert resumed[-1].manager.progress.samples == 3 * SIZE
 
@@ -149,7 +149,7 @@ def test_a_plain_loop_inside_the_managers_epochs_goes_on_too(anywhere: str) -> N
                     training.manager.save_state()
                     return
 
-    assert [_approximated(one) for one in _compare(anywhere, run, 3, 5)] == [{}, {}]
+    assert [_approximated(training) for training in _compare(anywhere, run, 3, 5)] == [{}, {}]
 
 
 def test_evaluation_before_beside_and_inside_a_plain_loop_begins_at_its_beginning(anywhere: str) -> None:
@@ -179,7 +179,7 @@ def test_evaluation_before_beside_and_inside_a_plain_loop_begins_at_its_beginnin
     resumed = Training(f"{anywhere}/stopped", 1)
     with resumed.manager:
         run(resumed, None)
-    samples = [number for one in (*training.seen, *resumed.seen) for number in one[0]]
+    samples = [number for step in (*training.seen, *resumed.seen) for number in step[0]]
     assert sorted(samples[:SIZE]) == sorted(samples[SIZE:]) == list(range(SIZE))
     assert set(sizes) == {7}
     assert resumed.manager.progress.samples == 2 * SIZE
@@ -235,7 +235,7 @@ def test_a_script_that_computes_its_first_epoch_itself_is_left_alone(anywhere: s
                     training.manager.save_state()
                     return
 
-    assert [_approximated(one) for one in _compare(anywhere, run, 8)] == [{}]
+    assert [_approximated(training) for training in _compare(anywhere, run, 8)] == [{}]
 
 
 def test_a_loop_over_what_nobody_follows_is_told_at_the_save_and_after_the_resume(
@@ -271,8 +271,8 @@ def test_without_following_a_script_finds_its_place_itself_and_is_not_told(
                 if len(training.seen) == 2:
                     manager.save_state()
                     break
-        seen += [one[0] for one in training.seen]
-    assert [one[0] for one in seen] == [0, 4, 8, 12]
+        seen += [step[0] for step in training.seen]
+    assert [batch[0] for batch in seen] == [0, 4, 8, 12]
     assert restored is not None
     assert restored.approximated == {}
     assert not caplog.records
@@ -292,7 +292,7 @@ def test_a_script_that_skips_by_hand_loses_no_batch(anywhere: str, caplog: pytes
 
     make = lambda: DataLoader(Numbers(), 2, shuffle=True)  # noqa: E731
     resumed = _compare(anywhere, run, stop, make=make)
-    assert [_approximated(one) for one in resumed] == [{}]
+    assert [_approximated(training) for training in resumed] == [{}]
     assert f"skips the first {stop} batches by hand" in caplog.text
 
 
@@ -392,7 +392,7 @@ def test_a_plain_manager_follows_what_accelerate_has_prepared(
             for epoch in range(restored.epoch if restored else 0, 2):
                 for batch in loader:
                     loss = train_on(batch, accelerator, model, optimizer, scheduler)
-                    seen.append([epoch, *(one.tolist() for one in batch), loss.hex()])
+                    seen.append([epoch, *(tensor.tolist() for tensor in batch), loss.hex()])
                     manager.step()
                     if len(seen) == stop:
                         manager.save_state()

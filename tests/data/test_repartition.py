@@ -312,7 +312,7 @@ def _told(job: Job) -> dict[str, str]:
 
 def _together(steps: list[list[Any]]) -> list[list[int]]:
     """The global batch of each step."""
-    return [sorted(flat(step[0] for step in one)) for one in zip(*steps, strict=True)]
+    return [sorted(flat(step[0] for step in ranks)) for ranks in zip(*steps, strict=True)]
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("distributed", 0), ("distributed", 2), ("in order", 0)])
@@ -421,9 +421,9 @@ def test_the_digest_that_an_earlier_version_saved_is_compared_too(same: bool) ->
     digest = xxh3_64()
     for batch in batches[:2]:
         digest.update(repr(batch if same else batch[::-1]).encode())
-    course = EpochPlan(lambda: None, lambda: None, skip=2, expected_batches=digest.hexdigest())
-    assert list(course.follow(Recorded(batches))) == [[5, 4]]
-    assert ("another order" in course.trouble("DataLoader")) is not same
+    plan = EpochPlan(lambda: None, lambda: None, skip=2, expected_batches=digest.hexdigest())
+    assert list(plan.follow(Recorded(batches))) == [[5, 4]]
+    assert ("another order" in plan.problem("DataLoader")) is not same
 
 
 def test_a_position_of_an_earlier_version_is_gone_on_from(anywhere: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def _run(rank: int, folder: str, name: str, run: int, world_size: int, window: i
 
 def _together(folder: Path, name: str, kind: str, ranks: int) -> tuple[list[list[int]], dict[str, str]]:
     found = [json.loads((folder / f"{name}-{kind}-{rank}").read_text()) for rank in range(ranks)]
-    steps = [sorted(flat(one)) for one in zip(*(steps for steps, _ in found), strict=True)]
+    steps = [sorted(flat(ranks)) for ranks in zip(*(steps for steps, _ in found), strict=True)]
     return steps, found[0][1]
 
 

@@ -274,7 +274,7 @@ def test_another_dataset_size_is_named(anywhere: str) -> None:
     with ckpt.StateManager(root, model=nn.Linear(1, 1), dataloader=DataLoader(torch.arange(9), 4)) as manager:  # type: ignore[arg-type]
         restored = manager.resume()
     assert restored is not None
-    assert restored.approximated == {}  # by another name: its position waits for the loader of the old one
+    assert restored.approximated == {}  # by another name: its position is kept for a loader with the old name
     with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
         list(manager.batches(DataLoader(torch.arange(9), 4)))  # type: ignore[arg-type]
         assert manager.restored is not None
@@ -468,7 +468,7 @@ def test_generators_that_are_registered_or_shared_with_the_loader_go_on(anywhere
             for epoch in manager.epochs(2):
                 torch.rand((), generator=dice)  # done again by a resumed run, and undone
                 for batch in manager.batches(loader):
-                    draws = [torch.rand((), generator=one).item() for one in (dice, shared)]
+                    draws = [torch.rand((), generator=generator).item() for generator in (dice, shared)]
                     seen.append(f"{epoch} {batch} {draws}")
                     manager.step()
                     if manager.progress.step == stop:

@@ -34,7 +34,7 @@ def _train(root: Path, stop: int | None = None, run: int = 0, *, rank: int = 0, 
     manager = attach(accelerator, root, **options)
     updates_per_epoch = math.ceil(len(loader) / WINDOW)
     global_step = first_epoch = resume_step = 0
-    checkpoints = sorted(root.glob("checkpoint-*"), key=lambda one: int(one.name.split("-")[1]))
+    checkpoints = sorted(root.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     resumes = bool(checkpoints)
     if resumes:
         accelerator.load_state(str(checkpoints[-1]))
@@ -60,7 +60,7 @@ def _train(root: Path, stop: int | None = None, run: int = 0, *, rank: int = 0, 
                     if global_step == stop:
                         accelerator.save_state(str(root / f"checkpoint-{global_step}"))
                         raise StopError
-        seen.append(exact([one.state_dict() for one in (model, optimizer, scheduler)]))
+        seen.append(exact([part.state_dict() for part in (model, optimizer, scheduler)]))
     except StopError:
         pass
     finally:
@@ -88,7 +88,9 @@ def test_without_following_the_same_script_finds_its_place_itself(
     seen, _ = _train(tmp_path, 10, follow=False)
     rest, manager = _train(tmp_path, run=1, follow=False)
     assert len(seen) + len(rest) == EPOCHS * math.ceil(SAMPLES / 2) + 1
-    assert [one.getMessage().partition(":")[0] for one in caplog.records] == ["training is over and nothing was saved"]
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "training is over and nothing was saved"
+    ]
     assert "begin at checkpoint-10 again" in caplog.text  # the second run has saved nothing, which is another matter
     assert manager.restored.begins_at == ""
 

@@ -1,4 +1,4 @@
-"""Streams that are gone through again after a resume: no sample is lost, or it is said that some are."""
+"""Streams that are replayed after a resume: no sample is lost, or the restored record says that some are."""
 
 from __future__ import annotations
 
@@ -83,18 +83,18 @@ def test_a_stream_of_hugging_face_that_is_not_shuffled_goes_on_by_its_own_state(
     after, told = _go(f"{anywhere}/run", DataLoader(_lines(tmp_path), 5))
     assert sorted(before + after) == list(range(SIZE))
     assert told == {}
-    assert "going through" not in capfd.readouterr().err
+    assert "replaying" not in capfd.readouterr().err
 
 
 def test_where_samples_would_be_lost_is_found_wherever_it_is_in_the_stream(tmp_path: Path) -> None:
     plain = _lines(tmp_path)
     shuffled = plain.shuffle(seed=1, buffer_size=10)
     assert not loses_samples(plain)
-    assert loses_samples(shuffled.map(lambda one: one).filter(lambda one: True).take(30))
+    assert loses_samples(shuffled.map(lambda sample: sample).filter(lambda sample: True).take(30))
     assert loses_samples(interleave_datasets([plain, shuffled]))
-    assert not loses_samples(plain.map(lambda one: one, batched=True))
-    assert loses_samples(plain.map(lambda one: one, batched=True).with_format("arrow"))
-    assert not loses_samples(plain.map(lambda one: one).with_format("arrow"))
+    assert not loses_samples(plain.map(lambda sample: sample, batched=True))
+    assert loses_samples(plain.map(lambda sample: sample, batched=True).with_format("arrow"))
+    assert not loses_samples(plain.map(lambda sample: sample).with_format("arrow"))
 
 
 class Entropic(IterableDataset[Any]):

@@ -126,7 +126,7 @@ def _fail_on_one_rank(rank: int, root: str) -> None:
 
 def test_what_fails_on_one_rank_is_raised_on_all_and_nothing_is_committed(root: Place) -> None:
     assert run_ranks(2, _fail_on_one_rank, str(root)) == [0, 0]
-    assert [one.name for one in ckpt.list_checkpoints(root)] == ["yes"]
+    assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(root)] == ["yes"]
 
 
 def _lose_a_rank(rank: int, root: str) -> None:

@@ -69,7 +69,7 @@ def _save(rank: int, folder: str, hosts: str, mirror: str) -> None:
 def _meet(rank: int, folder: str) -> None:
     """Until all ranks are here. In a barrier, one that is slow to leave it would learn of the others' deaths."""
     Path(folder, f"here-{rank}").touch()
-    while not all(Path(folder, f"here-{one}").exists() for one in range(4)):
+    while not all(Path(folder, f"here-{rank}").exists() for rank in range(4)):
         time.sleep(0.01)
 
 
@@ -142,7 +142,7 @@ def test_on_one_host_what_is_there_is_verified_and_who_has_the_rest_is_said(fold
     assert re.search(r"(?m)^  host +host-a: ranks 0, 1$", shown.output)
     assert re.search(r"(?m)^  host +host-b: ranks 2, 3, has its files itself$", shown.output)
     assert re.search(r"(?m)^model +\S+ +\d+ +[\d,]+ +float32 ", shown.output)
-    assert [one.exit_code for one in (listed, verified, shown)] == [0, 0, 0]
+    assert [command.exit_code for command in (listed, verified, shown)] == [0, 0, 0]
     with pytest.raises(ckpt.DamagedError, match=r"model/00002\.safetensors is missing \(host-b saved it\)"):
         ckpt.merge(root / "step-00000002", folder / "model.safetensors")
 
@@ -160,7 +160,7 @@ def test_the_same_hosts_load_what_they_have(folder: Path) -> None:
     shutil.rmtree(folder / "mirror")
     assert run_ranks(4, _resume, str(folder), SAME, "") == [0] * 4
     for host in "ab":
-        assert [one.step for one in ckpt.list_checkpoints(folder / host / "fsdp2")] == [3, 2, 1]
+        assert [checkpoint.step for checkpoint in ckpt.list_checkpoints(folder / host / "fsdp2")] == [3, 2, 1]
 
 
 def test_swapped_hosts_load_what_they_lack_from_the_mirror(folder: Path) -> None:
@@ -173,7 +173,7 @@ def test_swapped_hosts_load_what_they_lack_from_the_mirror(folder: Path) -> None
 def test_a_host_that_has_lost_its_disk_loads_from_the_mirror(folder: Path, lost: str) -> None:
     shutil.rmtree(folder / lost)
     assert run_ranks(4, _resume, str(folder), SAME, str(folder / "mirror")) == [0] * 4
-    assert [one.step for one in ckpt.list_checkpoints(folder / lost / "fsdp2")] == [3]
+    assert [checkpoint.step for checkpoint in ckpt.list_checkpoints(folder / lost / "fsdp2")] == [3]
 
 
 def test_without_a_mirror_swapped_hosts_are_told_what_is_missing_where(folder: Path) -> None:
@@ -289,12 +289,12 @@ def nodes() -> Iterator[list[str]]:
     """Two network namespaces with a cable between them: as far from each other as two hosts."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2")
-    names = [f"ckpt-{os.getpid()}-{one}" for one in "ab"]
+    names = [f"ckpt-{os.getpid()}-{end}" for end in "ab"]
     try:
         try:
             for name in names:
                 _ip("netns", "add", name)
-            cable = [f"ck{os.getpid() % 100_000}{one}" for one in "ab"]
+            cable = [f"ck{os.getpid() % 100_000}{end}" for end in "ab"]
             _ip("link", "add", cable[0], "netns", names[0], "type", "veth", "peer", "name", cable[1], "netns", names[1])
         except subprocess.CalledProcessError as error:
             pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")

@@ -52,7 +52,7 @@ def test_a_frozen_rank_0_that_hosts_the_store_does_not_hang_the_others_past_time
         assert [ended(job) for job in jobs[1:]] == [0, 0]
         assert jobs[0].exitcode is None
     assert all(float((tmp_path / f"seconds-{rank}").read_text()) < 4.0 + 10.0 for rank in (1, 2))
-    assert [one.name for one in ckpt.list_checkpoints(root)] == ["before"]
+    assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(root)] == ["before"]
 
 
 class _SlowToDelete(PassedOn):
@@ -78,7 +78,7 @@ def _retain_slowly(rank: int, root: str) -> None:
 
 def test_retention_that_is_slower_than_timeout_does_not_kill_a_healthy_job(root: Place) -> None:
     assert run_ranks(2, _retain_slowly, str(root)) == [0, 0]
-    assert [one.name for one in ckpt.list_checkpoints(root)] == ["c"]
+    assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(root)] == ["c"]
 
 
 def _close_slowly(rank: int, root: str) -> None:

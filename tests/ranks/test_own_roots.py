@@ -42,7 +42,7 @@ def test_roots_of_hosts_with_different_paths_meet_save_and_resume(
 ) -> None:
     assert run_ranks(2, _train_apart, str(tmp_path), names, shared) == [0, 0]
     for name in names:
-        assert [one.name for one in ckpt.list_checkpoints(tmp_path / name)] == ["run-1", "run-0"]
+        assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(tmp_path / name)] == ["run-1", "run-0"]
 
 
 def _open_unlike_names(rank: int, folder: str) -> None:

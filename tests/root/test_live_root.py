@@ -105,7 +105,7 @@ def test_prune_leaves_the_old_checkpoint_while_a_save_replaces_it(root: Place) -
             assert "latest" in done.spared
             assert committed(root) == {"latest", "other"}
         assert failed == []
-    assert [one.name for one in ckpt.list_checkpoints(root)] == ["latest", "other"]
+    assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(root)] == ["latest", "other"]
     assert intact(root)
 
 
@@ -146,7 +146,7 @@ def test_prune_without_grace_takes_nothing_from_a_save_under_way(root: Place, fi
         with beside(storage.gate, lambda: manager.save_state("new", wait=True)) as failed:
             ckpt.prune(root, keep=ckpt.Keep(last=1), grace=0)
         assert failed == []
-    assert [one.name for one in ckpt.list_checkpoints(root)] == ["new", "old"]
+    assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(root)] == ["new", "old"]
     assert intact(root)
 
 

@@ -53,7 +53,7 @@ class Counting(LocalStorage):
 
 
 def steps(root: str | Path | Storage) -> list[int | None]:
-    return [one.step for one in ckpt.list_checkpoints(root) if one.committed]
+    return [checkpoint.step for checkpoint in ckpt.list_checkpoints(root) if checkpoint.committed]
 
 
 def intact(root: str | Path) -> bool:
@@ -275,7 +275,7 @@ class TestTrouble:
             monkeypatch.setattr(working, "wait", wait)
         assert "the mirror is down" in caplog.text
         assert manager.mirror_error is None
-        assert [one.name for one in ckpt.list_checkpoints(mirror)] == ["one"]
+        assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(mirror)] == ["one"]
         assert intact(tmp_path / "mirror")
 
     def test_a_server_that_is_killed_and_comes_back_gets_what_it_has_missed(
@@ -327,7 +327,7 @@ class TestTrouble:
                 if name == "one":
                     _until(lambda: manager.session.mirror is not None and manager.session.mirror._current is not None)
             mirror.open.set()
-        assert [one.name for one in ckpt.list_checkpoints(tmp_path / "mirror")] == ["five", "four", "one"]
+        assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(tmp_path / "mirror")] == ["five", "four", "one"]
         assert "two is not copied" in caplog.text
         assert intact(tmp_path / "mirror")  # what waits is not removed by retention
 
@@ -358,9 +358,9 @@ class TestTrouble:
             mirror.open.clear()
             for name in ("one", "two"):
                 manager.save_state(name, wait=True)
-            assert [one.name for one in ckpt.list_checkpoints(tmp_path / "root")] == ["two", "one"]
+            assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(tmp_path / "root")] == ["two", "one"]
             mirror.open.set()
-        assert [one.name for one in ckpt.list_checkpoints(tmp_path / "root")] == ["two"]
+        assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(tmp_path / "root")] == ["two"]
 
     def test_a_run_that_saves_nothing_removes_nothing(self, tmp_path: Path) -> None:
         run(tmp_path / "root", tmp_path / "mirror", 1, 2)
@@ -386,7 +386,7 @@ class TestTrouble:
             for name in ("one", "two", "three"):
                 manager.save_state(name, wait=True)
                 _await_copy(name, tmp_path / "mirror")
-        assert [one.name for one in ckpt.list_checkpoints(tmp_path / "mirror")] == ["three", "two"]
+        assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(tmp_path / "mirror")] == ["three", "two"]
 
     def test_frozen_weights_are_sent_once(self, tmp_path: Path) -> None:
         head = nn.Linear(600, 1)
@@ -430,7 +430,7 @@ def _until(done: Callable[[], bool]) -> None:
 
 def _await_copy(name: str, mirror: str | Path | Storage) -> None:
     there = open_storage(mirror)
-    _until(lambda: name in {one.name for one in ckpt.list_checkpoints(there) if one.committed})
+    _until(lambda: name in {checkpoint.name for checkpoint in ckpt.list_checkpoints(there) if checkpoint.committed})
 
 
 def _await_step_beyond(reached: int, place: str, job: BaseProcess, folder: Path) -> None:
@@ -479,7 +479,7 @@ def test_after_every_kill_both_places_hold_a_whole_checkpoint(
         os.kill(job.pid or 0, signal.SIGKILL)
         job.join(DEADLINE)
         for place in (root, mirror):
-            newest = next(one for one in ckpt.list_checkpoints(place) if one.committed)
+            newest = next(found for found in ckpt.list_checkpoints(place) if found.committed)
             assert ckpt.verify(newest.url)[newest.name] == []
             model = nn.Linear(64, 64, bias=False)
             with ckpt.StateManager(place, model=model) as manager:

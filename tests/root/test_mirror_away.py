@@ -86,7 +86,7 @@ class TestTheMirrorIsAway:
             assert restored is not None
             assert restored.step == 3
             manager.save_state("step-00000004", wait=True)
-        assert [one.name for one in ckpt.list_checkpoints(tmp_path / "mirror")][:2] == [
+        assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(tmp_path / "mirror")][:2] == [
             "step-00000004",
             "step-00000003",
         ]

@@ -128,7 +128,7 @@ class TestSpellings:
         with pytest.raises(ckpt.ConfigError, match="is the root itself"):
             ckpt.StateManager("runs/x", model=nn.Linear(2, 2), mirror=spelling.format(here=here))
 
-    @pytest.mark.parametrize("spelling", [one for one in [*SPELLINGS, "link/x"] if "://" not in one])
+    @pytest.mark.parametrize("spelling", [path for path in [*SPELLINGS, "link/x"] if "://" not in path])
     def test_a_checkpoint_is_loaded_by_its_path_into_the_root(self, spelling: str, here: Path) -> None:
         saved("runs/x", "step-1")
         path = os.path.join(spelling.format(here=here), "step-1")

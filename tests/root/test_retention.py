@@ -17,7 +17,7 @@ def _run(root: Place, keep: ckpt.Keep | None, losses: list[float]) -> list[int |
         manager.resume()
         for loss in losses:
             manager.step(metrics={"loss": loss})
-    return [one.step for one in ckpt.list_checkpoints(root)]
+    return [checkpoint.step for checkpoint in ckpt.list_checkpoints(root)]
 
 
 def test_without_keep_all_stay(root: Place) -> None:
@@ -42,7 +42,7 @@ def test_with_a_metric_that_no_checkpoint_has_nothing_is_removed_and_it_is_said(
 ) -> None:
     keep = ckpt.Keep(last=1, best=2, metric="val_loss")
     assert _run(root, keep, [3.0, 1.0, 2.0, 5.0]) == [4, 3, 2, 1]
-    said = [one.message for one in caplog.records if "val_loss" in one.message]
+    said = [record.message for record in caplog.records if "val_loss" in record.message]
     assert len(said) == 1
     assert "no checkpoint has a metric 'val_loss'; there are: loss. Nothing is removed until one has it" in said[0]
 
@@ -60,7 +60,7 @@ def test_saves_before_the_first_evaluation_stay_until_there_is_something_to_rank
                 assert "val_loss" not in caplog.text  # nothing would have been removed so far
             if manager.progress.step == 3:
                 assert "there are: none" in caplog.text
-    assert [one.step for one in ckpt.list_checkpoints(root)] == [7, 6, 4]
+    assert [checkpoint.step for checkpoint in ckpt.list_checkpoints(root)] == [7, 6, 4]
 
 
 def test_milestones_stay_too(root: Place) -> None:
@@ -78,10 +78,10 @@ def test_a_damaged_checkpoint_does_not_count(root: Place) -> None:
     with ckpt.StateManager(root, model=nn.Linear(1, 1), keep=ckpt.Keep(last=2)) as manager:
         manager.resume()
         manager.save_state("next", wait=True)
-        left = {one.name for one in ckpt.list_checkpoints(root)}
+        left = {checkpoint.name for checkpoint in ckpt.list_checkpoints(root)}
         assert left == {"step-00000002", "step-00000003", "next"}
         manager.save_state("after")
-    assert {one.name for one in ckpt.list_checkpoints(root)} == {"next", "after"}
+    assert {checkpoint.name for checkpoint in ckpt.list_checkpoints(root)} == {"next", "after"}
 
 
 @pytest.mark.also_on_s3

@@ -21,7 +21,7 @@ def run(root: Place, keep: ckpt.Keep | None, losses: list[float]) -> list[int | 
         for loss in losses:
             manager.step(metrics={"loss": loss})
             manager.wait()
-    return [one.step for one in ckpt.list_checkpoints(root)]
+    return [checkpoint.step for checkpoint in ckpt.list_checkpoints(root)]
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
@@ -46,7 +46,7 @@ def test_a_save_that_fails_lets_nothing_go_of_what_was_there_before(root: Place)
         manager.register(own=Unholdable())
         with pytest.raises(ckpt.UnsupportedError):
             manager.save_state("bad", wait=True)
-    assert [one.step for one in ckpt.list_checkpoints(root)] == [3, 2, 1]
+    assert [checkpoint.step for checkpoint in ckpt.list_checkpoints(root)] == [3, 2, 1]
 
 
 def test_what_a_newer_version_has_replaced_is_not_cleaned_away_by_an_older_one(

@@ -118,7 +118,7 @@ class TestHolding:
 
     def test_a_hold_that_fails_in_the_mirror_releases_the_root(self, tmp_path: Path) -> None:
         class Taken:
-            def hold(self, newest_first: list[Manifest]) -> None:
+            def start(self, newest_first: list[Manifest]) -> None:
                 raise ckpt.LockedError("another run copies there")
 
         writer = writer_of(tmp_path, mirror=Taken())
@@ -188,7 +188,7 @@ class TestOvertaking:
         class Copied:
             newest = Manifest(name="copied", id="id", sequence=7, created="now", run="run", files=())
 
-            def hold(self, newest_first: list[Manifest]) -> None: ...
+            def start(self, newest_first: list[Manifest]) -> None: ...
 
         writer = writer_of(tmp_path, mirror=Copied())
         with pytest.raises(ckpt.ConfigError, match=r"copied is the newest"):
@@ -315,6 +315,8 @@ class TestRetention:
             save(writer, name)
             writer.retain()
         assert names(tmp_path) == ["b"]
+        assert writer._held is not None
+        assert [manifest.name for manifest in writer._held.committed] == ["b"]
         save(writer, "a")  # nothing is left of the older checkpoint of that name
         writer.close()
         assert ckpt.verify(tmp_path) == {"a": [], "b": []}
@@ -327,10 +329,13 @@ class TestRetention:
         writer_of(tmp_path, keep=ckpt.Keep(last=1)).retain()
         assert names(tmp_path) == ["b", "a"]
 
-    def test_a_removed_checkpoint_is_not_in_the_way_of_its_name(self, tmp_path: Path) -> None:
-        writer = writer_of(tmp_path)
+    def test_a_checkpoint_that_was_removed_does_not_count_as_kept(self, tmp_path: Path) -> None:
+        writer = writer_of(tmp_path, keep=ckpt.Keep(last=2))
         save(writer, "a")
-        writer.remove("a")
-        assert names(tmp_path) == []
-        assert save(writer, "a").sequence == 2
+        save(writer, "b")
+        writer.remove("b")
+        assert names(tmp_path) == ["a"]
+        save(writer, "c")
+        writer.retain()
         writer.close()
+        assert names(tmp_path) == ["c", "a"]

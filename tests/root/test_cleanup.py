@@ -1,0 +1,275 @@
+"""Who may delete what from a root: checkpoints that are let go, what interrupted saves left, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+
+import ckpt
+from ckpt.errors import FullError
+from ckpt.formats.native import manifest as manifest_format
+from ckpt.formats.native.manifest import FILE_NAME
+from ckpt.root.catalog import MARKER
+from ckpt.root.cleanup import apply_retention, remove, remove_or_explain, remove_uncommitted, sweep
+from ckpt.root.save_marker import DAY, mark_save, read_marker
+from ckpt.storage import ANY, Buffer, Storage
+from tests.helpers.byte_checkpoints import (
+    FILES,
+    attempt_at,
+    begin_and_write,
+    cut_off_at_every_call,
+    is_whole,
+    keys,
+    save,
+)
+from tests.helpers.places import PassedOn
+
+PROBES = {f".try-{'0' * 32}", f".host-{'a' * 32}-3"}
+NEWER = {"model.safetensors": b"newer" * 50, "state.json": b"[]"}
+
+
+class TestRemoval:
+    def test_leaves_nothing_of_the_checkpoint_and_all_of_its_neighbours(self, storage: Storage) -> None:
+        old, new = save(storage, "old", sequence=1), save(storage, "new", sequence=2)
+        assert remove(storage, old)
+        assert not keys(storage, "old")
+        assert is_whole(storage, new)
+
+    def test_keeps_what_others_have_put_into_the_folder(self, storage: Storage) -> None:
+        manifest = save(storage, "a")
+        storage.write("a/notes.txt", [b"mine"])
+        assert remove(storage, manifest)
+        assert keys(storage) == {"a/notes.txt"}
+
+    def test_cut_off_at_any_call_leaves_the_checkpoint_whole_or_gone(self, new_storage: Callable[[], Storage]) -> None:
+        manifests = {}
+
+        def prepare() -> Storage:
+            storage = new_storage()
+            manifests[storage.url] = save(storage, "a")
+            return storage
+
+        found = set()
+        for storage in cut_off_at_every_call(prepare, lambda storage: _removed(storage, manifests[storage.url])):
+            manifest = manifests[storage.url]
+            committed = f"a/{FILE_NAME}" in keys(storage)
+            assert committed == is_whole(storage, manifest)
+            sweep(storage)
+            assert keys(storage) == ({f"a/{path}" for path in (*FILES, FILE_NAME)} if committed else set())
+            found.add(committed)
+        assert found == {True, False}
+
+    def test_that_was_cut_off_is_finished_by_another_one(self, new_storage: Callable[[], Storage]) -> None:
+        manifests = {}
+
+        def prepare() -> Storage:
+            storage = new_storage()
+            manifests[storage.url] = save(storage, "a")
+            return storage
+
+        for storage in cut_off_at_every_call(prepare, lambda storage: _removed(storage, manifests[storage.url])):
+            assert remove(storage, manifests[storage.url])
+            assert not keys(storage)
+
+    def test_waits_for_no_reader_but_keeps_what_is_being_read(self, storage: Storage) -> None:
+        manifest = save(storage, "a")
+        with storage.lock("a", shared=True):
+            assert remove_or_explain(storage, manifest) == "is being read"
+            assert not remove(storage, manifest)
+        assert is_whole(storage, manifest)
+        assert MARKER not in {key.partition("/")[2] for key in keys(storage)}
+        assert remove(storage, manifest)
+
+    def test_keeps_a_checkpoint_that_was_saved_anew_since_it_was_listed(self, storage: Storage) -> None:
+        old = save(storage, "a")
+        new = save(storage, "a", NEWER, sequence=2)
+        assert remove_or_explain(storage, old) == "was saved anew meanwhile"
+        assert is_whole(storage, new)
+
+    def test_keeps_a_checkpoint_that_a_newer_version_of_ckpt_has_saved_anew(
+        self, storage: Storage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        old = save(storage, "a")
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest_format, "VERSION", 2)
+            save(storage, "a", NEWER, sequence=2)
+        before = keys(storage)
+        assert remove_or_explain(storage, old) == "was saved anew meanwhile"
+        assert keys(storage) == before
+
+    def test_keeps_a_checkpoint_that_a_save_is_replacing(self, storage: Storage) -> None:
+        manifest = save(storage, "a")
+        begin_and_write(storage, attempt_at(storage, "a"), NEWER)
+        assert remove_or_explain(storage, manifest).startswith("is being saved anew")
+        assert is_whole(storage, manifest)
+
+    def test_yields_to_a_save_that_begins_just_before_its_marker_is_written(self, storage: Storage) -> None:
+        manifest = save(storage, "a")
+        racing = _SaveBegins(storage.url)
+        assert remove_or_explain(racing, manifest) == "is being saved anew"
+        assert is_whole(storage, manifest)
+        marker = read_marker(storage, "a")
+        assert marker is not None
+        assert not marker.removing
+
+    def test_deletes_what_the_save_of_that_checkpoint_replaced_and_could_not_delete(self, storage: Storage) -> None:
+        save(storage, "a")
+        new = save(_CannotDelete(storage.url), "a", NEWER, sequence=2)
+        assert {f"a/{path}" for path in FILES} < keys(storage)
+        assert remove(storage, new)
+        assert not keys(storage)
+
+    def test_needs_no_room_on_a_full_disk(self, storage: Storage) -> None:
+        manifest = save(storage, "a")
+        assert remove(_Full(storage.url), manifest)
+        assert not keys(storage)
+
+    def test_of_a_checkpoint_that_somebody_has_removed_by_hand_is_done(self, storage: Storage) -> None:
+        manifest = save(storage, "a")
+        storage.delete(keys(storage))
+        assert remove_or_explain(storage, manifest) == ""
+
+
+class TestLeftovers:
+    def test_of_a_save_that_was_never_committed_are_swept_and_files_of_others_are_kept(self, storage: Storage) -> None:
+        manifest = save(storage, "committed")
+        begin_and_write(storage, attempt_at(storage, "cut-off"))
+        others = {"cut-off/notes.txt", "data/train.bin", ".keep", f".try-{'0' * 31}", f".try-{'0' * 32}.txt"}
+        for key in (*others, *PROBES):
+            storage.write(key, [b"x"])
+        found = sweep(storage)
+        assert keys(storage) == {*others, *(f"committed/{path}" for path in (*FILES, FILE_NAME))}
+        assert [checkpoint.name for checkpoint in found] == ["committed"]
+        assert is_whole(storage, manifest)
+
+    def test_of_a_save_that_was_to_replace_a_checkpoint_are_swept_and_the_checkpoint_is_kept(
+        self, storage: Storage
+    ) -> None:
+        manifest = save(storage, "a")
+        before = keys(storage)
+        begin_and_write(storage, attempt_at(storage, "a"), NEWER)
+        assert keys(storage) > before
+        sweep(storage)
+        assert keys(storage) == before
+        assert is_whole(storage, manifest)
+
+    def test_of_two_crashes_are_swept_together(self, storage: Storage) -> None:
+        begin_and_write(storage, attempt_at(storage, "a"), {"first.json": b"1"})
+        begin_and_write(storage, attempt_at(storage, "a"), {"second.json": b"2"})
+        assert {"a/first.json", "a/second.json"} < keys(storage)
+        sweep(storage)
+        assert not keys(storage)
+
+    def test_are_kept_while_somebody_reads_there_and_swept_afterwards(self, storage: Storage) -> None:
+        save(storage, "a")
+        before = keys(storage)
+        begin_and_write(storage, attempt_at(storage, "a"), NEWER)
+        left = keys(storage)
+        with storage.lock("a", shared=True):
+            remove_uncommitted(storage, "a")
+            assert keys(storage) == left
+        remove_uncommitted(storage, "a")
+        assert keys(storage) == before
+
+    def test_beside_a_manifest_that_this_version_cannot_read_are_kept(
+        self, storage: Storage, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(manifest_format, "VERSION", 2)
+            manifest = save(storage, "a")
+        mark_save(storage, "a", [file.path for file in manifest.files], [], "another")
+        before = keys(storage)
+        sweep(storage)
+        assert keys(storage) == before
+
+    def test_that_somebody_resumes_are_spared(self, storage: Storage) -> None:
+        for name in ("resumed", "cut-off"):
+            begin_and_write(storage, attempt_at(storage, name))
+        sweep(storage, spared=["resumed"])
+        assert {key.partition("/")[0] for key in keys(storage)} == {"resumed"}
+
+    def test_that_are_younger_than_the_age_are_kept_and_so_are_the_probe_files(self, storage: Storage) -> None:
+        begin_and_write(storage, attempt_at(storage, "a"))
+        for key in PROBES:
+            storage.write(key, [b"x"])
+        before = keys(storage)
+        sweep(storage, age=DAY)
+        assert keys(storage) == before
+        sweep(storage, age=0.0)
+        assert keys(storage) == PROBES
+
+    def test_are_not_looked_for_where_a_save_failed_before_it_wrote_anything(self, storage: Storage) -> None:
+        remove_uncommitted(storage, "a")
+        assert not keys(storage)
+
+    def test_that_a_marker_names_outside_its_folder_are_kept(self, storage: Storage) -> None:
+        manifest = save(storage, "a")
+        marker = b'{"files": ["../a/model.safetensors"], "replaces": []}'
+        storage.write(f"b/{MARKER}", [marker])
+        sweep(storage)
+        assert is_whole(storage, manifest)
+
+    def test_are_swept_by_the_second_run_where_the_first_was_killed_at_any_call(
+        self, new_storage: Callable[[], Storage]
+    ) -> None:
+        def prepare() -> Storage:
+            storage = new_storage()
+            save(storage, "a")
+            begin_and_write(storage, attempt_at(storage, "a"), NEWER)
+            begin_and_write(storage, attempt_at(storage, "b"))
+            return storage
+
+        for storage in cut_off_at_every_call(prepare, lambda storage: _swept(storage)):
+            sweep(storage)
+            assert keys(storage) == {f"a/{path}" for path in (*FILES, FILE_NAME)}
+
+
+class TestRetention:
+    def test_removes_what_is_not_kept_and_returns_what_is_left(self, storage: Storage) -> None:
+        newest_first = [save(storage, name, sequence=number) for number, name in enumerate("abcd")][::-1]
+        left = apply_retention(ckpt.Keep(last=2), storage, newest_first, ())
+        assert [manifest.name for manifest in left] == ["d", "c"]
+        assert {key.partition("/")[0] for key in keys(storage)} == {"c", "d"}
+
+    def test_counts_what_is_being_read_as_left(self, storage: Storage) -> None:
+        newest_first = [save(storage, name, sequence=number) for number, name in enumerate("abc")][::-1]
+        with storage.lock("a", shared=True):
+            left = apply_retention(ckpt.Keep(last=1), storage, newest_first, ())
+        assert [manifest.name for manifest in left] == ["c", "a"]
+        assert is_whole(storage, newest_first[-1])
+
+    def test_does_not_count_a_damaged_checkpoint(self, storage: Storage) -> None:
+        newest_first = [save(storage, name, sequence=number) for number, name in enumerate("abc")][::-1]
+        left = apply_retention(ckpt.Keep(last=1), storage, newest_first, {"c"})
+        assert [manifest.name for manifest in left] == ["c", "b"]
+
+
+def _removed(storage: Storage, manifest: manifest_format.Manifest) -> None:
+    assert remove(storage, manifest)
+
+
+def _swept(storage: Storage) -> None:
+    sweep(storage)
+
+
+class _SaveBegins(PassedOn):
+    """A save writes its marker right before another process writes one."""
+
+    begun = False
+
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+        if key.endswith(MARKER) and not self.begun:
+            self.begun = True
+            mark_save(self.inner, "a", ["new.json"], [], "the save's")
+        super().write(key, pieces, over=over)
+
+
+class _CannotDelete(PassedOn):
+    def delete(self, keys: Iterable[str]) -> None:
+        raise ckpt.StorageError("read-only")
+
+
+class _Full(PassedOn):
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+        raise FullError("no space left")
