@@ -17,8 +17,9 @@ from ckpt.data.batches import Batches
 from ckpt.data.metrics import checked_metrics
 from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, MissingError, Preempted
-from ckpt.export.hub_commit import Card, Target
-from ckpt.export.save_model import SHARD_SIZE, Wanted, belongings, save_live
+from ckpt.export.hub_commit import Card, HubTarget
+from ckpt.export.options import SHARD_SIZE, ExportOptions
+from ckpt.export.save_model import check_processors, save_live
 from ckpt.load.restored import Restored
 from ckpt.options import Mirror, RankOptions, SaveOptions, required_root, resolve_options
 from ckpt.ranks.group import MAIN
@@ -302,8 +303,8 @@ class StateManager:
         must make this call; the main one writes.
         """
         self._session.loader.refuse_half_loaded()
-        model, wanted = self._session.registry.model_part(part), Wanted.of(dtype, max_shard_size)
-        beside = belongings(tokenizer=tokenizer, processor=processor)
+        model, wanted = self._session.registry.model_part(part), ExportOptions.parse(dtype, max_shard_size)
+        beside = check_processors(tokenizer=tokenizer, processor=processor)
         save_live(f"save_model({os.fspath(directory)!r})", directory, model, self._session.ranks, wanted, beside)
 
     def push_to_hub(
@@ -330,9 +331,9 @@ class StateManager:
         """
         session = self._session
         session.require_usable("push_to_hub()")
-        target = Target.of(repo_id, revision, token, private, commit_message, card)
-        model, wanted = session.registry.model_part(part), Wanted.of(dtype, max_shard_size)
-        beside = belongings(tokenizer=tokenizer, processor=processor)
+        target = HubTarget.of(repo_id, revision, token, private, commit_message, card)
+        model, wanted = session.registry.model_part(part), ExportOptions.parse(dtype, max_shard_size)
+        beside = check_processors(tokenizer=tokenizer, processor=processor)
         return session.pusher.push(model, target, wanted, beside, session.training_facts, wait=wait)
 
     def _start(self) -> None:

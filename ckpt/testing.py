@@ -1,4 +1,4 @@
-"""For the tests of training programs: does mine resume exactly?
+"""Assert in a test that a training program resumes exactly.
 
 import ckpt.testing
 
@@ -20,7 +20,7 @@ __all__ = ["InexactResumeError", "Report", "assert_exact_resume"]
 
 
 class InexactResumeError(AssertionError):
-    """A resumed run differs from a straight one. `report` says where, and what is likely behind it."""
+    """A resumed run differs from a straight one. `report` says where, and the likely cause."""
 
     def __init__(self, report: Report) -> None:
         super().__init__(str(report))
@@ -28,7 +28,7 @@ class InexactResumeError(AssertionError):
 
 
 def assert_exact_resume(
-    program: str | Path | Callable[[str], Any],
+    program: str | Path | Callable[[str], object],
     *arguments: str,
     processes: int = 1,
     kills: int = 3,
@@ -38,10 +38,10 @@ def assert_exact_resume(
 ) -> Report:
     """Run a training program straight, then kill it with SIGKILL and resume it, and compare every optimizer step.
 
-    `program` is a script, started with `arguments` in processes of its own, under torchrun if `processes` is more than
-    one; or a function at the top level of a file, called with a root for its checkpoints. A script's managers are given
-    roots of the test's own; a script that looks into that folder itself takes its path as an argument: `"{root}"` in an
-    argument stands for it. `save_every` overrules what the program says.
+    `program` is a script, started with `arguments` in new processes, under torchrun if `processes` is more than one; or
+    a function at the top level of a file, called with a root for its checkpoints. A script's managers save into roots
+    of the test's own; a script that uses that folder itself takes its path as an argument: `"{root}"` in an argument
+    stands for it. `save_every` overrides what the program says.
 
     Raises `InexactResumeError` where a batch, loss, gradient, learning rate, parameter or buffer differs, with the
     first such step and the likely cause; `ConfigError` where there is nothing to compare.
@@ -61,7 +61,7 @@ def assert_exact_resume(
     return report
 
 
-def _target(program: str | Path | Callable[[str], Any], arguments: tuple[str, ...]) -> dict[str, Any]:
+def _target(program: str | Path | Callable[[str], object], arguments: tuple[str, ...]) -> dict[str, Any]:
     if not callable(program):
         return {"target": str(program), "arguments": arguments}
     name = getattr(program, "__qualname__", "")

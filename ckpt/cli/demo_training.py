@@ -35,31 +35,31 @@ _LEARNING_RATE = 1e-2
 
 
 class Block(nn.Module):
-    """One layer of a transformer: look back, then think."""
+    """A transformer layer: causal self-attention, then a feed-forward network."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.before_look = nn.LayerNorm(_WIDTH)
-        self.look = nn.Linear(_WIDTH, 3 * _WIDTH)
-        self.seen = nn.Linear(_WIDTH, _WIDTH)
-        self.before_think = nn.LayerNorm(_WIDTH)
-        self.think = nn.Sequential(nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH))
+        self.attention_norm = nn.LayerNorm(_WIDTH)
+        self.projection = nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.output = nn.Linear(_WIDTH, _WIDTH)
+        self.feed_forward_norm = nn.LayerNorm(_WIDTH)
+        self.feed_forward = nn.Sequential(nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH))
         self.drop = nn.Dropout(_DROPOUT)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.drop(self._look_back(self.before_look(x)))
-        thought: torch.Tensor = self.drop(self.think(self.before_think(x)))
-        return x + thought
+        x = x + self.drop(self._attend(self.attention_norm(x)))
+        transformed: torch.Tensor = self.drop(self.feed_forward(self.feed_forward_norm(x)))
+        return x + transformed
 
-    def _look_back(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = self.look(x).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
+    def _attend(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.projection(x).unflatten(-1, (3, _HEADS, -1)).permute(2, 0, 3, 1, 4)
         heads = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        seen: torch.Tensor = self.seen(heads.transpose(1, 2).flatten(2))
-        return seen
+        attended: torch.Tensor = self.output(heads.transpose(1, 2).flatten(2))
+        return attended
 
 
 class CharacterModel(nn.Module):
-    """For every character of a text, how likely each one is to come next."""
+    """For every character of a text, the scores of each character to come next."""
 
     def __init__(self, characters: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class CharacterModel(nn.Module):
 
 
 class DoomedStorage(LocalStorage):
-    """A directory whose writer is killed when half of one file is written."""
+    """A directory whose writer is killed when half of the file `victim` is written."""
 
     def __init__(self, root: str, victim: str) -> None:
         super().__init__(root)
@@ -92,7 +92,7 @@ def _half_then_die(pieces: Iterable[Buffer]) -> Iterator[bytes]:
 
 
 def train(root: str | LocalStorage, steps: int, save_every: int) -> None:
-    """Train from the start, or from where the checkpoints in `root` say."""
+    """Train from the start, or resume from the newest checkpoint in `root`."""
     seed(1)
     text = files("ckpt.cli").joinpath("demo.txt").read_text(encoding="utf-8")
     loader = DataLoader(windows(text, steps // EPOCHS * _BATCH), batch_size=_BATCH, shuffle=True)
@@ -110,12 +110,12 @@ def train(root: str | LocalStorage, steps: int, save_every: int) -> None:
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 scheduler.step()
-                print(manager.progress.step + 1, loss.item(), flush=True)  # before the save that may be the end
+                print(manager.progress.step + 1, loss.item(), flush=True)  # before the save that may kill this process
                 manager.step(metrics={"loss": loss})
 
 
 def seed(number: int) -> None:
-    """Every generator starts the same, also those that nothing here draws from: a checkpoint holds them all."""
+    """Seed every generator, also those that nothing here draws from: a checkpoint holds them all."""
     random.seed(number)
     torch.manual_seed(number)
     if "numpy" in sys.modules:  # torch has imported it where it is installed
@@ -123,7 +123,7 @@ def seed(number: int) -> None:
 
 
 def windows(text: str, count: int) -> TensorDataset:
-    """Pieces of the text at even distances, each one character longer than the model looks back."""
+    """Windows of the text at even distances, each a character longer than the context of the model."""
     alphabet = {character: code for code, character in enumerate(sorted(set(text)))}
     codes = torch.tensor([alphabet[character] for character in text])
     pieces = codes.unfold(0, _CONTEXT + 1, 1)

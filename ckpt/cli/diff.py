@@ -1,13 +1,17 @@
-"""The command that compares two checkpoints: `ckpt diff`."""
+"""`ckpt diff`: compare two checkpoints."""
 
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING
 
 import click
 
 from ckpt.errors import CkptError
 from ckpt.util.console import format_table, one_line
+
+if TYPE_CHECKING:
+    from ckpt.tools.diff import Difference
 
 
 @click.command()
@@ -16,10 +20,10 @@ from ckpt.util.console import format_table, one_line
 @click.option("--part", help="Only this part: model, optimizer, ...")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
 def diff(first: str, second: str, part: str | None, as_json: bool) -> None:
-    """Say which tensors and values FIRST and SECOND have differently.
+    """Say which tensors and values differ between FIRST and SECOND.
 
     Each is a checkpoint of ckpt or whatever else 'ckpt merge' reads, at a path or URL. Exits with status 0 if they are
-    the same, 1 if they differ, 2 if that cannot be said.
+    the same, 1 if they differ, 2 if they cannot be compared.
     """
     from ckpt.tools.diff import diff
 
@@ -33,15 +37,14 @@ def diff(first: str, second: str, part: str | None, as_json: bool) -> None:
     elif not found:
         click.echo("There is no difference.")
     else:
-        rows = [(one.name, one.first, one.second, *_apart(one.elements, one.most)) for one in found.differences]
+        rows = [_row(difference) for difference in found.differences]
         for line in format_table(("", first, second, "elements", "at most by"), rows, ("elements",)):
             click.echo(line)
     if found:
         raise click.exceptions.Exit(1)
 
 
-def _apart(elements: int | None, most: float | None) -> tuple[str, str]:
-    return ("", "") if elements is None or most is None else (f"{elements:,}", f"{most:.3g}")
-
-
-COMMANDS = (diff,)
+def _row(difference: Difference) -> tuple[str, ...]:
+    elements = "" if difference.elements is None else f"{difference.elements:,}"
+    most = "" if difference.most is None else f"{difference.most:.3g}"
+    return difference.name, difference.first, difference.second, elements, most

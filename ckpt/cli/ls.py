@@ -1,4 +1,4 @@
-"""The commands that say which checkpoints there are, and whether they are whole: `ckpt ls` and `ckpt verify`."""
+"""`ckpt ls`: which checkpoints there are below a root, and whether they are intact."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ import click
 from ckpt.errors import MissingError, StorageError, shows_damage
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root import catalog
-from ckpt.root import verify as verifying
 from ckpt.root.catalog import Checkpoint
-from ckpt.root.verify import Verification, files_on_other_hosts, problems, size_problems, without_other_hosts
+from ckpt.root.verify import files_on_other_hosts, problems, size_problems, without_other_hosts
 from ckpt.storage import Storage, open_storage
 from ckpt.util.console import format_age, format_number, format_size, format_table, one_line
 
 _COLUMNS = ("name", "step", "age", "size", "metrics", "world", "intact")
-_TO_THE_RIGHT = ("step", "age", "size", "world")
+_RIGHT_ALIGNED = ("step", "age", "size", "world")
 
 
 @click.command()
@@ -30,23 +29,6 @@ def ls(root: str, verify: bool) -> None:
     show_checkpoints(root, verify=verify)
 
 
-@click.command()
-@click.argument("url")
-def verify(url: str) -> None:
-    """Read every byte of the checkpoint at URL, or of all below it.
-
-    Exits with status 1 if one is damaged or cannot be read. A run may go on meanwhile: below a root, what is just being
-    saved or removed is no fault.
-    """
-    storage, names, pointed_at = catalog.resolve(url)
-    if not names:
-        raise MissingError(f"there are no checkpoints in {url}.")
-    width = max(len(name) for name in names)
-    verdicts = [_show_verdict(storage, name, width) for name in names]
-    if any(one.is_fault or (pointed_at and one.state != verifying.INTACT) for one in verdicts):
-        raise click.exceptions.Exit(1)
-
-
 def show_checkpoints(root: str, *, verify: bool = False) -> None:
     """Print what `ckpt ls` does."""
     storage, found = _checkpoints(root)
@@ -54,12 +36,12 @@ def show_checkpoints(root: str, *, verify: bool = False) -> None:
         catalog.check_exists(storage)
         click.echo(f"There are no checkpoints in {root}.")
         return
-    _show_table([_row(storage, one, verify=verify) for one in found])
+    _show_table([_row(storage, checkpoint, verify=verify) for checkpoint in found])
     click.echo("every byte checked" if verify else "sizes checked; --verify reads every byte")
 
 
 def _checkpoints(root: str) -> tuple[Storage, list[Checkpoint]]:
-    """The checkpoints below a root; if the root is a checkpoint itself, that one."""
+    """The checkpoints below a root, or the one that `root` itself is."""
     storage = open_storage(root)
     if "://" not in storage.url and not os.path.isdir(storage.url):
         raise MissingError(f"{root} does not exist.")
@@ -86,30 +68,31 @@ def _row(storage: Storage, checkpoint: Checkpoint, *, verify: bool) -> list[str]
 
 
 def _intact(storage: Storage, manifest: Manifest, *, verify: bool) -> str:
-    look = partial(problems, show=True) if verify else size_problems
+    find_problems = partial(problems, show=True) if verify else size_problems
     try:
         others = files_on_other_hosts(storage, manifest)
-        wrong = look(storage, without_other_hosts(storage, manifest))
+        wrong = find_problems(storage, without_other_hosts(storage, manifest))
     except StorageError as error:
         return f"{'no' if shows_damage(error) else 'not known'}: {one_line(str(error))}"
     if wrong:
         return f"no: {'; '.join(wrong)}"
-    return f"yes, but for the files of {_listed(others)}" if others else "yes"
+    return f"yes, but for the files of {listed_hosts(others)}" if others else "yes"
 
 
-def _listed(others: Mapping[str, str]) -> str:
+def listed_hosts(others: Mapping[str, str]) -> str:
+    """The hosts of files that are not here, as text; `others` has the host of each file."""
     return ", ".join(sorted(set(others.values())))
 
 
 def _short_reason(checkpoint: Checkpoint) -> str:
-    return _without_name(str(checkpoint.problem), checkpoint.name).partition(":")[0]
+    return without_name(str(checkpoint.problem), checkpoint.name).partition(":")[0]
 
 
 def _show_table(rows: Sequence[Sequence[str]]) -> None:
     if sys.stdout.isatty():
         _show_on_terminal(rows)
     else:
-        for line in format_table(_COLUMNS, rows, _TO_THE_RIGHT):
+        for line in format_table(_COLUMNS, rows, _RIGHT_ALIGNED):
             click.echo(line)
 
 
@@ -123,7 +106,7 @@ def _show_on_terminal(rows: Sequence[Sequence[str]]) -> None:
     for name in _COLUMNS:
         table.add_column(
             name,
-            justify="right" if name in _TO_THE_RIGHT else "left",
+            justify="right" if name in _RIGHT_ALIGNED else "left",
             no_wrap=name not in ("metrics", "intact"),
             overflow="fold",
         )
@@ -134,30 +117,6 @@ def _show_on_terminal(rows: Sequence[Sequence[str]]) -> None:
     Console().print(table)
 
 
-def _show_verdict(storage: Storage, name: str, width: int) -> Verification:
-    """Verify one checkpoint and print its line."""
-    found = verifying.verify_checkpoint(storage, name)
-    colour = "red" if found.is_fault else "green" if found.state == verifying.INTACT else "yellow"
-    about = one_line(_about(storage, found))
-    click.echo(f"{name:<{width}}  {click.style(found.state, fg=colour)}  {about}")
-    return found
-
-
-def _about(storage: Storage, found: Verification) -> str:
-    if found.state == verifying.REMOVED:
-        return "by retention, or by hand, since it was listed"
-    if found.state == verifying.UNDER_WAY:
-        return "a process is just saving or removing it: it is not committed"
-    if found.manifest is None or found.is_fault:
-        return _without_name("; ".join(found.problems), found.name)
-    others = files_on_other_hosts(storage, found.manifest)
-    here = format_size(sum(file.size for file in found.manifest.files if file.path not in others))
-    return f"{here}; the rest is on {_listed(others)}" if others else here
-
-
-def _without_name(text: str, name: str) -> str:
-    """A problem without the checkpoint's name in front, which stands beside it already."""
+def without_name(text: str, name: str) -> str:
+    """A problem without the checkpoint's name in front, which is printed beside it."""
     return text.removeprefix(name).lstrip(" /").rstrip(".")
-
-
-COMMANDS = (ls, verify)

@@ -1,6 +1,6 @@
-"""The command `ckpt`: what a shell can do without a live model.
+"""The command `ckpt`: gathers the commands, one per module of this package.
 
-Imports no torch, so that it answers at once: whatever needs it is imported by the command that does.
+Imports no torch, so that it starts at once: commands that need it import it when they run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,18 @@ from typing import Any
 
 import click
 
-from ckpt.cli import diff, hub, ls, prune, report, selftest, show
+from ckpt.cli.convert import convert
+from ckpt.cli.demo import demo
+from ckpt.cli.diff import diff
+from ckpt.cli.ls import ls
+from ckpt.cli.merge import merge
+from ckpt.cli.prune import prune
+from ckpt.cli.pull import pull
+from ckpt.cli.push import push
+from ckpt.cli.report import report
+from ckpt.cli.selftest import selftest
+from ckpt.cli.show import show
+from ckpt.cli.verify import verify
 from ckpt.errors import CkptError
 from ckpt.util.console import one_line
 from ckpt.version import __version__
@@ -29,60 +40,8 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="ckpt")
 def main() -> None:
-    """Checkpoints of training runs: which are there, and are they whole?"""
+    """Checkpoints of training runs: list, verify, compare, prune, publish, convert."""
 
 
-@main.command()
-@click.option("--root", default="runs/demo", show_default=True, help="Where its checkpoints go.")
-@click.option("--steps", default=240, hidden=True, type=click.IntRange(min=24), help="Fewer, for tests.")
-def demo(root: str, steps: int) -> None:
-    """Train, kill it in the middle of a save, resume, and compare.
-
-    A small model learns on the CPU, once straight through and once killed and resumed. Takes half a minute. Exits with
-    status 1 if the two do not end bit for bit the same.
-    """
-    from ckpt.cli.demo import run
-
-    if not run(root, steps):
-        raise click.exceptions.Exit(1)
-
-
-@main.command()
-@click.argument("source")
-@click.argument("destination")
-@click.option("--dtype", help="Cast floating point tensors: bfloat16, float16, float32, ...")
-@click.option("--max-shard-size", help="Beyond this, write shards and an index: 5GB, 500MiB, ...")
-@click.option("--part", default="model", show_default=True, help="Which part of the checkpoint.")
-def merge(source: str, destination: str, dtype: str | None, max_shard_size: str | None, part: str) -> None:
-    """Make one safetensors file of the sharded checkpoint at SOURCE.
-
-    SOURCE is a checkpoint of ckpt, a folder of torch.distributed.checkpoint, or what Accelerate saves under FSDP.
-    DESTINATION is a file: out/model.safetensors.
-    """
-    from ckpt.export.merge import merge
-
-    for url in merge(source, destination, dtype=dtype, max_shard_size=max_shard_size, part=part):
-        click.echo(url)
-
-
-@main.command()
-@click.argument("source")
-@click.argument("destination")
-@click.option(
-    "--to", default="ckpt", show_default=True, type=click.Choice(["ckpt", "accelerate"]), help="What to make."
-)
-@click.option("--name", help="Of the checkpoint; that of the folder, if none is given.")
-def convert(source: str, destination: str, to: str, name: str | None) -> None:
-    """Make a checkpoint of ckpt out of one of Accelerate, or the other way round.
-
-    SOURCE is a folder that Accelerate's save_state wrote, and DESTINATION a root: runs/mine. With --to accelerate,
-    SOURCE is a checkpoint of ckpt, and DESTINATION a new folder that accelerator.load_state will read.
-    """
-    from ckpt.tools.convert import convert
-
-    click.echo(convert(source, destination, to=to, name=name))
-
-
-for _home in (ls, show, prune, diff, report, hub, selftest):
-    for _command in _home.COMMANDS:
-        main.add_command(_command)
+for _command in (convert, demo, diff, ls, merge, prune, pull, push, report, selftest, show, verify):
+    main.add_command(_command)

@@ -1,4 +1,4 @@
-"""The command that clears up: `ckpt prune`."""
+"""`ckpt prune`: remove old checkpoints and the leftovers of crashed saves."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
 @click.option("--metric", help="As step(metrics=...) named it.")
 @click.option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True, help="Which are best.")
 @click.option("--keep-every", type=int, metavar="STEPS", help="... and each whose step this divides.")
-@click.option("--grace", callback=_seconds, default="24h", show_default=True, help="Younger leftovers of saves stay.")
-@click.option("--verify/--no-verify", default=True, show_default=True, help="Read the newest that stays, first.")
-@click.option("--dry-run", is_flag=True, help="Only show what would go.")
+@click.option("--grace", callback=_seconds, default="24h", show_default=True, help="Younger leftovers are kept.")
+@click.option("--verify/--no-verify", default=True, show_default=True, help="First read the newest that is kept.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 def prune(
     root: str,
@@ -49,15 +49,13 @@ def prune(
 ) -> None:
     """Remove old checkpoints below ROOT, and what crashed saves left.
 
-    Without a --keep option all checkpoints stay, and only leftovers go: files and uploads of saves that were cut off
-    longer ago than --grace. The newest intact checkpoint always stays, and so does one that is being read.
+    Without a --keep option all checkpoints are kept, and only leftovers are removed: files and uploads of saves that
+    were cut off longer ago than --grace. The newest intact checkpoint is always kept, and so is one that is being read.
 
-    Shows what will go, and asks. Where nobody can answer, in a script or a cron job, it refuses with exit status 2
-    unless --yes is given.
+    Shows what will be removed, and asks. Where nobody can answer, in a script or a cron job, it refuses with exit
+    status 2 unless --yes is given.
     """
-    given = {"last": keep_last, "best": keep_best, "metric": metric, "every": keep_every}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    keep = Keep(mode=mode, **chosen) if chosen else None  # type: ignore[arg-type]
+    keep = _rules(mode, last=keep_last, best=keep_best, metric=metric, every=keep_every)
     plan = Plan.of(open_storage(root), keep, grace, verify=verify)
     for line in _lines(plan.outcome, grace):
         click.echo(line)
@@ -65,16 +63,22 @@ def prune(
         return
     if not yes and not sys.stdin.isatty():
         raise click.UsageError(
-            f"nothing was removed. {_total(plan.outcome)} would go, and nobody can be asked here: add --yes to remove "
-            "that, or --dry-run to see only what would go."
+            f"nothing was removed. {_total(plan.outcome)} would be, and nobody can be asked here: add --yes to remove "
+            "that, or --dry-run to see only what would be removed."
         )
     if not yes:
         click.confirm(f"Remove {_total(plan.outcome)}?", abort=True, err=True)
     done = plan.carry_out()
     for name in (*plan.outcome.removed, *plan.outcome.swept):
         if name in done.spared:
-            click.echo(f"{name} stays: {one_line(done.spared[name])}")
+            click.echo(f"{name} is kept: {one_line(done.spared[name])}")
     click.echo(f"removed {_total(done)}")
+
+
+def _rules(mode: str, **given: int | str | None) -> Keep | None:
+    """The rules of retention that the options give; None, to keep all checkpoints, if there are none."""
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return Keep(mode=mode, **chosen) if chosen else None  # type: ignore[arg-type]
 
 
 def _lines(found: Pruned, grace: float) -> Iterator[str]:
@@ -96,13 +100,7 @@ def _lines(found: Pruned, grace: float) -> Iterator[str]:
 
 def _total(found: Pruned) -> str:
     parts = []
-    for count, one, many in (
-        (len(found.removed), "checkpoint", "checkpoints"),
-        (len(found.swept), "leftover", "leftovers"),
-    ):
+    for count, noun in ((len(found.removed), "checkpoint"), (len(found.swept), "leftover")):
         if count:
-            parts.append(f"{count} {one if count == 1 else many}")
+            parts.append(f"{count} {noun}" if count == 1 else f"{count} {noun}s")
     return f"{' and '.join(parts) or 'nothing'}, {format_size(found.size)}"
-
-
-COMMANDS = (prune,)

@@ -1,4 +1,4 @@
-"""The command that writes a page about a run: `ckpt report`."""
+"""`ckpt report`: a Markdown page about a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from ckpt.tools.report import report as written
+from ckpt.tools.report import report as render
 
 
 @click.command()
@@ -15,14 +15,11 @@ from ckpt.tools.report import report as written
 def report(root: str, output: Path | None) -> None:
     """Write a page about the run below ROOT, in Markdown.
 
-    Its checkpoints, how its metrics went, and how long training waited for saves.
+    Its checkpoints, its metrics by step, and how long training waited for saves.
     """
-    text = written(root)
+    text = render(root)
     if output is None:
         click.echo(text, nl=False)
     else:
         output.write_text(text, encoding="utf-8")
         click.echo(str(output))
-
-
-COMMANDS = (report,)

@@ -1,4 +1,4 @@
-"""The command that tests a training script of the user's own: `ckpt selftest`."""
+"""`ckpt selftest`: whether a training script resumes exactly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def selftest(
     \b
     ckpt selftest train.py --epochs 2
     ckpt selftest --save-every 5 --nproc 2 train.py --epochs 2
-    ckpt selftest train.py --output_dir {root}      # for scripts that look into the folder themselves
+    ckpt selftest train.py --output_dir {root}      # for scripts that use the folder themselves
 
     Its managers save into folders of the test's own, which are removed. Exits with 0 if it is exact, 1 if it is not, 2
     if there is nothing to compare.
@@ -51,6 +51,3 @@ def selftest(
     click.echo(str(report))
     if not report.exact:
         raise click.exceptions.Exit(1)
-
-
-COMMANDS = (selftest,)

@@ -1,4 +1,4 @@
-"""The command that says what is in a checkpoint: `ckpt show`."""
+"""`ckpt show`: what a checkpoint contains."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from datetime import datetime
 
 import click
 
-from ckpt.tools.show import Part, Shown, look
+from ckpt.formats.native.manifest import Manifest
+from ckpt.tools.show import CheckpointSummary, PartSummary, summarize
 from ckpt.util.console import format_age, format_number, format_size, format_table, one_line
 
 _MOST_FILES = 24
@@ -20,44 +21,44 @@ _SECONDS = {"blocked": "training waited {:.2f} s", "total": "durable after {:.2f
 @click.option("--tensors", is_flag=True, help="List every tensor with its dtype and shape.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
 def show(url: str, tensors: bool, as_json: bool) -> None:
-    """Say what is in the checkpoint at URL, or in the newest whole one below it.
+    """Say what is in the checkpoint at URL, or in the newest intact one below it.
 
     Reads the manifest and the headers of files, no tensor. Exits with status 1 if files are missing or cut short.
     """
-    shown = look(url)
+    summary = summarize(url)
     if as_json:
-        click.echo(json.dumps(shown.to_json(tensors=tensors), indent=1, allow_nan=False))
+        click.echo(json.dumps(summary.to_json(tensors=tensors), indent=1, allow_nan=False))
     else:
-        for line in _lines(shown, tensors=tensors):
+        for line in _lines(summary, tensors=tensors):
             click.echo(line)
-    if shown.problems:
+    if summary.problems:
         raise click.exceptions.Exit(1)
 
 
-def _lines(shown: Shown, *, tensors: bool) -> Iterator[str]:
-    for name, why in shown.passed_over.items():
-        yield click.style(f"{name} is not whole: {one_line(why)}", fg="red")
-    yield click.style(shown.url, bold=True)
-    facts = list(_facts(shown))
+def _lines(summary: CheckpointSummary, *, tensors: bool) -> Iterator[str]:
+    for name, why in summary.skipped.items():
+        yield click.style(f"{name} is skipped: {one_line(why)}", fg="red")
+    yield click.style(summary.url, bold=True)
+    facts = list(_facts(summary))
     width = max(len(name) for name, _ in facts)
     for name, text in facts:
         yield f"  {name:<{width}}  {text}"
     yield ""
     columns = ("part", "class", "tensors", "elements", "dtypes", "size")
-    yield from format_table(columns, [_row(part) for part in shown.parts], ("tensors", "elements", "size"))
+    yield from format_table(columns, [_row(part) for part in summary.parts], ("tensors", "elements", "size"))
     yield ""
-    files = sorted(shown.manifest.files, key=lambda file: -file.size)
+    files = sorted(summary.manifest.files, key=lambda file: -file.size)
     yield from format_table(
         ("file", "size"), [(file.path, format_size(file.size)) for file in files[:_MOST_FILES]], ("size",)
     )
     if len(files) > _MOST_FILES:
         yield f"and {len(files) - _MOST_FILES} smaller ones; --json lists all"
     if tensors:
-        yield from _tensors(shown)
+        yield from _tensors(summary)
 
 
-def _facts(shown: Shown) -> Iterator[tuple[str, str]]:
-    manifest = shown.manifest
+def _facts(summary: CheckpointSummary) -> Iterator[tuple[str, str]]:
+    manifest = summary.manifest
     saved = datetime.fromisoformat(manifest.created).astimezone()
     yield "saved", f"{saved:%Y-%m-%d %H:%M:%S %Z}, {format_age(manifest.created)} ago"
     progress = {"step": manifest.step, **manifest.progress}
@@ -65,41 +66,44 @@ def _facts(shown: Shown) -> Iterator[tuple[str, str]]:
     if manifest.metrics:
         yield "metrics", ", ".join(f"{name} {format_number(value)}" for name, value in manifest.metrics.items())
     yield "size", f"{format_size(manifest.size)} in {len(manifest.files)} files"
-    whole = click.style("yes", fg="green") + ", by size; 'ckpt verify' reads every byte"
-    yield "whole", click.style(f"NO: {one_line('; '.join(shown.problems))}", fg="red") if shown.problems else whole
-    ranks = f"{manifest.world_size} ranks" if manifest.world_size > 1 else "one process"
-    yield "saved by", ", ".join(filter(None, [f"{ranks}, {manifest.layout} layout", manifest.hardware, _origin(shown)]))
+    yield "intact", _intact(summary)
+    yield "saved by", _saved_by(manifest)
     for host in manifest.hosts:
-        there = ", has its files itself" if host.name in shown.elsewhere.values() else ""
+        there = ", has its files itself" if host.name in summary.elsewhere.values() else ""
         yield "host", f"{host.name}: ranks {', '.join(map(str, host.ranks))}{there}"
     times = [text.format(manifest.seconds[key]) for key, text in _SECONDS.items() if key in manifest.seconds]
     if times:
         yield "took", ", ".join(times)
-    yield "goes on from", shown.parent or ("one that is gone" if manifest.parent else "nothing")
+    yield "continues", summary.parent or ("a checkpoint that was removed" if manifest.parent else "nothing")
     yield "run", f"{manifest.run} (checkpoint {manifest.id}, number {manifest.sequence})"
     yield "versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()) or "not known"
 
 
-def _origin(shown: Shown) -> str:
-    return f"converted from {shown.manifest.origin}" if shown.manifest.origin else ""
+def _intact(summary: CheckpointSummary) -> str:
+    if summary.problems:
+        return click.style(f"NO: {one_line('; '.join(summary.problems))}", fg="red")
+    return click.style("yes", fg="green") + ", by size; 'ckpt verify' reads every byte"
 
 
-def _row(part: Part) -> tuple[str, ...]:
+def _saved_by(manifest: Manifest) -> str:
+    ranks = f"{manifest.world_size} ranks" if manifest.world_size > 1 else "one process"
+    origin = f"converted from {manifest.origin}" if manifest.origin else ""
+    return ", ".join(filter(None, [f"{ranks}, {manifest.layout} layout", manifest.hardware, origin]))
+
+
+def _row(part: PartSummary) -> tuple[str, ...]:
     name = f"{part.key} (of each rank)" if part.ranks else part.key
     dtypes = ", ".join(part.dtypes) or "-"
     return name, part.kind or "-", str(len(part.tensors)), f"{part.elements:,}", dtypes, format_size(part.size)
 
 
-def _tensors(shown: Shown) -> Iterator[str]:
-    for part in shown.parts:
+def _tensors(summary: CheckpointSummary) -> Iterator[str]:
+    for part in summary.parts:
         if part.tensors:
             yield ""
-            rows = [(name, one.dtype, _shape(one.shape)) for name, one in part.tensors.items()]
+            rows = [(name, tensor.dtype, _shape(tensor.shape)) for name, tensor in part.tensors.items()]
             yield from format_table((part.key, "dtype", "shape"), rows)
 
 
 def _shape(shape: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, shape))}]"
-
-
-COMMANDS = (show,)

@@ -1,10 +1,10 @@
-"""The model card: front matter and one section that are ours, around whatever the user has written."""
+"""The model card: front matter and a section that are generated, inside whatever the user has written."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ CARD, CURVE = "README.md", "training-curve.svg"
 BEGIN = "<!-- ckpt writes this section anew with every push: what you change in it is lost -->"
 END = "<!-- end of the section of ckpt -->"
 _FRONT = re.compile(r"\A---[ \t]*\r?\n(.*?)^---[ \t]*(?:\r?\n|\Z)", re.DOTALL | re.MULTILINE)
-# where a user has removed one end of a section, none of the text after it is taken for ours
+# where a user has removed a marker of the section, the text after it is not taken for generated
 _SECTION = re.compile(f"{re.escape(BEGIN)}(?:(?!{re.escape(BEGIN)}).)*?{re.escape(END)}", re.DOTALL)
 _REPO_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 _TASKS = {
@@ -36,7 +36,7 @@ _TASKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is known of how a model was trained."""
+    """What a model card says of the training: progress, metrics, environment, lineage, and metrics by step."""
 
     progress: Mapping[str, int] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -48,9 +48,9 @@ class Training:
 
     @classmethod
     def of(cls, manifest: Manifest, root: Sequence[Manifest]) -> Training:
-        """As a checkpoint tells it, with the curve that those before it in its run make."""
+        """Of a checkpoint, with the metrics of the earlier checkpoints of its run in `root`."""
         known = {"run": manifest.run, "checkpoint": f"{manifest.name} ({manifest.id[:8]})"}
-        parents = [one.name for one in root if one.id == manifest.parent]
+        parents = [other.name for other in root if other.id == manifest.parent]
         return cls(
             progress=manifest.progress,
             metrics=manifest.metrics,
@@ -58,31 +58,29 @@ class Training:
             hardware=manifest.hardware,
             world_size=manifest.world_size,
             lineage={**known, **({"trained on from": parents[0]} if parents else {})},
-            curves=curves(one for one in root if one.run == manifest.run and one.sequence <= manifest.sequence),
+            curves=curves(other for other in root if other.run == manifest.run and other.sequence <= manifest.sequence),
         )
 
 
-def curves(manifests: Any) -> dict[str, list[tuple[int, float]]]:
-    """The metrics of checkpoints by their steps."""
+def curves(manifests: Iterable[Manifest]) -> dict[str, list[tuple[int, float]]]:
+    """The values of each metric by step. Of checkpoints of the same step, the last one counts."""
     found: dict[str, dict[int, float]] = {}
-    for one in sorted(manifests, key=lambda manifest: manifest.sequence):
-        for name, value in one.metrics.items():
-            found.setdefault(name, {})[one.step] = value
+    for manifest in sorted(manifests, key=lambda manifest: manifest.sequence):
+        for name, value in manifest.metrics.items():
+            found.setdefault(name, {})[manifest.step] = value
     return {name: sorted(points.items()) for name, points in found.items()}
 
 
 def known_fields(about: Mapping[str, Any], training: Training | None) -> dict[str, Any]:
     """The front matter that follows from the model and its training."""
-    adapters = [one["config"] for one in about.get("adapters", {}).values()]
+    adapters = [adapter["config"] for adapter in about.get("adapters", {}).values()]
     config = about.get("config", {})
-    base = next((str(one.get("base_model_name_or_path") or "") for one in adapters), about.get("base", ""))
-    words = [*config.get("architectures", ()), *(str(one.get("task_type")) for one in adapters)]
+    base = next((str(adapter.get("base_model_name_or_path") or "") for adapter in adapters), about.get("base", ""))
+    words = [*config.get("architectures", ()), *(str(adapter.get("task_type")) for adapter in adapters)]
     measured = [name for name in training.metrics if name != "loss"] if training else []
     fields = {
         "library_name": "peft" if adapters else "transformers" if config else None,
-        "base_model": base
-        if _REPO_ID.fullmatch(base) and not os.path.exists(base)
-        else None,  # of this disk, it is none
+        "base_model": base if _is_on_the_hub(base) else None,
         "pipeline_tag": next((tag for word in words for end, tag in _TASKS.items() if word.endswith(end)), None),
         "metrics": measured,
         "tags": ["torch-ckpt"],
@@ -91,11 +89,11 @@ def known_fields(about: Mapping[str, Any], training: Training | None) -> dict[st
 
 
 def _is_on_the_hub(base: str) -> bool:
-    """Whether the name of a base model is that of a repository, as far as can be told: folders are named alike."""
+    """Whether a base model's name is that of a repository: an existing path of the same form is a local folder."""
     return bool(_REPO_ID.fullmatch(base)) and not os.path.exists(base)
 
 
-def written(
+def render(
     existing: str | None,
     title: str,
     known: Mapping[str, Any],
@@ -104,7 +102,7 @@ def written(
     *,
     curve: bool = False,
 ) -> str:
-    """A card. Of one that exists, text and front matter stay as they are, but for our section and what is `given`."""
+    """The text of a card. An existing one is kept, except for the generated section and the fields that are `given`."""
     front, text = _split(existing or f"\n# {title}\n")
     section = f"{BEGIN}\n{_section(training, curve=curve)}\n{END}"
     if _SECTION.search(text):
@@ -120,7 +118,7 @@ def _split(card: str) -> tuple[str, str]:
 
 
 def _merged(front: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    """Front matter with what is missing in it added below; rewritten only where a field that is given is another."""
+    """Front matter with missing fields appended; rewritten only where a `given` field has another value."""
     import yaml
 
     try:
@@ -151,16 +149,16 @@ def _section(training: Training | None, *, curve: bool) -> str:
 def _rows(training: Training) -> list[tuple[str, str]]:
     progress = training.progress
     counted = [(word, f"{progress[key]:,}") for key, word in _COUNTERS.items() if progress.get(key)]
-    measured = [(plain(name), f"{value:.4g}") for name, value in training.metrics.items()]
+    measured = [(table_cell(name), f"{value:.4g}") for name, value in training.metrics.items()]
     ranks = f"{training.world_size} ranks, {training.hardware}" if training.world_size > 1 else training.hardware
     versions = ", ".join(f"{name} {version}" for name, version in training.versions.items())
     rest = [("hardware", ranks), ("versions", versions), *training.lineage.items()]
-    return [*counted, *measured, *((name, plain(value)) for name, value in rest if value)]
+    return [*counted, *measured, *((name, table_cell(value)) for name, value in rest if value)]
 
 
 _COUNTERS = {"step": "steps", "epoch": "epochs", "samples": "samples"}
 
 
-def plain(text: str) -> str:
-    """Text that cannot break out of its cell."""
+def table_cell(text: str) -> str:
+    """Text without the characters that would end a cell of a Markdown table, or begin a tag."""
     return re.sub(r"[|<>\r\n]", " ", text)

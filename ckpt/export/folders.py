@@ -1,10 +1,12 @@
-"""Folders with the files of a model, which appear when they are complete."""
+"""Directories for the files of a model: output that appears only when it is complete, and scratch directories."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,40 +16,43 @@ from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.storage import LocalStorage
 from ckpt.storage.local.durable_directories import sync_directory
 from ckpt.storage.local.storage import TEMPORARY
+from ckpt.util.fork_safety import OwnerProcess
 
 _WEIGHTS = re.compile(r"((?:adapter_)?model)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
 
-_NOT_BESIDE = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+_WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+_PREFIX, _UNLOCKED_PREFIX = "ckpt-push-", ".ckpt-push-"
 
 
 def belongs_beside(name: str) -> bool:
-    """Whether a file goes along with other weights: a tokenizer, a configuration, but no weights and no index."""
-    return "/" not in name and not name.startswith(".") and not name.endswith(_NOT_BESIDE)
+    """True for files that accompany weights, such as a tokenizer or a configuration; False for weights and indexes."""
+    return "/" not in name and not name.startswith(".") and not name.endswith(_WEIGHT_SUFFIXES)
 
 
 @contextmanager
-def appearing(path: str | os.PathLike[str], *, over: bool = False) -> Iterator[Path]:
-    """A folder to write into, which takes its place when the context ends well; if anything fails, it is removed.
+def atomic_folder(path: str | os.PathLike[str], *, over: bool = False) -> Iterator[Path]:
+    """Yield a temporary folder that is renamed to `path` on success, and removed on an error.
 
-    One that is there already is refused or, with `over`, replaced, and files of the user's own in it stay. What a
-    killed process leaves beside it begins with a dot, and is cleared away by the next try.
+    An existing folder is refused or, with `over`, replaced; files in it that the new one does not have are kept, except
+    weights of an older model. The name of the temporary folder begins with a dot: the next call removes what a killed
+    process left.
     """
     final = Path(os.path.abspath(path))
     if os.path.lexists(final) and not over:
-        raise ConfigError(f"{os.fspath(path)} is there already, and stays as it is. Choose another destination.")
+        raise ConfigError(f"{os.fspath(path)} is there already, and is kept as it is. Choose another destination.")
     if final.is_symlink() or (final.exists() and not final.is_dir()):
         raise ConfigError(f"{os.fspath(path)} is not a directory of its own. Choose another place for the model.")
     new = final.with_name(f".{final.name}{TEMPORARY}")
-    with _explained(final):
+    with _as_storage_error(final):
         new.mkdir(parents=True, exist_ok=True)
-        with _alone(new):
+        with _locked(new):
             try:
                 _recover(final)
-                _clear(new)
+                _empty(new)
                 yield new
                 _carry_over(final, new)
                 sync_directory(new)
-                _take_place(new, final)
+                _swap_in(new, final)
                 sync_directory(final.parent)
             finally:
                 shutil.rmtree(new, ignore_errors=True)
@@ -56,11 +61,11 @@ def appearing(path: str | os.PathLike[str], *, over: bool = False) -> Iterator[P
 def refuse_checkpoints(directory: Path) -> None:
     """Refuse a folder whose files a run may be using."""
     if (directory / FILE_NAME).exists() or any(directory.glob(f"*/{FILE_NAME}")):
-        raise ConfigError(f"{directory} holds checkpoints, and stays as it is. Choose another place for the model.")
+        raise ConfigError(f"{directory} holds checkpoints, and is kept as it is. Choose another place for the model.")
 
 
 @contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _as_storage_error(path: Path) -> Iterator[None]:
     try:
         yield
     except StorageError:
@@ -70,8 +75,8 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Two at once would clear each other away."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder: two processes would remove each other's files."""
     try:
         with LocalStorage(folder.parent).lock(folder.name):
             yield
@@ -79,7 +84,7 @@ def _alone(folder: Path) -> Iterator[None]:
         raise LockedError(f"another process is writing {folder}. Wait until it has ended.") from None
 
 
-def _clear(folder: Path) -> None:
+def _empty(folder: Path) -> None:
     for entry in os.scandir(folder):
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)
@@ -87,22 +92,22 @@ def _clear(folder: Path) -> None:
             os.unlink(entry.path)
 
 
-def _replaced(final: Path) -> Path:
-    """Where a folder is while another takes its place."""
+def _set_aside_path(final: Path) -> Path:
+    """The path to which a folder is renamed while another replaces it."""
     return final.with_name(f".{final.name}.old{TEMPORARY}")
 
 
 def _recover(final: Path) -> None:
-    """Whoever was killed while one folder took the place of another has left the older one aside."""
-    old = _replaced(final)
+    """Undo a replacement that a kill interrupted between its two renames."""
+    old = _set_aside_path(final)
     if old.exists() and not os.path.lexists(final):
         os.rename(old, final)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _take_place(new: Path, final: Path) -> None:
-    """Put one folder into the place of another, which is removed when that is done."""
-    old = _replaced(final)
+def _swap_in(new: Path, final: Path) -> None:
+    """Rename `new` to `final`; a folder that was there is removed afterwards."""
+    old = _set_aside_path(final)
     try:
         os.rename(final, old)
     except FileNotFoundError:
@@ -117,20 +122,61 @@ def _take_place(new: Path, final: Path) -> None:
 
 
 def _carry_over(directory: Path, new: Path) -> None:
-    """What was there stays, but for what is replaced."""
+    """Link the files of the old folder into the new one, except those that are replaced or outdated."""
     old, fresh = ({path.relative_to(top).as_posix() for path in _files(top)} for top in (directory, new))
-    for name in old - fresh - outdated(old, fresh):
+    for name in old - fresh - outdated_weights(old, fresh):
         (new / name).parent.mkdir(parents=True, exist_ok=True)
         os.link(directory / name, new / name, follow_symlinks=False)
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Files, and links to whatever they lead to."""
+    """Files and symbolic links, also links to directories."""
     return (path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
 
 
-def outdated(old: Collection[str], new: Collection[str]) -> set[str]:
-    """Files that would be mixed up with new ones: shards and indexes of an older model of the same kind."""
+def outdated_weights(old: Collection[str], new: Collection[str]) -> set[str]:
+    """Files that readers would mix up with the new ones: shards and indexes of an older model of the same kind."""
     kinds = {match.group(1) for path in new if (match := _WEIGHTS.fullmatch(path))}
     found = {path: _WEIGHTS.fullmatch(path) for path in old if path not in new}
     return {path for path, match in found.items() if match and match.group(1) in kinds}
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A temporary directory, removed when the context ends. Those that killed processes left are removed, too."""
+    _remove_abandoned(Path(tempfile.gettempdir()))
+    new = Path(tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX))
+    held = _try_lock(new)
+    owner = OwnerProcess()
+    folder = new.with_name(_PREFIX + new.name.removeprefix(_UNLOCKED_PREFIX))
+    try:
+        os.rename(new, folder)
+        yield folder
+    finally:
+        if owner.is_here:  # a forked child leaves the removal to its parent
+            shutil.rmtree(folder, ignore_errors=True)
+        if held is not None:
+            os.close(held)
+
+
+def _try_lock(folder: Path) -> int | None:
+    """Lock a directory until the descriptor is closed or this process ends. None if it is locked, or cannot be."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove_abandoned(top: Path) -> None:
+    """Remove the scratch directories of processes that were killed: models are large, and nothing else removes them."""
+    for folder in top.glob(f"{_PREFIX}*"):
+        try:
+            held = _try_lock(folder)
+        except OSError:  # another user's, or removed meanwhile
+            continue
+        if held is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(held)

@@ -1,4 +1,4 @@
-"""A folder becomes one commit on the Hub, or none if nothing has changed."""
+"""Publish folders as one commit on the Hub, or none if nothing has changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.errors import CkptError, ConfigError, TransientError
 from ckpt.export import card as model_card
 from ckpt.export.card import CARD, CURVE, Training
-from ckpt.export.folders import outdated
+from ckpt.export.folders import outdated_weights
 from ckpt.export.metric_plot import draw
 from ckpt.storage.hub.repo import MAIN_BRANCH, HubFile, HubRepo
 from ckpt.util.console import say
@@ -20,26 +20,27 @@ if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 Card = bool | Mapping[str, Any]
-_LARGE = 64  # digits of sha256, by which large files are known; git's hash has 40
+_SHA256_DIGITS = 64  # the Hub identifies large files by sha256, others by git's hash, which has 40 digits
 
 
 @dataclass(frozen=True)
-class Ready:
-    """Folders with everything that shall be published, later ones before earlier, and what the card can say of it."""
+class Publication:
+    """The files to publish, and what the model card says of them. In `folders` a later one overrides an earlier one."""
 
     folders: Sequence[Path]
     about: Mapping[str, Any] = field(default_factory=dict)
     training: Training | None = None
 
     def paths(self) -> dict[str, Path]:
+        """The files by their path in the repository, without hidden ones."""
         found = ((folder, path) for folder in self.folders for path in sorted(folder.rglob("*")) if path.is_file())
         named = {path.relative_to(folder).as_posix(): path for folder, path in found}
         return {name: path for name, path in named.items() if not any(word.startswith(".") for word in name.split("/"))}
 
 
 @dataclass(frozen=True)
-class Target:
-    """Where to publish, and in what words."""
+class HubTarget:
+    """The repository to publish to, and how: its visibility, the commit's message, the model card."""
 
     repo: HubRepo
     private: bool | None = None
@@ -55,35 +56,35 @@ class Target:
         private: bool | None,
         message: str | None,
         card: Card,
-    ) -> Target:
+    ) -> HubTarget:
         if not isinstance(card, bool | Mapping):
             raise ConfigError(
                 f"card={card!r} must be True, False, or a dict for its front matter, such as {{'license': 'mit'}}. "
-                "Text of your own stays in the card once it is there."
+                "Text of your own in an existing card is kept."
             )
         return cls(HubRepo(repo_id, revision or MAIN_BRANCH, token), private, message, card)
 
-    def publish(self, ready: Ready) -> str:
-        """Make one commit of what differs from what is there, and return its URL.
+    def publish(self, publication: Publication) -> str:
+        """Commit what differs from the repository's head, and return the URL of the commit.
 
-        If that fails, a repository that was made for it is removed again. Where another try may help it stays, with
-        what was uploaded, and the error says so.
+        On an error a repository that this call created is removed again. After a transient one it is kept, with what
+        was uploaded, and the error says so.
         """
-        made = self.repo.create(private=self.private)
+        created = self.repo.create(private=self.private)
         try:
-            return self._publish(ready)
+            return self._publish(publication)
         except CkptError as error:
-            if made:
+            if created:
                 error.args = (f"{error} {self._after_failure(error)}",)
             raise
 
     def _after_failure(self, error: CkptError) -> str:
-        """What has become of a repository that was made for this push."""
+        """What an error says of a repository that was created for this push."""
         if not isinstance(error, TransientError) and self.repo.remove_if_untouched():
             return f"{self.repo.page}, which was made for this push, has been removed again."
         return f"{self.repo.page} was made for this push, and is still empty: push again, or remove it."
 
-    def _publish(self, ready: Ready) -> str:
+    def _publish(self, publication: Publication) -> str:
         hashes = _Hashes()
         if self.private and not self.repo.is_private():
             raise ConfigError(
@@ -91,54 +92,58 @@ class Target:
                 "settings, or leave private= out."
             )
         message = self.message or "Upload model with ckpt"
-        commit, count = self.repo.commit_on_head(lambda head: self._operations(ready, hashes, head), message)
+        commit, count = self.repo.commit_on_head(lambda head: self._operations(publication, hashes, head), message)
         if count:
             say(f"pushed to {self.repo.page}: {count} files in commit {commit[:8]}")
         else:
             say(f"{self.repo.page} has all of it already: nothing to push")
         return f"{self.repo.page}/commit/{commit}"
 
-    def _operations(self, ready: Ready, hashes: _Hashes, head: str) -> list[CommitOperationAdd | CommitOperationDelete]:
-        """What differs between what shall be there and what is there at a commit."""
+    def _operations(
+        self, publication: Publication, hashes: _Hashes, head: str
+    ) -> list[CommitOperationAdd | CommitOperationDelete]:
+        """The changes that turn the files at a commit into those to publish."""
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         there = self.repo.files(head)
-        paths = ready.paths()
+        paths = publication.paths()
         new: dict[str, str | bytes] = {path: str(file) for path, file in paths.items()}
-        new |= self._texts(ready, paths.get(CARD), head, there)
+        new |= self._texts(publication, paths.get(CARD), head, there)
         additions = [
             CommitOperationAdd(path, content)
             for path, content in new.items()
             if path not in there or hashes.of(content, like=there[path].oid) != there[path].oid
         ]
-        return [*additions, *(CommitOperationDelete(path) for path in sorted(outdated(there, new)))]
+        return [*additions, *(CommitOperationDelete(path) for path in sorted(outdated_weights(there, new)))]
 
-    def _texts(self, ready: Ready, local: Path | None, head: str, there: Mapping[str, HubFile]) -> dict[str, bytes]:
-        """The card and its picture, with the card that is there, or lies in the folder, as a beginning."""
+    def _texts(
+        self, publication: Publication, local: Path | None, head: str, there: Mapping[str, HubFile]
+    ) -> dict[str, bytes]:
+        """The card and its plot. The repository's card, or else the one in the folder, is updated."""
         if self.card is False:
             return {}
         found = local.read_bytes() if local else None
         if CARD in there:
             found = self.repo.read(CARD, head)
-        existing = None if found is None else found.decode(errors="surrogateescape")  # what is no UTF-8 stays, too
-        picture = draw(ready.training.curves) if ready.training else None
-        known = model_card.known_fields(ready.about, ready.training)
+        existing = None if found is None else found.decode(errors="surrogateescape")  # keeps what is not UTF-8
+        picture = draw(publication.training.curves) if publication.training else None
+        known = model_card.known_fields(publication.about, publication.training)
         given = self.card if isinstance(self.card, Mapping) else {}
         name = self.repo.id.rpartition("/")[2]
-        text = model_card.written(existing, name, known, given, ready.training, curve=picture is not None)
+        text = model_card.render(existing, name, known, given, publication.training, curve=picture is not None)
         card = {CARD: text.encode(errors="surrogateescape")}
         return {**card, CURVE: picture.encode()} if picture else card
 
 
 @dataclass
 class _Hashes:
-    """Hashes of contents (of a file at a path, or of bytes), each worked out once."""
+    """Hashes of contents (a path, or bytes), each computed once."""
 
     known: dict[tuple[str | bytes, bool], str] = field(default_factory=dict)
 
     def of(self, content: str | bytes, *, like: str) -> str:
-        """In the way in which another hash was made: sha256 for large files, git's for others."""
-        key = (content, len(like) == _LARGE)
+        """A hash of the kind that the other one is: sha256 for large files, git's for others."""
+        key = (content, len(like) == _SHA256_DIGITS)
         if key not in self.known:
             self.known[key] = _hashed(*key)
         return self.known[key]

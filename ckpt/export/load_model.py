@@ -12,7 +12,7 @@ from torch import nn
 
 from ckpt.errors import MismatchError, MissingError
 from ckpt.export.save_model import ADAPTER_CONFIG, CONFIG
-from ckpt.export.source import Source, open_source
+from ckpt.export.source import TensorSource, open_source
 from ckpt.formats.layout import Box, is_sharded, layout_of, local_tensor
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
@@ -173,7 +173,7 @@ def _load_folder(
 
 
 def _matched(
-    part: ModelPart, live: Mapping[str, Any], source: Source, shown: str
+    part: ModelPart, live: Mapping[str, Any], source: TensorSource, shown: str
 ) -> tuple[Mapping[str, Any], Mapping[str, PiecedTensor]]:
     """Live and saved tensors under the same names: an adapter's file has names of its own."""
     if ADAPTER_CONFIG not in source.beside or CONFIG in source.beside:

@@ -1,4 +1,4 @@
-"""A sharded checkpoint becomes one file, or a few: in bounded memory, whatever the size of the model."""
+"""Merge a sharded checkpoint into one safetensors file, or a few, in bounded memory whatever the size of the model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from ckpt.errors import ConfigError, StorageError
+from ckpt.export.options import ExportOptions
 from ckpt.export.source import open_source
-from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX, parse_dtype, parse_size, plan_files
+from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX, plan_files
 from ckpt.formats.foreign.tied_weights import tied
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FILE_NAME
@@ -36,28 +37,29 @@ def merge(
     `source` is a checkpoint of ours, a folder of torch.distributed.checkpoint, what Accelerate saves under FSDP, or a
     folder of safetensors. Beyond `max_shard_size` (bytes, or `"5GB"`) the output is shards and
     `model.safetensors.index.json`. Floating point tensors are cast to `dtype`. Tied weights are written once. Less than
-    256 MB are held at a time, and the output appears only when it is complete. Either side may be a URL;
+    256 MB are held in memory, and the output appears only when it is complete. Either side may be a URL;
     `storage_options` are for both.
     """
-    target = _Target.at(destination, storage_options)
-    cast = None if dtype is None else parse_dtype(dtype)
-    limit = None if max_shard_size is None else parse_size(max_shard_size)
+    output = _Destination.parse(destination, storage_options)
+    options = ExportOptions.parse(dtype, max_shard_size)
     with open_source(source, part, storage_options) as opened:
         tensors = opened.tensors
-        files = plan_files(target.name, tensors, tied(tensors), dtype=cast, max_shard_size=limit)
-        target.check_free(files)
-        return target.write(files)
+        files = plan_files(
+            output.name, tensors, tied(tensors), dtype=options.dtype, max_shard_size=options.max_shard_size
+        )
+        output.check_free(files)
+        return output.write(files)
 
 
 @dataclass(frozen=True)
-class _Target:
-    """Where the output goes: a folder, and the name of the file in it."""
+class _Destination:
+    """The folder that the output is written to, and the name of the file in it."""
 
     storage: Storage
     name: str
 
     @classmethod
-    def at(cls, destination: str | os.PathLike[str], options: Mapping[str, Any] | None) -> _Target:
+    def parse(cls, destination: str | os.PathLike[str], options: Mapping[str, Any] | None) -> _Destination:
         text = os.fspath(destination)
         folder, slash, name = text.rpartition("/")
         if not name or os.path.isdir(text):
@@ -67,10 +69,10 @@ class _Target:
         return cls(open_url(folder or slash or ".", options), name)
 
     def check_free(self, files: list[FilePlan]) -> None:
-        """Refuse a place where the output would destroy a checkpoint, or be mixed up with an older output."""
+        """Refuse a folder in which the output would overwrite a checkpoint, or be mixed up with an older output."""
         there = {entry.key for entry in self.storage.list()}
         if FILE_NAME in there:
-            raise ConfigError(f"{self.storage.url} is a checkpoint, and stays as it is. Choose another destination.")
+            raise ConfigError(f"{self.storage.url} is a checkpoint, and is kept as it is. Choose another destination.")
         if any(key.startswith(f"{self.name}/") for key in there):
             raise ConfigError(f"{self._url(self.name)} is a directory. Name a file in it: {self.name}/model{SUFFIX}.")
         in_the_way = [name for name in (self.name, self.name + INDEX_SUFFIX) if name in there and len(files) > 1]
@@ -79,7 +81,7 @@ class _Target:
             raise ConfigError(f"{listed} would be mixed up with the shards. Remove it, or choose another destination.")
 
     def write(self, files: list[FilePlan]) -> list[str]:
-        """Write the files in their order. If one fails, those before it are removed."""
+        """Write the files in order. If a write fails, the files before it are removed."""
         done: list[str] = []
         with progress_bar(f"merging into {self.name}", sum(file.size for file in files), in_bytes=True) as advance:
             try:
@@ -87,7 +89,7 @@ class _Target:
                     self.storage.write(file.path, _counted(file.pieces(), advance))
                     done.append(file.path)
             except BaseException:
-                with suppress(StorageError):  # what is to be told is what went wrong first
+                with suppress(StorageError):  # the first error is the one to raise
                     self.storage.delete(done)
                 raise
         return [self._url(path) for path in done]

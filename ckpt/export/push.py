@@ -1,10 +1,10 @@
-"""A model goes to the Hub: one commit, made by the main process alone, and none if nothing has changed."""
+"""Push a model to the Hub: one commit, made by the main rank alone, and none if nothing has changed."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,21 +14,20 @@ import torch
 
 from ckpt.errors import ConfigError
 from ckpt.export.card import Training
-from ckpt.export.folders import belongs_beside
-from ckpt.export.hub_commit import Card, Ready, Target
+from ckpt.export.folders import belongs_beside, scratch_folder
+from ckpt.export.hub_commit import Card, HubTarget, Publication
+from ckpt.export.options import SHARD_SIZE, ExportOptions
 from ckpt.export.save_model import (
     ADAPTER_CONFIG,
     CONFIG,
-    SHARD_SIZE,
-    Exported,
-    Wanted,
-    belongings,
+    ModelExport,
+    Processor,
+    check_processors,
     model_files,
     save_live,
-    write_beside,
+    write_processors,
 )
-from ckpt.export.scratch import scratch_folder
-from ckpt.export.source import Source, open_source
+from ckpt.export.source import TensorSource, open_source
 from ckpt.formats.foreign.tied_weights import tied
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
@@ -52,8 +51,8 @@ def push_to_hub(
     max_shard_size: int | str | None = SHARD_SIZE,
     dtype: str | torch.dtype | None = None,
     card: Card = True,
-    tokenizer: Any = None,
-    processor: Any = None,
+    tokenizer: Processor | None = None,
+    processor: Processor | None = None,
     beside: str | os.PathLike[str] | None = None,
     part: str = "model",
     storage_options: Mapping[str, Any] | None = None,
@@ -61,24 +60,25 @@ def push_to_hub(
 ) -> str:
     """Publish the model of a checkpoint, sharded or not, or a folder of safetensors, and return the commit's URL.
 
-    `source` is a path or URL, and `repo_id` is `user/name`; a repository that is not there is made, with `private` as
-    given, and so is the branch `revision`. The token comes from `HF_TOKEN` or a login, if none is given.
+    `source` is a path or URL, and `repo_id` is `user/name`; a repository that does not exist is created, with `private`
+    as given, and so is the branch `revision`. The token comes from `HF_TOKEN` or a login, if none is given.
 
     One commit has everything: weights, `config.json`, the files of `tokenizer` and `processor`, what lies in the folder
     `beside` (a tokenizer, a config; no weights), and the model card. `card` is False for none, or a dict for its front
-    matter: `{"license": "apache-2.0"}`. What the Hub has is not sent again, so that an interrupted push goes on where
-    it was; if nothing has changed there is no commit. With several processes the main one alone talks to the Hub, and
-    the others wait. `storage_options` are for a `source` that is a URL, as for `StateManager`.
+    matter: `{"license": "apache-2.0"}`. What the Hub has is not sent again, so that an interrupted push continues
+    where it was; if nothing has changed there is no commit. With several processes the main one alone talks to the Hub,
+    and the others wait. `storage_options` are for a `source` that is a URL, as for `StateManager`.
     """
-    target = Target.of(repo_id, revision, token, private, commit_message, card)
-    given = _Given(Wanted.of(dtype, max_shard_size), belongings(tokenizer=tokenizer, processor=processor), beside)
+    target = HubTarget.of(repo_id, revision, token, private, commit_message, card)
+    processors = check_processors(tokenizer=tokenizer, processor=processor)
+    request = _PushRequest(ExportOptions.parse(dtype, max_shard_size), processors, beside)
     ranks = find_ranks(f"push to {target.repo.url}", timeout)
 
-    def push(_: Any) -> str:
-        with _folder_of(os.fspath(source), part, given, storage_options) as ready:
-            if not {CONFIG, ADAPTER_CONFIG} & {path.rpartition("/")[2] for path in ready.paths()}:
-                say(f"no {CONFIG} goes along, which from_pretrained needs: if there is one, name its folder as beside")
-            return target.publish(ready)
+    def push(_: object) -> str:
+        with _prepare(os.fspath(source), part, request, storage_options) as publication:
+            if not {CONFIG, ADAPTER_CONFIG} & {path.rpartition("/")[2] for path in publication.paths()}:
+                say(f"no {CONFIG} is pushed, which from_pretrained needs: if there is one, name its folder as beside")
+            return target.publish(publication)
 
     with ranks.working():
         url: str = decide_together(ranks, f"push_to_hub({repo_id!r})", Result(), push)
@@ -86,39 +86,43 @@ def push_to_hub(
 
 
 @dataclass(frozen=True)
-class _Given:
-    """How weights shall be written, and what goes along with them."""
+class _PushRequest:
+    """How the weights are written, and the files that accompany them: of processors, and of the folder `beside`."""
 
-    wanted: Wanted
-    belongings: tuple[Any, ...]
+    options: ExportOptions
+    processors: Sequence[Processor]
     beside: str | os.PathLike[str] | None
 
-    def write(self, folder: Path) -> None:
+    def write_companions(self, folder: Path) -> None:
         if self.beside is not None:
             _copy_beside(Path(self.beside), folder)
-        write_beside(folder, self.belongings)
+        write_processors(folder, self.processors)
 
 
 @contextmanager
-def _folder_of(source: str, part: str, given: _Given, options: Mapping[str, Any] | None) -> Iterator[Ready]:
-    """What is at a path or URL as a folder to publish: itself, if it is one already."""
+def _prepare(
+    source: str, part: str, request: _PushRequest, storage_options: Mapping[str, Any] | None
+) -> Iterator[Publication]:
+    """The files to publish, in a scratch folder. A folder of safetensors is published as it is."""
     with scratch_folder() as folder:
         if _is_published_form(Path(source)):
-            if given.wanted != Wanted.of(None, SHARD_SIZE):
+            if request.options != ExportOptions.parse(None, SHARD_SIZE):
                 raise ConfigError(f"{source} is pushed as it is: dtype= and max_shard_size= are for checkpoints.")
-            given.write(folder)
-            yield Ready((Path(source), folder))
+            request.write_companions(folder)
+            yield Publication((Path(source), folder))
             return
-        with open_source(source, part, options) as opened:
+        with open_source(source, part, storage_options) as opened:
             for name, content in opened.beside.items():
                 (folder / name).write_bytes(content())
-            given.write(folder)
-            about = _known(opened, folder)
-            Exported(model_files(about, opened.tensors, tied(opened.tensors), given.wanted)).write(folder)
-            yield Ready((folder,), about, _told(source, opened.manifest, options))
+            request.write_companions(folder)
+            about = _describe(opened, folder)
+            files = model_files(about, opened.tensors, tied(opened.tensors), request.options)
+            ModelExport(files).write(folder)
+            yield Publication((folder,), about, _training(source, opened.manifest, storage_options))
 
 
 def _is_published_form(folder: Path) -> bool:
+    """True for a folder of safetensors that is no checkpoint."""
     return folder.is_dir() and not (folder / FILE_NAME).exists() and any(folder.glob(f"*{SUFFIX}"))
 
 
@@ -130,8 +134,8 @@ def _copy_beside(beside: Path, folder: Path) -> None:
             (folder / path.name).write_bytes(path.read_bytes())
 
 
-def _known(source: Source, folder: Path) -> Mapping[str, Any]:
-    """What a checkpoint says of its model; or the configuration that lies beside the weights."""
+def _describe(source: TensorSource, folder: Path) -> Mapping[str, Any]:
+    """The description of a model that its checkpoint holds; or the configuration beside the weights."""
     if source.about:
         return source.about
     if (folder / CONFIG).exists():
@@ -149,16 +153,16 @@ def _read_json(path: Path) -> Any:
         raise ConfigError(f"{path.name} is not JSON: {error}.") from None
 
 
-def _told(source: str, manifest: Manifest | None, options: Mapping[str, Any] | None) -> Training | None:
+def _training(source: str, manifest: Manifest | None, options: Mapping[str, Any] | None) -> Training | None:
     if manifest is None:
         return None
     storage, _ = locate(source, options if "://" in source else None)
-    return Training.of(manifest, [one.manifest for one in scan(storage) if one.manifest])
+    return Training.of(manifest, [checkpoint.manifest for checkpoint in scan(storage) if checkpoint.manifest])
 
 
 @dataclass
 class Pusher:
-    """Publishes live models, one after the other; behind the training's back if nobody waits."""
+    """Publishes live models, one at a time; with `wait=False` on a background thread of the main rank."""
 
     ranks: Ranks
     _background: SerialWorker = field(default_factory=lambda: SerialWorker("ckpt-push"))
@@ -166,20 +170,20 @@ class Pusher:
     def push(
         self,
         part: ModelPart,
-        target: Target,
-        wanted: Wanted,
-        beside: tuple[Any, ...],
+        target: HubTarget,
+        options: ExportOptions,
+        processors: Sequence[Processor],
         training: Callable[[], Training],
         *,
         wait: bool,
     ) -> str | None:
-        """Write the model's files, on all ranks together, and publish them on the main one."""
+        """Write the model's files, collectively, and publish them on the main rank."""
         call = f"push_to_hub({target.repo.id!r})"
         main = self.ranks.rank == MAIN
         with self.ranks.working():
-            run_on_all_ranks(self.ranks, call, self.wait)  # what went wrong with the last one is raised on all ranks
-            told = run_on_all_ranks(self.ranks, call, lambda: training() if main else None)
-            publish = self._prepared(call, part, target, wanted, beside, told)
+            run_on_all_ranks(self.ranks, call, self.wait)  # an error of the last push is raised on all ranks
+            facts = run_on_all_ranks(self.ranks, call, lambda: training() if main else None)
+            publish = self._write_files(call, part, target, options, processors, facts)
             if wait:
                 url: str = decide_together(self.ranks, call, Result(), lambda _: publish())
                 return url
@@ -188,27 +192,27 @@ class Pusher:
         return None
 
     def wait(self) -> None:
-        """Until nothing is under way. What went wrong is raised, once."""
+        """Block until no push is under way. An error of a background push is raised here, once."""
         self._background.wait()
 
-    def _prepared(
+    def _write_files(
         self,
         call: str,
         part: ModelPart,
-        target: Target,
-        wanted: Wanted,
-        beside: tuple[Any, ...],
+        target: HubTarget,
+        options: ExportOptions,
+        processors: Sequence[Processor],
         training: Training | None,
     ) -> Callable[[], str]:
-        """The files, in a folder of the main rank. What is returned publishes them, there."""
+        """Write the files into a scratch folder of the main rank, and return the function that publishes them there."""
         with ExitStack() as stack:
             scratch: AbstractContextManager[Path] = scratch_folder() if self.ranks.rank == MAIN else nullcontext(Path())
             folder = stack.enter_context(scratch) / "model"
-            exported = save_live(call, folder, part, self.ranks, wanted, beside)
+            exported = save_live(call, folder, part, self.ranks, options, processors)
             until_published = stack.pop_all()
 
         def publish() -> str:
             with until_published:
-                return target.publish(Ready((folder,), exported.about, training))
+                return target.publish(Publication((folder,), exported.about, training))
 
         return publish

@@ -1,5 +1,7 @@
-"""What can be merged, compared, loaded and pushed: checkpoints of ours, folders of torch.distributed.checkpoint,
-Accelerate's around them, and folders of safetensors."""
+"""Open the tensors of a part, from any format that merge, diff, load_model and push read.
+
+Checkpoints of ours, folders of torch.distributed.checkpoint, Accelerate's around them, and folders of safetensors.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,11 @@ _INDEX = f"{_WHOLE}.index.json"
 
 
 @dataclass(frozen=True)
-class Source:
-    """One part of what is at a path or URL: its tensors by their bare names, and what else a checkpoint of ours knows.
+class TensorSource:
+    """The tensors of a part by their unwrapped names, each complete; of a checkpoint of ours also its manifest.
 
-    No tensor lacks a piece. `beside` are other files of a folder of safetensors: a configuration, a tokenizer.
+    `about` describes the model, if a checkpoint of ours holds a description. `beside` are other files of a folder of
+    safetensors: a configuration, a tokenizer.
     """
 
     tensors: dict[str, PiecedTensor]
@@ -56,10 +59,10 @@ class Source:
 @contextmanager
 def open_source(
     source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None = None
-) -> Iterator[Source]:
-    """One part of whatever is at a path or URL."""
+) -> Iterator[TensorSource]:
+    """Open a part of the checkpoint or folder at a path or URL."""
     if os.path.isfile(source):
-        raise _file(os.fspath(source))
+        raise _is_a_file_error(os.fspath(source))
     found = Folder.at(source, options)
     if FILE_NAME in found.files:
         with _checkpoint(source, part, options) as opened:
@@ -67,32 +70,34 @@ def open_source(
         return
     folder = _dcp_folder(found, part)
     if folder is not None:
-        yield Source(_distributed(folder, part))
+        yield TensorSource(_distributed(folder, part))
     elif weights := _weights(found):
         files = (TensorFile.open(found.opened(path), f"{found.where}/{path}") for path in weights)
-        yield Source(pieced(files), beside={path: found.reader(path) for path in found.files if belongs_beside(path)})
+        yield TensorSource(
+            pieced(files), beside={path: found.reader(path) for path in found.files if belongs_beside(path)}
+        )
     else:
-        raise _unknown(found)
+        raise _unreadable_error(found)
 
 
-def _file(where: str) -> Exception:
+def _is_a_file_error(where: str) -> Exception:
     return ConfigError(f"{where} is a file. What can be read is {_KNOWN}.")
 
 
-def _unknown(found: Folder) -> Exception:
+def _unreadable_error(found: Folder) -> Exception:
     where = found.where
     if not found.files and found.prefix and found.storage.version(found.prefix.rstrip("/")):
-        return _file(where)
+        return _is_a_file_error(where)
     if not found.files:
         return MissingError(f"there is nothing at {where}. What can be read is {_KNOWN}.")
-    names = [] if found.prefix else [one.name for one in scan(found.storage) if one.committed]
+    names = [] if found.prefix else [checkpoint.name for checkpoint in scan(found.storage) if checkpoint.committed]
     if names:
         return ConfigError(f"{where} holds {len(names)} checkpoints. Name one of them: {where}/{names[0]}.")
     return ConfigError(f"{where} is of no kind that can be read. That would be {_KNOWN}.")
 
 
 def _weights(found: Folder) -> list[str]:
-    """The safetensors files of a folder: those that its index names, `model.safetensors`, or all that lie in it."""
+    """The safetensors files of a folder: those that its index names, or `model.safetensors`, or all."""
     if _INDEX not in found.files:
         lying = [path for path in found.files if path.endswith(SUFFIX) and "/" not in path]
         return [_WHOLE] if _WHOLE in lying else lying
@@ -106,9 +111,9 @@ def _weights(found: Folder) -> list[str]:
 
 
 @contextmanager
-def _checkpoint(source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None) -> Iterator[Source]:
+def _checkpoint(source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None) -> Iterator[TensorSource]:
     storage, (name,) = locate(source, options if "://" in os.fspath(source) else None)
-    with storage.lock(name, shared=True):  # a run that goes on meanwhile must not remove what is being read
+    with storage.lock(name, shared=True):  # retention of a running job must not remove what is being read
         manifest = read_manifest(storage, name)
         ours = _of_part(manifest, part)
         if wrong := problems(storage, ours, show=True):
@@ -122,11 +127,11 @@ def _checkpoint(source: str | os.PathLike[str], part: str, options: Mapping[str,
         check_complete(tensors, name)
         aliases = state.get("spread", {}).get("aliases", {})  # tied tensors, which are in no file
         tensors |= {alias: tensors[first] for alias, first in aliases.items()}
-        yield Source(tensors, state.get("about", {}), manifest)
+        yield TensorSource(tensors, state.get("about", {}), manifest)
 
 
 def _state(storage: Storage, manifest: Manifest, part: str) -> Mapping[str, Any]:
-    """What the checkpoint says of a part beside its tensors."""
+    """The entry of a part in `state.json`: everything but its tensors."""
     record = next(file for file in manifest.files if file.name == STATE)
     file = VerifiedFile.of(storage, manifest.name, record)
     state: Mapping[str, Any] = from_json(file.read_all(), file.stored.key)["parts"].get(part, {})
@@ -139,12 +144,12 @@ def _tensor_file(storage: Storage, name: str, file: FileRecord) -> TensorFile:
 
 
 def _own_files(manifest: Manifest, part: str) -> list[FileRecord]:
-    """The files with what single ranks had otherwise than the main one."""
+    """The files with the tensors that differ between ranks."""
     return [file for file in manifest.files if is_own_file(file.name, part)]
 
 
 def _of_part(manifest: Manifest, part: str) -> Manifest:
-    """The manifest with the files of one part alone: `model.safetensors`, or those below `model/`."""
+    """The manifest reduced to the files of a part: `model.safetensors`, or those below `model/`."""
     named = [file for file in manifest.files if file.name.endswith(SUFFIX)]
     files = [file for file in named if part_of(file.name) == part or is_own_file(file.name, part)]
     if not files:
@@ -154,7 +159,7 @@ def _of_part(manifest: Manifest, part: str) -> Manifest:
 
 
 def _dcp_folder(found: Folder, part: str) -> Folder | None:
-    """The folder itself if it is one of DCP, or the one in it that Accelerate made for the part."""
+    """The folder itself if DCP wrote it, or the folder in it that Accelerate wrote for the part."""
     name, _, number = part.partition(".")
     below = f"{_ACCELERATE.get(name, name)}_{number or 0}/"
     for folder in (found, found.below(below)):
@@ -163,7 +168,7 @@ def _dcp_folder(found: Folder, part: str) -> Folder | None:
         if any(key.endswith(dcp.SUFFIX) and "/" not in key for key in folder.files):
             raise DamagedError(
                 f"{folder.where}/{dcp.METADATA} is missing, which says what is in the {dcp.SUFFIX} files. "
-                "It is written last: this save was cut off. Merge an older one."
+                "It is written last: this save was cut off. Merge an older checkpoint."
             )
     return None
 
@@ -177,13 +182,13 @@ def _distributed(folder: Folder, part: str) -> dict[str, PiecedTensor]:
     folder.check(dcp.needed_files(chosen.tensors.values()))
     if chosen.others:
         _log.warning("%s: left out, because they are no tensors: %s.", where, ", ".join(sorted(chosen.others)))
-    tensors = {names[name]: one.pieced(name, folder.opened, where) for name, one in chosen.tensors.items()}
+    tensors = {names[name]: saved.pieced(name, folder.opened, where) for name, saved in chosen.tensors.items()}
     check_complete(tensors, where)
     return tensors
 
 
 def _chosen(contents: dcp.Contents, part: str, where: str) -> dcp.Contents:
-    """What lies under the part's key. Where nothing is nested, the whole folder is the model."""
+    """The tensors under the part's key. Where nothing is nested, the whole folder is the model."""
     chosen = contents.of_part(part.partition(".")[0])
     if chosen.tensors:
         return chosen

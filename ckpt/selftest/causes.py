@@ -1,123 +1,132 @@
-"""The likely cause of a difference between a straight and a resumed run, and what to do about it."""
+"""The likely cause of a difference between a straight and a resumed run, and its remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from ckpt.selftest.compare import Difference, Rank
-from ckpt.selftest.trace import in_order
+from ckpt.selftest.trace import Step, in_order
 
 _AGAIN = (
     "It belongs to step {there} of the straight run: data that was consumed before the save is read again. The "
-    "loop does not go through manager.batches(loader) and manager.epochs(n), resume() comes after the loader "
-    "began, or data is drawn from a generator that is not in the checkpoint: manager.register(generator=g)."
+    "loop does not iterate over manager.batches(loader) and manager.epochs(n), resume() is called after the loader "
+    "started, or data is drawn from a generator that is not in the checkpoint: manager.register(generator=g)."
 )
 _LEFT_OUT = (
     "It belongs to step {there} of the straight run: {count} batches were left out. Either the script skips by "
-    "hand what was consumed, although the loader begins there already (`if step < resume_step: continue`, "
+    "hand what was consumed, although the loader starts there already (`if step < resume_step: continue`, "
     "skip_first_batches), or something reads ahead around manager.batches: put the prefetcher inside, "
     "manager.batches(Prefetcher(loader))."
 )
 _UNUSED = (
     "{count} more batches than in the straight run were handed out for this step, and not used. The script skips by "
-    "hand what was consumed, although the loader begins there already (`if step < resume_step: continue`: take that "
+    "hand what was consumed, although the loader starts there already (`if step < resume_step: continue`: take that "
     "out, or turn following off), or something reads ahead around manager.batches: put the prefetcher inside, "
     "manager.batches(Prefetcher(loader))."
 )
 _GROUPED = (
     "The same batches in the same order, but with another number of them to an optimizer step: a count that starts "
     "at 0 again (`enumerate(manager.batches(loader))`: write manager.enumerate(loader)), or an accumulation window "
-    "that begins anew."
+    "that starts afresh."
 )
 _NEW = (
-    "The straight run never had it. The order is drawn anew (a sampler or stream that is shuffled by the operating "
-    "system's entropy, or by a generator that the manager does not keep: manager.register(generator=g)), or data "
-    "is made at random when the program starts: seed it."
+    "The straight run never had it. The order is drawn afresh (a sampler or stream that is shuffled by the operating "
+    "system's entropy, or by a generator that is not in the checkpoint: manager.register(generator=g)), or data "
+    "is generated at random when the program starts: seed it."
 )
 _STEPPED = (
-    "The same data, but another optimizer came first: a count that decides whose turn it is starts at 0 again "
+    "The same data, but another optimizer stepped first: a count that decides whose turn it is starts at 0 again "
     "(`enumerate(manager.batches(loader))`: write manager.enumerate(loader)), or is not in the checkpoint."
 )
 _MADE = (
-    "The batches are the same, but not what the model was given: something between them and the model is not in "
+    "The batches are the same, but the inputs of the model are not: something between them and the model is not in "
     "the checkpoint. A generator that noise is drawn from (manager.register(noise=g)), or another model "
     "(model={...})."
 )
 _LOSSES = (
-    "The batches and the restored state are the same, so the loss hangs on something else: a generator that the "
-    "manager does not keep (register it), or a part that the loss uses and that is not managed (a second model, an "
+    "The batches and the restored state are the same, so the loss depends on something else: a generator that is "
+    "not in the checkpoint (register it), or a part that the loss uses and that is not managed (a second model, an "
     "average of weights, a counter, a temperature: manager.register(name=...))."
 )
 _GRADIENTS = (
     "Batches and losses are the same, the sum of gradients is not: the save fell into an accumulation window, and "
-    "its gradients were not kept. Give the manager gradients=True, or save when the window is complete."
+    "its gradients were not kept. Give the manager saving=ckpt.SaveOptions(gradients=True), or save when the window "
+    "is complete."
 )
 _RATES = "The learning rate is not restored: give the manager the scheduler (scheduler=...), or its counter."
 _MANAGED = (
     "Gradients and rates are the same, so the optimizer's state is not: it was changed after the save began, or "
     "holds something that its state_dict leaves out."
 )
-_UNMANAGED = "The optimizer is not managed, so its moments began anew: give it to the manager (optimizer=...)."
+_UNMANAGED = "The optimizer is not managed, so its moments started afresh: give it to the manager (optimizer=...)."
 _BUFFERS = (
     "Buffers depend on how often the model was called: another number of batches, an evaluation in train mode, or "
     "ranks whose buffers differ."
 )
 _STATE = (
-    "The checkpoint did not bring these back on this rank. They differ between ranks and one rank's were kept for "
+    "The checkpoint did not restore these on this rank. They differ between ranks and were saved of one rank for "
     "all, the script changes them between the save and the load, or they belong to a part that is not saved."
 )
 _EXTRA = (
     "An epoch, or part of one, was trained twice: the loop counts epochs or steps itself (`range(3)`), from 0 "
-    "again. Use manager.epochs(n), or begin at manager.progress.epoch."
+    "again. Use manager.epochs(n), or start at manager.progress.epoch."
 )
 _MISSING = "The resumed run skipped steps: it counts by itself what the manager counts too, or left batches out."
-_FRESH = "No checkpoint was loaded. Go through manager.epochs()/batches(), or call manager.resume() before the loop."
+_FRESH = "No checkpoint was loaded. Iterate over manager.epochs()/batches(), or call manager.resume() before the loop."
 _NONDETERMINISTIC = (
-    "Two runs without any kill differ already, so nothing can be said of resuming. Seed what is random (torch, "
+    "Two runs without any kill differ already, so resuming cannot be judged. Seed what is random (torch, "
     "NumPy, random), avoid the operating system's entropy, and use torch.use_deterministic_algorithms(True)."
 )
 
 
 def cause(difference: Difference, rank: Rank) -> str:
-    """One or two sentences: what is likely behind it, and what to write instead."""
+    """One or two sentences: the likely cause of a difference, and what to write instead."""
     return _CAUSES[difference.what](difference, rank)
 
 
 def _data(difference: Difference, rank: Rank) -> str:
-    expected = rank.expected[difference.step]
-    step = next(one for one in rank.killed[difference.process].steps if one.number == difference.step)
-    followed = any(one.batches for one in rank.straight.steps)
+    """The cause of different inputs: the straight run's batches are searched for the first that is not expected."""
+    expected, step = rank.expected[difference.step], _step(difference, rank)
+    followed = any(straight.batches for straight in rank.straight.steps)
     if followed and step.batches == expected.batches:
         return _MADE
     if len(step.batches) > max(len(step.inputs), len(expected.batches)):
         return _UNUSED.format(count=len(step.batches) - len(expected.batches))
-    what = "batches" if followed else "inputs"
+    return _order(difference, rank, "batches" if followed else "inputs")
+
+
+def _order(difference: Difference, rank: Rank, what: str) -> str:
+    """Where in the straight run the first unexpected batch, or input, of the resumed one is."""
     straight = list(in_order(rank.straight.steps, what))
     digests = [digest for _, digest in straight]
     resumed_at = difference.resumed.number if difference.resumed else 0
-    steps = [one for one in rank.killed[difference.process].steps if one.number > resumed_at]
+    steps = [step for step in rank.killed[difference.process].steps if step.number > resumed_at]
     found = [digest for _, digest in in_order(steps, what)]
-    begin = sum(len(getattr(one, what)) for one in rank.straight.steps if one.number <= resumed_at)
-    same = _common(digests[begin:], found)
+    begin = sum(len(getattr(step, what)) for step in rank.straight.steps if step.number <= resumed_at)
+    same = _common_prefix(digests[begin:], found)
     if same == min(len(found), len(digests) - begin):
         return _GROUPED
-    place, wanted = found[same], begin + same
-    later = next((index for index in range(wanted, len(digests)) if digests[index] == place), None)
+    unexpected, wanted = found[same], begin + same
+    later = next((index for index in range(wanted, len(digests)) if digests[index] == unexpected), None)
     if later is not None:
         return _LEFT_OUT.format(there=straight[later][0], count=later - wanted)
-    earlier = next((index for index in range(wanted) if digests[index] == place), None)
+    earlier = next((index for index in range(wanted) if digests[index] == unexpected), None)
     return _NEW if earlier is None else _AGAIN.format(there=straight[earlier][0])
 
 
-def _common(one: Sequence[str], other: Sequence[str]) -> int:
-    """How many are the same from the beginning on."""
-    pairs = zip(one, other, strict=False)
-    return next((index for index, (left, right) in enumerate(pairs) if left != right), min(len(one), len(other)))
+def _common_prefix(first: Sequence[str], second: Sequence[str]) -> int:
+    """The length of the common prefix."""
+    pairs = zip(first, second, strict=False)
+    return next((index for index, (left, right) in enumerate(pairs) if left != right), min(len(first), len(second)))
+
+
+def _step(difference: Difference, rank: Rank) -> Step:
+    """The step of the killed run that differs."""
+    return next(step for step in rank.killed[difference.process].steps if step.number == difference.step)
 
 
 def _parameters(difference: Difference, rank: Rank) -> str:
-    step = next(one for one in rank.killed[difference.process].steps if one.number == difference.step)
-    return _MANAGED if step.managed else _UNMANAGED
+    return _MANAGED if _step(difference, rank).managed else _UNMANAGED
 
 
 def _fixed(text: str) -> Callable[[Difference, Rank], str]:

@@ -1,4 +1,4 @@
-"""Whether a training program resumes exactly: the straight run, the killed one, and the verdict."""
+"""Check whether a training program resumes exactly: a straight run, a killed and resumed one, and the comparison."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _WIDTH = 110
 
 @dataclass(frozen=True)
 class Report:
-    """What a selftest has found. `str` of it is for people."""
+    """The result of a selftest; `str()` of it is the text for people."""
 
     steps: int
     saves: int
-    resumed: tuple[tuple[int, int], ...] = ()  # the step after which each process was killed, and that resumed from
+    resumed: tuple[tuple[int, int], ...] = ()  # by kill: the step after which, and the step resumed from
     difference: Difference | None = None
     cause: str = ""
     failure: str = ""
@@ -38,9 +38,9 @@ class Report:
             return "\n".join(
                 [*lines, "exact: every batch, loss, gradient, learning rate, parameter and buffer is the same"]
             )
-        return "\n".join([*lines, *self._explained(self.difference)])
+        return "\n".join([*lines, *self._explain(self.difference)])
 
-    def _explained(self, found: Difference) -> list[str]:
+    def _explain(self, found: Difference) -> list[str]:
         after = f", {found.step - found.resumed.number} after the resume" if found.resumed else ""
         where = f"NOT exact: first differs at step {found.step}{after}, on rank {found.rank}, in its {found.what}"
         lines = [where, *_wrapped("what:   ", found.detail), *_wrapped("likely: ", self.cause)]

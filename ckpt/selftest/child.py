@@ -1,4 +1,4 @@
-"""A process under the selftest: runs the user's program with a recorder beside it.
+"""A process of the selftest: runs the user's program with a recorder installed.
 
 python -m ckpt.selftest.child PLAN.json
 """
@@ -22,7 +22,7 @@ def main(path: str) -> None:
     plan = Plan.read(Path(path))
     rank = int(os.environ.get("RANK", "0"))
     _seed(plan, rank)
-    sys.path[:0] = [one for one in plan.path if one not in sys.path]
+    sys.path[:0] = [folder for folder in plan.path if folder not in sys.path]
     recorder = Recorder(plan, rank)
     recorder.install()
     try:
@@ -50,8 +50,10 @@ def _run(plan: Plan) -> None:
 
 
 def _seed(plan: Plan, rank: int) -> None:
-    """The first process of every run begins alike, and a resumed one otherwise: what relies on how a process happens to
-    be seeded, and not on the checkpoint, then shows."""
+    """Seed the first process of every run alike, and resumed ones differently.
+
+    A program that relies on the seed of its process, instead of the checkpoint, then differs.
+    """
     seed = plan.seed + 1000 * rank + 100_000 * plan.process
     random.seed(seed)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Where a killed and resumed run first differs from a straight one."""
+"""Find the first difference between a killed and resumed run and a straight one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckpt.selftest.trace import Resumed, Saved, Step, Trace
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that is not the same, on one rank.
+    """The first value that differs, on a rank.
 
     `what` is one of: nondeterministic, fresh start, state, order (of optimizers), inputs, losses, gradients,
     rates, parameters, buffers, extra steps, missing steps, end. `process` counts from 0; later ones have resumed.
@@ -23,7 +23,7 @@ class Difference:
     detail: str
     resumed: Resumed | None = None
     names: tuple[str, ...] = ()
-    named: tuple[str, ...] = ()  # what ckpt itself has said of it
+    named: tuple[str, ...] = ()  # what ckpt itself has warned of
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Rank:
         return cls(rank, straight, killed, {step.number: step for step in straight.steps})
 
     def differences(self) -> Iterator[Difference]:
-        """In the order in which they came about."""
+        """The differences in the order in which they arose."""
         for process, trace in enumerate(self.killed):
             if process and trace.resumed is None:
-                yield self._difference("fresh start", process, 0, "it loaded no checkpoint and began anew")
+                yield self._difference("fresh start", process, 0, "it loaded no checkpoint and started afresh")
             elif process and (saved := self._saved(process)) is not None:
                 yield from self._state(process, saved)
             yield from self._steps(process)
@@ -52,11 +52,11 @@ class Rank:
     def _saved(self, process: int) -> Saved | None:
         """The save that a process has resumed from."""
         resumed = self.killed[process].resumed
-        saves = [one for trace in self.killed[: process + 1] for one in trace.saves]
-        matching = (
-            one for one in reversed(saves) if resumed and (one.name, one.number) == (resumed.name, resumed.number)
-        )
-        return next(matching, None)
+        if resumed is None:
+            return None
+        saves = [save for trace in self.killed[: process + 1] for save in trace.saves]
+        wanted = (resumed.name, resumed.number)
+        return next((save for save in reversed(saves) if (save.name, save.number) == wanted), None)
 
     def _state(self, process: int, saved: Saved) -> Iterator[Difference]:
         resumed = self.killed[process].resumed
@@ -96,15 +96,15 @@ class Rank:
 
 
 def first_difference(ranks: Sequence[Rank]) -> Difference | None:
-    """The earliest on any rank: what comes later follows from it."""
+    """The earliest difference on any rank: later ones follow from it."""
     found = [difference for rank in ranks if (difference := next(rank.differences(), None)) is not None]
-    return min(found, key=lambda one: (one.process, one.step, one.rank), default=None)
+    return min(found, key=lambda difference: (difference.process, difference.step, difference.rank), default=None)
 
 
 def _compare(straight: Step, step: Step) -> tuple[str, str, tuple[str, ...]] | None:
-    """In the order in which a step computes them: the first that differs is the cause of the rest.
+    """Compare the values of a step in the order in which it computes them: the first that differs causes the rest.
 
-    Which batches were handed out is evidence, not a difference: a script may be handed some that it skips.
+    Which batches the loop received is evidence, not a difference: a script may skip some of them.
     """
     if straight.optimizer != step.optimizer:
         return "order", f"{step.optimizer} was stepped where the straight run steps {straight.optimizer}", ()
@@ -123,8 +123,8 @@ def _compare(straight: Step, step: Step) -> tuple[str, str, tuple[str, ...]] | N
     return None
 
 
-def _unequal(one: Mapping[str, str], other: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(name for name in {**one, **other} if one.get(name) != other.get(name))
+def _unequal(first: Mapping[str, str], second: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(name for name in {**first, **second} if first.get(name) != second.get(name))
 
 
 def _listed(names: Sequence[str], most: int = 4) -> str:

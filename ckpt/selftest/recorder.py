@@ -1,4 +1,4 @@
-"""Watches a training program from the inside, without a change to it.
+"""Records a training program from inside its process, without changes to it.
 
 Hooks on the managed models give the inputs, `Tensor.backward` the losses, hooks of all optimizers the gradients before
 and the parameters after each step, and `StateManager` the saves and resumes. After the step that the plan names, the
@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ckpt.data.loop import Loop
 from ckpt.formats.layout import is_sharded, local_tensor
 from ckpt.formats.tensor_bytes import host_bytes, on_host
+from ckpt.load.restored import Restored
 from ckpt.manager import StateManager
 from ckpt.options import ManagerOptions
 from ckpt.selftest.plan import Plan
@@ -31,11 +32,11 @@ from ckpt.selftest.trace import End, Resumed, Saved, Step, TraceWriter, read_tra
 from ckpt.session import Session
 from ckpt.state.optimizer import OptimizerPart
 from ckpt.state.unwrap import parameter_names, unwrap
-from ckpt.storage import open_storage
+from ckpt.storage import Storage, open_storage
 
 
 class Recorder:
-    """Records one process. `install` before the user's program starts, `finish` when it is done."""
+    """Records a process: `install` before the user's program starts, `finish` after its end."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self._plan, self._rank = plan, rank
@@ -66,7 +67,14 @@ class Recorder:
     # --- the manager
 
     def _watch_managers(self) -> None:
-        built, saved, loaded = StateManager.__init__, Session.save, Session.load
+        self._watch_construction()
+        self._watch_saves()
+        self._watch_loads()
+        if self._plan.redirect:
+            setattr(ManagerOptions, "open_tiers", lambda options, root: self._open_tiers(options, root))  # noqa: B010
+
+    def _watch_construction(self) -> None:
+        built = StateManager.__init__
 
         @functools.wraps(built)
         def __init__(manager: StateManager, *args: Any, **options: Any) -> None:  # noqa: N807
@@ -75,6 +83,11 @@ class Recorder:
             built(manager, *args, **options)
             self._managers.add(manager)
             self._watch_models()
+
+        setattr(StateManager, "__init__", __init__)  # noqa: B010
+
+    def _watch_saves(self) -> None:
+        saved = Session.save
 
         @functools.wraps(saved)
         def save(session: Session, *args: Any, **options: Any) -> str | None:
@@ -87,28 +100,29 @@ class Recorder:
                 self._writer.add(Saved(number, name, progress, *pending, tensors))
             return name
 
+        setattr(Session, "save", save)  # noqa: B010
+
+    def _watch_loads(self) -> None:
+        loaded = Session.load
+
         @functools.wraps(loaded)
-        def load(session: Session, *args: Any, **options: Any) -> Any:
+        def load(session: Session, *args: Any, **options: Any) -> Restored | None:
             restored = loaded(session, *args, **options)
             self._watch_models()
-            if restored is not None and not self._has_stepped:  # a load later on is the program's own doing
+            if restored is not None and not self._has_stepped:  # a later load is not a resume, but the program's own
                 self._go_back_to(restored.name, restored.progress.to_json())
                 self._writer.add(Resumed(self._number, restored.name, self._tensors(), self._named()))
             return restored
 
-        setattr(StateManager, "__init__", __init__)  # noqa: B010
-        for name, method in {"save": save, "load": load}.items():
-            setattr(Session, name, method)
-        if self._plan.redirect:
-            setattr(ManagerOptions, "open_tiers", lambda options, root: self._open_tiers(options, root))  # noqa: B010
+        setattr(Session, "load", load)  # noqa: B010
 
-    def _open_tiers(self, options: ManagerOptions, root: Any) -> tuple[Any, ...]:
-        """Each root that the program names, once for this run: no run may find what another has saved."""
+    def _open_tiers(self, options: ManagerOptions, root: str | os.PathLike[str] | Storage) -> tuple[Storage, ...]:
+        """A storage of this run for each root that the program names: runs must not find each other's checkpoints."""
         named = [str(getattr(place, "url", place)) for place in (root, options.mirror and options.mirror.url) if place]
-        return tuple(open_storage(f"{self._plan.root}/{xxhash.xxh3_64_hexdigest(one.encode())}") for one in named)
+        return tuple(open_storage(f"{self._plan.root}/{xxhash.xxh3_64_hexdigest(url.encode())}") for url in named)
 
     def _go_back_to(self, name: str, progress: Mapping[str, int]) -> None:
-        """Count on from the step at which that checkpoint was saved, by this process or an earlier one of the run."""
+        """Continue from the step at which that checkpoint was saved, by this process or an earlier one of the run."""
         for process in range(self._plan.process, -1, -1):
             for save in reversed(read_trace(self._folder, process, self._rank).saves):
                 if save.name == name and save.progress == progress:
@@ -122,12 +136,12 @@ class Recorder:
         through = Loop._through
 
         @functools.wraps(through)
-        def noted(loop: Loop, *args: Any, **options: Any) -> Iterator[Any]:
+        def recorded(loop: Loop, *args: Any, **options: Any) -> Iterator[Any]:
             for number, batch in through(loop, *args, **options):
                 self._batches.append(_digest(_tensors_in(batch)))
                 yield number, batch
 
-        setattr(Loop, "_through", noted)  # noqa: B010
+        setattr(Loop, "_through", recorded)  # noqa: B010
 
     def _models(self) -> Iterator[tuple[str, nn.Module]]:
         for manager in self._managers:
@@ -148,12 +162,12 @@ class Recorder:
         backward: Callable[..., None] = torch.Tensor.backward
 
         @functools.wraps(backward)
-        def noted(tensor: torch.Tensor, *args: Any, **options: Any) -> None:
+        def recorded(tensor: torch.Tensor, *args: Any, **options: Any) -> None:
             if tensor.numel() == 1:
                 self._losses.append(f"{tensor.detach().item():.9g}")
             backward(tensor, *args, **options)
 
-        setattr(torch.Tensor, "backward", noted)  # noqa: B010
+        setattr(torch.Tensor, "backward", recorded)  # noqa: B010
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         names = self._names()
@@ -179,8 +193,8 @@ class Recorder:
                 self._losses,
                 self._gradients,
                 [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
-                {name: _digest([one]) for name, one in _parameters(optimizer, names)},
-                {name: _digest([one]) for name, one in self._buffers()},
+                {name: _digest([parameter]) for name, parameter in _parameters(optimizer, names)},
+                {name: _digest([buffer]) for name, buffer in self._buffers()},
                 self._named(),
             )
         )
@@ -190,9 +204,9 @@ class Recorder:
             self._die()
 
     def _key_of(self, optimizer: torch.optim.Optimizer) -> str | None:
-        """The name under which a manager keeps an optimizer, also one inside Accelerate's; none if nobody does."""
+        """The key of a managed optimizer, also of one that Accelerate wraps; None if no manager has it."""
         for manager in self._managers:
-            parts = [one for one in manager.session.registry.parts.values() if isinstance(one, OptimizerPart)]
+            parts = [part for part in manager.session.registry.parts.values() if isinstance(part, OptimizerPart)]
             for part, inner in zip(parts, manager.session.registry.optimizers, strict=True):
                 if inner is optimizer:
                     return part.key
@@ -200,15 +214,15 @@ class Recorder:
 
     def _die(self) -> None:
         for manager in self._managers:
-            manager.session.saver.wait()  # so that every try dies with the same checkpoints behind it
+            manager.session.saver.wait()  # every selftest then resumes from the same checkpoint
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _named(self) -> list[str]:
-        """What ckpt says is not exact: in its log, and in what the last load returned."""
+        """What ckpt says is not exact: the warnings in its log, and the notes of the last load."""
         restored = [manager.restored for manager in self._managers if manager.restored is not None]
-        tables = [table for one in restored for table in (one.approximated, one.skipped)]
-        told = [f"{what}: {why}" for table in tables for what, why in table.items() if why not in self._warnings]
-        return [*self._warnings, *told]
+        tables = [table for load in restored for table in (load.approximated, load.skipped)]
+        noted = [f"{what}: {why}" for table in tables for what, why in table.items() if why not in self._warnings]
+        return [*self._warnings, *noted]
 
     # --- state
 
@@ -221,14 +235,14 @@ class Recorder:
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         for key, model in self._models():
-            yield from ((f"{key}.{name}", one) for name, one in unwrap(model).named_buffers())
+            yield from ((f"{key}.{name}", buffer) for name, buffer in unwrap(model).named_buffers())
 
     def _tensors(self) -> dict[str, str]:
-        """Digests of everything that training goes on from: parameters, buffers, optimizer state, learning rates."""
+        """Digests of the state that training continues from: parameters, buffers, optimizer state, learning rates."""
         found: dict[str, str] = {}
         for key, model in self._models():
-            found |= {f"{key}.{name}": _digest([one]) for name, one in unwrap(model).named_parameters()}
-        found |= {name: _digest([one]) for name, one in self._buffers()}
+            found |= {f"{key}.{name}": _digest([tensor]) for name, tensor in unwrap(model).named_parameters()}
+        found |= {name: _digest([buffer]) for name, buffer in self._buffers()}
         names = self._names()
         for manager in self._managers:
             for index, optimizer in enumerate(manager.session.registry.optimizers):
@@ -241,7 +255,7 @@ class Recorder:
 
 
 class _Collector(logging.Handler):
-    """Keeps the warnings of ckpt."""
+    """Collects the warnings of ckpt."""
 
     def __init__(self, warnings: list[str]) -> None:
         super().__init__(logging.WARNING)
@@ -252,7 +266,7 @@ class _Collector(logging.Handler):
 
 
 def _parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
-    parameters = (one for group in optimizer.param_groups for one in group["params"])
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for index, parameter in enumerate(parameters):
         yield names.get(id(parameter), f"parameter {index} of {type(optimizer).__name__}"), parameter
 

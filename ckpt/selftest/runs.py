@@ -1,4 +1,4 @@
-"""Runs the user's program straight, then killed and resumed, and collects what each process has recorded."""
+"""Run the user's program straight, then killed and resumed, and collect the trace of each process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ckpt.selftest.trace import Trace, read_trace
 PLACEHOLDER = "{root}"
 _TAIL = 15  # lines of a program's output that an error shows
 _REDIRECTED = (
-    "\nIts checkpoints go to a folder of the test's own. If the script uses that folder itself, hand it over: {root} "
-    "in an argument stands for it, as in --output_dir {root}."
+    "\nIts checkpoints are saved into a folder of the test's own. If the script uses that folder itself, pass its "
+    "path: {root} in an argument stands for it, as in --output_dir {root}."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What is tested, and how."""
+    """The program to test, and the options of the selftest."""
 
     target: str
     function: str = ""
@@ -61,7 +61,7 @@ class Program:
 
 @dataclass
 class Run:
-    """The processes of one run from its start to its end, each with a trace per rank."""
+    """A run of the program: its processes in order, each with a trace per rank."""
 
     program: Program
     folder: Path
@@ -71,7 +71,7 @@ class Run:
         self._start(None)
 
     def killed(self, steps: Sequence[int]) -> None:
-        """One process after the other: each dies after its step, the last one goes to the end."""
+        """Run one process per step, each killed after its step, and a last one to the end of the program."""
         for step in (*steps, None):
             self._start(step)
 
@@ -97,20 +97,20 @@ class Run:
         return Plan(
             target=str(Path(program.target).resolve()),
             function=program.function,
-            arguments=[one.replace(PLACEHOLDER, root) for one in program.arguments],
+            arguments=[argument.replace(PLACEHOLDER, root) for argument in program.arguments],
             folder=str(self.folder),
             process=process,
             root=root,
-            redirect=not program.function and not any(PLACEHOLDER in one for one in program.arguments),
+            redirect=not program.function and not any(PLACEHOLDER in argument for argument in program.arguments),
             kill_at=kill_at,
             save_every=program.save_every,
             seed=program.seed,
-            path=[one for one in sys.path if one],
+            path=[folder for folder in sys.path if folder],
         )
 
 
 class ProgramError(Exception):
-    """The user's program ended with an error of its own, or not in time."""
+    """The user's program failed, or did not end in time."""
 
     def __init__(self, process: int, status: int | None, output: str) -> None:
         self.process = process
@@ -129,19 +129,19 @@ def scratch() -> Iterator[Path]:
 
 
 def kill_steps(straight: Trace, kills: int, seed: int) -> list[int]:
-    """Steps to die after, in order: each one after another save, so that as many places are resumed from."""
+    """The steps after which to kill, in order: each follows another save, so that each kill resumes from another."""
     last = straight.steps[-1].number if straight.steps else 0
-    saves = sorted({one.number for one in straight.saves if 0 < one.number < last})
+    saves = sorted({save.number for save in straight.saves if 0 < save.number < last})
     chance = random.Random(seed)  # noqa: S311
     chosen = sorted(chance.sample(saves, min(kills, len(saves))))
-    following = {save: next((one for one in saves if one > save), last) for save in saves}
+    following = {save: next((later for later in saves if later > save), last) for save in saves}
     return [chance.randint(save + 1, following[save]) for save in chosen]
 
 
 def in_a_process(program: Program, plan: Path, log: Path) -> tuple[int | None, str]:
-    """Carry out a plan in a new interpreter, or under torchrun: its exit status (none: not in time) and last lines.
+    """Run a plan in a new interpreter, or under torchrun; return its exit status (None: not in time) and last lines.
 
-    Nothing of it runs on afterwards.
+    Its whole process group is killed before this returns.
     """
     # a file and not a pipe: a process that outlives its launcher would keep that open
     with log.open("wb") as output:
@@ -168,10 +168,6 @@ def _command(program: Program, plan: Path) -> list[str]:
     if program.processes > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(program.processes)]
     return [sys.executable, *launcher, "-m", "ckpt.selftest.child", str(plan)]
-
-
-def _was_killed(trace: Trace, kill_at: int | None) -> bool:
-    return bool(trace.steps) and trace.steps[-1].number == kill_at and trace.end is None
 
 
 def _kill_group(pid: int) -> None:

@@ -1,6 +1,6 @@
-"""What a run under the selftest leaves behind: one line of JSON per optimizer step, save and resume.
+"""The trace of a selftest process: a line of JSON per optimizer step, save and resume.
 
-A line is written with one system call, so that a process killed right after it has left it whole.
+A line is written with one system call, so that a kill right after it leaves it complete.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Step:
-    """One `optimizer.step()`, the `number`-th of the run over all its processes and optimizers.
+    """An `optimizer.step()`, the `number`-th of the run over all its processes and optimizers.
 
-    `batches`, `inputs` and `losses` are what the manager handed to the loop, what the managed models were given and
-    what `backward()` was called on since the step before. Tensors are recorded as digests by name.
+    `batches`, `inputs` and `losses` are what the manager yielded to the loop, what the managed models were called with
+    and what `backward()` was called on since the step before. Tensors are recorded as digests by name.
     """
 
     number: int
     optimizer: str
-    managed: bool  # whether the manager keeps this optimizer
+    managed: bool  # whether a manager has this optimizer
     batches: list[str]
     inputs: list[str]
     losses: list[str]
@@ -36,7 +36,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Saved:
-    """A call of `save_state`: what the state was, and what had been read and computed since the last step."""
+    """A call of `save_state`: the state, and the batches, inputs and losses since the last step."""
 
     number: int
     name: str
@@ -49,7 +49,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint was loaded: what the state is then, and what ckpt itself says is not exact."""
+    """A loaded checkpoint: the state after the load, and what ckpt itself says is not exact."""
 
     number: int
     name: str
@@ -59,38 +59,38 @@ class Resumed:
 
 @dataclass(frozen=True)
 class End:
-    """The program came to its end."""
+    """The end of the program."""
 
     number: int
     tensors: dict[str, str]
 
 
 Record = Step | Saved | Resumed | End
-_KINDS: dict[str, type[Record]] = {one.__name__: one for one in (Step, Saved, Resumed, End)}
+_KINDS: dict[str, type[Record]] = {kind.__name__: kind for kind in (Step, Saved, Resumed, End)}
 
 
 @dataclass
 class Trace:
-    """The records of one process, in their order."""
+    """The records of a process, in order."""
 
     records: list[Record] = field(default_factory=list)
 
     @property
     def steps(self) -> list[Step]:
-        return [one for one in self.records if isinstance(one, Step)]
+        return [record for record in self.records if isinstance(record, Step)]
 
     @property
     def saves(self) -> list[Saved]:
-        return [one for one in self.records if isinstance(one, Saved)]
+        return [record for record in self.records if isinstance(record, Saved)]
 
     @property
     def resumed(self) -> Resumed | None:
         """The first load of the process."""
-        return next((one for one in self.records if isinstance(one, Resumed)), None)
+        return next((record for record in self.records if isinstance(record, Resumed)), None)
 
     @property
     def end(self) -> End | None:
-        return next((one for one in self.records if isinstance(one, End)), None)
+        return next((record for record in self.records if isinstance(record, End)), None)
 
 
 def trace_file(folder: Path, process: int, rank: int) -> Path:
@@ -98,7 +98,7 @@ def trace_file(folder: Path, process: int, rank: int) -> Path:
 
 
 def read_trace(folder: Path, process: int, rank: int) -> Trace:
-    """What a process has left; nothing if it came to no record."""
+    """The trace of a process; empty if it was killed before its first record."""
     path = trace_file(folder, process, rank)
     lines = path.read_text().splitlines() if path.exists() else []
     return Trace([_parse(line) for line in lines])

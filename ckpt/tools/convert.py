@@ -1,4 +1,4 @@
-"""Checkpoints of others become ours, and ours theirs."""
+"""Convert checkpoints of Accelerate to ours, and ours to Accelerate's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TARGETS = (OURS, accelerate.NAME)
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """What a conversion wrote, and where; what is not exactly as it was, and what has no place there."""
+    """What a conversion wrote, and where; what is not exact, and what the other format cannot hold."""
 
     url: str
     parts: tuple[str, ...]
@@ -53,31 +53,31 @@ class Converted:
 def convert(
     source: str | os.PathLike[str], destination: str | os.PathLike[str], *, to: str = OURS, name: str | None = None
 ) -> Converted:
-    """Make a checkpoint of another kind out of one, and say what became of it.
+    """Convert a checkpoint, and return what was written, approximated and skipped.
 
     To "ckpt": `source` is a folder that Accelerate's `save_state` wrote, `destination` a root; the checkpoint is named
     like the folder, or `name`. To "accelerate": `source` is a checkpoint of ours, `destination` a folder that
-    `accelerator.load_state` will read, with as many processes as saved the checkpoint. No pickle is executed. What is
-    written appears when all of it is there. Models pass tensor by tensor; of other parts, one at a time is held.
+    `accelerator.load_state` will read, with as many processes as saved the checkpoint. No pickle is executed. The
+    output appears when it is complete. Models are streamed tensor by tensor; other parts are held one at a time.
     """
     if to not in TARGETS:
         raise ConfigError(f"to={to!r} is none of {', '.join(TARGETS)}.")
     if to == OURS:
-        return _take_over(source, destination, name)
+        return _import_accelerate(source, destination, name)
     if name is not None:
         raise ConfigError("name= is for a checkpoint in a root. A folder is named by its path.")
     url, parts, skipped = export(source, destination)
     return Converted(url=url, parts=parts, skipped=skipped)
 
 
-def _take_over(source: str | os.PathLike[str], root: str | os.PathLike[str], name: str | None) -> Converted:
+def _import_accelerate(source: str | os.PathLike[str], root: str | os.PathLike[str], name: str | None) -> Converted:
     folder = Folder.at(source)
     _require_accelerate(folder)
     foreign = AccelerateState(folder)
     chosen = check_name(folder.name if name is None else name)
-    images = [*_tensor_files(foreign.parts), *_documents(foreign)]
+    files = [*_tensor_files(foreign.parts), *_documents(foreign)]
     with closing(RootWriter(open_storage(root), SingleProcess())) as writer:
-        _write(writer, chosen, images, foreign.saved.world_size)
+        _write(writer, chosen, files, foreign.saved.world_size)
     return Converted(
         url=f"{writer.storage.url}/{chosen}",
         parts=(*foreign.parts, "rng"),
@@ -98,19 +98,19 @@ def _require_accelerate(folder: Folder) -> None:
         )
 
 
-def _write(writer: RootWriter, name: str, images: list[FilePlan], world_size: int) -> None:
+def _write(writer: RootWriter, name: str, files: list[FilePlan], world_size: int) -> None:
     writer.hold()
     if find(writer.storage, name).committed:
         raise ConfigError(f"{writer.storage.url} has a checkpoint {name!r} already. Choose another name=.")
     began = time.monotonic()
-    attempt = writer.begin(name, [image.path for image in images])
+    attempt = writer.begin(name, [file.path for file in files])
     try:
-        files = attempt.write(writer.storage, images, {}, show=True)
+        records = attempt.write(writer.storage, files, {}, show=True)
         seconds = dict.fromkeys(("written", "total"), time.monotonic() - began) | {"blocked": 0.0, "copied": 0.0}
         facts = {"world_size": world_size, "progress": Progress().to_json(), "origin": accelerate.NAME}
-        writer.commit(attempt, files, {**facts, "seconds": seconds})
+        writer.commit(attempt, records, {**facts, "seconds": seconds})
     except BaseException:
-        with suppress(StorageError):  # what is to be told is what went wrong first
+        with suppress(StorageError):  # the first error is the one to raise
             cleanup.remove_uncommitted(writer.storage, name)
         raise
 
@@ -120,8 +120,8 @@ def _tensor_files(parts: Mapping[str, ForeignPart]) -> list[FilePlan]:
 
 
 def _tensor_file(key: str, part: ForeignPart) -> FilePlan:
-    """The file with a part's tensors, each of which is read when its turn comes. Tied ones are written once."""
-    tied = same_place({name: one for name, one in part.tensors.items() if isinstance(one, PiecedTensor)})
+    """The file with a part's tensors, each read when it is written. Tied tensors are written once."""
+    tied = same_place({name: tensor for name, tensor in part.tensors.items() if isinstance(tensor, PiecedTensor)})
     stored = [name for name in part.tensors if name not in tied]
     outlines = {name: _outline(*part.about(name)) for name in stored}
     read: Callable[[str], torch.Tensor] = part.read

@@ -1,4 +1,4 @@
-"""What two checkpoints have differently, found a little at a time."""
+"""Compare two checkpoints, tensor by tensor and value by value, in bounded memory."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ _ABSENT = "-"
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A tensor or a value that two checkpoints have differently: what each of them has, `-` for nothing.
+    """A tensor or a value that differs: what each of the two checkpoints has, `-` for nothing.
 
-    Of tensors of one shape, how many elements differ, and by how much at most; NaN where one is no number.
+    Of tensors of the same shape, the number of elements that differ, and the largest difference; NaN where an element
+    is no number.
     """
 
     name: str
@@ -57,10 +58,10 @@ class Diff:
         return bool(self.differences)
 
     def to_json(self) -> dict[str, Any]:
-        listed = [asdict(one) for one in self.differences]
-        for one in listed:
-            if one["most"] is not None and not math.isfinite(one["most"]):
-                one["most"] = str(one["most"])
+        listed = [asdict(difference) for difference in self.differences]
+        for fields in listed:
+            if fields["most"] is not None and not math.isfinite(fields["most"]):
+                fields["most"] = str(fields["most"])
         return {"first": self.first, "second": self.second, "differences": listed}
 
 
@@ -85,7 +86,7 @@ def diff(
 
 @dataclass
 class _Side:
-    """One of the two. What is not ours has no manifest."""
+    """One of the two checkpoints. Those of other tools have no manifest."""
 
     where: str | os.PathLike[str]
     options: Mapping[str, Any] | None
@@ -94,7 +95,7 @@ class _Side:
 
     @classmethod
     def at(cls, where: str | os.PathLike[str], options: Mapping[str, Any] | None, held: ExitStack) -> _Side:
-        """What is there. A checkpoint is held: a run that goes on meanwhile must not remove it."""
+        """Open a checkpoint. Ours is locked: retention of a running job must not remove it."""
         side = cls(where, options)
         files = Folder.at(where, options).files
         inside = sorted(path for path in files if path.count("/") == 1 and path.endswith(f"/{FILE_NAME}"))
@@ -121,7 +122,7 @@ class _Side:
         return {file.name: file for file in files if not file.name.endswith(SUFFIX)}
 
     def read(self, file: FileRecord | None) -> Any:
-        """A document, or nothing if there is none."""
+        """The content of a document, `{}` if there is none."""
         if file is None or self.manifest is None or self.storage is None:
             return {}
         document = VerifiedFile.of(self.storage, self.manifest.name, file)
@@ -135,43 +136,43 @@ class _Side:
 
 @dataclass
 class _Comparison:
-    one: _Side
-    other: _Side
+    first: _Side
+    second: _Side
     part: str | None
 
     def differences(self) -> Iterator[Difference]:
-        ours = self.one.manifest is not None and self.other.manifest is not None
-        every = list(dict.fromkeys([*self.one.parts(), *self.other.parts()])) if ours else [_MODEL]
+        ours = self.first.manifest is not None and self.second.manifest is not None
+        every = list(dict.fromkeys([*self.first.parts(), *self.second.parts()])) if ours else [_MODEL]
         for part in every if self.part is None else [self.part]:
-            if not ours or _hashes(self.one.files(part)) != _hashes(self.other.files(part)):
+            if not ours or _hashes(self.first.files(part)) != _hashes(self.second.files(part)):
                 yield from self._tensors(part)
         if ours:
             yield from self._values()
 
     def _tensors(self, part: str) -> Iterator[Difference]:
         with ExitStack() as held:
-            mine, theirs = (side.tensors(part, held) for side in (self.one, self.other))
-            size = sum(one.size * one.dtype.itemsize for one in mine.values())
+            mine, theirs = (side.tensors(part, held) for side in (self.first, self.second))
+            size = sum(tensor.size * tensor.dtype.itemsize for tensor in mine.values())
             with progress_bar(f"comparing {part}", size, in_bytes=True) as advance:
                 for name in dict.fromkeys([*mine, *theirs]):
                     first, second = mine.get(name), theirs.get(name)
-                    found = _compared(f"{part}.{name}", first, second)
+                    found = _compare(f"{part}.{name}", first, second)
                     if found is not None:
                         yield found
                     advance(first.size * first.dtype.itemsize if first else 0)
 
     def _values(self) -> Iterator[Difference]:
-        mine, theirs = self.one.documents(), self.other.documents()
+        mine, theirs = self.first.documents(), self.second.documents()
         for name in sorted(mine.keys() | theirs.keys()):
             first, second = mine.get(name), theirs.get(name)
             if first is None or second is None or first.blocks != second.blocks:
-                yield from self._in_document(name, self.one.read(first), self.other.read(second))
+                yield from self._in_document(name, self.first.read(first), self.second.read(second))
 
     def _in_document(self, name: str, first: Any, second: Any) -> Iterator[Difference]:
         if name == STATE:
-            flat = [_flat(_stated(one, self.part)) for one in (first, second)]
+            flat = [_flatten(_part_values(document, self.part)) for document in (first, second)]
         elif self.part is None:
-            flat = [_of_a_rank(name.removesuffix(".json"), one) for one in (first, second)]
+            flat = [_rank_hashes(name.removesuffix(".json"), document) for document in (first, second)]
         else:
             return
         for path in dict.fromkeys([*flat[0], *flat[1]]):
@@ -180,53 +181,53 @@ class _Comparison:
                 yield Difference(name=path, first=_short(here), second=_short(there))
 
 
-def _hashes(files: list[FileRecord]) -> list[Any]:
+def _hashes(files: list[FileRecord]) -> list[tuple[str, int, tuple[str, ...]]]:
     return sorted((file.name, file.size, file.blocks) for file in files)
 
 
-def _stated(document: Any, part: str | None) -> dict[str, Any]:
-    """The values of parts. How their tensors are spread over ranks is no difference."""
-    parts = {key: one for key, one in document.get("parts", {}).items() if part in (None, key)}
-    return {key: {"class": one.get("class", ""), "state": one.get("state")} for key, one in parts.items()}
+def _part_values(document: Any, part: str | None) -> dict[str, Any]:
+    """The values of parts, without their shard tables: sharding is no difference."""
+    parts = {key: fields for key, fields in document.get("parts", {}).items() if part in (None, key)}
+    return {key: {"class": fields.get("class", ""), "state": fields.get("state")} for key, fields in parts.items()}
 
 
-def _of_a_rank(rank: str, document: Any) -> dict[str, str]:
-    """What is a rank's own, each as a hash: generators have hundreds of numbers."""
+def _rank_hashes(rank: str, document: Any) -> dict[str, str]:
+    """The state of a rank, each value as a hash: generators have hundreds of numbers."""
     found = {}
-    for key, one in document.get("state", {}).items():
-        values, tensors = one.get("values"), one.get("tensors") or {}
+    for key, state in document.get("state", {}).items():
+        values, tensors = state.get("values"), state.get("tensors") or {}
         for name, value in (values if isinstance(values, dict) else {"": values}).items():
             inside = {tensor: data for tensor, data in tensors.items() if tensor.startswith(name)}
             found[f"{rank}.{key}.{name}".rstrip(".")] = digest(to_json([value, inside]))[:8]
     return found
 
 
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Every single value by its path. Tensors are compared elsewhere."""
+def _flatten(value: Any, path: str = "") -> dict[str, Any]:
+    """Every value of nested containers by its path, without tensors, which are compared by their bytes."""
     if isinstance(value, dict) and "$tensor" not in value and value:
         inside = value.items()
     elif isinstance(value, list) and value:
-        inside = ((str(index), one) for index, one in enumerate(value))  # type: ignore[assignment]
+        inside = ((str(index), item) for index, item in enumerate(value))  # type: ignore[assignment]
     else:
         return {} if isinstance(value, dict) and "$tensor" in value else {path: value}
     found: dict[str, Any] = {}
-    for key, one in inside:
-        found |= _flat(one, f"{path}.{key}" if path else key)
+    for key, item in inside:
+        found |= _flatten(item, f"{path}.{key}" if path else key)
     return found
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _compared(name: str, first: PiecedTensor | None, second: PiecedTensor | None) -> Difference | None:
+def _compare(name: str, first: PiecedTensor | None, second: PiecedTensor | None) -> Difference | None:
     found = Difference(name=name, first=_outline(first), second=_outline(second))
     if first is None or second is None or first.shape != second.shape:
         return found
     elements, most = 0, 0.0
     for box in first.boxes(SLAB // max(first.dtype.itemsize, second.dtype.itemsize)):
-        count, by = _apart(first.read(box), second.read(box))
+        count, by = _count_differences(first.read(box), second.read(box))
         elements, most = elements + count, by if math.isnan(by) else max(most, by)
     if not elements and first.dtype == second.dtype:
         return None
@@ -237,25 +238,34 @@ def _outline(tensor: PiecedTensor | None) -> str:
     return _ABSENT if tensor is None else f"{dtypes.name_of(tensor.dtype)} {list(tensor.shape)}"
 
 
-def _apart(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float]:
-    """How many elements differ, in bits where the dtypes are the same, and by how much at most."""
-    if one.dtype == other.dtype:
-        bits = [torch.frombuffer(host_bytes(tensor), dtype=torch.uint8) for tensor in (one, other)]
-        if torch.equal(*bits):
-            return 0, 0.0
-        differs = (bits[0] != bits[1]).view(-1, one.dtype.itemsize).any(1)
-    else:
-        differs = None
+def _count_differences(first: torch.Tensor, second: torch.Tensor) -> tuple[int, float]:
+    """The number of elements that differ, bitwise where the dtypes are the same, and the largest difference."""
+    differs = _bits_differ(first, second) if first.dtype == second.dtype else None
+    if differs is not None and not differs.any():
+        return 0, 0.0
     try:
-        mine, theirs = (_numbers(tensor) for tensor in (one, other))
+        distances = _distances(first, second)
     except (RuntimeError, NotImplementedError):  # a dtype that torch has no arithmetic for
-        return one.numel() if differs is None else int(differs.sum()), math.nan
-    by = (mine - theirs).abs()
-    by[mine == theirs] = 0.0  # infinities
-    by[mine.isnan() & theirs.isnan()] = 0.0
+        return first.numel() if differs is None else int(differs.sum()), math.nan
     if differs is None:
-        differs = by != 0
-    return int(differs.sum()), float(by.max())
+        differs = distances != 0
+    return int(differs.sum()), float(distances.max())
+
+
+def _bits_differ(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """By element, whether its bits differ."""
+    bits = [torch.frombuffer(host_bytes(tensor), dtype=torch.uint8) for tensor in (first, second)]
+    if torch.equal(*bits):
+        return torch.zeros(first.numel(), dtype=torch.bool)
+    return (bits[0] != bits[1]).view(-1, first.dtype.itemsize).any(1)
+
+
+def _distances(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    mine, theirs = _numbers(first), _numbers(second)
+    distances = (mine - theirs).abs()
+    distances[mine == theirs] = 0.0  # infinities
+    distances[mine.isnan() & theirs.isnan()] = 0.0
+    return distances
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A checkpoint of ours becomes a folder that `accelerator.load_state` reads."""
+"""Export a checkpoint of ours as a folder that `accelerator.load_state` reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import ConfigError, DamagedError
-from ckpt.export.folders import appearing
+from ckpt.export.folders import atomic_folder
 from ckpt.export.source import open_source
 from ckpt.formats.foreign.accelerate_write import file_of, pickled_model, random_states, write_values
 from ckpt.formats.foreign.hf_safetensors import plan_files
@@ -30,34 +30,34 @@ from ckpt.util.console import progress_bar
 def export(
     source: str | os.PathLike[str], destination: str | os.PathLike[str]
 ) -> tuple[str, tuple[str, ...], dict[str, str]]:
-    """Write the folder. Returns its path, what is in it, and what of the checkpoint has no place there."""
+    """Write the folder. Returns its path, the parts in it, and what it cannot hold, with the reasons."""
     path = os.fspath(destination)
     if "://" in path:
         raise ConfigError(f"{path} is no path: Accelerate reads folders on a disk.")
-    with _opened(source) as (storage, manifest), appearing(path) as folder:
-        writing = _Writing(storage, manifest, os.fspath(folder))
-        writing.parts()
-        writing.generators()
-    return path, (*(key for key in writing.opened.parts if key not in writing.skipped), "rng"), writing.skipped
+    with _locked_checkpoint(source) as (storage, manifest), atomic_folder(path) as folder:
+        exported = _Export(storage, manifest, os.fspath(folder))
+        exported.parts()
+        exported.generators()
+    return path, (*(key for key in exported.reader.parts if key not in exported.skipped), "rng"), exported.skipped
 
 
 @contextmanager
-def _opened(source: str | os.PathLike[str]) -> Iterator[tuple[Storage, Manifest]]:
+def _locked_checkpoint(source: str | os.PathLike[str]) -> Iterator[tuple[Storage, Manifest]]:
     storage, names = locate(source)
     if len(names) != 1:
         listed = f"Name the one to convert: {storage.url}/{names[0]}." if names else "There is none to convert."
         raise ConfigError(f"{os.fspath(source)} holds {len(names)} checkpoints. {listed}")
-    with storage.lock(names[0], shared=True):  # a run that goes on meanwhile must not remove what is being read
+    with storage.lock(names[0], shared=True):  # retention of a running job must not remove what is being read
         manifest = read_manifest(storage, names[0])
         wrong = size_problems(storage, manifest)
         if wrong:
-            raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}. Convert another one.")
+            raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}. Convert another checkpoint.")
         yield storage, manifest
 
 
 @dataclass
-class _Writing:
-    """One checkpoint on its way into a folder. All that is read is verified."""
+class _Export:
+    """Writes a checkpoint into a folder. Everything that is read is verified."""
 
     storage: Storage
     manifest: Manifest
@@ -65,10 +65,10 @@ class _Writing:
     skipped: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.opened = CheckpointReader(self.storage, self.manifest, 0)
+        self.reader = CheckpointReader(self.storage, self.manifest, 0)
 
     def parts(self) -> None:
-        with progress_bar(f"converting {self.manifest.name}", len(self.opened.parts)) as advance:
+        with progress_bar(f"converting {self.manifest.name}", len(self.reader.parts)) as advance:
             for kind, keys in self._by_kind().items():
                 for index, key in enumerate(keys):
                     self._write_part(kind, _position(key) if kind == "dataloader" else index, key)
@@ -76,55 +76,55 @@ class _Writing:
 
     def _by_kind(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = defaultdict(list)
-        for key in self.opened.parts:
+        for key in self.reader.parts:
             found[kind_of(key)].append(key)
         for key in found.pop(KEY, ()):
             self.skipped[key] = (
-                "DeepSpeed reads no files but its own: its optimizer begins anew, from the model's weights"
+                "DeepSpeed reads no files but its own: its optimizer starts afresh, from the model's weights"
             )
         if len(found["scaler"]) > 1:
             raise ConfigError(f"{self.manifest.name} has {len(found['scaler'])} scalers, and Accelerate knows one.")
         return {kind: sorted(keys, key=_position) for kind, keys in found.items()}
 
     def _write_part(self, kind: str, number: int, key: str) -> None:
-        if kind == "model" and all(isinstance(one, SavedTensor) for one in self.opened.tree(key).values()):
+        if kind == "model" and all(isinstance(value, SavedTensor) for value in self.reader.tree(key).values()):
             self._stream_model(number, key)
         elif kind == "model":
             self._write(pickled_model(number), self._values(key))
         else:
             values = self._values(key)
-            numbered = kind == "optimizer" and {"state", "param_groups"} <= values.keys()  # one of torch
+            numbered = kind == "optimizer" and {"state", "param_groups"} <= values.keys()  # of torch.optim
             self._write(file_of(kind, number), by_number(values) if numbered else values)
 
     def _stream_model(self, number: int, key: str) -> None:
         with open_source(f"{self.storage.url.rstrip('/')}/{self.manifest.name}", key) as source:
-            (image,) = plan_files(file_of("model", number), source.tensors, same_place(source.tensors))
-            open_storage(self.folder).write(image.path, image.pieces())
+            (file,) = plan_files(file_of("model", number), source.tensors, same_place(source.tensors))
+            open_storage(self.folder).write(file.path, file.pieces())
 
     def _values(self, key: str) -> Any:
-        values = self.opened.ask(key)
-        self.opened.read_new()
+        values = self.reader.ask(key)
+        self.reader.read_new()
         return values()
 
     def generators(self) -> None:
         for rank in range(self.manifest.world_size):
-            state = self.opened.rank_state(rank)
+            state = self.reader.rank_state(rank)
             step = state.get("source", {}).get("step", 0)
             self._write(file_of("random_states", rank), random_states(state["rng"], step))
-            self._note(state)
+            self._note_skipped(state)
 
-    def _note(self, state: Mapping[str, Any]) -> None:
-        for key, part in self.opened.parts.items():
+    def _note_skipped(self, state: Mapping[str, Any]) -> None:
+        for key, part in self.reader.parts.items():
             if "differs" in part:
-                self.skipped[f"{key} of other ranks"] = "they held another state of it: the main rank's is written"
-        if any(key.startswith("gradients") for key in self.opened.own):
-            self.skipped["gradients"] = "Accelerate keeps none: the accumulation window begins anew"
+                self.skipped[f"{key} of other ranks"] = "their state differs: the main rank's is written"
+        if any(key.startswith("gradients") for key in self.reader.own):
+            self.skipped["gradients"] = "Accelerate keeps none: the accumulation window starts afresh"
         for key in state["generators"]:
             self.skipped[key] = "Accelerate keeps no generators but the global ones"
         progress = self.manifest.progress
         if any(progress.values()):
             self.skipped["progress"] = (
-                f"Accelerate does not keep it: go on with epoch {progress['epoch']}, and there with "
+                f"Accelerate does not keep it: continue with epoch {progress['epoch']}, and there with "
                 f"accelerator.skip_first_batches(loader, {progress['batch']})"
             )
 
@@ -133,6 +133,6 @@ class _Writing:
 
 
 def _position(key: str) -> int:
-    """Numbered parts come by their numbers, others as they are listed."""
+    """The number at the end of a key, by which parts of a kind are ordered; 0 if there is none."""
     number = key.rpartition(".")[2]
     return int(number) if number.isdecimal() else 0

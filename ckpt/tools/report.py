@@ -1,6 +1,6 @@
-"""A page about a run: its checkpoints, how its metrics went, and what saving has cost.
+"""A Markdown page about a run: its checkpoints, its metrics by step, and the time that saves took.
 
-Imports no torch: a shell asks for it.
+Imports no torch, for the command line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from ckpt.errors import MissingError
-from ckpt.export.card import curves, plain
+from ckpt.export.card import curves, table_cell
 from ckpt.formats.native.manifest import Manifest
 from ckpt.root import catalog
 from ckpt.root.catalog import Checkpoint
@@ -22,22 +22,22 @@ from ckpt.storage import Storage, open_storage
 from ckpt.util.console import format_duration, format_number, format_size
 
 _LEVELS = "▁▂▃▄▅▆▇█"
-_WIDEST = 60  # points of a curve
+_MAX_POINTS = 60  # of a curve
 _METRICS = ("metric", "by step", "first", "last", "lowest", "highest")
-_CHECKPOINTS = ("name", "step", "saved", "size", "metrics", "training waited", "durable after", "whole")
+_CHECKPOINTS = ("name", "step", "saved", "size", "metrics", "training waited", "durable after", "intact")
 
 
 def report(root: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> str:
-    """The page, in Markdown, from manifests and the sizes of files alone."""
+    """The page, in Markdown. Reads only manifests and the sizes of files."""
     storage = open_storage(root, **(options or {}))
     found = catalog.scan(storage)
-    manifests = [one.manifest for one in reversed(found) if one.manifest is not None]
+    manifests = [checkpoint.manifest for checkpoint in reversed(found) if checkpoint.manifest is not None]
     if not manifests:
         raise MissingError(f"there are no checkpoints in {storage.url}.")
     sections = (
         ("", _table(("", ""), _summary(manifests))),
         ("## Metrics", _table(_METRICS, _metrics(manifests))),
-        ("## Checkpoints", _table(_CHECKPOINTS, (_row(storage, one) for one in found))),
+        ("## Checkpoints", _table(_CHECKPOINTS, (_row(storage, checkpoint) for checkpoint in found))),
         ("## Went back", _went_back(manifests)),
     )
     pages = [f"# {storage.url}", *(text for title, lines in sections if lines for text in (title, "\n".join(lines)))]
@@ -45,17 +45,17 @@ def report(root: str | os.PathLike[str], options: Mapping[str, Any] | None = Non
 
 
 def _table(columns: Sequence[str], rows: Iterator[Sequence[str]]) -> list[str]:
-    lines = [f"| {' | '.join(map(plain, row))} |" for row in rows]
+    lines = [f"| {' | '.join(map(table_cell, row))} |" for row in rows]
     return [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *lines] if lines else []
 
 
 def _summary(oldest_first: Sequence[Manifest]) -> Iterator[tuple[str, str]]:
     first, last = oldest_first[0], oldest_first[-1]
     span = (datetime.fromisoformat(last.created) - datetime.fromisoformat(first.created)).total_seconds()
-    waited = [one.seconds.get("blocked", 0.0) for one in oldest_first]
-    durable = [one.seconds.get("total", 0.0) for one in oldest_first]
-    yield "runs", ", ".join(dict.fromkeys(one.run for one in oldest_first))
-    yield "checkpoints", f"{len(oldest_first)}, {format_size(sum(one.size for one in oldest_first))}"
+    waited = [manifest.seconds.get("blocked", 0.0) for manifest in oldest_first]
+    durable = [manifest.seconds.get("total", 0.0) for manifest in oldest_first]
+    yield "runs", ", ".join(dict.fromkeys(manifest.run for manifest in oldest_first))
+    yield "checkpoints", f"{len(oldest_first)}, {format_size(sum(manifest.size for manifest in oldest_first))}"
     yield "from", f"step {first.step:,}, {first.created}"
     yield "to", f"step {last.step:,}, {last.created}, {format_duration(span)} later"
     yield "training waited", f"{sum(waited):.2f} s for these, at most {max(waited):.2f} s for one"
@@ -69,13 +69,13 @@ def _metrics(oldest_first: Sequence[Manifest]) -> Iterator[tuple[str, ...]]:
     for name, points in curves(oldest_first).items():
         values = [value for _, value in points]
         finite = [value for value in values if math.isfinite(value)] or [math.nan]
-        ends = (format_number(one) for one in (values[0], values[-1], min(finite), max(finite)))
-        yield (name, _drawn(values), *ends)
+        ends = (format_number(value) for value in (values[0], values[-1], min(finite), max(finite)))
+        yield (name, _sparkline(values), *ends)
 
 
-def _drawn(values: Sequence[float]) -> str:
-    """A curve of characters. What is no number is a gap."""
-    step = max(1, -(-len(values) // _WIDEST))
+def _sparkline(values: Sequence[float]) -> str:
+    """A curve of block characters. Values that are not finite are gaps."""
+    step = max(1, -(-len(values) // _MAX_POINTS))
     some = [*values[::step], *(values[-1:] if (len(values) - 1) % step else ())]
     finite = [value for value in some if math.isfinite(value)]
     if not finite:
@@ -87,14 +87,14 @@ def _drawn(values: Sequence[float]) -> str:
     )
 
 
-def _row(storage: Storage, one: Checkpoint) -> tuple[str, ...]:
-    manifest = one.manifest
+def _row(storage: Storage, checkpoint: Checkpoint) -> tuple[str, ...]:
+    manifest = checkpoint.manifest
     if manifest is None:
-        return (one.name, *("-",) * 6, f"no: {one.problem}")
+        return (checkpoint.name, *("-",) * 6, f"no: {checkpoint.problem}")
     wrong = size_problems(storage, without_other_hosts(storage, manifest))
     waited, durable = (manifest.seconds.get(key) for key in ("blocked", "total"))
     return (
-        one.name,
+        checkpoint.name,
         f"{manifest.step:,}",
         manifest.created,
         format_size(manifest.size),
@@ -105,5 +105,5 @@ def _row(storage: Storage, one: Checkpoint) -> tuple[str, ...]:
 
 
 def _went_back(oldest_first: Sequence[Manifest]) -> list[str]:
-    """Where what was saved later is of an earlier step: steps that were trained twice."""
+    """Checkpoints that were saved after one of a later step: the steps between were trained twice."""
     return [f"- {b.name} came after {a.name}" for a, b in pairwise(oldest_first) if b.step < a.step]

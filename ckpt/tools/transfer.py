@@ -1,6 +1,6 @@
-"""Checkpoints, or plain files, are copied from any storage to any other, a little at a time.
+"""Copy checkpoints, or plain files, between any two storages, in bounded memory.
 
-Imports no torch: a shell asks for it.
+What `pull` does for every source but the Hub. Imports no torch, for the command line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.errors import ConfigError, DamagedError, MissingError
-from ckpt.export.folders import appearing
+from ckpt.export.folders import atomic_folder
 from ckpt.formats.native.manifest import Manifest
 from ckpt.root import catalog, cleanup
 from ckpt.root.copy import Copies
@@ -29,58 +29,61 @@ Place = str | os.PathLike[str]
 Options = Mapping[str, Any] | None
 
 
-def bring(source: Place, destination: Place, *, step: int | None = None, options: Options = None) -> str:
-    """Copy a checkpoint into the root `destination`, or all of a root, or the files of a folder; return where it is."""
-    far = open_url(destination, options)
-    if isinstance(far, Staging):
-        raise ConfigError(f"{far.url} takes no copies of files: publish a model there with 'ckpt push'.")
+def transfer(source: Place, destination: Place, *, step: int | None = None, options: Options = None) -> str:
+    """Copy a checkpoint, all of a root, or the files of a folder into `destination`; return the URL of the copy."""
+    target = open_url(destination, options)
+    if isinstance(target, Staging):
+        raise ConfigError(f"{target.url} takes no copies of files: publish a model there with 'ckpt push'.")
     own_options = options if "://" in os.fspath(source) else None
-    near, names, pointed_at = catalog.resolve(source, own_options)
+    origin, names, pointed_at = catalog.resolve(source, own_options)
     if not names and step is None:
-        return _bring_files(Folder.at(source, options), destination, far)
+        return _copy_folder(Folder.at(source, options), destination, target)
     copied: list[str] = []
-    with closing(Copies(near, far)) as copies:
+    with closing(Copies(origin, target)) as copies:
         for _ in range(_RESCANS):
-            chosen = _chosen(near, names, step)
-            copied = _bring_all(copies, chosen) if chosen else []
+            selected = _select(origin, names, step)
+            copied = _copy_intact(copies, selected) if selected else []
             if copied or pointed_at:
                 break
-            names = [one.name for one in catalog.scan(near)]  # a run may have let all go, and have newer ones
+            names = [found.name for found in catalog.scan(origin)]  # retention may have replaced them by newer ones
     if not copied:
-        gone = f"{chosen[0].name} was removed from there while it was to be copied" if chosen else "none was committed"
-        raise MissingError(f"there is no checkpoint to copy in {near.url}: {gone}.")
-    say(f"copied {', '.join(copied)} to {far.url}")
-    return f"{far.url.rstrip('/')}/{copied[0]}" if len(names) == 1 or step is not None else far.url
+        gone = (
+            f"{selected[0].name} was removed from there while it was to be copied" if selected else "none was committed"
+        )
+        raise MissingError(f"there is no checkpoint to copy in {origin.url}: {gone}.")
+    say(f"copied {', '.join(copied)} to {target.url}")
+    return f"{target.url.rstrip('/')}/{copied[0]}" if len(names) == 1 or step is not None else target.url
 
 
-def _chosen(storage: Storage, names: list[str], step: int | None) -> list[Manifest]:
-    """The checkpoints to copy, the oldest first. Of two of a step the newer one: it is of the end of its epoch."""
+def _select(storage: Storage, names: list[str], step: int | None) -> list[Manifest]:
+    """The checkpoints to copy, the oldest first. Of two of a step the newer: it was saved at the end of the epoch."""
     found = [catalog.find(storage, name) for name in names]
     if step is not None:
-        of_step = [one for one in found if one.step == step]
+        of_step = [checkpoint for checkpoint in found if checkpoint.step == step]
         if not of_step:
-            known = ", ".join(f"{one.name} (step {one.step})" for one in found if one.committed) or "none"
+            committed = [checkpoint for checkpoint in found if checkpoint.committed]
+            known = ", ".join(f"{checkpoint.name} (step {checkpoint.step})" for checkpoint in committed) or "none"
             raise MissingError(f"{storage.url} has no checkpoint of step {step}. There are: {known}.")
         found = of_step[:1]
     if len(found) == 1 and found[0].problem is not None and not isinstance(found[0].problem, MissingError):
         raise found[0].problem
-    return [one.manifest for one in reversed(found) if one.manifest is not None]
+    return [checkpoint.manifest for checkpoint in reversed(found) if checkpoint.manifest is not None]
 
 
-def _bring_all(copies: Copies, manifests: list[Manifest]) -> list[str]:
-    """Copy what is intact, and return the names. What is not is named at the end, and nothing is left of it.
+def _copy_intact(copies: Copies, manifests: list[Manifest]) -> list[str]:
+    """Copy the intact checkpoints, and return their names. An error names the damaged ones, whose copies are removed.
 
-    What a run has removed since it was listed is left out, and said.
+    Checkpoints that a run has removed since they were listed are skipped, with a message.
     """
     for manifest in manifests:
-        _refuse_another(copies.target, manifest)
+        _refuse_other_checkpoint(copies.target, manifest)
     copied, damaged = [], []
-    copies.open_target([one.name for one in manifests if _has_begun(copies.target, one)])
+    copies.open_target([manifest.name for manifest in manifests if _has_begun(copies.target, manifest)])
     with ExitStack() as held:
-        held.enter_context(reading(copies.source, manifests[-1].name))  # so that the newest is still there in the end
+        held.enter_context(reading(copies.source, manifests[-1].name))  # retention must not remove the newest meanwhile
         for manifest in manifests:
             try:
-                if _bring_one(copies, manifest.name):
+                if _copy_checkpoint(copies, manifest.name):
                     copied.append(manifest.name)
                 else:
                     say(f"{manifest.name} is not copied: it was removed from {copies.source.url} meanwhile")
@@ -92,63 +95,64 @@ def _bring_all(copies: Copies, manifests: list[Manifest]) -> list[str]:
     return copied
 
 
-def _bring_one(copies: Copies, name: str) -> bool:
-    """Copy a checkpoint as it is now: it may have been saved anew since it was listed. False if it is gone."""
+def _copy_checkpoint(copies: Copies, name: str) -> bool:
+    """Copy a checkpoint as it is now: it may have been replaced since it was listed. False if it was removed."""
     with reading(copies.source, name) as manifest:
         if manifest is None:
             return False
-        _refuse_another(copies.target, manifest)
+        _refuse_other_checkpoint(copies.target, manifest)
         if not _has_begun(copies.target, manifest):
-            _refuse_strange(copies.target, manifest)
+            _refuse_other_files(copies.target, manifest)
         copies.copy(manifest)
         return True
 
 
-def _has_begun(far: Storage, manifest: Manifest) -> bool:
-    """Whether there is a copy already, or one that was cut off: files that are there are then the right ones."""
-    known = catalog.find(far, manifest.name).manifest
-    mark = read_marker(far, manifest.name)
+def _has_begun(target: Storage, manifest: Manifest) -> bool:
+    """Whether a copy is complete or was interrupted: the files that exist there are then the checkpoint's own."""
+    known = catalog.find(target, manifest.name).manifest
+    mark = read_marker(target, manifest.name)
     return (known is not None and known.id == manifest.id) or (mark is not None and mark.id == manifest.id)
 
 
-def _refuse_another(far: Storage, manifest: Manifest) -> None:
-    known = catalog.find(far, manifest.name).manifest
+def _refuse_other_checkpoint(target: Storage, manifest: Manifest) -> None:
+    known = catalog.find(target, manifest.name).manifest
     if known is not None and known.id != manifest.id:
         raise ConfigError(
-            f"{far.url} has another checkpoint {manifest.name!r}, which stays as it is. Choose another destination."
-        )
-
-
-def _refuse_strange(far: Storage, manifest: Manifest) -> None:
-    """Files of the same name and size would be taken for the checkpoint's own."""
-    if any(True for _ in far.list(manifest.name)):
-        raise ConfigError(
-            f"{far.url}/{manifest.name} has files that are no copy of this checkpoint. Remove them, or choose another "
+            f"{target.url} has another checkpoint {manifest.name!r}, which is kept as it is. Choose another "
             "destination."
         )
 
 
-def _bring_files(folder: Folder, destination: Place, far: Storage) -> str:
-    """Copy files as they are. Into a directory they come together, elsewhere one after the other."""
+def _refuse_other_files(target: Storage, manifest: Manifest) -> None:
+    """Refuse a folder with files that are no copy: those of the same name and size would count as copied."""
+    if any(True for _ in target.list(manifest.name)):
+        raise ConfigError(
+            f"{target.url}/{manifest.name} has files that are no copy of this checkpoint. Remove them, or choose "
+            "another destination."
+        )
+
+
+def _copy_folder(folder: Folder, destination: Place, target: Storage) -> str:
+    """Copy files as they are. On a local disk they appear together, elsewhere one by one."""
     if not folder.files:
         raise MissingError(f"there is nothing to pull at {folder.where}.")
-    if isinstance(far, LocalStorage):
+    if isinstance(target, LocalStorage):
         directory = Path(os.fspath(destination).removeprefix("file://"))
-        with appearing(directory) as new:
+        with atomic_folder(directory) as new:
             _copy_files(folder, LocalStorage(new))
     else:
-        _copy_files(folder, far)
-    say(f"copied {len(folder.files)} files to {far.url}; there was no manifest to verify them by")
-    return far.url
+        _copy_files(folder, target)
+    say(f"copied {len(folder.files)} files to {target.url}; there was no manifest to verify them by")
+    return target.url
 
 
-def _copy_files(folder: Folder, far: Storage) -> None:
+def _copy_files(folder: Folder, target: Storage) -> None:
     with progress_bar(f"copying {folder.name}", sum(folder.files.values()), in_bytes=True) as advance:
         for path in sorted(folder.files):
-            far.write(path, _streamed(folder, path, advance))
+            target.write(path, _stream(folder, path, advance))
 
 
-def _streamed(folder: Folder, path: str, advance: Callable[[float], None]) -> Iterator[memoryview]:
+def _stream(folder: Folder, path: str, advance: Callable[[float], None]) -> Iterator[memoryview]:
     file, size, start = folder.opened(path), folder.files[path], 0
     buffer = memoryview(bytearray(min(WINDOW, size)))
     while start < size:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,8 +20,6 @@ from ckpt.formats.state import FilePlan
 from ckpt.formats.tensor_bytes import host_bytes, on_host
 
 INDEX_SUFFIX = ".index.json"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 class StreamedTensor(Protocol):
@@ -159,16 +156,3 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def floating_names() -> str:
     return ", ".join(dtypes.name_of(dtype) for dtype in dtypes.SPELLED if dtype.is_floating_point)
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes for `5GB`, `512MiB` or a number."""
-    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-    if match:
-        number, unit, binary = match.groups()
-        size = int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.upper()])
-    if isinstance(size, str) and size.strip().isdecimal():
-        size = int(size)
-    if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
-        raise ConfigError(f"max_shard_size={size!r} is no size: give a number of bytes, or text like '5GB', '500MiB'.")
-    return size

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.cli import demo
+from ckpt.cli import demo, demo_report, demo_runs
 from ckpt.errors import CkptError, ConfigError, LockedError
 from ckpt.root.catalog import list_checkpoints
 from ckpt.storage import LocalStorage
@@ -48,7 +48,7 @@ def test_the_demo_shows_the_checkpoint_that_was_cut_off(done: subprocess.Complet
 def test_the_demo_shows_both_losses_side_by_side(done: subprocess.CompletedProcess[str]) -> None:
     rows = re.findall(r"^ +(\d+) +(\d+\.\d{8}) +(\d+\.\d{8})", done.stdout, re.MULTILINE)
     assert [int(step) for step, _, _ in rows] == [1, 6, 12, 18, 24, 30, 36, 42, 48]
-    assert all(one == other for _, one, other in rows)
+    assert all(straight == resumed for _, straight, resumed in rows)
     assert re.search(r"^ +24 .*<- resumed from here$", done.stdout, re.MULTILINE)
     assert re.search(r"^ +30 .*<- killed while saving this$", done.stdout, re.MULTILINE)
 
@@ -58,30 +58,30 @@ def test_the_demo_is_plain_in_a_pipe(done: subprocess.CompletedProcess[str]) -> 
 
 
 def test_the_bytes_of_both_last_checkpoints_are_the_same(root: Path, done: subprocess.CompletedProcess[str]) -> None:
-    one, other = (list_checkpoints(root / name)[0] for name in (demo.STRAIGHT, demo.INTERRUPTED))
-    assert one.manifest is not None
-    assert other.manifest is not None
-    assert one.manifest.files == other.manifest.files
-    assert one.manifest.step == STEPS
+    straight, resumed = (list_checkpoints(root / name)[0] for name in (demo_runs.STRAIGHT, demo_runs.INTERRUPTED))
+    assert straight.manifest is not None
+    assert resumed.manifest is not None
+    assert straight.manifest.files == resumed.manifest.files
+    assert straight.manifest.step == STEPS
 
 
 def test_a_difference_is_loud(
     root: Path, done: subprocess.CompletedProcess[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    same = demo.Run({step: 1.0 / step for step in range(1, STEPS + 1)})
-    other = demo.Run(same.losses | {STEPS: 0.0})
-    assert not demo._report(demo.Plan(str(root), STEPS), same, same, other)
+    same = demo_runs.Run({step: 1.0 / step for step in range(1, STEPS + 1)})
+    other = demo_runs.Run(same.losses | {STEPS: 0.0})
+    assert not demo_report.show_report(demo_runs.Plan(str(root), STEPS), same, same, other)
     assert "NOT IDENTICAL" in capsys.readouterr().out
 
 
 def test_a_flipped_bit_in_the_weights_is_a_difference(
     root: Path, done: subprocess.CompletedProcess[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    weights = root / demo.INTERRUPTED / f"step-{STEPS:08d}-end" / "model.safetensors"
+    weights = root / demo_runs.INTERRUPTED / f"step-{STEPS:08d}-end" / "model.safetensors"
     kept = weights.read_bytes()
     weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
     try:
-        assert not demo._show_last(demo.Plan(str(root), STEPS))
+        assert not demo_report.show_last(demo_runs.Plan(str(root), STEPS))
     finally:
         weights.write_bytes(kept)
     assert re.search(r"model\.safetensors .* DIFFERENT", capsys.readouterr().out)
@@ -90,18 +90,18 @@ def test_a_flipped_bit_in_the_weights_is_a_difference(
 def test_the_demo_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / demo.MARKER).touch()
     (tmp_path / "mine.txt").write_text("stays")
-    (tmp_path / demo.STRAIGHT / "old").mkdir(parents=True)
+    (tmp_path / demo_runs.STRAIGHT / "old").mkdir(parents=True)
     demo._check_root(str(tmp_path))
-    demo._clear(demo.Plan(str(tmp_path), STEPS))
+    demo._clear(demo_runs.Plan(str(tmp_path), STEPS))
     assert sorted(path.name for path in tmp_path.iterdir()) == [demo.MARKER, "mine.txt"]
 
 
 def test_the_demo_touches_no_directory_that_is_not_its_own(tmp_path: Path) -> None:
-    (tmp_path / demo.STRAIGHT).mkdir()
+    (tmp_path / demo_runs.STRAIGHT).mkdir()
     refused = run_demo(tmp_path)
     assert refused.returncode == 1
     assert refused.stderr.startswith(f"ckpt: {tmp_path} is not empty and not from an earlier demo.")
-    assert (tmp_path / demo.STRAIGHT).is_dir()
+    assert (tmp_path / demo_runs.STRAIGHT).is_dir()
 
 
 def test_the_demo_follows_no_link_when_it_clears(tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_the_demo_follows_no_link_when_it_clears(tmp_path: Path) -> None:
     elsewhere.mkdir()
     root = tmp_path / "demo"
     root.mkdir()
-    (root / demo.STRAIGHT).symlink_to(elsewhere)
+    (root / demo_runs.STRAIGHT).symlink_to(elsewhere)
     with pytest.raises(ConfigError, match="cannot be removed"):
-        demo._clear(demo.Plan(str(root), STEPS))
+        demo._clear(demo_runs.Plan(str(root), STEPS))
     assert elsewhere.is_dir()
 
 
@@ -127,5 +127,5 @@ def test_two_demos_do_not_run_in_one_place(tmp_path: Path) -> None:
 
 def test_a_training_that_fails_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CkptError, match="ended with status 1, not 0"):
-        demo._expect(demo.Run(said="out of luck", status=1), 0)
+        demo_runs.expect(demo_runs.Run(said="out of luck", status=1), 0)
     assert capsys.readouterr().err == "out of luck\n"

@@ -36,7 +36,7 @@ assert "torch" not in sys.modules
 
 @pytest.fixture
 def invoke() -> Invoke:
-    return lambda *arguments: CliRunner().invoke(main, [str(one) for one in arguments])
+    return lambda *arguments: CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import yaml
 from torch import nn
 
 import ckpt
-from ckpt.export.card import BEGIN, END, Training, known_fields, written
+from ckpt.export.card import BEGIN, END, Training, known_fields, render
 from ckpt.export.metric_plot import draw
 from ckpt.formats.native.manifest import Manifest
 from tests.helpers.hub_server import HubServer
@@ -94,7 +94,7 @@ def test_a_new_card_says_what_is_known() -> None:
     }
     root = [manifest(step, loss=1 / step, accuracy=0.5) for step in (1, 2, 3, 4)]
     training = Training.of(root[2], root)
-    card = written(None, "model", known_fields(about, training), {"license": "apache-2.0"}, training, curve=True)
+    card = render(None, "model", known_fields(about, training), {"license": "apache-2.0"}, training, curve=True)
     assert fields_of(card) == {
         "library_name": "transformers",
         "base_model": "openai-community/gpt2",
@@ -120,17 +120,17 @@ def test_a_new_card_says_what_is_known() -> None:
 
 def test_fields_that_are_given_win_and_fields_that_are_known_do_not() -> None:
     known = {"library_name": "transformers", "tags": ["torch-ckpt"]}
-    kept = written(BY_HAND, "model", known, {}, None)
+    kept = render(BY_HAND, "model", known, {}, None)
     assert "license: mit  # chosen by a lawyer" in kept
     assert fields_of(kept) == {"license": "mit", "tags": ["mine"], "library_name": "transformers"}
-    assert fields_of(written(kept, "model", known, {"license": "apache-2.0"}, None))["license"] == "apache-2.0"
-    assert written(kept, "model", known, {}, None) == kept
+    assert fields_of(render(kept, "model", known, {"license": "apache-2.0"}, None))["license"] == "apache-2.0"
+    assert render(kept, "model", known, {}, None) == kept
 
 
 def test_a_section_without_its_end_takes_no_text_with_it() -> None:
-    card = written(BY_HAND, "model", {}, {}, None).replace(END, "") + "written later\n"
+    card = render(BY_HAND, "model", {}, {}, None).replace(END, "") + "written later\n"
     for _ in range(3):
-        card = written(card, "model", {}, {}, None)
+        card = render(card, "model", {}, {}, None)
     assert "written later" in card
     assert "None that I know of." in card
     assert card.count(END) == 1
@@ -138,13 +138,13 @@ def test_a_section_without_its_end_takes_no_text_with_it() -> None:
 
 def test_names_cannot_break_out_of_the_table() -> None:
     training = Training(metrics={"a|b\n<script>": 1.0}, hardware="x")
-    card = written(None, "model", {}, {}, training)
+    card = render(None, "model", {}, {}, training)
     assert "| a b  script  | 1 |" in card
 
 
 def test_front_matter_without_fields_is_not_touched() -> None:
     with pytest.raises(ckpt.ConfigError, match=r"has no fields: '- a'\. Correct it, or push with card=False"):
-        written("---\n- a\n---\n# x\n", "model", {}, {"license": "mit"}, None)
+        render("---\n- a\n---\n# x\n", "model", {}, {"license": "mit"}, None)
 
 
 def test_a_base_model_on_this_disk_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ckpt
 from ckpt.cli.main import main
-from ckpt.formats.foreign.hf_safetensors import parse_size
+from ckpt.export.options import ExportOptions
 from ckpt.formats.foreign.wrapper_prefixes import unwrapped
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.root.catalog import read_manifest
@@ -51,9 +51,9 @@ def net() -> Net:
     return Net()
 
 
-def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        one[key].dtype == other[key].dtype and torch.equal(one[key], other[key]) for key in one
+def same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(
+        first[key].dtype == second[key].dtype and torch.equal(first[key], second[key]) for key in first
     )
 
 
@@ -175,7 +175,7 @@ class TestOurs:
 
     def test_a_checkpoint_is_never_written_into(self, ours: Place, dcp: Place) -> None:
         before = (ours / "model.safetensors").read_bytes()
-        with pytest.raises(ckpt.ConfigError, match="is a checkpoint, and stays as it is"):
+        with pytest.raises(ckpt.ConfigError, match="is a checkpoint, and is kept as it is"):
             ckpt.merge(dcp, ours / "model.safetensors", dtype="bfloat16")
         assert (ours / "model.safetensors").read_bytes() == before
 
@@ -201,19 +201,19 @@ class TestOutput:
 
     def test_beyond_a_size_there_are_shards_and_an_index(self, dcp: Place, root: Place) -> None:
         written = ckpt.merge(dcp, root / "out" / "model.safetensors", max_shard_size=150)
-        names = [Path(one).name for one in written]
+        names = [Path(url).name for url in written]
         count = len(names) - 1
         assert count > 2
         assert names[0] == f"model-00001-of-{count:05d}.safetensors"
         assert names[-1] == "model.safetensors.index.json"
         index = json.loads(at(written[-1]).read_bytes())
-        found = {key: value for one in written[:-1] for key, value in tensors(one).items()}
+        found = {key: value for url in written[:-1] for key, value in tensors(url).items()}
         assert same(found, net().state_dict())
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in found.values())
         assert all(key in tensors(root / "out" / file) for key, file in index["weight_map"].items())
         assert index["weight_map"].keys() == found.keys()
-        for one in written[:-1]:
-            assert len(tensors(one)) == 1 or sum(tensor.nbytes for tensor in tensors(one).values()) <= 150
+        for url in written[:-1]:
+            assert len(tensors(url)) == 1 or sum(tensor.nbytes for tensor in tensors(url).values()) <= 150
 
     def test_within_the_size_there_is_one_file(self, dcp: Place, root: Place) -> None:
         assert ckpt.merge(dcp, root / "m.safetensors", max_shard_size="5GB") == [str(root / "m.safetensors")]
@@ -337,7 +337,7 @@ class TestTiedWeights:
 
         model = gpt2()
         written = ckpt.merge(gpt2_folder / source, tmp_path / "model.safetensors", max_shard_size=limit)
-        names = {name for one in written if one.endswith(".safetensors") for name in load_file(one)}
+        names = {name for url in written if url.endswith(".safetensors") for name in load_file(url)}
         assert names == model.state_dict().keys() - {"lm_head.weight"}
         model.config.save_pretrained(tmp_path)
         loaded, told = GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
@@ -433,7 +433,7 @@ class TestBadInput:
     ("text", "size"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 << 19), ("7", 7), (8, 8), ("2kb", 2000), ("10B", 10)]
 )
 def test_sizes_are_read_as_people_write_them(text: int | str, size: int) -> None:
-    assert parse_size(text) == size
+    assert ExportOptions.parse(None, text).max_shard_size == size
 
 
 class TestCommand:
@@ -467,8 +467,8 @@ def save_large(rank: int, folder: str) -> None:
 
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
-    one, turned = torch.rand(600, 1 << 18), torch.rand(1 << 13, 1 << 13)
-    state: dict[str, Any] = {"large": distribute_tensor(one, mesh, [Shard(0)])}  # 630 MB in one tensor
+    large, turned = torch.rand(600, 1 << 18), torch.rand(1 << 13, 1 << 13)
+    state: dict[str, Any] = {"large": distribute_tensor(large, mesh, [Shard(0)])}  # 630 MB in one tensor
     state["columns"] = distribute_tensor(turned, mesh, [Shard(1)])
     save_dcp({"model": state}, checkpoint_id=folder)
 

@@ -152,9 +152,9 @@ class TestOneProcess:
         assert set(hub.files(REPO)) == {"README.md", "config.json", "model.safetensors", "vocab.txt"}
         assert json.loads(hub.files(REPO)["config.json"])["dtype"] == "bfloat16"
         assert b"pipeline_tag: text-generation" in hub.files(REPO)["README.md"]
-        assert "no config.json goes along" not in capfd.readouterr().err
+        assert "no config.json is pushed" not in capfd.readouterr().err
         ckpt.push_to_hub(tmp_path / "run" / "x", "me/bare")
-        assert "no config.json goes along, which from_pretrained needs" in capfd.readouterr().err
+        assert "no config.json is pushed, which from_pretrained needs" in capfd.readouterr().err
         with pytest.raises(ckpt.ConfigError, match=r"beside='.*nowhere' is no folder"):
             ckpt.push_to_hub(tmp_path / "run" / "x", REPO, beside=tmp_path / "nowhere")
 
@@ -270,7 +270,9 @@ class TestXet:
         model = small(2)
         with ckpt.StateManager(root, model=model) as manager:
             assert manager.load_state().name == "b"
-        assert all(torch.equal(one, two) for one, two in zip(model.parameters(), small(1).parameters(), strict=True))
+        assert all(
+            torch.equal(loaded, saved) for loaded, saved in zip(model.parameters(), small(1).parameters(), strict=True)
+        )
         assert len(hub.commits("me/runs")) == 2
         assert not hub.sent("PUT /lfs/")
 
@@ -694,9 +696,9 @@ def test_a_token_is_used_and_told_to_nobody_else(
             next(manager.unwrap().parameters()).zero_()
         with pytest.raises(ckpt.StorageError) as raised:
             manager.push_to_hub(REPO, token=token)
-    asked = [one for one in hub.requests if REPO in one.path or one.path.startswith("/api/repos/")]
+    asked = [request for request in hub.requests if REPO in request.path or request.path.startswith("/api/repos/")]
     assert len(asked) > 5
-    assert [one for one in asked if one.authorization != f"Bearer {TOKEN}"] == []
+    assert [request for request in asked if request.authorization != f"Bearer {TOKEN}"] == []
     told = [repr(raised.value), repr(raised.value.__cause__), repr(manager), caplog.text, *capfd.readouterr()]
     told += [repr(HubStorage(REPO, token=token)), repr(HubStorage(REPO, token=token).repo)]
     told += [path.read_bytes().decode("latin-1") for path in root.rglob("*") if path.is_file()]

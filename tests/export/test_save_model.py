@@ -104,7 +104,7 @@ def test_a_folder_with_checkpoints_is_left_alone(tmp_path: Path) -> None:
     with ckpt.StateManager(tmp_path / "run", model=plain(1)) as manager:
         manager.save_state("x", wait=True)
         for place in ("run", "run/x"):
-            with pytest.raises(ckpt.ConfigError, match="holds checkpoints, and stays as it is"):
+            with pytest.raises(ckpt.ConfigError, match="holds checkpoints, and is kept as it is"):
                 manager.save_model(tmp_path / place)
     assert not any(ckpt.verify(tmp_path / "run").values())
 

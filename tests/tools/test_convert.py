@@ -309,7 +309,7 @@ def pair(seed: int) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
 
 
 def states(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> str:
-    return exact([*(one.state_dict() for one in models), *(one.state_dict() for one in optimizers)])
+    return exact([*(model.state_dict() for model in models), *(optimizer.state_dict() for optimizer in optimizers)])
 
 
 class TestSeveral:
@@ -578,7 +578,7 @@ class TestKilled:
             process.join(DEADLINE)
             assert process.exitcode == -signal.SIGKILL
             if to == "ckpt":
-                assert not any(one.committed for one in ckpt.list_checkpoints(destination))
+                assert not any(checkpoint.committed for checkpoint in ckpt.list_checkpoints(destination))
             else:
                 assert not destination.exists()
         ckpt.convert(source, destination, to=to)

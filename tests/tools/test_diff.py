@@ -42,8 +42,8 @@ def diff(*arguments: object) -> Result:
 
 
 @pytest.fixture
-def one(tmp_path: Path) -> str:
-    return save(tmp_path / "one", "a", Net())
+def first(tmp_path: Path) -> str:
+    return save(tmp_path / "first", "a", Net())
 
 
 def other(tmp_path: Path, model: nn.Module, momentum: float = 0.9) -> str:
@@ -51,7 +51,7 @@ def other(tmp_path: Path, model: nn.Module, momentum: float = 0.9) -> str:
 
 
 def test_the_same_state_has_no_difference_and_is_not_read(
-    one: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again = other(tmp_path, Net())
     read = []
@@ -62,18 +62,18 @@ def test_the_same_state_has_no_difference_and_is_not_read(
         original(self, key, start, *buffers, again=again)
 
     monkeypatch.setattr(LocalStorage, "read_into", noted)
-    result = diff(one, again)
+    result = diff(first, again)
     assert (result.exit_code, result.output) == (0, "There is no difference.\n")
     assert not [key for key in read if key.endswith(".safetensors")]
 
 
 @torch.no_grad()
-def test_each_tensor_says_how_many_elements_differ_and_by_how_much(one: str, tmp_path: Path) -> None:
+def test_each_tensor_says_how_many_elements_differ_and_by_how_much(first: str, tmp_path: Path) -> None:
     model = Net()
     model.first.weight[3, :7] += 0.5
     model.second.bias[1] = math.nan
     model.count.fill_(7)
-    found = ckpt.diff(one, other(tmp_path, model))
+    found = ckpt.diff(first, other(tmp_path, model))
     assert {d.name: (d.elements, d.most) for d in found.differences if d.name != "model.second.bias"} == {
         "model.first.weight": (7, pytest.approx(0.5)),
         "model.count": (1, 4.0),
@@ -84,7 +84,7 @@ def test_each_tensor_says_how_many_elements_differ_and_by_how_much(one: str, tmp
 
 
 @torch.no_grad()
-def test_a_bit_that_changes_no_number_is_a_difference(one: str, tmp_path: Path) -> None:
+def test_a_bit_that_changes_no_number_is_a_difference(first: str, tmp_path: Path) -> None:
     model = Net()
     zero, negative = nn.Parameter(torch.zeros(4)), nn.Parameter(-torch.zeros(4))
     model.extra = zero
@@ -94,13 +94,13 @@ def test_a_bit_that_changes_no_number_is_a_difference(one: str, tmp_path: Path) 
     assert (found.name, found.elements, found.most) == ("model.extra", 4, 0.0)
 
 
-def test_shapes_dtypes_and_names_in_one_only(one: str, tmp_path: Path) -> None:
+def test_shapes_dtypes_and_names_in_one_only(first: str, tmp_path: Path) -> None:
     model = Net()
     model.first = nn.Linear(60, 51)
     model.second = model.second.float()
     model.third = nn.Linear(1, 1, bias=False)
     del model.count
-    rows = {d.name: d for d in ckpt.diff(one, other(tmp_path, model), part="model").differences}
+    rows = {d.name: d for d in ckpt.diff(first, other(tmp_path, model), part="model").differences}
     assert (rows["model.first.weight"].first, rows["model.first.weight"].second) == (
         "float32 [50, 60]",
         "float32 [51, 60]",
@@ -111,15 +111,15 @@ def test_shapes_dtypes_and_names_in_one_only(one: str, tmp_path: Path) -> None:
     assert rows["model.second.weight"].elements == 0  # the same numbers, in another dtype
 
 
-def test_values_differ_by_their_path(one: str, tmp_path: Path) -> None:
-    result = diff(one, other(tmp_path, Net(), momentum=0.8))
+def test_values_differ_by_their_path(first: str, tmp_path: Path) -> None:
+    result = diff(first, other(tmp_path, Net(), momentum=0.8))
     assert re.search(r"(?m)^optimizer\.state\.param_groups\.0\.momentum +0\.9 +0\.8$", result.output)
     assert result.exit_code == 1
     assert len(result.output.splitlines()) == 2
 
 
-def test_generators_differ_in_one_line_each(one: str, tmp_path: Path) -> None:
-    (found,) = ckpt.diff(one, save(tmp_path / "other", "b", Net(), seed=2)).differences
+def test_generators_differ_in_one_line_each(first: str, tmp_path: Path) -> None:
+    (found,) = ckpt.diff(first, save(tmp_path / "other", "b", Net(), seed=2)).differences
     assert found.name == "rank-00000.rng.torch"
 
 
@@ -131,29 +131,29 @@ def _save_sharded(rank: int, root: str) -> None:
         manager.save_state("a", wait=True)
 
 
-def test_how_it_is_laid_out_makes_no_difference(one: str, tmp_path: Path, s3: str) -> None:
+def test_how_it_is_laid_out_makes_no_difference(first: str, tmp_path: Path, s3: str) -> None:
     assert run_ranks(2, _save_sharded, str(tmp_path / "sharded")) == [0, 0]
     assert (tmp_path / "sharded" / "a" / "model" / "00001.safetensors").exists()
-    assert not ckpt.diff(one, tmp_path / "sharded" / "a", part="model")
-    ckpt.merge(one, f"{s3}/model.safetensors")
-    assert diff(one, s3).exit_code == 0
+    assert not ckpt.diff(first, tmp_path / "sharded" / "a", part="model")
+    ckpt.merge(first, f"{s3}/model.safetensors")
+    assert diff(first, s3).exit_code == 0
 
 
-def test_json_for_other_programs(one: str, tmp_path: Path) -> None:
-    result = diff(one, other(tmp_path, Net(), momentum=0.8), "--json")
+def test_json_for_other_programs(first: str, tmp_path: Path) -> None:
+    result = diff(first, other(tmp_path, Net(), momentum=0.8), "--json")
     (found,) = json.loads(result.stdout)["differences"]
     assert (found["first"], found["second"], found["most"]) == ("0.9", "0.8", None)
 
 
-def test_what_cannot_be_compared_ends_with_2(one: str, tmp_path: Path) -> None:
+def test_what_cannot_be_compared_ends_with_2(first: str, tmp_path: Path) -> None:
     other(tmp_path, Net())
-    assert diff(one, tmp_path / "nothing").exit_code == 2
-    assert "holds 1 checkpoints. Name the one to compare" in diff(one, tmp_path / "other").output
+    assert diff(first, tmp_path / "nothing").exit_code == 2
+    assert "holds 1 checkpoints. Name the one to compare" in diff(first, tmp_path / "other").output
     with torch.no_grad():
         model = Net()
         model.first.weight += 1
     again = save(tmp_path / "damaged", "c", model)
     flip_a_bit(Path(again, "model.safetensors"))
-    result = diff(one, again)
+    result = diff(first, again)
     assert result.exit_code == 2
     assert "model.safetensors was altered" in result.output

@@ -79,7 +79,7 @@ def save(root: str | Path, losses: list[float]) -> None:
 
 
 def steps(root: str | Path) -> list[int | None]:
-    return [one.step for one in ckpt.list_checkpoints(root)]
+    return [checkpoint.step for checkpoint in ckpt.list_checkpoints(root)]
 
 
 def keys(root: str | Path) -> set[str]:
@@ -118,7 +118,8 @@ def crash(root: str) -> None:
 class TestRetention:
     def test_what_keep_lets_go_goes(self, root: str) -> None:
         save(root, [3.0, 1.0, 2.0, 5.0, 4.0, 6.0])
-        size = sum(one.manifest.size for one in ckpt.list_checkpoints(root) if one.manifest and one.step in (1, 3))
+        manifests = [checkpoint.manifest for checkpoint in ckpt.list_checkpoints(root)]
+        size = sum(manifest.size for manifest in manifests if manifest and manifest.step in (1, 3))
         done = ckpt.prune(root, keep=ckpt.Keep(last=2, best=1, metric="loss", every=4))
         assert steps(root) == [6, 5, 4, 2]
         assert list(done.removed) == ["step-00000003", "step-00000001"]

@@ -89,13 +89,13 @@ def test_a_large_one_passes_through_little_memory_and_without_torch(s3: str, tmp
     command = [sys.executable, "-c", _PEAK, f"{tmp_path}/run/step-00000001", s3]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=170)
     assert int(done.stdout) < 256_000  # kB
-    assert [one.name for one in ckpt.list_checkpoints(s3)] == ["step-00000001"]
+    assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(s3)] == ["step-00000001"]
 
 
 def test_of_a_root_the_checkpoint_of_a_step_is_taken(tmp_path: Path) -> None:
     save(tmp_path / "run", 3)
     assert pull(tmp_path / "run", tmp_path / "back", "--step", 2).exit_code == 0
-    assert [one.name for one in ckpt.list_checkpoints(tmp_path / "back")] == ["step-00000002"]
+    assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(tmp_path / "back")] == ["step-00000002"]
     result = pull(tmp_path / "run", tmp_path / "back", "--step", 7)
     assert result.exit_code == 1
     assert (
@@ -109,7 +109,7 @@ def test_what_was_cut_off_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.Mo
     there, back = tmp_path / "run", tmp_path / "back"
     command = [sys.executable, "-c", _CUT_OFF, str(there), str(back)]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
-    assert [one.committed for one in ckpt.list_checkpoints(back)] == [False]
+    assert [checkpoint.committed for checkpoint in ckpt.list_checkpoints(back)] == [False]
     sent = []
     write = LocalStorage.write
 
@@ -148,7 +148,7 @@ def test_another_checkpoint_of_that_name_stays(tmp_path: Path) -> None:
     save(tmp_path / "run", 1)
     save(tmp_path / "other", 1)
     before = (tmp_path / "other" / "step-00000001" / "manifest.json").read_bytes()
-    with pytest.raises(ckpt.ConfigError, match="has another checkpoint 'step-00000001', which stays as it is"):
+    with pytest.raises(ckpt.ConfigError, match="has another checkpoint 'step-00000001', which is kept as it is"):
         ckpt.pull(tmp_path / "run", tmp_path / "other")
     assert (tmp_path / "other" / "step-00000001" / "manifest.json").read_bytes() == before
 

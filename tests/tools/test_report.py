@@ -11,7 +11,7 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import main
-from ckpt.tools.report import _drawn
+from ckpt.tools.report import _sparkline
 from tests.cli.test_main import leave_uncommitted, truncate
 
 
@@ -69,10 +69,10 @@ def test_where_there_is_nothing_it_says_so(tmp_path: Path) -> None:
     [([1.0], "▁"), ([1.0, 2.0], "▁█"), ([float("nan")], ""), ([float("inf"), 0.0, 7.0, 3.5], " ▁█▅")],
 )
 def test_curves_are_drawn_in_characters(values: list[float], curve: str) -> None:
-    assert _drawn(values) == curve
+    assert _sparkline(values) == curve
 
 
 def test_a_long_curve_is_thinned_out_and_keeps_its_ends() -> None:
-    curve = _drawn([float(value) for value in range(1000)])
+    curve = _sparkline([float(value) for value in range(1000)])
     assert len(curve) <= 61
     assert (curve[0], curve[-1]) == ("▁", "█")

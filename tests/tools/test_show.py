@@ -65,7 +65,7 @@ def test_of_a_root_the_newest_is_shown_with_all_that_is_known(root: str) -> None
         r"size +\d+\.\d kB in 5 files",
         r"saved by +one process, full layout, \S.*",
         r"took +training waited \d+\.\d\d s, durable after \d+\.\d\d s",
-        r"goes on from +step-00000001",
+        r"continues +step-00000001",
         r"versions +ckpt \S+, torch \S+, python \S+",
         r"model +Tied +3 +384 +float32, bfloat16 +\d+\.\d kB",
         r"optimizer +SGD +1 +320 +float32 +\d+\.\d kB",
@@ -119,12 +119,12 @@ def test_on_s3_no_tensor_is_read(s3: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert read < 100_000
 
 
-def test_a_newer_one_that_is_not_whole_is_passed_over_and_named(tmp_path: Path) -> None:
+def test_a_newer_checkpoint_that_is_not_intact_is_skipped_and_named(tmp_path: Path) -> None:
     save(tmp_path)
     truncate(tmp_path / "step-00000002" / "model.safetensors")
     result = show(tmp_path)
     first, second, *_ = result.output.splitlines()
-    assert re.fullmatch(r"step-00000002 is not whole: model\.safetensors is .* of .*", first)
+    assert re.fullmatch(r"step-00000002 is skipped: model\.safetensors is .* of .*", first)
     assert second == f"{tmp_path}/step-00000001"
     assert result.exit_code == 0
 

@@ -1,0 +1,27 @@
+"""`ckpt convert`: between the checkpoints of ckpt and of Accelerate."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command()
+@click.argument("source")
+@click.argument("destination")
+@click.option(
+    "--to",
+    default="ckpt",
+    show_default=True,
+    type=click.Choice(["ckpt", "accelerate"]),
+    help="The format to convert to.",
+)
+@click.option("--name", help="Of the checkpoint; that of the folder, if none is given.")
+def convert(source: str, destination: str, to: str, name: str | None) -> None:
+    """Convert a checkpoint of Accelerate to one of ckpt, or the other way round.
+
+    SOURCE is a folder that Accelerate's save_state wrote, and DESTINATION a root: runs/mine. With --to accelerate,
+    SOURCE is a checkpoint of ckpt, and DESTINATION a new folder that accelerator.load_state will read.
+    """
+    from ckpt.tools.convert import convert
+
+    click.echo(convert(source, destination, to=to, name=name))

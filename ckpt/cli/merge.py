@@ -1,0 +1,23 @@
+"""`ckpt merge`: write a sharded checkpoint as safetensors."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command()
+@click.argument("source")
+@click.argument("destination")
+@click.option("--dtype", help="Cast floating point tensors: bfloat16, float16, float32, ...")
+@click.option("--max-shard-size", help="Beyond this, write shards and an index: 5GB, 500MiB, ...")
+@click.option("--part", default="model", show_default=True, help="Which part of the checkpoint.")
+def merge(source: str, destination: str, dtype: str | None, max_shard_size: str | None, part: str) -> None:
+    """Merge the sharded checkpoint at SOURCE into one safetensors file.
+
+    SOURCE is a checkpoint of ckpt, a folder of torch.distributed.checkpoint, or what Accelerate saves under FSDP.
+    DESTINATION is a file: out/model.safetensors.
+    """
+    from ckpt.export.merge import merge
+
+    for url in merge(source, destination, dtype=dtype, max_shard_size=max_shard_size, part=part):
+        click.echo(url)

@@ -1,0 +1,24 @@
+"""`ckpt pull`: copy checkpoints or files from the Hub, or from any URL."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command()
+@click.argument("source")
+@click.argument("destination")
+@click.option("--step", type=int, help="Only the checkpoint of this step, to resume from.")
+@click.option("--revision", help="Of a repository: a branch, a tag or a commit.")
+def pull(source: str, destination: str, step: int | None, revision: str | None) -> None:
+    """Copy SOURCE to DESTINATION, verified.
+
+    SOURCE is a repository on the Hub (user/repo, or hub://user/repo@revision/path for a part of it) or any other URL
+    (s3://bucket/run, or /a/path): a checkpoint, a root with many, or a folder of files. DESTINATION is a folder or a
+    URL too; a checkpoint becomes a folder below it, for a run to resume from. Other files in it are kept. Without the
+    network, files of the Hub come from Hugging Face's cache, if they are there. The Hub's token comes from HF_TOKEN or
+    'hf auth login'.
+    """
+    from ckpt.tools.pull import pull
+
+    click.echo(pull(source, destination, step=step, revision=revision))

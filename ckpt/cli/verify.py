@@ -1,0 +1,51 @@
+"""`ckpt verify`: read every byte of checkpoints and compare it with its hash."""
+
+from __future__ import annotations
+
+import click
+
+from ckpt.cli.ls import listed_hosts, without_name
+from ckpt.errors import MissingError
+from ckpt.root import catalog
+from ckpt.root import verify as verifying
+from ckpt.root.verify import Verification, files_on_other_hosts
+from ckpt.storage import Storage
+from ckpt.util.console import format_size, one_line
+
+
+@click.command()
+@click.argument("url")
+def verify(url: str) -> None:
+    """Read every byte of the checkpoint at URL, or of all below it.
+
+    Exits with status 1 if one is damaged or cannot be read. A run may use the root meanwhile: below a root, a
+    checkpoint that is just being saved or removed is no fault.
+    """
+    storage, names, pointed_at = catalog.resolve(url)
+    if not names:
+        raise MissingError(f"there are no checkpoints in {url}.")
+    width = max(len(name) for name in names)
+    verdicts = [_show_verdict(storage, name, width) for name in names]
+    if any(verdict.is_fault or (pointed_at and verdict.state != verifying.INTACT) for verdict in verdicts):
+        raise click.exceptions.Exit(1)
+
+
+def _show_verdict(storage: Storage, name: str, width: int) -> Verification:
+    """Verify a checkpoint and print its line."""
+    found = verifying.verify_checkpoint(storage, name)
+    colour = "red" if found.is_fault else "green" if found.state == verifying.INTACT else "yellow"
+    about = one_line(_about(storage, found))
+    click.echo(f"{name:<{width}}  {click.style(found.state, fg=colour)}  {about}")
+    return found
+
+
+def _about(storage: Storage, found: Verification) -> str:
+    if found.state == verifying.REMOVED:
+        return "by retention, or by hand, since it was listed"
+    if found.state == verifying.UNDER_WAY:
+        return "a process is just saving or removing it: it is not committed"
+    if found.manifest is None or found.is_fault:
+        return without_name("; ".join(found.problems), found.name)
+    others = files_on_other_hosts(storage, found.manifest)
+    here = format_size(sum(file.size for file in found.manifest.files if file.path not in others))
+    return f"{here}; the rest is on {listed_hosts(others)}" if others else here
