@@ -56,7 +56,7 @@ class _Attached:
     ) -> Path | str | None:
         """Save everything. `output_dir` is the checkpoint's name, or its folder below the root.
 
-        None is returned only if the save was left out, by `when_busy="skip"`.
+        None is returned only if the save was left out, by `SaveOptions(when_busy="skip")`.
         """
         _note_unused({"safe_serialization": safe_serialization is False, **save_model_func_kwargs})
         named = self._accelerator.project_configuration.automatic_checkpoint_naming
