@@ -8,16 +8,10 @@ from typing import Any
 
 from transformers.trainer_callback import ExportableState
 
-from ckpt.errors import DamagedError, MismatchError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.integrations.epoch_start import EpochStart
-from ckpt.load.reader import CheckpointReader
 from ckpt.load.restored import Restored
-from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
-from ckpt.ranks.group import Ranks
 from ckpt.root.retention import Keep
-from ckpt.root.verify import problems
-from ckpt.storage import Storage
 from ckpt.util.console import say
 
 PART = "trainer_state"
@@ -110,26 +104,6 @@ def total_limit(args: Any) -> Keep | None:
         return TotalLimit(last=limit)
     mode = "max" if args.greater_is_better else "min"
     return TotalLimit(last=limit, best=1, metric=f"eval_{metric.removeprefix('eval_')}", mode=mode)
-
-
-def verified_state(storage: Storage, ranks: Ranks, manifest: Manifest) -> dict[str, Any]:
-    """The Trainer's state in a checkpoint that is intact.
-
-    Every byte is looked at: the Trainer takes its state, and finds its place in the data, before there is an optimizer
-    to load, and could not be brought to another checkpoint then.
-    """
-    call = f"train({manifest.name!r})"
-    wrong = decide_together(ranks, call, Result(), lambda _: problems(storage, manifest, show=True))
-    if wrong:
-        raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}.")
-    reader: CheckpointReader = run_on_all_ranks(ranks, call, lambda: CheckpointReader(storage, manifest, ranks.rank))
-    if not reader.has(PART):
-        raise MismatchError(
-            f"{manifest.name} has no {PART}: no Trainer saved it. Load it with StateManager, or give CkptCallback "
-            "another root."
-        )
-    state: dict[str, Any] = reader.tree(PART)["state"]
-    return state
 
 
 def _samples_in_a_step(trainer: Any) -> int:

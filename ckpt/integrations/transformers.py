@@ -7,34 +7,25 @@ import logging
 import os
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
-from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import get_last_checkpoint
 
 from ckpt.errors import ConfigError, Preempted
 from ckpt.export.load_model import load_checkpoint_model
 from ckpt.integrations.epoch_start import EpochStart
-from ckpt.integrations.trainer_state import PART, TrainerPart, logged_metrics, total_limit, verified_state
-from ckpt.load.select import Choice, Selection, choose
+from ckpt.integrations.trainer_resume import ResumeSource
+from ckpt.integrations.trainer_state import PART, TrainerPart, logged_metrics, total_limit
 from ckpt.manager import StateManager
 from ckpt.options import resolve_options
-from ckpt.ranks.consensus import Result, decide_together
-from ckpt.ranks.find import find_ranks
-from ckpt.ranks.group import Ranks
 from ckpt.ranks.preemption import EXIT_STATUS
 from ckpt.root import catalog
-from ckpt.root.folder import open_url
 from ckpt.state import rng
 from ckpt.state.objects import KINDS
-from ckpt.storage import Storage, place_of
+from ckpt.storage import Storage
 
 _log = logging.getLogger("ckpt")
-_FILE = "trainer_state.json"
 _DECIDED_ELSEWHERE = {"self", "root", "save_every", "accelerator", "follow", *KINDS}  # by the Trainer and its arguments
 
 
@@ -63,8 +54,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self._manager: StateManager | None = None
         self._part: TrainerPart | None = None
         self._start = EpochStart()
-        self._resumed: str | None = None  # the checkpoint of ours that training goes on from
-        self._held = ExitStack()
+        self._source = ResumeSource(self._options, self._tiers)
         self._saved: set[str] = set()
         self._told_to_stop = False
 
@@ -101,7 +91,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
                 "CkptCallback was added to a Trainer that was built already, and a callback is not told which. Give it "
                 "as Trainer(callbacks=[...]), or call CkptCallback(...).attach(trainer)."
             )
-        if self._resumed is None:
+        if self._source.name is None:
             self._open().resume()
         elif self._part is not None:
             self._part.go_on()
@@ -120,7 +110,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self._told_to_stop = False
         with ExitStack() as stack:
             stack.push(self._leave)
-            resume = self._chosen(resume_from_checkpoint or None, stack)
+            output_dir = self._trainer.args.output_dir
+            resume = self._source.choose(resume_from_checkpoint or None, output_dir, stack)
             output = self._own["train"](resume, trial, *others, **named)
         if self._told_to_stop:
             raise Preempted(EXIT_STATUS)
@@ -130,54 +121,9 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         manager, self._manager = self._manager, None
-        self._held.close()
+        self._source.release()
         if manager is not None:
             manager.__exit__(kind, error, trace)
-
-    def _chosen(self, resume: Any, stack: ExitStack) -> Any:
-        """What the Trainer shall resume from: for a checkpoint of ours, a folder with no more than its state."""
-        name = self._name_of(resume) if isinstance(resume, str) else None
-        choice = self._find(name) if resume is True or name else None
-        self._resumed = choice.manifest.name if choice else None
-        if choice is None:
-            _refuse_to_overtake(self._storage, self._ranks())
-            return self._left_by_the_trainer() if resume is True else resume
-        folder = stack.enter_context(TemporaryDirectory(prefix="ckpt-"))
-        TrainerState(**choice.ready).save_to_json(str(Path(folder, _FILE)))
-        return folder
-
-    def _name_of(self, resume: str) -> str | None:
-        """The checkpoint that a path or a name means; none if a Trainer without this callback wrote it."""
-        if Path(resume, _FILE).is_file():
-            return None
-        root, _, name = resume.rstrip("/").rpartition("/")
-        options = self._options.storage_options
-        if root and place_of(open_url(root, options)) != place_of(self._storage):
-            raise ConfigError(f"{resume} is no checkpoint in {self._storage.url}, and none that a Trainer wrote.")
-        return name
-
-    def _left_by_the_trainer(self) -> str | None:
-        """The last checkpoint from before this callback was used, if there is one."""
-        folder = self._trainer.args.output_dir
-        found: str | None = get_last_checkpoint(folder) if Path(folder).is_dir() else None
-        return found
-
-    def _find(self, name: str | None) -> Choice[dict[str, Any]] | None:
-        """The checkpoint by that name, or the newest that is intact; it is kept until it has been loaded."""
-        ranks = self._ranks()
-        with ranks.working():
-            return choose(
-                Selection(
-                    tiers=self._tiers,
-                    ranks=ranks,
-                    prepare=lambda candidate: verified_state(candidate.storage, ranks, candidate.manifest),
-                    name=name,
-                ),
-                self._held,
-            )
-
-    def _ranks(self) -> Ranks:
-        return find_ranks(self._storage.url, self._options.ranks.timeout)
 
     def _open(self) -> StateManager:
         """A manager of what the Trainer has just prepared."""
@@ -229,7 +175,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         """The trainer's own way to load something, but for a checkpoint of ours."""
 
         def load_it(*given: Any, **named: Any) -> None:
-            if self._resumed is None:
+            if self._source.name is None:
                 self._own[name](*given, **named)
             else:
                 load()
@@ -241,20 +187,20 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
 
         The generators stay as they were until the samplers have drawn their order: `_load_rng_state` comes after that.
         """
-        assert self._resumed is not None
+        assert self._source.name is not None
         before = rng.capture()
-        restored = self._open().load_state(self._resumed)
+        restored = self._open().load_state(self._source.name)
         rng.restore(before)
         assert self._part is not None
         self._start.loaded(restored.skipped)
         self._part.say_what_changed(restored)
-        self._held.close()
+        self._source.release()
 
     def _run_epoch(self, *given: Any, **named: Any) -> Any:
         own = self._own["_run_epoch"]
         about = inspect.signature(own).bind(*given, **named).arguments
         loader, skipped = about["train_dataloader"], about["steps_trained_in_current_epoch"]
-        if self._resumed is not None and about["epoch"] == about["epochs_trained"]:
+        if self._source.name is not None and about["epoch"] == about["epochs_trained"]:
             if not skipped:
                 self._load_rng_state()  # as the Trainer will, but before what the order is drawn from is noted
             self._start.begin_again(loader, in_its_middle=skipped > 0)
@@ -274,18 +220,6 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             load_checkpoint_model(self._storage, best, self._trainer.model)
         else:
             self._own["_load_best_model"]()
-
-
-def _refuse_to_overtake(storage: Storage, ranks: Ranks) -> None:
-    """What a run saves becomes the newest: known at the start, and not at the first save."""
-    there = decide_together(
-        ranks, "train()", Result(), lambda _: [one.name for one in catalog.scan(storage) if one.committed]
-    )
-    if there:
-        raise ConfigError(
-            f"{storage.url} has checkpoints ({there[0]} is the newest), and this run begins afresh: what it saves "
-            "would be put before them. Call train(resume_from_checkpoint=True), or give CkptCallback another root."
-        )
 
 
 def _refuse_unfit(trainer: Any, methods: Collection[str]) -> None:
