@@ -217,7 +217,7 @@ def _differ(rank: int, folder: str) -> None:
         ema = nn.Linear(2, 2)
         nn.init.constant_(ema.weight, rank)
         manager.register(ema=ema)
-        with pytest.raises(ckpt.RanksError, match=r"ema\.weight: rank 2 has another one"):
+        with pytest.raises(ckpt.RanksError, match=r"ema\.weight: differs between rank 2 and rank 0"):
             manager.save_state(wait=True)
 
 
