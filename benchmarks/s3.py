@@ -53,7 +53,8 @@ def model_of(megabytes: int, seed: int) -> nn.ParameterList:
 
 def save(megabytes: int) -> Figures:
     model, options = model_of(megabytes, seed=1), {"max_concurrency": AT_ONCE}
-    with ckpt.StateManager(ROOT, model=model, storage_options=options, host_memory=0) as manager:  # no snapshot
+    saving = ckpt.SaveOptions(host_memory=0)  # no snapshot
+    with ckpt.StateManager(ROOT, model=model, storage_options=options, saving=saving) as manager:
         manager.resume()
         return measured(lambda: manager.save_state("saved", wait=True))
 

@@ -232,7 +232,8 @@ class StateManager:
 
         When it returns the state has been copied, and training may go on while it is written; with `wait`, or after
         `wait()`, the checkpoint is committed and durable. What goes wrong meanwhile is raised by the next call. While
-        an earlier save is under way, this one waits for it, or, with `when_busy="skip"`, is left out: None is returned.
+        an earlier save is under way, this one waits for it, or, with `SaveOptions(when_busy="skip")`, is left out: None
+        is returned.
 
         A checkpoint of the same name is replaced, and stands until the new one is committed. Every rank must make this
         call.

@@ -6,7 +6,7 @@ One process or several, CPU or GPU:
     ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 examples/accelerate_loop.py    # no GPU
 
 Stop it with Ctrl-C, `kill` or `kill -9`, and start it again with the same command: `accelerator.save_state()` goes
-through ckpt, and the `for` over the prepared loader goes on in the middle of the epoch. `no_trainer.py` is the same
+through ckpt, and the `for` over the prepared loader continues in the middle of the epoch. `no_trainer.py` is the same
 loop without Accelerate.
 """
 

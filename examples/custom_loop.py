@@ -2,7 +2,7 @@
 
     python examples/custom_loop.py
 
-`resume` goes on where the last run stopped. `register` keeps what the manager does not know by itself: here the
+`resume` continues where the last run stopped. `register` adds what the manager does not know by itself: here the
 generator that makes the data, and a curriculum that makes it harder. `save_state(name)` keeps the moments that matter,
 and `load_state(name)` goes back to one of them.
 """

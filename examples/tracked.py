@@ -1,4 +1,4 @@
-"""A log of metrics that goes on with the run: no step is missing, and none is there twice.
+"""A log of metrics that continues with the run: no step is missing, and none is there twice.
 
     python examples/tracked.py
 

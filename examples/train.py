@@ -1,4 +1,4 @@
-"""A training loop that can be killed at any moment: started again, it goes on as if nothing had happened, bit for bit.
+"""A training loop that can be killed at any moment: started again, it continues bit for bit as if nothing had happened.
 
 A small transformer learns to sort numbers. One process or several, CPU or GPU:
 

@@ -1,7 +1,7 @@
 """A sharded model (FSDP 2) that can be killed at any moment, and go on with another number of ranks.
 
     torchrun --nproc_per_node 4 examples/train_fsdp.py
-    torchrun --nproc_per_node 2 examples/train_fsdp.py     # goes on from there
+    torchrun --nproc_per_node 2 examples/train_fsdp.py     # continues from there
 
 Every rank writes its own pieces. To make one file of them for other tools:
 

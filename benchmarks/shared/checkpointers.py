@@ -95,7 +95,7 @@ class Ours(Checkpointer):
     def __init__(self, state: State, root: Path) -> None:
         super().__init__(state, root)
         both = {"model": state.model, "optimizer": state.optimizer}
-        self.manager = ckpt.StateManager(root, **both, background=self.background)
+        self.manager = ckpt.StateManager(root, **both, saving=ckpt.SaveOptions(background=self.background))
 
     def save(self, name: str) -> None:
         self.manager.save_state(name, wait=True)

@@ -1,4 +1,4 @@
-"""`accelerator.save_state()` and `accelerator.load_state()` themselves, through ckpt."""
+"""Accelerate: `accelerator.save_state()` and `accelerator.load_state()` save and load with ckpt."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _ATTACHED = "_ckpt_attached"
 
 
 def attach(accelerator: Any, root: str | os.PathLike[str] | Storage | None = None, **options: Any) -> StateManager:
-    """Let an accelerator save and load its state through ckpt, and return the manager that does it.
+    """Let an accelerator save and load its state through ckpt, and return the manager.
 
         manager = attach(accelerator, "runs/mrpc")
         restored = manager.resume()         # the newest intact checkpoint, if there is one
         ...
-        accelerator.save_state()            # as ever
+        accelerator.save_state()            # as before
         accelerator.load_state()
 
-    The rest of a script stays as it is: a `for` over a prepared loader goes on where it stopped, by itself, and
-    `accelerator.skip_first_batches` knows that. `root` may be left out where the accelerator's project has a
-    `project_dir`. The options are those of `StateManager`. Attaching again lets go of what was attached before.
+    The rest of a script is unchanged: a `for` over a prepared loader continues where it stopped, and
+    `accelerator.skip_first_batches` takes that into account. `root` may be left out where the accelerator's project has
+    a `project_dir`. The options are those of `StateManager`. Attaching again closes the manager attached before.
     """
-    former: _Attached | None = vars(accelerator).get(_ATTACHED)
-    if former is not None:
-        former.detach()
+    previous: _Attached | None = vars(accelerator).get(_ATTACHED)
+    if previous is not None:
+        previous.detach()
     manager = StateManager(root, accelerator=accelerator, **options)
     _Attached(accelerator, manager)
     return manager
 
 
 class _Attached:
-    """Stands in front of the accelerator's own methods, with their signatures."""
+    """Replaces methods of an accelerator, with the same signatures."""
 
     def __init__(self, accelerator: Any, manager: StateManager) -> None:
         self._accelerator = accelerator
@@ -46,7 +46,7 @@ class _Attached:
         vars(accelerator).update({_ATTACHED: self, **{name: getattr(self, name) for name in _METHODS}})
 
     def detach(self) -> None:
-        """Leave the accelerator as it was."""
+        """Restore the accelerator's own methods, and close the manager."""
         for name in (_ATTACHED, *_METHODS):
             vars(self._accelerator).pop(name, None)
         self._manager.close()
@@ -56,41 +56,41 @@ class _Attached:
     ) -> Path | str | None:
         """Save everything. `output_dir` is the checkpoint's name, or its folder below the root.
 
-        None is returned only if the save was left out, by `when_busy="skip"`.
+        Returns None only if the save is skipped by `SaveOptions(when_busy="skip")`.
         """
-        _note_unused({"safe_serialization": safe_serialization is False, **save_model_func_kwargs})
+        _log_unused({"safe_serialization": safe_serialization is False, **save_model_func_kwargs})
         named = self._accelerator.project_configuration.automatic_checkpoint_naming
         name = None if named or output_dir is None else self._name_for(output_dir)
         saved = self._manager.save_state(name)
-        return None if saved is None else _made(f"{self._manager.url}/{saved}")
+        return None if saved is None else _created(f"{self._manager.url}/{saved}")
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
     ) -> None:
-        """Load a checkpoint: the one by that name, or in that folder below the root; or the newest intact one.
+        """Load a checkpoint by its name or its folder below the root; without `input_dir`, the newest intact one.
 
-        Anywhere else, a folder that Accelerate itself saved is loaded.
+        A folder anywhere else is loaded as one that Accelerate itself saved.
         """
-        _note_unused({**(load_kwargs or {}), **load_model_func_kwargs})
-        self._manager.load_state(None if input_dir is None else self._meant_by(input_dir))
+        _log_unused({**(load_kwargs or {}), **load_model_func_kwargs})
+        self._manager.load_state(None if input_dir is None else self._name_or_path(input_dir))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """The loader itself: its next time through begins after so many batches, or where the checkpoint says."""
+        """The loader itself: its next pass begins after so many batches, or at the loaded checkpoint's position."""
         loop = self._manager.session.loop
         if not loop.owns(dataloader):
             return type(self._accelerator).skip_first_batches(self._accelerator, dataloader, num_batches)
-        waits = loop.saved_batches(dataloader)
-        if waits is None:
+        done = loop.saved_batches(dataloader)
+        if done is None:
             loop.skip(dataloader, num_batches)
-        elif waits != num_batches:
+        elif done != num_batches:
             _log.warning(
                 "skip_first_batches(%d): by the checkpoint %d batches of this loader are done, and those are skipped.",
-                num_batches, waits,
+                num_batches, done,
             )  # fmt: skip
         return dataloader
 
     def end_training(self) -> None:
-        """Finish what is being saved, before the ranks part."""
+        """Finish the save that is under way, before the process group is destroyed."""
         self.detach()
         self._accelerator.end_training()
 
@@ -103,15 +103,15 @@ class _Attached:
             )
         return name
 
-    def _meant_by(self, folder: str | os.PathLike[str]) -> str:
-        """The name of a checkpoint in the root; or the path of a folder elsewhere."""
+    def _name_or_path(self, folder: str | os.PathLike[str]) -> str:
+        """The name of a checkpoint in the root, or the path of a folder elsewhere."""
         path = _plain(folder)
         if "/" in path:
             return self._name_in_root(path) or path
-        elsewhere = os.path.abspath(path)  # where Accelerate, which knows no root, has put it
-        self._manager.wait()  # what is being saved is not listed yet
-        there = any(True for _ in self._manager.session.storage.list(path))
-        return elsewhere if not there and os.path.isdir(elsewhere) else path
+        elsewhere = os.path.abspath(path)  # where Accelerate, which has no root, saves
+        self._manager.wait()  # a checkpoint that is being saved is not listed yet
+        in_root = any(True for _ in self._manager.session.storage.list(path))
+        return elsewhere if not in_root and os.path.isdir(elsewhere) else path
 
     def _name_in_root(self, path: str) -> str | None:
         parent, _, name = path.rpartition("/")
@@ -121,18 +121,18 @@ class _Attached:
 _METHODS = ("save_state", "load_state", "skip_first_batches", "end_training")
 
 
-def _note_unused(options: dict[str, Any]) -> None:
+def _log_unused(options: dict[str, Any]) -> None:
     given = [name for name, value in options.items() if value]
     if given:
-        _log.info("%s: not used, checkpoints of ckpt are read and written in their own way", ", ".join(given))
+        _log.info("%s: not used, ckpt reads and writes checkpoints in its own format", ", ".join(given))
 
 
 def _plain(folder: str | os.PathLike[str]) -> str:
     return os.path.expanduser(os.fspath(folder)).rstrip("/")
 
 
-def _made(folder: str) -> Path | str:
-    """The checkpoint's folder, which is there at once: scripts put files of their own into it."""
+def _created(folder: str) -> Path | str:
+    """The checkpoint's folder, created before the save is done: scripts put files of their own into it."""
     if "://" in folder:
         return folder
     Path(folder).mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ _NAMES = {"python": "epoch_start_python", "torch": "epoch_start_torch", "numpy":
 
 
 class EpochStart:
-    """Keeps the generators of an epoch's start, so that a resume in mid-epoch draws the same order again.
+    """Records the generators at an epoch's start, so that a resume in mid-epoch draws the same order again.
 
     `group_by_length` draws from the global generators: `generators` holds copies of them, which the manager saves per
     rank. Generators of the samplers are the same on all ranks and go into `state_dict`.

@@ -1,4 +1,4 @@
-"""Lightning: a plugin through which its Trainer and Fabric save and load, and a callback for what they leave out."""
+"""Lightning: a plugin through which Trainer and Fabric save and load, and a callback for the random generators."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
 from ckpt.data.progress import Progress
@@ -33,13 +34,14 @@ from ckpt.state.objects import is_part_name
 from ckpt.state.parts import ObjectPart, SavedTensor
 from ckpt.storage import Storage, open_storage, place_of
 
-_WHOLE = "checkpoint"  # the one part, where entries have names that no file can have
+_SINGLE = "checkpoint"  # a single part, where entries have names that no file can have
 _GENERATORS = "ckpt_generators"
-_WEIGHTS, _MODEL = "state_dict", "model"  # where Lightning has a model's weights, and where other tools look for them
+_WEIGHTS = "state_dict"  # the key of a model's weights in Lightning's checkpoints
+_MODEL = "model"  # the part in which other tools expect them
 
 
 class CkptIO(CheckpointIO):  # type: ignore[misc]
-    """Checkpoints of Lightning that are atomic, hashed, free of pickles, and written while training goes on.
+    """Checkpoints of Lightning that are atomic, hashed, free of pickles, and written while training continues.
 
         Trainer(plugins=[CkptIO()], callbacks=[ModelCheckpoint("checkpoints")])
         trainer.fit(model, ckpt_path=CkptIO.newest("checkpoints"))      # the newest intact one, or a fresh start
@@ -47,17 +49,17 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         Fabric(plugins=[CkptIO()])
 
     A checkpoint is a folder at the path that Lightning gives, with `model.safetensors` and JSON: `ckpt ls` and
-    `ckpt verify` know it. With `background=False`, training waits until it is durable.
+    `ckpt verify` accept it. With `CkptIO(background=False)`, training waits until it is durable.
     """
 
     def __init__(self, *, background: bool = True) -> None:
         self._background = background
         self._savers: dict[str, Saver] = {}
-        self._unwanted: list[str] = []  # paths to remove when what replaces them is committed
+        self._to_remove: list[str] = []  # checkpoints to remove once their replacement is committed
 
     @staticmethod
     def newest(folder: str | os.PathLike[str]) -> str | None:
-        """The path of the newest checkpoint in a folder that is intact in every byte; none if there is none at all."""
+        """The path of the newest intact checkpoint in a folder, every byte verified; None if it has no checkpoint."""
         storage = open_storage(folder)
         with ExitStack() as held:
             choice = choose(
@@ -73,45 +75,45 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Take the state as it is now, and write it. What went wrong with the save before is raised here."""
+        """Capture the state and write it. An error of the previous save is raised here."""
         if storage_options is not None:
             raise ConfigError("CkptIO takes no storage_options: the path says where a checkpoint goes.")
-        root, name = _divided(path)
-        self._settle()
+        root, name = _split_path(path)
+        self._finish_saves()
         facts = {"progress": _progress(checkpoint).to_json(), "metrics": {}}
-        request = SaveRequest(catalog.check_name(name), lambda: _captured(checkpoint), frozenset, facts)
+        request = SaveRequest(catalog.check_name(name), lambda: _capture(checkpoint), frozenset, facts)
         self._saver(root).save(request, wait=not self._background)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """The checkpoint as it was given to `save_checkpoint`. No pickle is involved, whatever `weights_only` says."""
-        root, name = _divided(path)
-        self._settle()
-        storage, place = open_storage(root), _placing(map_location)
+        root, name = _split_path(path)
+        self._finish_saves()
+        storage, place = open_storage(root), _allocator(map_location)
         with ExitStack() as held:
             choice = choose(
                 Selection(
                     tiers=(storage,),
                     ranks=SingleProcess(),
-                    prepare=lambda candidate: _loaded(CheckpointReader(storage, candidate.manifest, MAIN), place),
+                    prepare=lambda candidate: _read(CheckpointReader(storage, candidate.manifest, MAIN), place),
                     name=name,
                 ),
                 held,
             )
-        assert choice is not None  # one that was named is there, or that is an error
+        assert choice is not None  # with a name, a missing checkpoint is an error
         self._saver(root).root.follow(choice.manifest, ())
         return choice.ready
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint; while another is being written, not before that is committed."""
-        self._unwanted.append(os.fspath(path))
+        """Remove a checkpoint; while another is being written, only after that is committed."""
+        self._to_remove.append(os.fspath(path))
         if not any(saver.busy for saver in self._savers.values()):
-            self._settle()
+            self._finish_saves()
 
     def teardown(self) -> None:
-        """Return when everything is committed, and let go of the folders."""
-        self._settle()
+        """Wait until everything is committed, and release the roots."""
+        self._finish_saves()
         for saver in self._savers.values():
             saver.close()
         self._savers.clear()
@@ -120,63 +122,63 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         storage = open_storage(root)
         place = place_of(storage)
         if place not in self._savers:
-            # Lightning says where to go on from, and may begin anew in the same folder; its main rank saves alone
+            # Lightning decides what to resume from, and may start afresh in the same folder; only its main rank saves
             self._savers[place] = Saver(RootWriter(storage, SingleProcess(), has_resumed=True))
         return self._savers[place]
 
-    def _settle(self) -> None:
-        """Wait for what is under way, then remove what it was to replace."""
+    def _finish_saves(self) -> None:
+        """Wait for saves under way, then remove the checkpoints that they replace."""
         for saver in self._savers.values():
             saver.wait()
-        unwanted, self._unwanted = self._unwanted, []
-        for path in unwanted:
-            root, name = _divided(path)
+        paths, self._to_remove = self._to_remove, []
+        for path in paths:
+            root, name = _split_path(path)
             self._saver(root).root.remove(name)
 
 
 class CkptGenerators(Callback):  # type: ignore[misc]
-    """Keeps the random generators of every rank, as Lightning does not: dropout and shuffling go on exactly.
+    """Saves the random generators of every rank, which Lightning does not: dropout and shuffling resume exactly.
 
         Trainer(plugins=[CkptIO()], callbacks=[ModelCheckpoint("checkpoints"), CkptGenerators()])
 
-    In the middle of an epoch that needs a loader that says where it is, such as torchdata's `StatefulDataLoader`.
+    Within an epoch that requires a loader with a position of its own, such as torchdata's `StatefulDataLoader`.
     """
 
     def __init__(self, *, timeout: float = 300.0) -> None:
         self._timeout = timeout
         self._ranks: Ranks | None = None
-        self._waiting: list[str] = []  # of every rank, as they were saved
+        self._to_restore: list[str] = []  # the saved generators of every rank
 
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         mine = json.dumps(encode_inline(rng.capture(), _GENERATORS, []))
-        checkpoint[_GENERATORS] = self._talks().gather("on_save_checkpoint()", mine)
+        checkpoint[_GENERATORS] = self._group().gather("on_save_checkpoint()", mine)
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self._waiting = checkpoint.get(_GENERATORS, []) if trainer.state.fn == "fit" else []
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._to_restore = checkpoint.get(_GENERATORS, []) if trainer.state.fn == "fit" else []
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self._restore()  # loaders are asked for the order of an epoch after this
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._restore()  # before loaders draw the order of an epoch
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx > 0:  # asking for an order that was known already has moved them on
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx > 0:  # drawing again the order of an epoch in its middle has advanced them
             self._restore()
-        self._waiting = []
+        self._to_restore = []
 
     def _restore(self) -> None:
-        if self._waiting:
-            rank = self._talks().rank
-            known = rank < len(self._waiting)
-            state = decode_inline(json.loads(self._waiting[rank if known else MAIN]))
+        if self._to_restore:
+            rank = self._group().rank
+            known = rank < len(self._to_restore)
+            state = decode_inline(json.loads(self._to_restore[rank if known else MAIN]))
             rng.restore(state) if known else rng.derive(state, rank)
 
-    def _talks(self) -> Ranks:
+    def _group(self) -> Ranks:
         self._ranks = self._ranks or find_ranks(_GENERATORS, self._timeout)
         return self._ranks
 
 
 @dataclass
 class Entry:
-    """One entry of a checkpoint of Lightning."""
+    """An entry of Lightning's checkpoint, with the interface of a stateful object."""
 
     value: Any
 
@@ -188,16 +190,16 @@ class Entry:
 
 
 class Weights(Entry):
-    """The model's weights, under another name than Lightning's."""
+    """The model's weights: the name of this class in a manifest marks a part to be renamed on load."""
 
 
-def _captured(checkpoint: dict[str, Any]) -> CapturedState:
+def _capture(checkpoint: dict[str, Any]) -> CapturedState:
     entries: dict[Any, Entry] = {key: Entry(value) for key, value in checkpoint.items()}
     if _WEIGHTS in checkpoint and _MODEL not in checkpoint:
         entries = {_MODEL if key == _WEIGHTS else key: entry for key, entry in entries.items()}
         entries[_MODEL] = Weights(checkpoint[_WEIGHTS])
     if not all(map(is_part_name, entries)):
-        entries = {_WHOLE: Entry(checkpoint)}
+        entries = {_SINGLE: Entry(checkpoint)}
     parts = [ObjectPart(key, entry) for key, entry in entries.items()]
     try:
         return StateCapture(SingleProcess(), "full").capture(parts, {}, {})
@@ -209,17 +211,17 @@ def _captured(checkpoint: dict[str, Any]) -> CapturedState:
         ) from error
 
 
-def _loaded(reader: CheckpointReader, place: Callable[[SavedTensor], Any]) -> dict[str, Any]:
+def _read(reader: CheckpointReader, place: Callable[[SavedTensor], Any]) -> dict[str, Any]:
     values = {key: reader.ask(key, place) for key in reader.parts}
     reader.read_new()
-    if values.keys() == {_WHOLE}:
-        whole: dict[str, Any] = values[_WHOLE]()
-        return whole
+    if values.keys() == {_SINGLE}:
+        single: dict[str, Any] = values[_SINGLE]()
+        return single
     return {_WEIGHTS if reader.kind(key) == Weights.__name__ else key: value() for key, value in values.items()}
 
 
-def _placing(map_location: Any) -> Callable[[SavedTensor], Any]:
-    """Where tensors are read to: memory, or the device that is named. There is no other place that they come from."""
+def _allocator(map_location: Any) -> Callable[[SavedTensor], Any]:
+    """Allocates the tensor to read into, on the device that `map_location` names; in host memory otherwise."""
     if not isinstance(map_location, str | torch.device):
         return lambda saved: None
     return lambda saved: torch.empty(saved.shape, dtype=saved.dtype, device=map_location)
@@ -231,8 +233,8 @@ def _progress(checkpoint: dict[str, Any]) -> Progress:
     return Progress(epoch=epoch, step=step)
 
 
-def _divided(path: str | os.PathLike[str]) -> tuple[str, str]:
-    """The folder of a checkpoint, which is its root, and its name."""
+def _split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
+    """The root, which is the parent folder, and the name of a checkpoint."""
     text = os.fspath(path) if "://" in os.fspath(path) else os.path.abspath(path)
     root, _, name = text.rstrip("/").rpartition("/")
     return root or "/", name

@@ -1,4 +1,4 @@
-"""What a Trainer keeps in its checkpoints beside weights and optimizer, and how many checkpoints it keeps."""
+"""The part of a checkpoint that holds a Trainer's own state, and retention as its arguments define it."""
 
 from __future__ import annotations
 
@@ -6,45 +6,42 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from transformers.trainer_callback import ExportableState
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import ExportableState, TrainerState
 
-from ckpt.errors import DamagedError, MismatchError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.integrations.epoch_start import EpochStart
-from ckpt.load.reader import CheckpointReader
 from ckpt.load.restored import Restored
-from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
-from ckpt.ranks.group import Ranks
 from ckpt.root.retention import Keep
-from ckpt.root.verify import problems
-from ckpt.storage import Storage
 from ckpt.util.console import say
 
 PART = "trainer_state"
 
 
 class TrainerPart:
-    """The Trainer's state, and what it does not keep itself: the loss since it was last logged, of every rank.
+    """The Trainer's state, and what a Trainer does not save itself: every rank's loss since the last log.
 
-    The main rank's is that of all, as in a Trainer's own checkpoints: ranks log different times.
+    The state is saved by the main rank for all, as in a Trainer's own checkpoints: ranks log different times.
     """
 
     of_main_rank = True
 
-    def __init__(self, trainer: Any, start: EpochStart) -> None:
+    def __init__(self, trainer: Trainer, start: EpochStart) -> None:
         self._trainer = trainer
         self._start = start
-        self._batch: int | None = None  # samples in a step of all ranks, when it was saved
+        self._batch: int | None = None  # samples in a step of all ranks when the checkpoint was saved
         self._unlogged: list[float] = []
         self._since = 0
 
     def gather(self) -> None:
+        """Gather every rank's loss since the last log. A collective call, so not part of `state_dict`."""
         self._unlogged = self._trainer.accelerator.gather(self._trainer._tr_loss).reshape(-1).tolist()
         self._since = self._trainer._globalstep_last_logged
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
-        stateful = [one for one in (*trainer.callback_handler.callbacks, trainer.control) if _has_state(one)]
+        owners = (*trainer.callback_handler.callbacks, trainer.control)
+        stateful = [owner for owner in owners if isinstance(owner, ExportableState)]
         state = dataclasses.asdict(dataclasses.replace(trainer.state, stateful_callbacks=stateful))
         return {
             "state": state,
@@ -59,8 +56,8 @@ class TrainerPart:
         self._start.load_state_dict(saved.get("start", {}))
         self._batch = saved.get("batch")
 
-    def say_what_changed(self, restored: Restored) -> None:
-        """Trainer finds its place by the number of steps, which is another place if a step has other samples."""
+    def report_step_size(self, restored: Restored) -> None:
+        """Report a step of another size: Trainer finds its place in the data by the number of steps."""
         now = _samples_in_a_step(self._trainer)
         if self._batch in (None, now):
             return
@@ -72,8 +69,8 @@ class TrainerPart:
         if self._trainer.args.process_index == 0:
             say(f"ckpt: data: {restored.approximated['data']}")
 
-    def go_on(self) -> None:
-        """Log the next loss over the same steps as an uninterrupted run. In the mean of this one it does not count."""
+    def continue_logging(self) -> None:
+        """Log the next loss over the same steps as an uninterrupted run. It is left out of this run's mean loss."""
         trainer, rank = self._trainer, self._trainer.args.process_index
         mean = sum(self._unlogged) / len(self._unlogged)
         same_ranks = len(self._unlogged) == trainer.args.world_size
@@ -84,25 +81,27 @@ class TrainerPart:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TotalLimit(Keep):
-    """As `save_total_limit` has it: so many in all, the best one among them. The newest stays in any case."""
+    """Retention by `save_total_limit`: so many in all, the best one among them. The newest is always kept."""
 
     def check(self, metrics: Mapping[str, float], where: str) -> None:
-        """A NaN is never the best, and no reason to stop."""
+        """Accept NaN: such a checkpoint is never the best, and no reason to stop."""
 
     def cannot_rank(self, intact: Sequence[Manifest]) -> str:
-        """Trainer itself raises where an evaluation lacks its metric; before the first one, the newest stay."""
+        """Trainer itself raises where an evaluation lacks its metric; before the first, the newest are kept."""
         return ""
 
     def removable(self, newest_first: Sequence[Manifest], damaged: Collection[str] = ()) -> list[str]:
-        intact = [one for one in newest_first if one.name not in damaged]
-        best = self._best(intact[::-1])  # of equals, the first that was reached
-        others = [one for one in intact if one not in best]
-        kept = {one.name for one in [*intact[:1], *best, *others[: self.last - len(best)]]}
+        intact = [manifest for manifest in newest_first if manifest.name not in damaged]
+        best = self.best_of(intact[::-1])  # of equal ones, the first that was reached
+        others = [manifest for manifest in intact if manifest not in best]
+        kept = {manifest.name for manifest in [*intact[:1], *best, *others[: self.last - len(best)]]}
         newest = intact[0].sequence if intact else 0
-        return [one.name for one in newest_first if one.name not in kept and one.sequence < newest]
+        older = (manifest for manifest in newest_first if manifest.sequence < newest)
+        return [manifest.name for manifest in older if manifest.name not in kept]
 
 
-def total_limit(args: Any) -> Keep | None:
+def total_limit(args: TrainingArguments) -> Keep | None:
+    """The retention that a Trainer's arguments ask for; None if they set no limit."""
     if args.save_total_limit is None:
         return None
     limit, metric = max(1, args.save_total_limit), args.metric_for_best_model
@@ -112,37 +111,13 @@ def total_limit(args: Any) -> Keep | None:
     return TotalLimit(last=limit, best=1, metric=f"eval_{metric.removeprefix('eval_')}", mode=mode)
 
 
-def verified_state(storage: Storage, ranks: Ranks, manifest: Manifest) -> dict[str, Any]:
-    """The Trainer's state in a checkpoint that is intact.
-
-    Every byte is looked at: the Trainer takes its state, and finds its place in the data, before there is an optimizer
-    to load, and could not be brought to another checkpoint then.
-    """
-    call = f"train({manifest.name!r})"
-    wrong = decide_together(ranks, call, Result(), lambda _: problems(storage, manifest, show=True))
-    if wrong:
-        raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}.")
-    reader: CheckpointReader = run_on_all_ranks(ranks, call, lambda: CheckpointReader(storage, manifest, ranks.rank))
-    if not reader.has(PART):
-        raise MismatchError(
-            f"{manifest.name} has no {PART}: no Trainer saved it. Load it with StateManager, or give CkptCallback "
-            "another root."
-        )
-    state: dict[str, Any] = reader.tree(PART)["state"]
-    return state
-
-
-def _samples_in_a_step(trainer: Any) -> int:
+def _samples_in_a_step(trainer: Trainer) -> int:
     args = trainer.args
     return int(trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
 
-def logged_metrics(state: Any) -> dict[str, float]:
-    """What has been logged at this step."""
-    logged = [one for one in state.log_history if one.get("step") == state.global_step]
-    found = {key: value for one in logged for key, value in one.items() if key not in ("step", "epoch")}
+def logged_metrics(state: TrainerState) -> dict[str, float]:
+    """The numbers that have been logged at this step."""
+    entries = [entry for entry in state.log_history if entry.get("step") == state.global_step]
+    found = {key: value for entry in entries for key, value in entry.items() if key not in ("step", "epoch")}
     return {key: value for key, value in found.items() if isinstance(value, int | float)}
-
-
-def _has_state(callback: Any) -> bool:
-    return isinstance(callback, ExportableState)

@@ -1,188 +1,140 @@
-"""Hugging Face Trainer: its checkpoints are kept by ckpt."""
+"""Hugging Face Trainer: a callback through which it saves and resumes with ckpt."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
-from transformers import Trainer, TrainerCallback
-from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import get_last_checkpoint
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import TrainerControl, TrainerState
+from transformers.trainer_utils import TrainOutput
 
 from ckpt.errors import ConfigError, Preempted
 from ckpt.export.load_model import load_checkpoint_model
 from ckpt.integrations.epoch_start import EpochStart
-from ckpt.integrations.trainer_state import PART, TrainerPart, logged_metrics, total_limit, verified_state
-from ckpt.load.select import Choice, Selection, choose
+from ckpt.integrations.trainer_resume import ResumeSource
+from ckpt.integrations.trainer_state import PART, TrainerPart, logged_metrics, total_limit
 from ckpt.manager import StateManager
-from ckpt.options import resolve_options
-from ckpt.ranks.consensus import Result, decide_together
-from ckpt.ranks.find import find_ranks
-from ckpt.ranks.group import Ranks
+from ckpt.options import ManagerOptions, known_options, refuse_unknown, resolve_options
 from ckpt.ranks.preemption import EXIT_STATUS
 from ckpt.root import catalog
-from ckpt.root.folder import open_url
 from ckpt.state import rng
 from ckpt.state.objects import KINDS
-from ckpt.storage import Storage, place_of
+from ckpt.storage import Storage
 
 _log = logging.getLogger("ckpt")
-_FILE = "trainer_state.json"
 _DECIDED_ELSEWHERE = {"self", "root", "save_every", "accelerator", "follow", *KINDS}  # by the Trainer and its arguments
 
 
 class CkptCallback(TrainerCallback):  # type: ignore[misc]
-    """Lets a Trainer save and resume through ckpt: atomically, verified, and while training goes on.
+    """Lets a Trainer save and resume through ckpt: atomically, verified, and while training continues.
 
         trainer = Trainer(model, args, callbacks=[CkptCallback("runs/mrpc")], train_dataset=data)
         trainer.train(resume_from_checkpoint=True)      # the newest intact checkpoint, or a fresh start
 
-    When to save and what to keep is said as ever: `save_strategy`, `save_steps`, `save_total_limit`,
-    `load_best_model_at_end`. The Trainer writes no checkpoint of its own beside. `options` are those of `StateManager`.
-    For a trainer that is built already: `CkptCallback("runs/mrpc").attach(trainer)`.
+    When to save and what to keep is set by the Trainer's arguments as usual: `save_strategy`, `save_steps`,
+    `save_total_limit`, `load_best_model_at_end`. The Trainer writes no checkpoints of its own. `options` are those of
+    `StateManager`: `keep`, `mirror`, `storage_options`, `saving`, `ranks`. For a trainer that is built already:
+    `CkptCallback("runs/mrpc").attach(trainer)`.
 
-    `resume_from_checkpoint` may also be the name of a checkpoint, or a folder that a Trainer without this wrote. The
-    last one of those in `output_dir` is taken, too, while there is none here.
+    `resume_from_checkpoint` may also be the name of a checkpoint, or a folder that a Trainer without this callback
+    wrote. As long as the root has no checkpoint, True means the last of those folders in `output_dir`.
     """
 
     def __init__(self, root: str | os.PathLike[str] | Storage, **options: Any) -> None:
-        if decided := sorted(options.keys() & _DECIDED_ELSEWHERE):
-            raise ConfigError(f"CkptCallback has no option {', '.join(decided)}: it is for TrainingArguments to say.")
+        _refuse_foreign_options(options)
         self._options = resolve_options(options, "CkptCallback")
         self._tiers = self._options.open_tiers(root)
         self._storage = self._tiers[0]
-        self._trainer: Any = None
-        self._own: dict[str, Any] = {}  # the trainer's own methods, where ours stand now
+        self._trainer: Trainer = None
+        self._own: dict[str, Callable[..., Any]] = {}  # the trainer's methods that ours have replaced
         self._manager: StateManager | None = None
         self._part: TrainerPart | None = None
         self._start = EpochStart()
-        self._resumed: str | None = None  # the checkpoint of ours that training goes on from
-        self._held = ExitStack()
+        self._source = ResumeSource(self._options, self._tiers)
         self._saved: set[str] = set()
         self._told_to_stop = False
 
-    def attach(self, trainer: Any) -> None:
-        """Take care of this trainer's checkpoints."""
+    def attach(self, trainer: Trainer) -> None:
+        """Save and resume this trainer through ckpt."""
         ours = {
             "train": self._train,
             "_save_checkpoint": self._save,
-            "_load_from_checkpoint": self._unless_ours("_load_from_checkpoint", lambda: None),  # loaded with the others
+            "_load_from_checkpoint": self._unless_ours("_load_from_checkpoint", lambda: None),  # part of _load
             "_load_scaler": self._unless_ours("_load_scaler", lambda: None),
             "_load_optimizer_and_scheduler": self._unless_ours("_load_optimizer_and_scheduler", self._load),
             "_load_rng_state": self._unless_ours("_load_rng_state", self._load_rng_state),
             "_load_best_model": self._load_best_model,
             "_run_epoch": self._run_epoch,
         }
-        _refuse_unfit(trainer, ours)
+        _refuse_unsupported(trainer, ours)
         self._trainer = trainer
         self._own = {name: getattr(trainer, name) for name in ours}
         for name, method in ours.items():
             setattr(trainer, name, method)
         if trainer.args.push_to_hub:
-            _log.warning(
-                "CkptCallback pushes no checkpoints while training goes on; trainer.push_to_hub() does at the end."
-            )
+            _log.warning("CkptCallback pushes no checkpoints during training; call trainer.push_to_hub() at the end.")
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
 
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.attach(_calling_trainer())
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self._trainer is None:
             raise ConfigError(
-                "CkptCallback was added to a Trainer that was built already, and a callback is not told which. Give it "
+                "CkptCallback was added to a Trainer that was built already, and a callback cannot know which. Give it "
                 "as Trainer(callbacks=[...]), or call CkptCallback(...).attach(trainer)."
             )
-        if self._resumed is None:
+        if self._source.name is None:
             self._open().resume()
         elif self._part is not None:
-            self._part.go_on()
-        self._saved = {one.name for one in catalog.scan(self._storage) if one.committed}
+            self._part.continue_logging()
+        self._saved = {found.name for found in catalog.scan(self._storage) if found.committed}
         self._name_the_best(state)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         assert self._manager is not None
         self._manager.progress.step = state.global_step
         if self._manager.told_to_stop():
             self._told_to_stop = control.should_save = control.should_training_stop = True
 
-    def _train(self, resume_from_checkpoint: Any = None, trial: Any = None, *others: Any, **named: Any) -> Any:
+    def _train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *others: Any, **named: Any
+    ) -> TrainOutput:
         if trial is not None:
-            raise ConfigError("CkptCallback keeps one run, and a hyperparameter search is many. Search without it.")
+            raise ConfigError("CkptCallback saves one run, and a hyperparameter search is many. Search without it.")
         self._told_to_stop = False
         with ExitStack() as stack:
-            stack.push(self._leave)
-            resume = self._chosen(resume_from_checkpoint or None, stack)
+            stack.push(self._close)
+            output_dir = self._trainer.args.output_dir
+            resume = self._source.choose(resume_from_checkpoint or None, output_dir, stack)
             output = self._own["train"](resume, trial, *others, **named)
         if self._told_to_stop:
             raise Preempted(EXIT_STATUS)
         return output
 
-    def _leave(
+    def _close(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         manager, self._manager = self._manager, None
-        self._held.close()
+        self._source.release()
         if manager is not None:
             manager.__exit__(kind, error, trace)
 
-    def _chosen(self, resume: Any, stack: ExitStack) -> Any:
-        """What the Trainer shall resume from: for a checkpoint of ours, a folder with no more than its state."""
-        name = self._name_of(resume) if isinstance(resume, str) else None
-        choice = self._find(name) if resume is True or name else None
-        self._resumed = choice.manifest.name if choice else None
-        if choice is None:
-            _refuse_to_overtake(self._storage, self._ranks())
-            return self._left_by_the_trainer() if resume is True else resume
-        folder = stack.enter_context(TemporaryDirectory(prefix="ckpt-"))
-        TrainerState(**choice.ready).save_to_json(str(Path(folder, _FILE)))
-        return folder
-
-    def _name_of(self, resume: str) -> str | None:
-        """The checkpoint that a path or a name means; none if a Trainer without this callback wrote it."""
-        if Path(resume, _FILE).is_file():
-            return None
-        root, _, name = resume.rstrip("/").rpartition("/")
-        options = self._options.storage_options
-        if root and place_of(open_url(root, options)) != place_of(self._storage):
-            raise ConfigError(f"{resume} is no checkpoint in {self._storage.url}, and none that a Trainer wrote.")
-        return name
-
-    def _left_by_the_trainer(self) -> str | None:
-        """The last checkpoint from before this callback was used, if there is one."""
-        folder = self._trainer.args.output_dir
-        found: str | None = get_last_checkpoint(folder) if Path(folder).is_dir() else None
-        return found
-
-    def _find(self, name: str | None) -> Choice[dict[str, Any]] | None:
-        """The checkpoint by that name, or the newest that is intact; it is kept until it has been loaded."""
-        ranks = self._ranks()
-        with ranks.working():
-            return choose(
-                Selection(
-                    tiers=self._tiers,
-                    ranks=ranks,
-                    prepare=lambda candidate: verified_state(candidate.storage, ranks, candidate.manifest),
-                    name=name,
-                ),
-                self._held,
-            )
-
-    def _ranks(self) -> Ranks:
-        return find_ranks(self._storage.url, self._options.ranks.timeout)
-
     def _open(self) -> StateManager:
-        """A manager of what the Trainer has just prepared."""
+        """Build a manager for the objects that the Trainer has just prepared."""
         trainer = self._trainer
-        if self._manager is not None:  # the Trainer begins again, with smaller batches
+        if self._manager is not None:  # the Trainer starts again, with smaller batches
             self._manager.close()
         parts = {
             "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
@@ -201,13 +153,13 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             ranks=given.ranks,
             follow=False,  # the Trainer finds its place in the data itself
         )
-        self._manager.session.unmanaged.quiet = True  # what is kept, and when, is for its arguments to say
+        self._manager.session.unmanaged.quiet = True  # what is saved, and when, is for its arguments to say
         self._start = EpochStart()
         self._part = TrainerPart(trainer, self._start)
         self._manager.register(**{PART: self._part}, **self._start.generators)
         return self._manager
 
-    def _save(self, model: Any, trial: Any = None) -> None:
+    def _save(self, model: nn.Module, trial: Any = None) -> None:
         trainer, manager, part = self._trainer, self._manager, self._part
         assert manager is not None
         assert part is not None
@@ -220,43 +172,44 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self._name_the_best(state)
         manager.save_state(_name(state.global_step), metrics=logged_metrics(state))
 
-    def _name_the_best(self, state: Any) -> None:
+    def _name_the_best(self, state: TrainerState) -> None:
         best = _name(state.best_global_step or 0)
         if best in self._saved:
             state.best_model_checkpoint = f"{self._storage.url}/{best}"
 
     def _unless_ours(self, name: str, load: Callable[[], None]) -> Callable[..., None]:
-        """The trainer's own way to load something, but for a checkpoint of ours."""
+        """A method that calls `load` for a checkpoint in the root, and the trainer's own method for other folders."""
 
-        def load_it(*given: Any, **named: Any) -> None:
-            if self._resumed is None:
+        def load_or_delegate(*given: Any, **named: Any) -> None:
+            if self._source.name is None:
                 self._own[name](*given, **named)
             else:
                 load()
 
-        return load_it
+        return load_or_delegate
 
     def _load(self) -> None:
-        """Everything at once: now there is a model, an optimizer and a scheduler, each as training will use it.
+        """Load everything at once, now that model, optimizer and scheduler are as training will use them.
 
-        The generators stay as they were until the samplers have drawn their order: `_load_rng_state` comes after that.
+        The random generators keep their state until the samplers have drawn their order: `_load_rng_state`, which the
+        Trainer calls after that, restores them.
         """
-        assert self._resumed is not None
+        assert self._source.name is not None
         before = rng.capture()
-        restored = self._open().load_state(self._resumed)
+        restored = self._open().load_state(self._source.name)
         rng.restore(before)
         assert self._part is not None
         self._start.loaded(restored.skipped)
-        self._part.say_what_changed(restored)
-        self._held.close()
+        self._part.report_step_size(restored)
+        self._source.release()
 
     def _run_epoch(self, *given: Any, **named: Any) -> Any:
         own = self._own["_run_epoch"]
-        about = inspect.signature(own).bind(*given, **named).arguments
-        loader, skipped = about["train_dataloader"], about["steps_trained_in_current_epoch"]
-        if self._resumed is not None and about["epoch"] == about["epochs_trained"]:
+        arguments = inspect.signature(own).bind(*given, **named).arguments
+        loader, skipped = arguments["train_dataloader"], arguments["steps_trained_in_current_epoch"]
+        if self._source.name is not None and arguments["epoch"] == arguments["epochs_trained"]:
             if not skipped:
-                self._load_rng_state()  # as the Trainer will, but before what the order is drawn from is noted
+                self._load_rng_state()  # as the Trainer will, but before EpochStart records the generators
             self._start.begin_again(loader, in_its_middle=skipped > 0)
         else:
             self._start.begin(loader)
@@ -276,22 +229,21 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             self._own["_load_best_model"]()
 
 
-def _refuse_to_overtake(storage: Storage, ranks: Ranks) -> None:
-    """What a run saves becomes the newest: known at the start, and not at the first save."""
-    there = decide_together(
-        ranks, "train()", Result(), lambda _: [one.name for one in catalog.scan(storage) if one.committed]
-    )
-    if there:
+def _refuse_foreign_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of a manager that the Trainer and its arguments decide, and those that do not exist."""
+    taken = {option.name for option in fields(ManagerOptions)} - _DECIDED_ELSEWHERE
+    if decided := sorted(options.keys() & _DECIDED_ELSEWHERE):
         raise ConfigError(
-            f"{storage.url} has checkpoints ({there[0]} is the newest), and this run begins afresh: what it saves "
-            "would be put before them. Call train(resume_from_checkpoint=True), or give CkptCallback another root."
+            f"CkptCallback has no option {', '.join(decided)}. It takes {', '.join(sorted(taken))}; the rest is for "
+            "the Trainer and its TrainingArguments to say."
         )
+    refuse_unknown("CkptCallback", options, known_options() - _DECIDED_ELSEWHERE)
 
 
-def _refuse_unfit(trainer: Any, methods: Collection[str]) -> None:
+def _refuse_unsupported(trainer: Trainer, methods: Collection[str]) -> None:
     if trainer.is_deepspeed_enabled:
         raise ConfigError(
-            "CkptCallback does not keep DeepSpeed's engine, which Trainer loads itself. Train with FSDP or DDP; leave "
+            "CkptCallback does not save DeepSpeed's engine, which Trainer loads itself. Train with FSDP or DDP; leave "
             "the callback out and use Trainer's own checkpoints; or write the loop with Accelerate and StateManager."
         )
     missing = [name for name in methods if not hasattr(trainer, name)]
@@ -299,8 +251,8 @@ def _refuse_unfit(trainer: Any, methods: Collection[str]) -> None:
         raise ConfigError(f"this Trainer has no {', '.join(missing)}: install transformers 5.22 or newer.")
 
 
-def _calling_trainer() -> Any:
-    """The Trainer that is being built: it calls its callbacks, but does not tell them who it is."""
+def _calling_trainer() -> Trainer:
+    """The Trainer that is being built: it calls its callbacks without passing itself."""
     frame = inspect.currentframe()
     while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
         frame = frame.f_back

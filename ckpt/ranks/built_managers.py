@@ -51,7 +51,7 @@ class BuiltManagers:
         listed = "; ".join(f"rank {number} opened {_listed(labels)}" for number, labels in sorted(built.items()))
         return (
             f" The ranks have not opened the same roots: {listed}. Build the same managers on every rank, for the same "
-            "root; where every host has a root of its own, say shared=False."
+            "root; where every host has a root of its own, give them ranks=ckpt.RankOptions(shared=False)."
         )
 
 

@@ -104,7 +104,7 @@ def _agree_on_root(roots: list[_OpenedRoot], *, shared: bool | None) -> str:
 
     Paths may differ between hosts. But a rank that has opened another rank's root with another of its managers has
     built them in another order; and roots with different names may be of different runs, unless the user has said
-    otherwise with `shared=False`.
+    otherwise with `RankOptions(shared=False)`.
     """
     urls = [root["url"] for root in roots]
     mixed = any(url in root["opened"] and url != root["url"] for url in urls for root in roots)
@@ -113,7 +113,8 @@ def _agree_on_root(roots: list[_OpenedRoot], *, shared: bool | None) -> str:
         listed = "; ".join(f"rank {rank} opened {', '.join(root['opened'])}" for rank, root in enumerate(roots))
         raise RanksError(
             f"the ranks have not opened the same root: {listed}. Every rank must build the same managers in the same "
-            "order. If these are the roots of one run, one on each host, say shared=False."
+            "order. If these are the roots of one run, one on each host, give the managers "
+            "ranks=ckpt.RankOptions(shared=False)."
         )
     return uuid.uuid4().hex
 

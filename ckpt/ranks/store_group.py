@@ -23,7 +23,8 @@ _LONGEST_PER_RANK = 0.002  # so that few ranks poll more often than a thousand w
 
 _ADVICE = (
     "Every rank must make this call: take it out of 'if rank == 0:' (or is_main_process). "
-    "If they do, look at their logs: they may have died, or be slower than timeout= allows."
+    "If they do, look at their logs: they may have died, or be slower than "
+    "ranks=ckpt.RankOptions(timeout=...) allows."
 )
 
 

@@ -61,7 +61,7 @@ class Keep:
         if self.cannot_rank(intact):
             return []
         last = intact[: self.last]
-        kept = {manifest.name for manifest in [*last, *self._best(intact), *self._milestones(intact)]}
+        kept = {manifest.name for manifest in [*last, *self.best_of(intact), *self._milestones(intact)]}
         oldest = last[-1].sequence if last else 0
         removable = (manifest for manifest in newest_first if manifest.sequence < oldest)
         return [manifest.name for manifest in removable if manifest.name not in kept]
@@ -79,7 +79,8 @@ class Keep:
             return []
         return [manifest for manifest in intact if not math.isnan(manifest.metrics.get(self.metric, math.nan))]
 
-    def _best(self, intact: Sequence[Manifest]) -> list[Manifest]:
+    def best_of(self, intact: Sequence[Manifest]) -> list[Manifest]:
+        """The `best` checkpoints by the metric, best first. Of equal ones, the first in `intact` is preferred."""
         sign = 1 if self.mode == "min" else -1
         name = self.metric or ""
         return sorted(self._ranked(intact), key=lambda manifest: sign * manifest.metrics[name])[: self.best]

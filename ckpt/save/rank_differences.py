@@ -184,9 +184,10 @@ def refuse_to_mix(problems: list[str]) -> None:
         listed = "\n  ".join(lines[:_LINES] + more)
         raise RanksError(
             f"the ranks disagree, so nothing was saved:\n  {listed}\nBuild the same model on every rank, sharded in "
-            "the same way, and give every rank the same layout=. What DistributedDataParallel keeps the same must not "
-            "differ on any rank (if it is meant to, save with wait=True: each rank then keeps its own), nor must "
-            "that which hosts with roots of their own have a copy each of."
+            "the same way, and give every rank the same saving=ckpt.SaveOptions(layout=...). What "
+            "DistributedDataParallel keeps the same must not differ on any rank (if it is meant to, save with "
+            "wait=True: each rank then keeps its own), nor must that which hosts with roots of their own have a copy "
+            "each of."
         )
 
 

@@ -179,7 +179,8 @@ class Snapshots:
             self._has_warned = True
             _log.warning(
                 "a snapshot of the state needs %s of host memory, and %s may be used: training waits while a "
-                "checkpoint is written. host_memory= sets how much may be used.", shown(size), shown(limit),
+                "checkpoint is written. saving=ckpt.SaveOptions(host_memory=...) sets how much may be used.",
+                shown(size), shown(limit),
             )  # fmt: skip
         return size <= limit
 

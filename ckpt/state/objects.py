@@ -49,11 +49,11 @@ class ObjectSource(Protocol):
 
     @property
     def keep(self) -> Keep | None:
-        """Which checkpoints to keep, if the manager is given no keep=."""
+        """Which checkpoints to keep, if the manager is given no `keep`."""
 
     @property
     def gradients(self) -> bool:
-        """Whether to save gradients, if the manager is given no gradients=."""
+        """Whether to save gradients, if `SaveOptions.gradients` is None."""
 
     def find(self) -> ManagedObjects:
         """The present objects. Raises `StateError` if an object that was there before is gone."""

@@ -148,7 +148,9 @@ class GradientsPart(UnshardedPart):
         if any(is_fsdp1(model) for model in self.models.values()):
             raise UnsupportedError(f"{self.key}: FSDP 1 does not give gradients out by parameter. Use fully_shard.")
         if any(is_engine(model) for model in self.models.values()):
-            raise UnsupportedError(f"{self.key}: DeepSpeed keeps gradients to itself. Leave gradients=True out.")
+            raise UnsupportedError(
+                f"{self.key}: DeepSpeed keeps gradients to itself. Leave saving=ckpt.SaveOptions(gradients=True) out."
+            )
         return {key: _local(gradients(unwrap(model), self.of)) for key, model in self.models.items()}
 
     def check(self, saved: Any) -> dict[str, str]:

@@ -156,7 +156,8 @@ class StateRegistry:
         why = obstacle(self.models, waiting)
         if self._gradients is None and why is None:
             return {**own, **self._gradients_part(rank, _parameter_identities(waiting))}, lacking
-        lacking["gradients"] = f"{_IN_WINDOW}, without its gradients, {why or 'with gradients=False'}; {_WITHOUT}"
+        why = why or "with saving=ckpt.SaveOptions(gradients=False)"
+        lacking["gradients"] = f"{_IN_WINDOW}, without its gradients, {why}; {_WITHOUT}"
         return own, lacking
 
     def own_parts_to_load(self, rank: int, saved: Collection[str]) -> dict[str, OwnPart]:

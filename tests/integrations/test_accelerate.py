@@ -101,7 +101,7 @@ def _with_the_managers_loop(
     with ckpt.StateManager(root, accelerator=accelerator, save_every=2) as manager:
         for epoch in manager.epochs(2):
             for batch in loader if plain else manager.batches(loader):
-                seen.append([epoch, *(one.tolist() for one in batch), train_on(batch, accelerator, *parts)])
+                seen.append([epoch, *(tensor.tolist() for tensor in batch), train_on(batch, accelerator, *parts)])
                 manager.step()
                 if manager.progress.step == stop:
                     return seen
@@ -130,7 +130,7 @@ def test_attached_a_step_is_one_of_the_optimizer_and_is_saved_once(tmp_path: Pat
         for batch in loader:
             train_on(batch, accelerator, *parts)
             manager.step()
-            names.append([one.name for one in ckpt.list_checkpoints(tmp_path)])
+            names.append([found.name for found in ckpt.list_checkpoints(tmp_path)])
         assert manager.progress.step == 3
     assert names == [[], [], [], *[["step-00000002"]] * 3]
     assert ckpt.list_checkpoints(tmp_path)[0].manifest.sequence == 1  # type: ignore[union-attr]
@@ -205,7 +205,10 @@ def test_names_limit_and_folder_of_the_project_are_respected(tmp_path: Path) -> 
         paths = [accelerator.save_state() for _ in range(3)]
         manager.wait()
         assert paths == [tmp_path / "checkpoints" / f"checkpoint_{number}" for number in range(3)]
-        assert [one.name for one in ckpt.list_checkpoints(tmp_path / "checkpoints")] == ["checkpoint_2", "checkpoint_1"]
+        assert [found.name for found in ckpt.list_checkpoints(tmp_path / "checkpoints")] == [
+            "checkpoint_2",
+            "checkpoint_1",
+        ]
     accelerator = build_project()
     with ckpt.StateManager(accelerator=accelerator) as manager:
         manager.load_state()
@@ -221,7 +224,7 @@ def test_without_automatic_naming_total_limit_removes_nothing_as_with_accelerate
     with attach(accelerator):
         for name in ("best", "epoch_0", "epoch_1", "epoch_2"):
             accelerator.save_state(str(tmp_path / name))
-    assert {one.name for one in ckpt.list_checkpoints(tmp_path)} == {"best", "epoch_0", "epoch_1", "epoch_2"}
+    assert {found.name for found in ckpt.list_checkpoints(tmp_path)} == {"best", "epoch_0", "epoch_1", "epoch_2"}
     assert "total_limit=2 removes nothing" in caplog.text
 
 
@@ -308,7 +311,7 @@ def _saved_by_accelerate(rank: int, folder: str, world_size: int) -> list[Any]:
         train_on(batch, accelerator, *parts)
     accelerator.save_state(folder)
     accelerator.wait_for_everyone()
-    return [exact([one.state_dict() for one in parts]), torch.rand(3).tolist()]
+    return [exact([part.state_dict() for part in parts]), torch.rand(3).tolist()]
 
 
 def _taken_over(rank: int, folder: str, world_size: int) -> None:
@@ -322,7 +325,7 @@ def _taken_over(rank: int, folder: str, world_size: int) -> None:
         accelerator.register_for_checkpointing(Counter())
         with attach(accelerator, root) as manager:
             accelerator.load_state(given)
-            assert [exact([one.state_dict() for one in parts]), torch.rand(3).tolist()] == theirs, (root, given)
+            assert [exact([part.state_dict() for part in parts]), torch.rand(3).tolist()] == theirs, (root, given)
             assert manager.restored is not None
             assert manager.restored.url == at
             assert manager.restored.skipped == {}
@@ -377,7 +380,7 @@ def test_after_skipped_batches_the_position_is_kept_as_ever(tmp_path: Path, kind
             if manager.resume() is None:
                 loader = accelerator.skip_first_batches(loader, 2)
             for batch in loader:
-                seen.append([*(one.tolist() for one in batch), train_on(batch, accelerator, *parts)])
+                seen.append([*(tensor.tolist() for tensor in batch), train_on(batch, accelerator, *parts)])
                 if len(seen) == stop:
                     assert manager.progress.batch == 3
                     accelerator.save_state()
@@ -435,7 +438,7 @@ def test_attaching_again_and_ending_leave_the_accelerator_as_it_was(tmp_path: Pa
     accelerator.end_training()
     assert accelerator.save_state.__func__ is Accelerator.save_state
     assert len(list(loader)) == 6
-    assert [one.name for one in ckpt.list_checkpoints(tmp_path)] == ["once"]
+    assert [found.name for found in ckpt.list_checkpoints(tmp_path)] == ["once"]
 
 
 def test_an_accelerator_with_nothing_prepared_is_refused(tmp_path: Path) -> None:
@@ -500,7 +503,7 @@ def _launched_here(rank: int, root: str) -> None:
 
 def test_a_notebook_launches_it_in_its_own_process(tmp_path: Path) -> None:
     assert run_ranks(1, _launched_here, str(tmp_path)) == [0]
-    assert [one.name for one in ckpt.list_checkpoints(tmp_path)] == ["cell"]
+    assert [found.name for found in ckpt.list_checkpoints(tmp_path)] == ["cell"]
 
 
 def test_a_notebook_launches_it_in_two_processes(tmp_path: Path) -> None:
@@ -517,7 +520,7 @@ def test_a_notebook_launches_it_in_two_processes(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", cell], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "2 processes, 1 epoch" in done.stdout
-    assert [one.name for one in ckpt.list_checkpoints(tmp_path)] == ["cell"]
+    assert [found.name for found in ckpt.list_checkpoints(tmp_path)] == ["cell"]
 
 
 def _save_on_the_main_process_only(rank: int, root: str) -> None:

@@ -73,12 +73,12 @@ def fit(rank: int, folder: str, kind: str, world_size: int, killed_at: int) -> N
     model = Regression(str(Path(folder, f"losses-{rank}")), killed_at)
     often = {"every_n_train_steps": 5} if kind == "in the middle" else {}
     callbacks = [ModelCheckpoint(Path(folder, "checkpoints"), save_top_k=2, monitor="step", mode="max", **often)]
-    one = lightning.Trainer(
+    run = lightning.Trainer(
         max_epochs=4 * world_size, plugins=plugins, callbacks=[*callbacks, CkptGenerators()], **together, **QUIET
     )
     data = StatefulDataLoader(points(), batch_size=4, shuffle=True) if often else loader()
     validation = DataLoader(points(), batch_size=16) if kind == "after validation" else None
-    one.fit(model, data, validation, ckpt_path=CkptIO.newest(Path(folder, "checkpoints")))
+    run.fit(model, data, validation, ckpt_path=CkptIO.newest(Path(folder, "checkpoints")))
     Path(folder, f"weights-{rank}").write_text(exact(model.state_dict()))
 
 
@@ -114,20 +114,20 @@ def test_a_fit_that_was_killed_and_resumes_equals_one_that_was_not(tmp_path: Pat
 
 
 def test_what_is_let_go_goes_when_its_successor_is_committed(tmp_path: Path) -> None:
-    one = lightning.Trainer(
+    run = lightning.Trainer(
         max_epochs=3,
         plugins=[CkptIO()],
         callbacks=[ModelCheckpoint(tmp_path, filename="{epoch}", save_last=True)],
         **QUIET,
     )
-    one.fit(Regression(), loader())
+    run.fit(Regression(), loader())
     assert {item.name for item in ckpt.list_checkpoints(tmp_path)} == {"epoch=2.ckpt", "last.ckpt"}
     assert ckpt.verify(tmp_path) == {"epoch=2.ckpt": [], "last.ckpt": []}
     (newest, _) = ckpt.list_checkpoints(tmp_path)
     assert newest.step == 36
     other = Regression()
     other.load_state_dict(CkptIO().load_checkpoint(tmp_path / "last.ckpt")["state_dict"])
-    assert exact(other.state_dict()) == exact(one.lightning_module.state_dict())
+    assert exact(other.state_dict()) == exact(run.lightning_module.state_dict())
 
 
 ODD: dict[Any, Any] = {

@@ -38,8 +38,11 @@ class Ragged(Dataset[Any]):
 
 
 def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    words = torch.nn.utils.rnn.pad_sequence([one["input_ids"] for one in samples], batch_first=True)
-    return {"input_ids": words, **{key: torch.tensor([one[key] for one in samples]) for key in ("labels", "which")}}
+    words = torch.nn.utils.rnn.pad_sequence([sample["input_ids"] for sample in samples], batch_first=True)
+    return {
+        "input_ids": words,
+        **{key: torch.tensor([sample[key] for sample in samples]) for key in ("labels", "which")},
+    }
 
 
 def trainer(folder: Path, *callbacks: Any, sampler: Any = None, **arguments: Any) -> Any:
@@ -70,9 +73,9 @@ def trainer(folder: Path, *callbacks: Any, sampler: Any = None, **arguments: Any
         "use_cpu": True,
     }
     args = TrainingArguments(str(folder / "output"), **{**usual, **arguments})
-    one = Recording(classifier(), args, callbacks=list(callbacks), train_dataset=Ragged(), data_collator=collate)
-    one.seen = []
-    return one
+    built = Recording(classifier(), args, callbacks=list(callbacks), train_dataset=Ragged(), data_collator=collate)
+    built.seen = []
+    return built
 
 
 def _sampled_by_its_own_generator() -> Any:
@@ -132,20 +135,20 @@ def _interrupted_equals_straight(rank: int, folder: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     os.environ["OMP_NUM_THREADS"] = "1"
 
-    def one(name: str, *callbacks: Any) -> Any:
+    def build(name: str, *callbacks: Any) -> Any:
         callback = kept(
             Path(folder, name), ranks=ckpt.RankOptions(timeout=60), saving=ckpt.SaveOptions(background=False)
         )
         # four steps in an epoch
         return trainer(Path(folder), callback, *callbacks, per_device_train_batch_size=8, save_steps=3)
 
-    straight = one("straight")
+    straight = build("straight")
     straight.train()
-    first = one("run", interrupting(7))
+    first = build("run", interrupting(7))
     with pytest.raises(KeyboardInterrupt):
         first.train()
     torch.manual_seed(999 + rank)
-    again = one("run")
+    again = build("run")
     again.train(resume_from_checkpoint=True)
     assert first.seen[:6] + again.seen == straight.seen
     assert exact(again.model.state_dict()) == exact(straight.model.state_dict())
@@ -174,7 +177,7 @@ def test_storage_options_of_the_callback_reach_its_storage(
         monkeypatch.delenv(name)
     options = {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
     trainer(tmp_path, kept(s3, storage_options=options), max_steps=12).train()  # type: ignore[arg-type]
-    assert [one.name for one in ckpt.list_checkpoints(s3, storage_options=options)] == ["step-00000012"]
+    assert [found.name for found in ckpt.list_checkpoints(s3, storage_options=options)] == ["step-00000012"]
     again = trainer(tmp_path, kept(s3, storage_options=options), max_steps=14)  # type: ignore[arg-type]
     again.train(resume_from_checkpoint=f"{s3}/step-00000012")
     assert len(again.seen) == 2

@@ -93,14 +93,14 @@ def interrupting(step: int) -> Any:
     return Interrupting()
 
 
-def logged(one: Any) -> list[dict[str, float]]:
+def logged(history: Any) -> list[dict[str, float]]:
     """What was logged, but for what depends on how fast it went and on where this run began."""
-    kept = [{key: v for key, v in line.items() if not any(word in key for word in VARIES)} for line in one]
+    kept = [{key: v for key, v in line.items() if not any(word in key for word in VARIES)} for line in history]
     return [line for line in kept if line.keys() - {"step", "epoch"}]
 
 
 def names(root: Path) -> list[str]:
-    return [one.name for one in ckpt.list_checkpoints(root) if one.committed]
+    return [found.name for found in ckpt.list_checkpoints(root) if found.committed]
 
 
 def train(rank: int, folder: str, world_size: int, killed_at: int) -> None:
@@ -115,10 +115,10 @@ def train(rank: int, folder: str, world_size: int, killed_at: int) -> None:
         "save_total_limit": 2,
     }
     callbacks = (kept(Path(folder, "root"), ranks=ckpt.RankOptions(timeout=60)), signalling(killed_at, signal.SIGKILL))
-    one = trainer(Path(folder), *callbacks, world_size=world_size, **evaluated)
-    one.train(resume_from_checkpoint=True)
-    Path(folder, f"log-{rank}").write_text(json.dumps(logged(one.state.log_history), sort_keys=True))
-    Path(folder, f"weights-{rank}").write_text(exact(one.model.state_dict()))
+    run = trainer(Path(folder), *callbacks, world_size=world_size, **evaluated)
+    run.train(resume_from_checkpoint=True)
+    Path(folder, f"log-{rank}").write_text(json.dumps(logged(run.state.log_history), sort_keys=True))
+    Path(folder, f"weights-{rank}").write_text(exact(run.model.state_dict()))
 
 
 def train_and_be_killed(rank: int, straight: str, killed: str, world_size: int) -> None:
@@ -162,12 +162,12 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path, scored: An
         "load_best_model_at_end": True,
         "save_total_limit": 2,
     }
-    one = trainer(tmp_path, kept(tmp_path / "root"), metric_for_best_model="score", **best)
-    one.compute_metrics = scored
-    one.train()
+    run = trainer(tmp_path, kept(tmp_path / "root"), metric_for_best_model="score", **best)
+    run.compute_metrics = scored
+    run.train()
     assert names(tmp_path / "root") == ["step-00000021", "step-00000006"]
-    assert one.state.best_model_checkpoint == f"{tmp_path}/root/step-00000006"
-    assert exact(one.model.state_dict()) == exact(load_file(tmp_path / "root" / "step-00000006" / "model.safetensors"))
+    assert run.state.best_model_checkpoint == f"{tmp_path}/root/step-00000006"
+    assert exact(run.model.state_dict()) == exact(load_file(tmp_path / "root" / "step-00000006" / "model.safetensors"))
     metrics = {item.name: item.manifest.metrics for item in ckpt.list_checkpoints(tmp_path / "root") if item.manifest}
     assert metrics["step-00000006"]["eval_score"] == 0.9
     assert metrics["step-00000006"].keys() >= {"loss", "grad_norm", "learning_rate"}
@@ -185,23 +185,23 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path: Path, scored: An
 def test_it_saves_when_the_arguments_say_so(
     tmp_path: Path, scored: Any, strategy: dict[str, Any], expected: list[int]
 ) -> None:
-    one = trainer(tmp_path, kept(tmp_path / "root"), metric_for_best_model="score", **strategy)
-    one.compute_metrics = scored
-    one.train()
+    run = trainer(tmp_path, kept(tmp_path / "root"), metric_for_best_model="score", **strategy)
+    run.compute_metrics = scored
+    run.train()
     assert names(tmp_path / "root") == [f"step-{step:08d}" for step in expected]
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A training that was not interrupted, by the Trainer alone."""
-    one = trainer(tmp_path_factory.mktemp("straight"))
-    one.train()
-    return one
+    run = trainer(tmp_path_factory.mktemp("straight"))
+    run.train()
+    return run
 
 
-def assert_same(one: Any, other: Any) -> None:
-    assert logged(one.state.log_history) == logged(other.state.log_history)
-    assert exact(one.model.state_dict()) == exact(other.model.state_dict())
+def assert_same(run: Any, other: Any) -> None:
+    assert logged(run.state.log_history) == logged(other.state.log_history)
+    assert exact(run.model.state_dict()) == exact(other.model.state_dict())
 
 
 def test_told_to_terminate_it_saves_that_step_and_the_next_run_goes_on_from_there(
@@ -211,9 +211,9 @@ def test_told_to_terminate_it_saves_that_step_and_the_next_run_goes_on_from_ther
         trainer(tmp_path, kept(tmp_path / "root"), signalling(10, signal.SIGTERM)).train()
     assert stopped.value.code == 128 + signal.SIGTERM
     assert names(tmp_path / "root")[0] in ("step-00000010", "step-00000011")
-    one = trainer(tmp_path, kept(tmp_path / "root"))
-    one.train(resume_from_checkpoint=True)
-    assert_same(one, straight)
+    run = trainer(tmp_path, kept(tmp_path / "root"))
+    run.train(resume_from_checkpoint=True)
+    assert_same(run, straight)
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_a_named_one_is_taken(
@@ -222,10 +222,10 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_named_one_is_taken(
     trainer(tmp_path, kept(tmp_path / "root")).train()
     damaged = tmp_path / "root" / f"step-{STEPS:08d}" / "optimizer.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
-    one = trainer(tmp_path, kept(tmp_path / "root"))
-    one.train(resume_from_checkpoint=True)
+    run = trainer(tmp_path, kept(tmp_path / "root"))
+    run.train(resume_from_checkpoint=True)
     assert f"resumed from {tmp_path}/root/step-00000018" in capfd.readouterr().err
-    assert_same(one, straight)
+    assert_same(run, straight)
     again = trainer(tmp_path, kept(tmp_path / "root"))
     again.train(resume_from_checkpoint=str(tmp_path / "root" / "step-00000015"))  # logged before, and after
     assert f"resumed from {tmp_path}/root/step-00000015" in capfd.readouterr().err
@@ -237,9 +237,9 @@ def test_a_folder_that_a_trainer_wrote_is_taken_over(tmp_path: Path, straight: A
     usual = trainer(tmp_path, interrupting(12), save_steps=6)
     with pytest.raises(KeyboardInterrupt):
         usual.train()
-    one = trainer(tmp_path, kept(tmp_path / "root"), save_steps=6)
-    one.train(resume_from_checkpoint=str(tmp_path / "output" / "checkpoint-6") if named else True)
-    assert exact(one.model.state_dict()) == exact(straight.model.state_dict())
+    run = trainer(tmp_path, kept(tmp_path / "root"), save_steps=6)
+    run.train(resume_from_checkpoint=str(tmp_path / "output" / "checkpoint-6") if named else True)
+    assert exact(run.model.state_dict()) == exact(straight.model.state_dict())
     assert names(tmp_path / "root") == [f"step-{step:08d}" for step in (21, 18, 12)]
     assert [path.name for path in (tmp_path / "output").iterdir()] == ["checkpoint-6"]
 
@@ -254,17 +254,17 @@ def test_a_checkpoint_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_a_fresh_start_where_checkpoints_are_is_refused_before_training(tmp_path: Path) -> None:
     trainer(tmp_path, kept(tmp_path / "root"), max_steps=3).train()
-    one = trainer(tmp_path, kept(tmp_path / "root"), max_steps=3)
+    run = trainer(tmp_path, kept(tmp_path / "root"), max_steps=3)
     with pytest.raises(ckpt.ConfigError, match=r"step-00000003 is the newest.*resume_from_checkpoint=True"):
-        one.train()
-    assert one.state.global_step == 0
+        run.train()
+    assert run.state.global_step == 0
 
 
 def test_a_built_trainer_is_attached_to_and_a_callback_that_was_only_added_says_so(tmp_path: Path) -> None:
-    one = trainer(tmp_path, max_steps=3)
-    one.add_callback(kept(tmp_path / "root"))
+    run = trainer(tmp_path, max_steps=3)
+    run.add_callback(kept(tmp_path / "root"))
     with pytest.raises(ckpt.ConfigError, match=r"attach\(trainer\)"):
-        one.train()
+        run.train()
     other = trainer(tmp_path, max_steps=3)
     kept(tmp_path / "root").attach(other)
     other.train()

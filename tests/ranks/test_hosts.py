@@ -217,7 +217,7 @@ def _differ(rank: int, folder: str) -> None:
         ema = nn.Linear(2, 2)
         nn.init.constant_(ema.weight, rank)
         manager.register(ema=ema)
-        with pytest.raises(ckpt.RanksError, match=r"ema\.weight: rank 2 has another one"):
+        with pytest.raises(ckpt.RanksError, match=r"ema\.weight: differs between rank 2 and rank 0"):
             manager.save_state(wait=True)
 
 
@@ -258,7 +258,8 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 straight = copy.deepcopy(model.module)
 for _ in range(expected):
     train(straight, torch.optim.SGD(straight.parameters(), lr=0.1))
-with ckpt.StateManager("run", model=model, optimizer=optimizer, layout="sharded", mirror=mirror, timeout=60) as manager:
+options = {"saving": ckpt.SaveOptions(layout="sharded"), "mirror": mirror, "ranks": ckpt.RankOptions(timeout=60)}
+with ckpt.StateManager("run", model=model, optimizer=optimizer, **options) as manager:
     try:
         restored = manager.resume()
     except ckpt.DamagedError as error:

@@ -140,7 +140,7 @@ def late(self, keys, call):
 store_group.StoreGroup._await = late
 
 def main():
-    manager = ckpt.StateManager(sys.argv[1], model=nn.Linear(2, 2), timeout=30)
+    manager = ckpt.StateManager(sys.argv[1], model=nn.Linear(2, 2), ranks=ckpt.RankOptions(timeout=30))
     manager.save_state("last", wait=True)
 
 main()

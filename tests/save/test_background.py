@@ -254,7 +254,7 @@ def test_without_memory_for_a_copy_training_waits_and_is_told_once(
             manager.save_state(name)
             assert (root / name / "manifest.json").exists()
     assert loaded(root, "b") == run.state()
-    assert caplog.text.count("host_memory= sets how much may be used") == 1
+    assert caplog.text.count("saving=ckpt.SaveOptions(host_memory=...) sets how much may be used") == 1
 
 
 def test_a_manifest_says_how_long_training_waited(root: Place, caplog: pytest.LogCaptureFixture) -> None:

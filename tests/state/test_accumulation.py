@@ -121,7 +121,7 @@ def test_told_not_to_keep_gradients_it_says_so_at_the_save_and_at_the_load(
         manager.save_state("a")
         restored = manager.load_state("a")
     assert "in the middle of an accumulation window" in caplog.text
-    assert "gradients=False" in restored.approximated["gradients"]
+    assert "saving=ckpt.SaveOptions(gradients=False)" in restored.approximated["gradients"]
     assert "approximated  gradients" in str(restored)
 
 

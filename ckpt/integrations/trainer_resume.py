@@ -1,0 +1,123 @@
+"""What a Trainer resumes from: a checkpoint in the callback's root, or a folder that a Trainer itself wrote."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import get_last_checkpoint
+
+from ckpt.errors import ConfigError, DamagedError, MismatchError
+from ckpt.formats.native.manifest import Manifest
+from ckpt.integrations.trainer_state import PART
+from ckpt.load.reader import CheckpointReader
+from ckpt.load.select import Choice, Selection, choose
+from ckpt.options import ManagerOptions
+from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
+from ckpt.ranks.find import find_ranks
+from ckpt.ranks.group import Ranks
+from ckpt.root import catalog
+from ckpt.root.folder import open_url
+from ckpt.root.verify import problems
+from ckpt.storage import Storage, place_of
+
+_FILE = "trainer_state.json"
+
+
+class ResumeSource:
+    """Chooses what a Trainer resumes from, and holds the lock on a checkpoint in the root until it has been loaded.
+
+    `name`: the checkpoint in the root that was chosen; None for a folder of the Trainer's, or a fresh start.
+    """
+
+    def __init__(self, options: ManagerOptions, tiers: tuple[Storage, ...]) -> None:
+        self.name: str | None = None
+        self._options = options
+        self._tiers = tiers
+        self._storage = tiers[0]
+        self._held = ExitStack()
+
+    def choose(self, resume: str | bool | None, output_dir: str, stack: ExitStack) -> str | bool | None:
+        """What the Trainer is to resume from. For a checkpoint in the root that is a temporary folder, removed with
+        `stack`, which has nothing but the Trainer's state."""
+        name = self._name_of(resume) if isinstance(resume, str) else None
+        choice = self._find(name) if resume is True or name else None
+        self.name = choice.manifest.name if choice else None
+        if choice is None:
+            _refuse_to_overtake(self._storage, self._ranks())
+            return _last_of_trainer(output_dir) if resume is True else resume
+        folder = stack.enter_context(TemporaryDirectory(prefix="ckpt-"))
+        TrainerState(**choice.ready).save_to_json(str(Path(folder, _FILE)))
+        return folder
+
+    def release(self) -> None:
+        """Release the lock on the chosen checkpoint."""
+        self._held.close()
+
+    def _name_of(self, resume: str) -> str | None:
+        """The checkpoint in the root that a path or a name means; None for a folder that a Trainer itself wrote."""
+        if Path(resume, _FILE).is_file():
+            return None
+        root, _, name = resume.rstrip("/").rpartition("/")
+        options = self._options.storage_options
+        if root and place_of(open_url(root, options)) != place_of(self._storage):
+            raise ConfigError(f"{resume} is no checkpoint in {self._storage.url}, and none that a Trainer wrote.")
+        return name
+
+    def _find(self, name: str | None) -> Choice[dict[str, Any]] | None:
+        """The checkpoint of that name, or the newest intact one. Its lock is held until `release`."""
+        ranks = self._ranks()
+        with ranks.working():
+            return choose(
+                Selection(
+                    tiers=self._tiers,
+                    ranks=ranks,
+                    prepare=lambda candidate: _verified_state(candidate.storage, ranks, candidate.manifest),
+                    name=name,
+                ),
+                self._held,
+            )
+
+    def _ranks(self) -> Ranks:
+        return find_ranks(self._storage.url, self._options.ranks.timeout)
+
+
+def _last_of_trainer(output_dir: str) -> str | None:
+    """The last checkpoint that a Trainer without the callback has left, if there is one."""
+    found: str | None = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+    return found
+
+
+def _refuse_to_overtake(storage: Storage, ranks: Ranks) -> None:
+    """Refuse a fresh start in a root that has checkpoints, before training begins: its saves would become newest."""
+    there = decide_together(
+        ranks, "train()", Result(), lambda _: [found.name for found in catalog.scan(storage) if found.committed]
+    )
+    if there:
+        raise ConfigError(
+            f"{storage.url} has checkpoints ({there[0]} is the newest), and this run begins afresh: what it saves "
+            "would be put before them. Call train(resume_from_checkpoint=True), or give CkptCallback another root."
+        )
+
+
+def _verified_state(storage: Storage, ranks: Ranks, manifest: Manifest) -> dict[str, Any]:
+    """The Trainer's state in a checkpoint of which every byte has been verified.
+
+    The Trainer reads its state, and finds its place in the data, before there is an optimizer to load into: if damage
+    were found only then, no other checkpoint could be chosen any more.
+    """
+    call = f"train({manifest.name!r})"
+    wrong = decide_together(ranks, call, Result(), lambda _: problems(storage, manifest, show=True))
+    if wrong:
+        raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}.")
+    reader: CheckpointReader = run_on_all_ranks(ranks, call, lambda: CheckpointReader(storage, manifest, ranks.rank))
+    if not reader.has(PART):
+        raise MismatchError(
+            f"{manifest.name} has no {PART}: no Trainer saved it. Load it with StateManager, or give CkptCallback "
+            "another root."
+        )
+    state: dict[str, Any] = reader.tree(PART)["state"]
+    return state
