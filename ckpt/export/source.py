@@ -116,7 +116,7 @@ def _checkpoint(source: str | os.PathLike[str], part: str, options: Mapping[str,
     with storage.lock(name, shared=True):  # retention of a running job must not remove what is being read
         manifest = read_manifest(storage, name)
         ours = _of_part(manifest, part)
-        if wrong := problems(storage, ours, show=True):
+        if wrong := problems(storage, ours, show=True, threads=1):
             raise DamagedError(f"{name} is damaged: {'; '.join(wrong)}.")
         common = [file for file in ours.files if part_of(file.name) == part]
         tensors = pieced(_tensor_file(storage, name, file) for file in common)

@@ -143,15 +143,18 @@ def _lock_patiently(storage: Storage, name: str, held: ExitStack) -> None:
             time.sleep(_PAUSE)
 
 
-def problems(storage: Storage, manifest: Manifest, *, show: bool = False) -> list[str]:
-    """Everything that is wrong with a checkpoint's files: sizes first, then every byte against its hash."""
+def problems(storage: Storage, manifest: Manifest, *, show: bool = False, threads: int | None = None) -> list[str]:
+    """Everything that is wrong with a checkpoint's files: sizes first, then every byte against its hash.
+
+    Every thread holds a buffer of a few megabytes; None means as many threads as suit the storage.
+    """
     wrong = size_problems(storage, manifest)
     if wrong:
         return wrong
     files = [VerifiedFile.of(storage, manifest.name, file) for file in manifest.files]
     blocks = [(file, index) for file in files for index in range(len(file.record.blocks))]
     with progress_bar(f"verifying {manifest.name}", manifest.size, in_bytes=True, show=show) as advance:
-        return altered_blocks(blocks, advance)
+        return altered_blocks(blocks, advance, threads)
 
 
 def size_problems(storage: Storage, manifest: Manifest) -> list[str]:
@@ -169,7 +172,9 @@ def size_problems(storage: Storage, manifest: Manifest) -> list[str]:
     return problems
 
 
-def altered_blocks(blocks: list[tuple[VerifiedFile, int]], advance: Callable[[float], None]) -> list[str]:
+def altered_blocks(
+    blocks: list[tuple[VerifiedFile, int]], advance: Callable[[float], None], threads: int | None = None
+) -> list[str]:
     """Read blocks of files in several threads. Returns what is wrong with those that do not match their hashes."""
     buffers = threading.local()
 
@@ -179,7 +184,7 @@ def altered_blocks(blocks: list[tuple[VerifiedFile, int]], advance: Callable[[fl
         file, index = block
         return file.verify_block(index, buffers.own, advance)
 
-    with ThreadPoolExecutor(reader_threads(file.stored.storage for file, _ in blocks)) as pool:
+    with ThreadPoolExecutor(threads or reader_threads(file.stored.storage for file, _ in blocks)) as pool:
         return [problem for problem in pool.map(verify_block, blocks) if problem]
 
 
