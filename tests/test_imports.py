@@ -295,7 +295,14 @@ class TestPublicNames:
 
 @pytest.mark.parametrize(
     "module",
-    ["ckpt", "ckpt.root.catalog", "ckpt.root.cleanup", "ckpt.storage", "ckpt.formats.native.manifest", "ckpt.cli.main"],
+    [
+        "ckpt",
+        "ckpt.root.catalog",
+        "ckpt.root.deletion",
+        "ckpt.storage",
+        "ckpt.formats.native.manifest",
+        "ckpt.cli.main",
+    ],
 )
 def test_it_is_imported_without_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit(str([name for name in sys.modules if name == 'torch']))"

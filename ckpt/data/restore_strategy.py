@@ -1,4 +1,4 @@
-"""What the strategies for restoring a loader's position have in common: `by_index`, `by_state` and `by_replay`."""
+"""What the strategies for restoring a loader's position have in common: by index, by state and by replay."""
 
 from __future__ import annotations
 

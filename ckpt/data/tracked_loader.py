@@ -10,9 +10,9 @@ The states of a `TrackedLoader`, which stands for one pass:
 - fresh: nothing was handed out in this epoch.
 - has_saved_position: the next pass begins at a position set by `go_back` or `skip`, and the loader has not been read
   yet. The property becomes false in the pass, when that position is reached (`Cursor.arrive`).
-- open: `take` has made an iterator (`is_open`), and a strategy takes it to the position: `by_index` where data is
-  map-style, `by_state` where the loader or the dataset has a `state_dict`, `by_replay` where the data can only be read
-  again.
+- open: `take` has made an iterator (`is_open`), and a strategy takes it to the position: `restore_by_index` where
+  data is map-style, `restore_by_state` where the loader or the dataset has a `state_dict`, `restore_by_replay` where
+  the data can only be read again.
 - in the middle: batches were handed out; `state` is the position after the last of them.
 - done: the epoch is over. Left: the loop ended before that (`break`, an error, a load), and the position is kept.
 """
@@ -22,14 +22,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ckpt.data.by_index import ByIndex
-from ckpt.data.by_replay import ByReplay
-from ckpt.data.by_state import ByState
 from ckpt.data.cursor import Cursor, OnArrival
 from ckpt.data.loader_hook import MakeIterator, unfollowed
 from ckpt.data.loader_info import Loader, goes_by_index, size_of
 from ckpt.data.position import Position
 from ckpt.data.repartition import Repartition
+from ckpt.data.restore_by_index import ByIndex
+from ckpt.data.restore_by_replay import ByReplay
+from ckpt.data.restore_by_state import ByState
 from ckpt.data.restore_strategy import RestoreStrategy
 from ckpt.state import samplers
 

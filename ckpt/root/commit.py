@@ -13,7 +13,7 @@ from ckpt.errors import NotDurableError, StorageError
 from ckpt.formats.native.block_hash import BlockHasher, digest
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.root.catalog import find
-from ckpt.root.cleanup import remove_uncommitted
+from ckpt.root.deletion import remove_uncommitted
 from ckpt.root.save_marker import mark_save
 from ckpt.storage import Buffer, Staging, Storage
 from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar

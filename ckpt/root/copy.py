@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from ckpt.errors import ConflictError, StorageError
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
-from ckpt.root import cleanup
+from ckpt.root import deletion
 from ckpt.root.catalog import find, scan
 from ckpt.root.commit import Attempt
 from ckpt.root.file_names import rank_of
@@ -65,7 +65,7 @@ class Copies:
             if self.is_leader:
                 lock_root(self.target, held)
                 # hosts do not wait for each other here: another one may have begun to send, or still be sending
-                cleanup.sweep(self.target, spared=resumable, age=None if self.has_all_files else DAY)
+                deletion.sweep(self.target, spared=resumable, age=None if self.has_all_files else DAY)
             self._names |= {entry.key.partition("/")[0] for entry in self.target.list()}
             found = scan(self.target)
             self._copied = {checkpoint.name: checkpoint.manifest for checkpoint in found if checkpoint.manifest}
@@ -153,7 +153,7 @@ class Copies:
             return
         newest_first = sorted(self._copied.values(), key=lambda manifest: manifest.sequence, reverse=True)
         try:
-            left = cleanup.apply_retention(self.keep, self.target, newest_first, ())
+            left = deletion.apply_retention(self.keep, self.target, newest_first, ())
         except StorageError as error:  # the copy is committed; the removal is tried again after the next one
             _log.warning("old copies were not removed: %s", error)
         else:

@@ -79,7 +79,7 @@ def _is_checkpoint(storage: Storage) -> bool:
 
 
 def _try_out(storage: Storage) -> None:
-    """Write a few bytes and delete them. A crash in between leaves a file that `cleanup.sweep` deletes."""
+    """Write a few bytes and delete them. A crash in between leaves a file that `deletion.sweep` deletes."""
     key = f".try-{uuid.uuid4().hex}"
     if isinstance(storage, Staging):
         storage.stage(key, [b"ckpt"])  # which is never published

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ckpt.errors import VersionError
 from ckpt.formats.native.manifest import Manifest
-from ckpt.root import cleanup
+from ckpt.root import deletion
 from ckpt.root.lock import lock_root
 from ckpt.root.mirror import MirrorWorker
 from ckpt.storage import Storage
@@ -30,7 +30,7 @@ class HeldRoot:
         """
         with ExitStack() as lock:  # if anything below fails, the root is released
             lock_root(storage, lock)
-            found = cleanup.sweep(storage)
+            found = deletion.sweep(storage)
             committed = [checkpoint.manifest for checkpoint in found if checkpoint.manifest is not None]
             problems = {checkpoint.name: checkpoint.problem for checkpoint in found}
             unreadable = {name: problem for name, problem in problems.items() if isinstance(problem, VersionError)}

@@ -14,7 +14,7 @@ from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.hosts import Hosts
-from ckpt.root import cleanup
+from ckpt.root import deletion
 from ckpt.root.catalog import find, scan
 from ckpt.root.commit import Attempt, EarlierFile, WrittenFile
 from ckpt.root.mirror import MirrorWorker
@@ -98,7 +98,7 @@ class RootWriter:
     def remove(self, name: str) -> None:
         """Remove a checkpoint, unless it is being read. No save may be under way."""
         manifest = find(self.storage, name).manifest
-        if manifest is not None and cleanup.remove(self.storage, manifest) and self._held is not None:
+        if manifest is not None and deletion.remove(self.storage, manifest) and self._held is not None:
             self._held.discard(name)
 
     def settle(self) -> None:
@@ -274,7 +274,7 @@ class RootWriter:
             return
         try:
             with self.ranks.working(job_wide=True):  # to remove much takes long, and others may be at the next save
-                held.committed = cleanup.apply_retention(self.keep, self.storage, held.committed, self.damaged)
+                held.committed = deletion.apply_retention(self.keep, self.storage, held.committed, self.damaged)
         except StorageError as error:  # the save stands; what could not be removed is tried again after the next save
             _log.warning("old checkpoints were not removed: %s", error)
 
@@ -287,4 +287,4 @@ class RootWriter:
         if self.owns_root and not committed and (name not in self._unsure or self.storage.is_local):
             with suppress(StorageError):
                 if self._held is not None:
-                    cleanup.remove_uncommitted(self.storage, name)
+                    deletion.remove_uncommitted(self.storage, name)

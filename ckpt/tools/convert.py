@@ -22,7 +22,7 @@ from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.state import FilePlan
 from ckpt.load.accelerate_state import UNKNOWN_PROGRESS, AccelerateState, ForeignPart
 from ckpt.ranks.group import SingleProcess
-from ckpt.root import cleanup
+from ckpt.root import deletion
 from ckpt.root.catalog import check_name, find
 from ckpt.root.file_names import whole_file
 from ckpt.root.folder import Folder
@@ -111,7 +111,7 @@ def _write(writer: RootWriter, name: str, files: list[FilePlan], world_size: int
         writer.commit(attempt, records, {**facts, "seconds": seconds})
     except BaseException:
         with suppress(StorageError):  # the first error is the one to raise
-            cleanup.remove_uncommitted(writer.storage, name)
+            deletion.remove_uncommitted(writer.storage, name)
         raise
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt.errors import LockedError, MetricError, MissingError
 from ckpt.formats.native.manifest import Manifest
-from ckpt.root import catalog, cleanup
+from ckpt.root import catalog, deletion
 from ckpt.root import verify as verifying
 from ckpt.root.lock import lock_root
 from ckpt.root.retention import Keep
@@ -140,12 +140,12 @@ class Plan:
         if mark.age < self.grace:
             spared[leftover.name] = "was written again meanwhile"
             return
-        cleanup.remove_uncommitted(self.storage, leftover.name)
+        deletion.remove_uncommitted(self.storage, leftover.name)
         if read_marker(self.storage, leftover.name) is not None:
             spared[leftover.name] = "is being read"
 
     def _remove(self, manifest: Manifest, spared: dict[str, str]) -> bool:
-        reason = cleanup.remove_or_explain(self.storage, manifest)
+        reason = deletion.remove_or_explain(self.storage, manifest)
         if reason:
             spared[manifest.name] = reason
         return not reason

@@ -14,7 +14,7 @@ from typing import Any
 from ckpt.errors import ConfigError, DamagedError, MissingError
 from ckpt.export.folders import atomic_folder
 from ckpt.formats.native.manifest import Manifest
-from ckpt.root import catalog, cleanup
+from ckpt.root import catalog, deletion
 from ckpt.root.copy import Copies
 from ckpt.root.folder import Folder, open_url
 from ckpt.root.save_marker import read_marker
@@ -89,7 +89,7 @@ def _copy_intact(copies: Copies, manifests: list[Manifest]) -> list[str]:
                     say(f"{manifest.name} is not copied: it was removed from {copies.source.url} meanwhile")
             except DamagedError as error:
                 damaged.append(one_line(str(error)))
-                cleanup.remove_uncommitted(copies.target, manifest.name)
+                deletion.remove_uncommitted(copies.target, manifest.name)
     if damaged:
         raise DamagedError(f"not all of {copies.source.url} was copied: {' '.join(damaged)}")
     return copied

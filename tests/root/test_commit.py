@@ -12,8 +12,8 @@ from ckpt.errors import ConflictError, NotDurableError, StorageError, TransientE
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.formats.state import FilePlan
 from ckpt.root.catalog import MARKER, find, scan
-from ckpt.root.cleanup import sweep
 from ckpt.root.commit import Attempt
+from ckpt.root.deletion import sweep
 from ckpt.root.save_marker import read_marker
 from ckpt.root.verify import problems
 from ckpt.storage import ANY, Buffer, Storage

@@ -9,7 +9,7 @@ from torch import nn
 
 import ckpt
 from ckpt.formats.native import manifest as manifest_format
-from ckpt.root import cleanup
+from ckpt.root import deletion
 from ckpt.root.save_marker import mark_save
 from ckpt.storage import open_storage
 from tests.helpers.places import Place
@@ -62,7 +62,7 @@ def test_what_a_newer_version_has_replaced_is_not_cleaned_away_by_an_older_one(
     mark_save(storage, "newer", [file.path for file in found.manifest.files], [], found.manifest.id)
     before = (root / "newer").files()
     monkeypatch.setattr(manifest_format, "VERSION", 1)
-    cleanup.sweep(storage)
+    deletion.sweep(storage)
     assert (root / "newer").files() == before
     monkeypatch.setattr(manifest_format, "VERSION", 2)
     assert ckpt.verify(root) == {"newer": []}

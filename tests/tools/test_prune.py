@@ -56,7 +56,7 @@ held.close()
 
 _REMOVE = """
 import os, signal, sys
-from ckpt.root import catalog, cleanup
+from ckpt.root import catalog, deletion
 from ckpt.storage import open_storage
 
 root = open_storage(sys.argv[1])
@@ -67,7 +67,7 @@ def cut_off(keys):
     os.kill(os.getpid(), signal.SIGKILL)
 
 root.delete = cut_off
-cleanup.remove(root, catalog.read_manifest(root, "step-00000001"))
+deletion.remove(root, catalog.read_manifest(root, "step-00000001"))
 """
 
 

@@ -11,7 +11,7 @@ from ckpt.errors import FullError
 from ckpt.formats.native import manifest as manifest_format
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.root.catalog import MARKER
-from ckpt.root.cleanup import apply_retention, remove, remove_or_explain, remove_uncommitted, sweep
+from ckpt.root.deletion import apply_retention, remove, remove_or_explain, remove_uncommitted, sweep
 from ckpt.root.save_marker import DAY, mark_save, read_marker
 from ckpt.storage import ANY, Buffer, Storage
 from tests.helpers.byte_checkpoints import (
