@@ -106,6 +106,7 @@ class TestReport:
     def test_the_settings_have_no_paths_and_no_limits_that_do_not_limit(self, tmp_path: Path) -> None:
         assert settings_of(self.options(tmp_path)) == {"megabytes": 10, "max-size": 3}
 
+    @pytest.mark.slow  # asks lscpu, df and git
     def test_a_run_is_kept_as_markdown_json_and_a_plot(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -28,7 +28,7 @@ class Rank(SingleProcess):
 
     rank = 1
 
-    def share(self, call: str, data: str) -> str:
+    def broadcast(self, call: str, data: str) -> str:
         return Result().to_json(call)
 
 
