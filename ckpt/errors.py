@@ -109,7 +109,7 @@ class NotDurableError(StorageError):
 
 
 class ConflictError(StorageError):
-    """Somebody else has written it meanwhile. What they wrote stays."""
+    """Somebody else has written it meanwhile. What they wrote is kept."""
 
 
 class TransientError(StorageError):
@@ -120,7 +120,7 @@ def shows_damage(error: BaseException) -> bool:
     """True if an error proves that a checkpoint is damaged: bytes that differ, or are not there.
 
     Every other error of a storage (no permission, a failing disk, too many open files, no answer) says only that the
-    checkpoint could not be read. It may be intact: it must neither be passed over nor be removed.
+    checkpoint could not be read. It may be intact: it must neither be skipped nor be removed.
     """
     return isinstance(error, DamagedError | AbsentError | TruncatedError)
 

@@ -182,13 +182,13 @@ class StateManager:
     def batches(self, loader: Iterable[T]) -> Batches[T]:
         """The batches of this epoch that are left, in the same order as ever; `len()` of it is how many.
 
-        A loop that was left with `break` is not done: the next run goes on with the batch after. Whatever reads ahead
+        A loop that was left with `break` is not done: the next run continues with the batch after. Whatever reads ahead
         belongs inside: `batches(Prefetcher(loader))`, or the batches that it has read are lost at every resume.
         """
         return self._session.loop.batches(loader, self._start, lambda number, batch: batch)
 
     def enumerate(self, loader: Iterable[T], start: int = 0) -> Batches[tuple[int, T]]:
-        """The same, each with its number in the epoch: after a resume it goes on counting where it stopped."""
+        """The same, each with its number in the epoch: after a resume it counts on from where it stopped."""
         return self._session.loop.batches(loader, self._start, lambda number, batch: (start + number, batch))
 
     def step(self, metrics: Mapping[str, Any] | None = None) -> None:
@@ -238,8 +238,8 @@ class StateManager:
         A checkpoint of the same name is replaced, and stands until the new one is committed. Every rank must make this
         call.
 
-        Inside `batches` the next run goes on with the batch after this one: save when it has been used. After the inner
-        loop the next run begins with the next epoch: let the save be the last thing in the epoch.
+        Inside `batches` the next run continues with the batch after this one: save when it has been used. After the
+        inner loop the next run begins with the next epoch: let the save be the last thing in the epoch.
         """
         return self._session.save(name, metrics, wait, skip=self._session.options.saving.when_busy == "skip")
 
@@ -327,7 +327,7 @@ class StateManager:
         """Publish the model as it is now, in one commit, and return the commit's URL (see `ckpt.push_to_hub`).
 
         Every rank must make this call; the main one alone talks to the Hub. Without `wait` it does so while training
-        goes on, and None is returned; what goes wrong is raised by the next push, or on the main rank by `wait()` and
+        continues, and None is returned; what goes wrong is raised by the next push, or on the main rank by `wait()` and
         `close()`.
         """
         session = self._session
