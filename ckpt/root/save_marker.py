@@ -136,7 +136,9 @@ def read_marker(storage: Storage, name: str) -> SaveMarker | None:
     except AbsentError:
         return None
     except (ValueError, LookupError, TypeError, AttributeError):
-        _log.warning("%s/%s/%s is not what ckpt writes: it is left alone", storage.url, name, MARKER)
+        _log.warning(
+            "%s/%s/%s is no save marker that ckpt can read: files that it may list are kept", storage.url, name, MARKER
+        )
         return None
 
 
