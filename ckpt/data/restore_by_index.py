@@ -16,7 +16,7 @@ from ckpt.data.cursor import Cursor
 from ckpt.data.loader_hook import MakeIterator
 from ckpt.data.remaining_order import RemainingIndices
 from ckpt.data.repartition import Repartition
-from ckpt.data.restore_strategy import RestoreStrategy
+from ckpt.data.restore_base import RestoreStrategy
 from ckpt.data.sampling import EpochPlan
 from ckpt.errors import ConfigError
 from ckpt.state import rng

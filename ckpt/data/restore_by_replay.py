@@ -23,7 +23,7 @@ from typing import Any
 
 from ckpt.data.batch_digest import Contents
 from ckpt.data.position import Position
-from ckpt.data.restore_strategy import RestoreStrategy
+from ckpt.data.restore_base import RestoreStrategy
 from ckpt.state import rng
 from ckpt.util.console import progress_bar
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ckpt.data.restore_strategy import RestoreStrategy
+from ckpt.data.restore_base import RestoreStrategy
 
 
 class ByState(RestoreStrategy):

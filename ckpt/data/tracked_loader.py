@@ -27,10 +27,8 @@ from ckpt.data.loader_hook import MakeIterator, unfollowed
 from ckpt.data.loader_info import Loader, goes_by_index, size_of
 from ckpt.data.position import Position
 from ckpt.data.repartition import Repartition
-from ckpt.data.restore_by_index import ByIndex
-from ckpt.data.restore_by_replay import ByReplay
-from ckpt.data.restore_by_state import ByState
-from ckpt.data.restore_strategy import RestoreStrategy
+from ckpt.data.restore_base import RestoreStrategy
+from ckpt.data.restore_strategy import choose_strategy
 from ckpt.state import samplers
 
 
@@ -128,17 +126,8 @@ class TrackedLoader:
         if self._cursor.position.done or self._cursor.position.exhausted:
             self._cursor.finish_epoch()
             return iter(())
-        self._strategy = self._choose(epoch)
+        self._strategy = choose_strategy(self._cursor, self._make_iterator, self._repartition, epoch)
         return self._strategy.open()
-
-    def _choose(self, epoch: int) -> RestoreStrategy:
-        """How this loader is taken to its position."""
-        cursor = self._cursor
-        if goes_by_index(cursor.reader):
-            return ByIndex(cursor, self._make_iterator, self._repartition, epoch)
-        if cursor.keeper is not None and cursor.has_saved_position and cursor.position.state is not None:
-            return ByState(cursor, self._make_iterator)
-        return ByReplay(cursor, self._make_iterator)
 
     def _update_position(self) -> None:
         """Bring the position up to what the loader and its iterator say now."""
