@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 import threading
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from click.testing import CliRunner
@@ -172,30 +173,47 @@ def test_a_run_that_starts_while_prune_holds_the_root_waits_for_it(root: Place) 
     assert restored is not None
 
 
-def _save_the_same_names(rank: int, root: str) -> None:
+def _until_told(enough: str) -> Iterator[int]:
+    """Count the saves: as many as the test wants at least, and on until it has seen what it came for."""
+    for number in itertools.count():
+        if number >= SAVES and Path(enough).exists():
+            return
+        yield number
+
+
+def _save_the_same_names(rank: int, root: str, enough: str) -> None:
     model = nn.Linear(50, 50)
     with ckpt.StateManager(root, model=model) as manager:
         manager.resume()
-        for number in range(SAVES):
+        for number in _until_told(enough):
             manager.save_state(("latest", "other")[number % 2], wait=True)
+            time.sleep(0.02 if number < SAVES else 0.5)  # in the end prune must find one at rest
 
 
-def _save_and_keep_two(rank: int, root: str) -> None:
+def _save_and_keep_two(rank: int, root: str, enough: str) -> None:
     model = nn.Linear(50, 50)
     with ckpt.StateManager(root, model=model, keep=ckpt.Keep(last=2), save_every=1) as manager:
         manager.resume()
-        for _ in range(2 * SAVES):
+        for _ in _until_told(enough):
             manager.step()
         manager.wait()
 
 
+class Run(NamedTuple):
+    alive: Callable[[], bool]
+    enough: Callable[[], None]
+    """The test has seen what it came for: the run may end."""
+
+
 @contextmanager
-def running(function: Callable[..., None], root: Place) -> Iterator[Callable[[], bool]]:
-    """A process that saves there. What is given says whether it still does; in the end it must have succeeded."""
-    with tempfile.TemporaryDirectory() as folder:
-        process = start_alone(folder, function, str(root))
+def running(function: Callable[..., None], root: Place) -> Iterator[Run]:
+    """A process that saves there until the test has seen enough; in the end it must have succeeded."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as told:
+        enough = Path(told, "enough")
+        process = start_alone(folder, function, str(root), str(enough))
         try:
-            yield process.is_alive
+            yield Run(process.is_alive, enough.touch)
+            enough.touch()
             process.join(DEADLINE)
             assert process.exitcode == 0, [path.read_text() for path in Path(folder).iterdir()]
         finally:
@@ -203,20 +221,19 @@ def running(function: Callable[..., None], root: Place) -> Iterator[Callable[[],
             process.join()
 
 
-def _until_committed(root: Place, count: int, alive: Callable[[], bool]) -> None:
-    while alive() and len(committed(root)) < count:
+def _until_committed(root: Place, count: int, run: Run) -> None:
+    while run.alive() and len(committed(root)) < count:
         time.sleep(0.02)
 
 
 @pytest.mark.also_on_s3
 def test_prune_in_a_loop_beside_a_run_that_saves_the_same_names_makes_no_save_fail(root: Place) -> None:
-    pruned = 0
-    with running(_save_the_same_names, root) as alive:
-        _until_committed(root, 2, alive)
-        while alive():
-            pruned += len(ckpt.prune(root, keep=ckpt.Keep(last=1), grace=0, verify=False).removed)
-    assert pruned
-    assert committed(root) >= {("latest", "other")[(SAVES - 1) % 2]}
+    with running(_save_the_same_names, root) as run:
+        _until_committed(root, 2, run)
+        while run.alive():
+            if ckpt.prune(root, keep=ckpt.Keep(last=1), grace=0, verify=False).removed:
+                run.enough()
+    assert committed(root)
     assert intact(root)
 
 
@@ -227,32 +244,30 @@ def _lines(*arguments: object) -> tuple[int, str]:
 
 @pytest.mark.also_on_s3
 def test_verify_beside_a_run_that_saves_and_lets_go_gives_no_false_alarm(root: Place) -> None:
-    looked = 0
-    with running(_save_and_keep_two, root) as alive:
-        _until_committed(root, 1, alive)
-        while alive():
+    with running(_save_and_keep_two, root) as run:
+        _until_committed(root, 1, run)
+        while run.alive():
             faults = {name: wrong for name, wrong in ckpt.verify(root).items() if wrong}
             assert not faults
             code, text = _lines("verify", root)
             assert code == 0, text
-            looked += 1
-    assert looked
+            run.enough()
     assert intact(root)
 
 
 @pytest.mark.also_on_s3
 def test_pull_beside_a_run_that_saves_and_lets_go_is_not_aborted(root: Place, tmp_path: Path) -> None:
     pulls = 0
-    with running(_save_and_keep_two, root) as alive:
-        _until_committed(root, 1, alive)
-        while alive():
+    with running(_save_and_keep_two, root) as run:
+        _until_committed(root, 1, run)
+        while run.alive():
             copy = tmp_path / f"copy-{pulls}"
             ckpt.pull(str(root), copy)
             assert committed(at(str(copy)))
             assert all(not wrong for wrong in ckpt.verify(copy).values())
             shutil.rmtree(copy)
             pulls += 1
-    assert pulls
+            run.enough()
 
 
 def test_a_checkpoint_that_a_live_process_is_writing_is_said_to_be_under_way(root: Place) -> None:
