@@ -177,7 +177,7 @@ class StateManager:
         yield from session.loop.epochs(total)
         session.preemption.close()
         if session.options.save_every and session.saved_at != session.position:
-            session.save(session.end_name(), skip=False)
+            session.save(session.end_name(), when_busy="wait")
 
     def batches(self, loader: Iterable[T]) -> Batches[T]:
         """The batches of this epoch that are left, in the same order as ever; `len()` of it is how many.
@@ -241,7 +241,7 @@ class StateManager:
         Inside `batches` the next run continues with the batch after this one: save when it has been used. After the
         inner loop the next run begins with the next epoch: let the save be the last thing in the epoch.
         """
-        return self._session.save(name, metrics, wait, skip=self._session.options.saving.when_busy == "skip")
+        return self._session.save(name, metrics, wait, when_busy=self._session.options.saving.when_busy)
 
     def load_state(self, name: str | None = None, *, strict: bool = True) -> Restored:
         """Load a checkpoint: the one by that name, or the newest that is intact. Prints and returns what was restored.

@@ -17,7 +17,7 @@ from ckpt.save.capture import LAYOUTS
 from ckpt.storage import Staging, Storage
 from ckpt.util.sizes import parse_size
 
-_BUSY = ("wait", "skip")
+_BUSY = ("wait", "skip", "replace")
 T = TypeVar("T")
 
 
@@ -38,8 +38,10 @@ class SaveOptions(_Checked):
     gradients too, so that a save in the middle of an accumulation window resumes exactly; None means where such a
     window is open, or an accelerator accumulates. `background`: whether training continues while a checkpoint is
     written, unless a save says otherwise. `when_busy`: whether a save that comes while another one is being written
-    waits for it ("wait") or is left out ("skip"). `host_memory`: how much the staging buffer may take, as `"8GB"` or in
-    bytes; where that is not enough, training waits until a checkpoint is written.
+    waits for it ("wait"), is left out ("skip"), or waits in memory and is replaced by the next one if its turn has not
+    come by then ("replace"). `host_memory`: how much the staging buffer may take, as `"8GB"` or in bytes; where that is
+    not enough, training waits until a checkpoint is written. `device_memory`: how much a snapshot may take on each
+    device until it is fetched; None means what training has never needed, less a reserve.
     """
 
     layout: str = "auto"
@@ -47,10 +49,15 @@ class SaveOptions(_Checked):
     background: bool = True
     when_busy: str = "wait"
     host_memory: int | str | None = None
+    device_memory: int | str | None = None
 
     @property
     def host_memory_bytes(self) -> int | None:
         return parse_size(self.host_memory) if isinstance(self.host_memory, str) else self.host_memory
+
+    @property
+    def device_memory_bytes(self) -> int | None:
+        return parse_size(self.device_memory) if isinstance(self.device_memory, str) else self.device_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,8 +217,9 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "layout": (lambda value: value in LAYOUTS, f"one of {', '.join(LAYOUTS)}"),
     "gradients": _MAYBE,
     "background": _FLAG,
-    "when_busy": (lambda value: value in _BUSY, "'wait' or 'skip'"),
+    "when_busy": (lambda value: value in _BUSY, "'wait', 'skip' or 'replace'"),
     "host_memory": (_optional(_is_size), "a size, as '8GB' or in bytes"),
+    "device_memory": (_optional(_is_size), "a size, as '8GB' or in bytes"),
     "timeout": (_is_number, "a number of seconds"),
     "shared": _MAYBE,
     "broadcast": _MAYBE,
@@ -223,8 +231,8 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 # keywords of StateManager in version 0.1: the argument, and the field of its option object, that replace each
 _OLD = {
-    **{option.name: ("saving", option.name) for option in fields(SaveOptions)},
-    **{option.name: ("ranks", option.name) for option in fields(RankOptions)},
+    **{name: ("saving", name) for name in ("layout", "gradients", "background", "when_busy", "host_memory")},
+    **{name: ("ranks", name) for name in ("timeout", "shared", "broadcast", "handle_sigterm")},
     **{f"mirror_{name}": ("mirror", name) for name in ("keep", "bandwidth", "backlog")},
 }
 _CLASSES = {"saving": SaveOptions, "ranks": RankOptions, "mirror": Mirror}

@@ -35,6 +35,7 @@ from ckpt.save.captured_state import CapturedState
 from ckpt.save.environment import device_name, versions
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
+from ckpt.save.snapshot import Snapshots
 from ckpt.save.transaction import SaveRequest
 from ckpt.state import rng
 from ckpt.state.objects import ObjectSource
@@ -57,7 +58,7 @@ class Session:
         hosts = self._meet_ranks()
         self.mirror = self._build_mirror(hosts)
         writer = RootWriter(self.storage, self.ranks, self.keep, self.mirror, hosts)
-        self.saver = Saver(writer, options.saving.host_memory_bytes)
+        self.saver = Saver(writer, Snapshots(options.saving.host_memory_bytes, options.saving.device_memory_bytes))
         self.pusher = Pusher(self.ranks)
         self.preemption = Preemption(self.ranks)
         self.loop = Loop(self.ranks, source.loaders, follow=options.follow, others=not accelerated)
@@ -102,7 +103,7 @@ class Session:
         asked = self.options.saving.gradients
         return StateRegistry(
             self.source.find,
-            (self.saver.snapshots.watch, self.loop.watch),
+            (self.loop.watch,),
             gradients=(self.source.gradients or None) if asked is None else asked,
         )
 
@@ -127,7 +128,7 @@ class Session:
 
     def _reserve_staging(self) -> None:
         devices = {tensor.device for tensor in self.registry.tensors() if not (tensor.is_cpu or tensor.is_meta)}
-        self.saver.snapshots.create_streams(devices)
+        self.saver.snapshots.prepare_devices(devices)
         if devices and all(optimizer.state for optimizer in self.registry.optimizers):
             self.prefault()  # pinning takes long; other memory is prefaulted from the first step on
 
@@ -165,22 +166,22 @@ class Session:
         return f"{self.default_name()}-end" if saved_in_loop and not self.source.name() else None
 
     def save(
-        self, name: str | None, metrics: Mapping[str, Any] | None = None, wait: bool | None = None, *, skip: bool
+        self, name: str | None, metrics: Mapping[str, Any] | None = None, wait: bool | None = None, *, when_busy: str
     ) -> str | None:
-        """Save everything and return the checkpoint's name. With `skip` it is left out while another is under way."""
+        """Save everything and return the checkpoint's name; None if it is skipped because another is under way."""
         self.require_usable(f"save_state({name!r})" if name else "save_state()")
         wait = not self.options.saving.background if wait is None else wait
         name = check_name(name) if name is not None else self.default_name()
         numbers = as_numbers(self.metrics if metrics is None else metrics)
         facts = {"progress": self.loop.saved_progress().to_json(), "metrics": numbers}
-        if skip and not wait and self.saver.is_busy_anywhere(name):
+        if when_busy == "skip" and not wait and self.saver.is_busy_anywhere(name):
             return None
         self.source.before_save(f"{self.storage.url}/{name}")
         self.registry.refresh()
         self.unmanaged.saving()
         self.loop.patterns.caveats.tell_lasting()
-        request = SaveRequest(name, lambda: self._capture(name, numbers), self.registry.optimizer_owned_storages, facts)
-        self.saver.save(request, wait=wait)
+        request = SaveRequest(name, lambda: self._capture(name, numbers), facts)
+        self.saver.save(request, wait=wait, replace=when_busy == "replace")
         self.source.after_save()
         self.set_started()
         self.saved_at = self.position

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -12,6 +12,30 @@ from ckpt.errors import ConfigError, ConflictError, LockedError
 
 Buffer = bytes | bytearray | memoryview
 ANY = "*"  # any version, or none
+
+
+@dataclass(frozen=True)
+class StablePieces:
+    """Pieces whose size is known, and which do not change until they are written.
+
+    Some may still be on their way: to iterate waits for each.
+    """
+
+    size: int
+    pieces: Callable[[], Iterator[memoryview]]
+
+    @classmethod
+    def of(cls, pieces: Iterable[Buffer]) -> StablePieces | None:
+        """The pieces as such, if they are in a list; None for a stream, whose pieces are valid one at a time."""
+        if isinstance(pieces, cls):
+            return pieces
+        if not isinstance(pieces, list):
+            return None
+        views = [memoryview(piece).cast("B") for piece in pieces]
+        return cls(sum(map(len, views)), lambda: iter(views))
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return self.pieces()
 
 
 @dataclass(frozen=True)
@@ -64,7 +88,8 @@ class Storage(Protocol):
         `over` is the `version` that may be replaced; with none, nothing may be there. Of two who write over the same
         version one succeeds. The other gets a `ConflictError`, and the object is kept.
 
-        Pieces in a list must not change until `write` returns; those of another iterable, until the next is asked for.
+        Pieces in a list, and `StablePieces`, must not change until `write` returns; those of another iterable, until
+        the next is asked for.
         """
 
     def version(self, key: str) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from ckpt.errors import AbsentError, ConfigError, DeniedError, StorageError, TransientError
-from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed
+from ckpt.storage.base import ANY, Buffer, Entry, StablePieces, Unfinished, changed
 from ckpt.storage.multipart import PART_SIZE, split_into_parts
 
 _turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
@@ -44,8 +44,9 @@ class FilesystemObjects:
             return ""
         with _turn(f"{self.url}/{key}"), self._translated_errors("write", key):
             self._expect(key, over)
-            if over is None and isinstance(pieces, list) and sum(map(len, pieces)) < PART_SIZE:
-                self._create(key, b"".join(pieces))
+            stable = StablePieces.of(pieces)
+            if over is None and stable is not None and stable.size < PART_SIZE:
+                self._create(key, b"".join(stable))
             else:
                 self._stream(self._path(key), pieces, lambda: self._expect(key, over))
             return self.version(key) or ""

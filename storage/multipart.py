@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Protocol
 
-from ckpt.storage.base import Buffer
+from ckpt.storage.base import Buffer, StablePieces
 
 PART_SIZE = 16 << 20  # bytes
 _MOST_PARTS = 10_000  # of one object, by the rules of S3
@@ -21,14 +21,14 @@ class ByteCounter(Protocol):
 
 
 def split_into_parts(pieces: Iterable[Buffer], size: int = PART_SIZE) -> Iterator[list[memoryview]]:
-    """The pieces as parts of at least `size` bytes, except the last. Pieces in a list are not copied."""
-    if isinstance(pieces, list):
-        views = [memoryview(piece).cast("B") for piece in pieces]
-        return _slice_views(views, max(size, -(-sum(map(len, views)) // _MOST_PARTS)))
+    """The pieces as parts of at least `size` bytes, except the last. Stable pieces are not copied."""
+    stable = StablePieces.of(pieces)
+    if stable is not None:
+        return _slice_views(stable, max(size, -(-stable.size // _MOST_PARTS)))
     return _gather_copies(pieces, size)
 
 
-def _slice_views(views: list[memoryview], size: int) -> Iterator[list[memoryview]]:
+def _slice_views(views: Iterable[memoryview], size: int) -> Iterator[list[memoryview]]:
     part: list[memoryview] = []
     room = size
     for view in views:

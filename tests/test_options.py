@@ -26,10 +26,12 @@ NONSENSE: dict[str, Any] = {
 }
 NONSENSE_OF_SAVES: dict[str, Any] = {
     "layout": "whole", "gradients": "yes", "background": 1, "when_busy": "later", "host_memory": "8 elephants",
+    "device_memory": "much",
 }  # fmt: skip
 NONSENSE_OF_RANKS: dict[str, Any] = {"timeout": float("nan"), "shared": "no", "broadcast": 0, "handle_sigterm": None}
+SINCE = ("device_memory",)  # options that StateManager itself never took
 OLD: dict[str, Any] = {
-    **NONSENSE_OF_SAVES,
+    **{name: value for name, value in NONSENSE_OF_SAVES.items() if name not in SINCE},
     **NONSENSE_OF_RANKS,
     "mirror_keep": 1,
     "mirror_bandwidth": -1,

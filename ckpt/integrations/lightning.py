@@ -81,7 +81,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         root, name = _split_path(path)
         self._finish_saves()
         facts = {"progress": _progress(checkpoint).to_json(), "metrics": {}}
-        request = SaveRequest(catalog.check_name(name), lambda: _capture(checkpoint), frozenset, facts)
+        request = SaveRequest(catalog.check_name(name), lambda: _capture(checkpoint), facts)
         self._saver(root).save(request, wait=not self._background)
 
     def load_checkpoint(

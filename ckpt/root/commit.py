@@ -15,7 +15,7 @@ from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.root.catalog import find
 from ckpt.root.deletion import remove_uncommitted
 from ckpt.root.save_marker import mark_save
-from ckpt.storage import Buffer, Staging, Storage
+from ckpt.storage import Buffer, StablePieces, Staging, Storage
 from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
 from ckpt.util.threads import ThreadCall
 
@@ -157,14 +157,13 @@ class Attempt:
     def _write_from_memory(
         self, storage: Storage, plan: FilePlan, path: str, advance: Callable[[float], None]
     ) -> WrittenFile:
-        """Write pieces that do not change, and hash them in a second thread meanwhile."""
-        pieces = list(plan.pieces())
-        hashing = ThreadCall(lambda: _digests(pieces, advance), "ckpt-hash")
+        """Write pieces that do not change, and hash them in a second thread. Both wait for bytes still on their way."""
+        hashing = ThreadCall(lambda: _digests(plan.pieces(), advance), "ckpt-hash")
         try:
-            receipt = self._put(storage, path, pieces)
+            receipt = self._put(storage, path, StablePieces(plan.size, plan.pieces))
         finally:
             digests = hashing.result()
-        head = _head(plan, pieces[0])
+        head = _head(plan, next(plan.pieces()))
         return WrittenFile(FileRecord(name=plan.path, path=path, size=plan.size, blocks=digests, head=head), receipt)
 
     def _write_stream(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+import xxhash
 
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.state import FilePlan
@@ -49,15 +50,23 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 def checksums(file: FilePlan, snapshot: FilePlan | None, wanted: Callable[[str], bool]) -> dict[str, str]:
     """The checksums of the wanted tensors of a file, by name: from its snapshot, or of the live tensors without one."""
-    copied = next(snapshot.pieces()) if snapshot is not None else None
-    found, start = {}, 0
+    tensors = [content for content in file.contents or () if isinstance(content, tuple)]
+    if snapshot is None:
+        return {name: digest(host_bytes(on_host(tensor))) for name, tensor in tensors if wanted(name)}
+    if not any(wanted(name) for name, _ in tensors):
+        return {}
+    return {name: value for name, value in _digests_in(file, snapshot.pieces()) if wanted(name)}
+
+
+def _digests_in(file: FilePlan, pieces: Iterator[memoryview]) -> Iterator[tuple[str, str]]:
+    """The digests of all tensors of a file, whose bytes come in pieces."""
+    left = memoryview(b"")
     for content in file.contents or ():
-        if isinstance(content, bytes):
-            start += len(content)
-            continue
-        name, tensor = content
-        stop = start + tensor.nbytes
-        if wanted(name):
-            found[name] = digest(host_bytes(on_host(tensor)) if copied is None else copied[start:stop])
-        start = stop
-    return found
+        name, size = ("", len(content)) if isinstance(content, bytes) else (content[0], content[1].nbytes)
+        hashed = xxhash.xxh3_128()
+        while size:
+            left = left or next(pieces)
+            hashed.update(left[:size])
+            left, size = left[size:], size - len(left[:size])
+        if name:
+            yield name, hashed.hexdigest()

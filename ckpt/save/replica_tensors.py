@@ -67,7 +67,8 @@ class ReplicaTensors:
 
     def _copied(self, snapshot: FilePlan) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors as they lie in the snapshot, by name."""
-        data, start = next(snapshot.pieces()), 0
+        pieces = list(snapshot.pieces())
+        data, start = pieces[0] if len(pieces) == 1 else memoryview(bytearray().join(pieces)), 0
         for content in self.file.contents or ():
             if isinstance(content, bytes):
                 start += len(content)

@@ -12,35 +12,34 @@ from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN
 from ckpt.save.comparison_history import ComparisonHistory
 from ckpt.save.root_writer import RootWriter
-from ckpt.save.snapshot import Snapshots
+from ckpt.save.save_queue import SaveQueue
+from ckpt.save.snapshot import Snapshot, Snapshots
 from ckpt.save.transaction import SaveRequest, SaveTransaction
 from ckpt.storage import Staging
 from ckpt.util.fork_safety import OwnerProcess
 from ckpt.util.gc_pause import gc_paused
-from ckpt.util.threads import SerialWorker
 
 _log = logging.getLogger("ckpt")
 
 
 class Saver:
-    """Saves into one root, for one manager: captures on the caller's thread, writes there or on the save thread.
+    """Saves into one root, for one manager: captures on the caller's thread, writes there or on the save thread."""
 
-    `host_memory`: bytes that snapshots may take at most.
-    """
-
-    def __init__(self, root: RootWriter, host_memory: int | None = None) -> None:
+    def __init__(self, root: RootWriter, snapshots: Snapshots | None = None) -> None:
         self.root = root
-        self.snapshots = Snapshots(host_memory)
+        self.snapshots = snapshots or Snapshots()
         self.compared = ComparisonHistory()
         self.owner = OwnerProcess()
         self._channel = root.ranks.channel("saving")  # saves run beside whatever else the ranks talk about
-        self._background = SerialWorker("ckpt-save")
+        self._queue = SaveQueue(self._carry_out)
+        self._written: Snapshot | None = None  # of the last save, in memory until the next one
         self._has_prefaulted = False
+        self._has_reported = False
 
     @property
     def busy(self) -> bool:
         """Whether a save is under way."""
-        return self._background.busy
+        return self._queue.busy
 
     def is_busy_anywhere(self, name: str) -> bool:
         """Whether a save is under way on any rank, so that the save of this name is skipped. The same on every rank."""
@@ -58,31 +57,77 @@ class Saver:
             self._has_prefaulted = True
             self.snapshots.prefault(tensors(), for_devices_only=for_devices_only)
 
-    def save(self, request: SaveRequest, *, wait: bool) -> None:
-        """Capture, write and commit on all ranks, or raise on all. Without `wait`, only the capture is waited for."""
+    def save(self, request: SaveRequest, *, wait: bool, replace: bool = False) -> None:
+        """Capture, write and commit on all ranks, or raise on all. Without `wait`, only the capture is waited for.
+
+        With `replace` nothing is waited for while another save is being written: this one takes the place of the one
+        that waits for its turn, if there is one.
+        """
         self.owner.require(f"save_state({request.name!r})")
-        self._background.wait()
-        save = SaveTransaction(self.root, self.snapshots, self._channel, self.compared, request)
-        with gc_paused():
-            save.capture(snapshot=not wait)
-        save.attended = wait or not save.detached
-        if save.attended:
-            self._carry_out(save)
+        if replace and not wait:
+            self._replace_waiting(request.name)
         else:
-            self._background.start(lambda: self._carry_out(save))
+            self._queue.wait()
+        save = self._capture(request, snapshot=not wait)
+        save.attended = wait or not save.detached
+        if not save.attended:
+            self._queue.add(save)
+            return
+        self._queue.wait()
+        self._carry_out(save)
         if wait and isinstance(self.root.storage, Staging):
             self._settle_together(request.name)
+
+    def _capture(self, request: SaveRequest, *, snapshot: bool) -> SaveTransaction:
+        if not self.busy:
+            self._release_written()
+        save = SaveTransaction(self.root, self.snapshots, self._channel, self.compared, request)
+        with gc_paused():
+            save.capture()
+            save.take_snapshot(wanted=snapshot)
+            if snapshot and not save.detached and self.busy:  # the memory may be that of the save under way
+                self._queue.wait()
+                self._release_written()
+                save.take_snapshot(wanted=True)
+        return save
+
+    def _replace_waiting(self, name: str) -> None:
+        """Take the place of the save that waits for its turn, if it does so on all ranks."""
+        waiting = self._queue.withdraw()
+        mine = Result(None if waiting is None else waiting.request.name)
+        replaced: str | None = None
+        try:
+            replaced = decide_together(self.root.ranks, f"save_state({name!r}) (its turn)", mine, _common)
+        finally:
+            if waiting is not None and replaced is None:  # it has begun on another rank
+                self._queue.restore(waiting)
+        if waiting is not None and replaced is not None:
+            waiting.discard()
+            self._report_replaced(replaced, name)
+
+    def _report_replaced(self, replaced: str, name: str) -> None:
+        """At level WARNING the first time: a program that saves so often replaces many."""
+        if self.root.ranks.rank == MAIN:
+            level = logging.INFO if self._has_reported else logging.WARNING
+            text = "%s is not saved: %s takes its place, as checkpoints come faster than they are written"
+            _log.log(level, text, replaced, name)
+        self._has_reported = True
+
+    def _release_written(self) -> None:
+        written, self._written = self._written, None
+        if written is not None:
+            written.release()
 
     def wait(self) -> None:
         """Until no save is under way, and all are durable. Raises the error of a failed save, once."""
         self.owner.require("wait()")
-        self._background.wait()
+        self._queue.wait()
         if self.root.ranks.rank == MAIN:
             self.root.settle()
 
     def check(self) -> None:
         """Raise the error of the last save, if it has failed and nothing has raised it yet."""
-        self._background.check()
+        self._queue.check()
 
     def close(self) -> None:
         """Release snapshot memory and the root, when all copies to the mirror are made.
@@ -92,16 +137,22 @@ class Saver:
         """
         if self.busy or not self.owner.is_here:
             return
+        self._release_written()
         self.snapshots.close()
         self.root.close()
 
     def _carry_out(self, save: SaveTransaction) -> None:
+        self._release_written()
         try:
             with self._channel.working():
                 save.run()
         except Exception as error:
             self._after_failure(save.request.name, error)
             raise
+        finally:
+            self._written = save.snapshot
+            if save.snapshot is not None and not save.snapshot.in_host_memory:
+                self._release_written()
         self.root.retain()
 
     def _after_failure(self, name: str, error: Exception) -> None:
@@ -114,3 +165,8 @@ class Saver:
         with self._channel.working():
             call = f"save_state({name!r}) (durable)"
             decide_together(self._channel, call, Result(), lambda _: self.root.settle())
+
+
+def _common(names: list[str | None]) -> str | None:
+    """The name that all ranks have; None if one has another, or none."""
+    return names[0] if len(set(names)) == 1 else None

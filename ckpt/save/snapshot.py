@@ -1,254 +1,207 @@
-"""Snapshots: a copy of the state in host memory, laid out as the files that will be written.
+"""Snapshots: a copy of the state as it is at a moment, laid out as the files that will be written.
 
-Parameters and optimizer state change only in `optimizer.step()`. So on an accelerator they are copied on a stream of
-their own while forward and backward run, and the next step waits for that copy, on the device. Everything else is
-copied before `take` returns.
+State on a device is copied on the device first, in the stream that training uses. That takes milliseconds, and whatever
+changes the state later comes after it in the stream: an optimizer step, a captured graph, a kernel of the user's own.
+The copy is fetched to host memory while training continues. Where the device has no room for it, and for state on the
+host, training waits until it has been copied to host memory.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-import threading
-import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
-from ckpt.errors import StateError
 from ckpt.formats.state import FilePlan
+from ckpt.formats.tensor_bytes import host_bytes
+from ckpt.save.arrival import Arrival
+from ckpt.save.device_fetch import BESIDE_TRAINING, WHILE_IT_WAITS, Fetcher
+from ckpt.save.device_staging import Transfer, plan_transfers, stage
+from ckpt.save.device_streams import Device, DeviceRoom
+from ckpt.save.host_image import HostImages
 from ckpt.save.memory_limit import available
-from ckpt.save.pinned_pool import PinnedPool
 from ckpt.save.snapshot_layout import SnapshotLayout, in_pages
-from ckpt.save.staging_copy import StagingViews, TensorCopy, send, send_all
+from ckpt.save.streamed_files import streamed_files
 from ckpt.util.console import format_size as shown
 from ckpt.util.threads import ThreadCall
 
 _log = logging.getLogger("ckpt")
 _LITTLE = 64 << 20  # bytes: less than this is not worth prefaulting
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+_BYTES_PER_SECOND = 20e9  # about what is copied from a device through the ring
 
 
 @dataclass
 class Snapshot:
-    """Files in memory, by path. Bytes from an accelerator arrive while training continues: see `wait`."""
+    """The files of a state, by path. Bytes from a device arrive while training continues: who reads them waits."""
 
     files: dict[str, FilePlan]
-    overlapped: list[tuple[TensorCopy, int]] = field(default_factory=list)  # each with its tensor's version counter
-    sending: ThreadCall | None = None  # enqueues the overlapped copies; returns the event after the last of each device
-    finish: Callable[[], None] | None = None  # runs on the save thread: fetches the device copy into host memory
-    _changed: list[str] | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def detect_changes(self) -> None:
-        """Compare version counters, once: when all copies have arrived, or just before the next optimizer step."""
-        with self._lock:
-            if self._changed is None:
-                if self.sending is not None:
-                    self.sending.has_failed()  # waits for it
-                self._changed = [copy.name for copy, version in self.overlapped if copy.source._version != version]
-
-    def wait(self) -> None:
-        """Block until all bytes have arrived. Raises if a tensor was changed while it was being copied."""
-        if self.sending is not None:
-            _synchronize(self.sending.result())
-        self.detect_changes()
-        names = self._changed or []
-        self.overlapped = []  # or the tensors would live as long as the snapshot
-        if names:
-            self.finish = None  # or the copy on the device would live as long as the error
-            raise StateError(
-                f"nothing was saved, because these were changed in place while they were being copied: "
-                f"{', '.join(names[:8])}{' and others' if len(names) > 8 else ''}. Change nothing between save_state() "
-                "and the next optimizer.step(), or use save_state(wait=True)."
-            )
-        if self.finish is not None:
-            self.finish()
+    arrival: Arrival = field(default_factory=Arrival)
+    in_host_memory: bool = True
+    release: Callable[[], None] = lambda: None
+    """Give back all memory. The files cannot be read any more."""
 
 
 class Snapshots:
-    """Takes snapshots, one at a time, in pooled host memory that every snapshot reuses.
+    """Takes snapshots, in host memory that later ones reuse.
 
-    `limit`: bytes of host memory to use at most; by default four fifths of what is available.
+    `host_memory`: bytes to use at most; by default four fifths of what is available. `device_memory`: bytes that a
+    snapshot may take on each device until it is fetched; by default what training has never needed, less a reserve.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
-        self._limit = limit
-        self._pool = PinnedPool()
-        self._pending: Snapshot | None = None
-        self._streams: dict[torch.device, torch.Stream] = {}
-        self._hooks: list[RemovableHandle] = []
-        self._views = StagingViews(_EMPTY)
-        self._has_warned = False
+    def __init__(self, host_memory: int | None = None, device_memory: int | None = None) -> None:
+        self._limit = host_memory
+        self._device_limit = device_memory
+        self._images = HostImages()
+        self._devices: dict[torch.device, Device] = {}
+        self._rooms: dict[torch.device, DeviceRoom] = {}
+        self._fetcher = Fetcher(self._devices)
+        self._warned: set[str] = set()
 
-    def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Make the steps of these optimizers wait for copies that are under way."""
-        method = weakref.WeakMethod(self._before_step)  # an optimizer may outlive the manager
-
-        def before_step(*_: Any) -> None:
-            wait_for_copies = method()
-            if wait_for_copies is not None:
-                wait_for_copies()
-
-        for optimizer in optimizers:
-            self._hooks.append(optimizer.register_step_pre_hook(before_step))
-
-    def create_streams(self, devices: Iterable[torch.device]) -> None:
-        """Create the copy streams of these devices now: the first stream in a process takes a twentieth of a second."""
+    def prepare_devices(self, devices: Iterable[torch.device]) -> None:
+        """Create the streams of these devices now: the first stream in a process takes a twentieth of a second."""
         for device in devices:
-            self._stream(device)
+            if device not in self._devices:
+                self._devices[device] = Device.of(device)
+                self._rooms[device] = DeviceRoom(device, self._device_limit)
 
     def prefault(self, tensors: Iterable[torch.Tensor], *, for_devices_only: bool = False) -> None:
         """Begin to prefault memory for a snapshot of these tensors; with `for_devices_only`, of those on devices."""
-        copied = [tensor for tensor in tensors if not (for_devices_only and tensor.is_cpu)]
-        size = in_pages(tensor.nbytes for tensor in copied) + (1 << 20)
+        size = in_pages(tensor.nbytes for tensor in tensors if not (for_devices_only and tensor.is_cpu)) + (1 << 20)
         if size > _LITTLE and self._fits(size):
-            self._pool.prefault(size, _device(copied))
+            self._images.prefault(size)
 
-    def take(self, files: list[FilePlan], optimizer_owned: Callable[[], frozenset[int]]) -> Snapshot | None:
-        """Copy the contents of these files; None if there is not enough host memory.
+    def take(self, files: list[FilePlan]) -> Snapshot | None:
+        """Copy the contents of these files; None if there is not enough memory for it.
 
-        `optimizer_owned`: returns the addresses of the storages that only optimizer steps change.
+        When this returns, nothing that training does can reach the snapshot.
         """
-        size = in_pages(file.size for file in files)
-        if not self._fits(size):
-            return None
-        self._before_step()  # wait for the copies of an earlier snapshot
         layout = SnapshotLayout.of(files)
-        if not self._hooks:  # without a hook no step would wait: copy everything now
-            optimizer_owned = frozenset
-        if layout.device is not None and not self._pool.is_ready(size) and _has_room(layout.device, size):
-            return self._take_on_device(layout, optimizer_owned)
-        memory = self._memory(size, layout.device)
-        snapshot = Snapshot(layout.fill(memory))
-        if layout.on_device:
-            self._copy_from_device(layout.on_device, lambda: self._views_of(memory), optimizer_owned, snapshot)
-        return snapshot
-
-    def _take_on_device(self, layout: SnapshotLayout, optimizer_owned: Callable[[], frozenset[int]]) -> Snapshot:
-        """Copy on the device, which takes milliseconds, and fetch that later: to pin host memory takes seconds."""
-        size, device = layout.size, layout.device
-        staged = functools.cache(lambda: StagingViews(torch.empty(size, dtype=torch.uint8, device=device)))
-        cloned = [copy._replace(source=copy.source.clone()) for copy in layout.on_host]
-        later = replace(layout, on_host=cloned, on_device=[])
-        snapshot = Snapshot({})
-        self._copy_from_device(layout.on_device, staged, optimizer_owned, snapshot)
-
-        def fetch() -> None:
-            assert snapshot.sending is not None
-            memory = self._memory(size, device)
-            module = torch.get_device_module(device)
-            stream = module.Stream(device)
-            for event in snapshot.sending.result().values():
-                stream.wait_event(event)
-            with module.stream(stream):
-                send(TensorCopy("", "", staged().memory, 0), StagingViews(memory))
-            stream.synchronize()
-            snapshot.files = later.fill(memory)
-            snapshot.finish = None
-
-        snapshot.finish = fetch
-        return snapshot
+        self.prepare_devices(layout.devices)
+        fits = self._fits(layout.size)
+        if not fits and not self._fits_on_devices(layout):
+            self._warn_of_waiting(layout.size)
+            return None
+        with ExitStack() as stack:
+            for device in layout.devices:
+                stack.enter_context(self._devices[device].ordered())
+            transfers = plan_transfers(layout.on_device)
+            self._stage(transfers)
+        if fits:
+            return self._fetched(layout, transfers)
+        return self._streamed(layout, transfers)
 
     def paused(self) -> AbstractContextManager[None]:
         """Suspend prefaulting while this context lasts."""
-        return self._pool.paused()
+        return self._images.paused()
 
     def close(self) -> None:
-        """Release the memory, and the hooks on optimizers."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self._pending = None
-        self._views = StagingViews(_EMPTY)
-        self._pool.release()
+        """Release all memory."""
+        self._images.release()
+        self._fetcher.release()
 
-    def _memory(self, size: int, device: torch.device | None) -> torch.Tensor:
-        if size > self._pool.size:
-            self._views = StagingViews(_EMPTY)  # or the old memory would stay allocated beside the new
-        return self._pool.allocate(size, device)
+    def _stage(self, transfers: list[Transfer]) -> None:
+        for device, room in self._rooms.items():
+            mine = [transfer for transfer in transfers if transfer.device == device]
+            if mine and self._devices[device].can_stage:
+                stage(mine, room)
+
+    def _fetched(self, layout: SnapshotLayout, transfers: list[Transfer]) -> Snapshot:
+        """A snapshot in host memory: what could not be staged is there when this returns, the rest comes later."""
+        arrival = Arrival([transfer.start for transfer in transfers])
+        image = self._images.take(layout.size)
+        memory = image.bytes(layout.size)
+        view = host_bytes(memory)
+        numbered = list(enumerate(transfers))
+        live = [(number, transfer) for number, transfer in numbered if transfer.staged is None]
+        staged = [(number, transfer) for number, transfer in numbered if transfer.staged is not None]
+        try:
+            layout.fill(memory)
+            if live:
+                self._warn_of_room(layout, live)
+                self._fetcher.fetch(live, view, arrival, WHILE_IT_WAITS)
+        except BaseException:
+            image.in_use = False
+            raise
+        fetching = ThreadCall(lambda: self._fetch(staged, view, arrival), "ckpt-fetch") if staged else None
+
+        def release() -> None:
+            arrival.is_discarded = True
+            if fetching is not None:
+                fetching.has_failed()  # waits for it
+            image.in_use = False
+
+        return Snapshot(layout.files_in(memory, arrival), arrival, release=release)
+
+    def _fetch(self, staged: list[tuple[int, Transfer]], view: memoryview, arrival: Arrival) -> None:
+        try:
+            self._fetcher.fetch(staged, view, arrival, BESIDE_TRAINING)
+        except BaseException as error:  # raised where the files are read
+            arrival.fail(error)
+        finally:
+            for _, transfer in staged:
+                transfer.release()
+
+    def _streamed(self, layout: SnapshotLayout, transfers: list[Transfer]) -> Snapshot | None:
+        """A snapshot that stays on the devices until its files are written; None if some of it could not be staged."""
+
+        def release() -> None:
+            for transfer in transfers:
+                transfer.release()
+
+        if any(transfer.staged is None for transfer in transfers):
+            release()
+            self._warn_of_waiting(layout.size)
+            return None
+        files = streamed_files(layout, transfers, self._fetcher)
+        return Snapshot(files, in_host_memory=False, release=release)
+
+    @property
+    def _host_limit(self) -> int:
+        if self._limit is not None:
+            return self._limit - self._images.size + self._images.free_size
+        return int(0.8 * (available() + self._images.free_size))
 
     def _fits(self, size: int) -> bool:
-        limit = self._limit if self._limit is not None else int(0.8 * (available() + self._pool.size))
-        if size > limit and not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "a snapshot of the state needs %s of host memory, and %s may be used: training waits while a "
-                "checkpoint is written. saving=ckpt.SaveOptions(host_memory=...) sets how much may be used.",
-                shown(size), shown(limit),
-            )  # fmt: skip
-        return size <= limit
+        return size <= self._host_limit
 
-    def _copy_from_device(
-        self,
-        copies: list[TensorCopy],
-        views: Callable[[], StagingViews],
-        optimizer_owned: Callable[[], frozenset[int]],
-        snapshot: Snapshot,
-    ) -> None:
-        """Copy now what anything may change, and on another thread what only the next optimizer step changes."""
-        for device in {copy.source.device for copy in copies}:
-            self._stream(device).wait_stream(torch.get_device_module(device).current_stream(device))
-        owned = optimizer_owned()
-        later = [copy for copy in copies if copy.source.untyped_storage().data_ptr() in owned]
-        deferred = set(map(id, later))
-        now = [copy for copy in copies if id(copy) not in deferred]
-        done = self._send(now, views)
-        snapshot.overlapped = [(copy, copy.source._version) for copy in later]  # keeps them alive until they are copied
-        snapshot.sending = ThreadCall(lambda: self._send(later, views), "ckpt-copy")
-        self._pending = snapshot
-        _synchronize(done)
+    def _fits_on_devices(self, layout: SnapshotLayout) -> bool:
+        """Whether a snapshot can stay on the devices, and host memory is only needed for what is on the host."""
+        on_host = sum(copy.source.nbytes for copy in layout.on_host)
+        sizes = dict.fromkeys(layout.devices, 0)
+        for copy in layout.on_device:
+            sizes[copy.source.device] += copy.source.nbytes
+        return (
+            bool(sizes)
+            and self._fits(on_host)
+            and all(
+                self._devices[device].can_stage and size <= self._rooms[device].measure()
+                for device, size in sizes.items()
+            )
+        )
 
-    def _send(self, copies: list[TensorCopy], views: Callable[[], StagingViews]) -> dict[torch.device, torch.Event]:
-        """Enqueue copies on the copy stream of each device. Returns the event after the last copy of each."""
-        by_device: dict[torch.device, list[TensorCopy]] = defaultdict(list)
-        for copy in copies:
-            by_device[copy.source.device].append(copy)
-        events = {}
-        for device, enqueued in by_device.items():
-            with torch.get_device_module(device).stream(self._stream(device)):
-                send_all(enqueued, views())  # called here: to allocate the buffer on a device takes a moment
-                events[device] = self._stream(device).record_event()
-        return events
+    def _warn_of_waiting(self, size: int) -> None:
+        self._warn_once(
+            f"a snapshot of the state needs {shown(size)} of host memory, and {shown(self._host_limit)} may be used: "
+            "training waits while a checkpoint is written. saving=ckpt.SaveOptions(host_memory=...) sets how much may "
+            "be used.",
+            "host",
+        )
 
-    def _stream(self, device: torch.device) -> torch.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.get_device_module(device).Stream(device)
-        return self._streams[device]
+    def _warn_of_room(self, layout: SnapshotLayout, live: list[tuple[int, Transfer]]) -> None:
+        """Say beforehand how long training will wait, where it would be noticed."""
+        size = sum(transfer.size for _, transfer in live)
+        if size / _BYTES_PER_SECOND > 0.05 and all(self._devices[transfer.device].can_stage for _, transfer in live):
+            self._warn_once(
+                f"beside training the device has no room for a copy of {shown(size)} of the state's "
+                f"{shown(layout.size)}: training waits while these are copied to host memory, about "
+                f"{size / _BYTES_PER_SECOND:.1f} s at every save.",
+                "device",
+            )
 
-    def _views_of(self, memory: torch.Tensor) -> StagingViews:
-        """The views are reused as long as snapshots are taken in the same memory."""
-        known = self._views.memory
-        if (known.data_ptr(), len(known)) != (memory.data_ptr(), len(memory)):
-            self._views = StagingViews(memory)
-        return self._views
-
-    def _before_step(self, *_: Any) -> None:
-        """Make the current streams wait for copies under way: what is being copied must not be changed before."""
-        snapshot, self._pending = self._pending, None
-        if snapshot is not None:
-            snapshot.detect_changes()
-            if snapshot.sending is None or snapshot.sending.has_failed():
-                return  # the save will fail, and not this step
-            for device, event in snapshot.sending.result().items():
-                torch.get_device_module(device).current_stream(device).wait_event(event)
-
-
-def _synchronize(events: Mapping[torch.device, torch.Event]) -> None:
-    for event in events.values():
-        event.synchronize()
-
-
-def _has_room(device: torch.device, size: int) -> bool:
-    """Whether a device has enough free memory for a copy: a quarter of its memory must be left to training."""
-    free, total = torch.get_device_module(device).mem_get_info(device)
-    return bool(free - size > total // 4)
-
-
-def _device(tensors: Iterable[torch.Tensor]) -> torch.device | None:
-    return next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+    def _warn_once(self, message: str, about: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            _log.warning("%s", message)

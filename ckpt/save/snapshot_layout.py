@@ -1,14 +1,15 @@
-"""Where every byte of a snapshot goes: the files one after the other in one buffer, each from a page boundary."""
+"""Where every byte of a snapshot goes: the files one after the other in one image, each from a page boundary."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
 from ckpt.formats.state import FilePlan
 from ckpt.formats.tensor_bytes import host_bytes
+from ckpt.save.arrival import Arrival
 from ckpt.save.staging_copy import TensorCopy, copy_on_host
 
 _PAGE = 4096
@@ -19,6 +20,10 @@ def in_pages(sizes: Iterable[int]) -> int:
     return sum(-(-size // _PAGE) * _PAGE for size in sizes)
 
 
+def is_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu
+
+
 @dataclass(frozen=True)
 class SnapshotLayout:
     """The files, where each starts, and what is copied into them: header bytes, and tensors on the host or a device."""
@@ -26,7 +31,7 @@ class SnapshotLayout:
     files: list[FilePlan]
     starts: list[int]
     size: int
-    headers: list[tuple[int, bytes]]
+    headers: list[tuple[str, int, bytes]]  # each with its file's path, and its place
     on_host: list[TensorCopy]
     on_device: list[TensorCopy]
 
@@ -37,38 +42,44 @@ class SnapshotLayout:
             starts.append(size)
             size += in_pages([file.size])
         copies, headers = _copies(files, starts)
-        on_host = [copy for copy in copies if copy.source.is_cpu]
-        on_device = [copy for copy in copies if not copy.source.is_cpu]
+        on_host = [copy for copy in copies if is_on_host(copy.source)]
+        on_device = [copy for copy in copies if not is_on_host(copy.source)]
         return cls(files, starts, size, headers, on_host, on_device)
 
     @property
-    def device(self) -> torch.device | None:
-        return self.on_device[0].source.device if self.on_device else None
+    def devices(self) -> set[torch.device]:
+        return {copy.source.device for copy in self.on_device}
 
-    def fill(self, memory: torch.Tensor) -> dict[str, FilePlan]:
-        """Copy headers and host tensors, and return the files as they lie in memory, by path."""
-        for start, header in self.headers:
-            host_bytes(memory[start : start + len(header)])[:] = header
-        copy_on_host(self.on_host, memory)
+    def fill(self, image: torch.Tensor) -> None:
+        """Copy headers and host tensors to their places."""
+        for _, start, header in self.headers:
+            host_bytes(image[start : start + len(header)])[:] = header
+        copy_on_host(self.on_host, image)
+
+    def files_in(self, image: torch.Tensor, arrival: Arrival) -> dict[str, FilePlan]:
+        """The files as they lie in an image, by path. Their bytes are waited for when they are read."""
         placed = zip(self.files, self.starts, strict=True)
-        return {file.path: _in_memory(file, memory, start) for file, start in placed}
+        return {file.path: _in_memory(file, image, start, arrival) for file, start in placed}
 
 
-def _copies(files: list[FilePlan], starts: list[int]) -> tuple[list[TensorCopy], list[tuple[int, bytes]]]:
-    """Every tensor and every other byte of the files, with its place in memory."""
+def _copies(files: list[FilePlan], starts: list[int]) -> tuple[list[TensorCopy], list[tuple[str, int, bytes]]]:
+    """Every tensor and every other byte of the files, with its place in the image."""
     copies, headers = [], []
     for file, start in zip(files, starts, strict=True):
         for content in file.contents or ():
             if isinstance(content, bytes):
-                headers.append((start, content))
+                headers.append((file.path, start, content))
                 start += len(content)
             else:
-                name, tensor = content
-                copies.append(TensorCopy(file.path, name, tensor, start))
-                start += tensor.nbytes
+                copies.append(TensorCopy(file.path, content[1], start))
+                start += content[1].nbytes
     return copies, headers
 
 
-def _in_memory(file: FilePlan, memory: torch.Tensor, start: int) -> FilePlan:
-    view = host_bytes(memory[start : start + file.size])
-    return FilePlan(file.path, file.size, lambda: iter((view,)), file.likely_unchanged, in_memory=True, head=file.head)
+def _in_memory(file: FilePlan, image: torch.Tensor, start: int, arrival: Arrival) -> FilePlan:
+    view = host_bytes(image[start : start + file.size])
+
+    def pieces() -> Iterator[memoryview]:
+        return arrival.pieces(view, start, file.head)
+
+    return replace(file, pieces=pieces, contents=None, in_memory=True)

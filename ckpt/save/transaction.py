@@ -32,7 +32,6 @@ class SaveRequest:
 
     name: str
     capture: Callable[[], CapturedState]
-    optimizer_owned: Callable[[], frozenset[int]]  # addresses of the storages that only optimizer steps change
     facts: Mapping[str, Any]  # of the manifest: progress and metrics
 
 
@@ -60,23 +59,31 @@ class SaveTransaction:
         """Whether training may continue: nothing that it changes is still needed."""
         return self.snapshot is not None
 
-    def capture(self, *, snapshot: bool) -> None:
-        """Capture the state as it is now; copy it to a snapshot if asked to, or if some of it is on a device."""
+    @property
+    def copied_at(self) -> float:
+        """When the state had been copied to host memory."""
+        return self.started if self.snapshot is None else self.snapshot.arrival.at
+
+    def capture(self) -> None:
+        """Capture the state as it is now."""
         self.captured = Result.capture(self.request.capture)
+
+    def take_snapshot(self, *, wanted: bool) -> None:
+        """Copy what was captured to a snapshot, if that is wanted, or if some of it is on a device."""
         captured = self.captured.value
-        if captured is not None and not captured.gathered and (snapshot or captured.on_device):
-            owned = self.request.optimizer_owned
-            copied = self.captured.then(lambda state: self.snapshots.take(state.snapshot_files, owned))
+        if captured is not None and not captured.gathered and (wanted or captured.on_device):
+            copied = self.captured.then(lambda state: self.snapshots.take(state.snapshot_files))
             self.snapshot, self.captured = copied.value, Result(captured, copied.error)
         if self.snapshot is not None:
             self.blocked = time.monotonic() - self.started
 
+    def discard(self) -> None:
+        """Give up what was captured: it will not be written."""
+        if self.snapshot is not None:
+            self.snapshot.release()
+
     def run(self) -> None:
         """Write and commit what was captured."""
-        if self.snapshot is not None:
-            snapshot = self.snapshot
-            self.captured = self.captured.then(lambda captured: _arrived(captured, snapshot))
-        self.seconds["copied"] = time.monotonic() - self.started
         plan = self._agree(self.captured.then(self._proposal), self._plan)
         if plan is None:
             plan = self._save_differences()
@@ -192,6 +199,7 @@ class SaveTransaction:
         files = [*(self._snapshot_files.get(file.path, file) for file in live), *captured.diverged_files]
         began = time.monotonic()
         stored = attempt.write(self.root.storage, files, self.root.linkable, show=captured.rank == MAIN)
+        self.seconds["copied"] = self.copied_at - self.started
         self.seconds["written"] = time.monotonic() - began
         self.written = [entry.file for entry in stored]
         return [asdict(entry) for entry in stored]
@@ -228,8 +236,3 @@ def merge_reports(reports: list[list[dict[str, Any]]]) -> list[WrittenFile]:
 
 def _few(names: list[str]) -> str:
     return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])]) or "values"
-
-
-def _arrived(captured: CapturedState, snapshot: Snapshot) -> CapturedState:
-    snapshot.wait()
-    return captured

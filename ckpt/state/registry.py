@@ -114,17 +114,6 @@ class StateRegistry:
             yield from map(_local, (*model.parameters(), *model.buffers()))
         yield from self._optimizer_state()
 
-    def optimizer_owned_storages(self) -> frozenset[int]:
-        """The addresses of memory that only steps of optimizers change: parameters and optimizer state."""
-        parameters = (
-            parameter
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
-        tensors = (*map(_local, parameters), *self._optimizer_state())
-        return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
-
     def _optimizer_state(self) -> Iterator[torch.Tensor]:
         for optimizer in self.optimizers:
             for state in optimizer.state.values():

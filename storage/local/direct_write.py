@@ -11,10 +11,10 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 
-from ckpt.storage.base import Buffer
+from ckpt.storage.base import Buffer, StablePieces
 from ckpt.storage.local.preallocate import reserve
 from ckpt.util.aligned_memory import ALIGNMENT, O_DIRECT, address_of, allocate_aligned, copy_bytes
-from ckpt.util.threads import SerialWorker
+from ckpt.util.worker_thread import WorkerThread
 
 BLOCK = 8 << 20
 _WRITERS = 8
@@ -26,26 +26,25 @@ _spare: list[memoryview] = []  # blocks of finished files, for the next ones: al
 def write_durably(descriptor: int, pieces: Iterable[Buffer]) -> None:
     """Write the pieces to a new file in turn, and return when they would survive a crash.
 
-    A list of one large aligned piece is written without a copy. Others are copied into a few blocks of memory: a piece
-    is not used any more when the next one is asked for.
+    Large aligned pieces are written without a copy, if they are stable. Others are copied into a few blocks of memory:
+    a piece is not used any more when the next one is asked for.
     """
-    file = _File(descriptor, sum(memoryview(piece).nbytes for piece in pieces) if isinstance(pieces, list) else None)
+    stable = StablePieces.of(pieces)
+    file = _File(descriptor, stable.size if stable is not None else None)
     try:
-        if isinstance(pieces, list) and len(pieces) == 1 and _is_aligned(pieces[0]):
-            view = memoryview(pieces[0]).cast("B")
-            for start in range(0, len(view), BLOCK):
-                file.write(view[start : start + BLOCK])
-        else:
-            for piece in pieces:
-                file.add(memoryview(piece).cast("B"))
+        for piece in pieces if stable is None else stable:
+            view = memoryview(piece).cast("B")
+            if stable is not None and file.is_at_a_block and _is_aligned(view):
+                file.write_blocks(view)
+            else:
+                file.add(view)
     finally:
         file.finish()
     os.fsync(descriptor)
 
 
-def _is_aligned(piece: Buffer) -> bool:
-    view = memoryview(piece)
-    return not view.readonly and view.nbytes >= BLOCK and address_of(view) % ALIGNMENT == 0
+def _is_aligned(view: memoryview) -> bool:
+    return not view.readonly and len(view) >= BLOCK and address_of(view) % ALIGNMENT == 0
 
 
 class _File:
@@ -54,14 +53,26 @@ class _File:
     def __init__(self, descriptor: int, expected: int | None) -> None:
         self._descriptor = descriptor
         self._expected = expected
-        self._writers = [SerialWorker("ckpt-write") for _ in range(_WRITERS)]
-        self._buffers: list[memoryview] = []
+        self._writers = [WorkerThread("ckpt-write") for _ in range(_WRITERS)]
+        self._buffers: dict[int, memoryview] = {}  # by writer
         self._number = 0  # of the current block
         self._filled = 0  # bytes in it
         self._size = 0
         self._reserved = 0
         self._can_reserve = True
         self._direct = _opened_directly(descriptor)
+
+    @property
+    def is_at_a_block(self) -> bool:
+        """Whether no bytes are left over from the pieces before."""
+        return not self._filled
+
+    def write_blocks(self, view: memoryview) -> None:
+        """Write whole blocks of a view, which must not change until the file is finished, and keep the remainder."""
+        whole = len(view) - len(view) % BLOCK
+        for start in range(0, whole, BLOCK):
+            self.write(view[start : start + BLOCK])
+        self.add(view[whole:])
 
     def add(self, view: memoryview) -> None:
         """Copy bytes into the current block, which is written when it is full."""
@@ -91,7 +102,7 @@ class _File:
         """Write the last block, and wait for all writers: none may write to a descriptor that is closed."""
         try:
             if self._filled:
-                self.write(self._buffers[self._number % _WRITERS][: self._filled])
+                self.write(self._buffer()[: self._filled])
         finally:
             try:
                 self._wait()
@@ -99,7 +110,9 @@ class _File:
                 self._close()
 
     def _close(self) -> None:
-        _spare.extend(self._buffers)
+        for writer in self._writers:
+            writer.close()
+        _spare.extend(self._buffers.values())
         del _spare[_WRITERS:]
         if self._direct is not None:
             os.close(self._direct)
@@ -108,11 +121,12 @@ class _File:
 
     def _buffer(self) -> memoryview:
         """The current block. Its previous content has been written."""
-        if len(self._buffers) <= self._number % _WRITERS:
-            self._buffers.append(_block())
+        turn = self._number % _WRITERS
+        if turn not in self._buffers:
+            self._buffers[turn] = _block()
         if not self._filled:
-            self._writers[self._number % _WRITERS].wait()
-        return self._buffers[self._number % _WRITERS]
+            self._writers[turn].wait()
+        return self._buffers[turn]
 
     def _reserve(self, more: int) -> None:
         if not self._can_reserve or self._size + more <= self._reserved or more < BLOCK:

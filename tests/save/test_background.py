@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -17,10 +17,8 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.save.snapshot import Snapshot
 from ckpt.save.staging_copy import TensorCopy, copy_on_host
 from ckpt.storage import ANY, Buffer
-from ckpt.util.threads import ThreadCall
 from tests.helpers.places import PassedOn, Place
 from tests.helpers.processes import interrupt, run_ranks
 from tests.helpers.training import exact
@@ -231,17 +229,17 @@ def test_memory_is_not_made_ready_anew_while_a_save_uses_what_there_is(
     monkeypatch.setattr("ckpt.save.snapshot._LITTLE", 0)
     run = Run(1)
     with run.manager(gated) as manager:
-        pool = manager.session.saver.snapshots._pool
+        images = manager.session.saver.snapshots._images
         gated.gate.clear()
         manager.save_state("a")
-        before = pool.size
+        before = images.size
         run.step()
         manager.step()
-        assert pool.size == before
+        assert images.size == before
         gated.gate.set()
         manager.wait()
         manager.step()
-        assert pool.size > before
+        assert images.size > before
 
 
 def test_without_memory_for_a_copy_training_waits_and_is_told_once(
@@ -314,35 +312,13 @@ def test_every_kept_checkpoint_is_the_state_at_its_step(root: Place) -> None:
     assert all(loaded(root, name) == states[name] for name in kept)
 
 
-class Arrival:
-    """Stands for the event after copies from a device: training continues until they have arrived."""
-
-    def __init__(self, meanwhile: Callable[[], object]) -> None:
-        self.synchronize = meanwhile
-
-
-@pytest.mark.not_on_s3("nothing is written")
-@pytest.mark.parametrize("by_a_step", [False, True])
-def test_what_is_changed_in_place_before_its_copy_has_arrived_is_refused(by_a_step: bool) -> None:
-    weight = torch.zeros(3)
-    arrival = Arrival(lambda: weight.add_(1))
-    sending = ThreadCall(lambda: {weight.device: arrival}, "ckpt-copy")
-    snapshot = Snapshot({}, [(TensorCopy("model.safetensors", "weight", weight, 0), weight._version)], sending)
-    if by_a_step:
-        snapshot.detect_changes()  # its hook does this, and lets it wait for the copies on the device
-        snapshot.wait()
-    else:
-        with pytest.raises(ckpt.StateError, match=r"changed in place while .*weight"):
-            snapshot.wait()
-
-
 @pytest.mark.not_on_s3("nothing is written")
 def test_what_is_on_the_host_can_be_copied_while_the_program_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Executors refuse work then, and a save that began just before still has this to do."""
     monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
     sources = [torch.randn(3 << 20) for _ in range(3)]
     memory = torch.zeros(3 * sources[0].nbytes, dtype=torch.uint8)
-    copy_on_host([TensorCopy("", "", source, index * source.nbytes) for index, source in enumerate(sources)], memory)
+    copy_on_host([TensorCopy("", source, index * source.nbytes) for index, source in enumerate(sources)], memory)
     assert torch.equal(memory.view(torch.float32), torch.cat(sources))
 
 

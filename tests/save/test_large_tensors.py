@@ -16,7 +16,7 @@ from ckpt.formats.native.block_hash import BLOCK_SIZE
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.native.tensor_file_plan import plan_file
 from ckpt.formats.state import Shard
-from ckpt.save.pinned_pool import CHUNK
+from ckpt.save.device_staging import TRANSFER
 from tests.helpers.places import Place, at, copy
 
 MIB = 1 << 20
@@ -136,8 +136,8 @@ def test_two_blocks_that_changed_places_are_noticed(saved: Path, root: Place) ->
 
 
 def test_a_transposed_weight_over_two_pieces_of_memory_is_saved_as_it_is(root: Place) -> None:
-    """It is not contiguous, and so large that it lies in two of the chunks that are pinned separately."""
-    rows = CHUNK // 4096 + 500
+    """It is not contiguous, and larger than what is copied at once."""
+    rows = TRANSFER // 4096 + 500
     weight = torch.arange(rows * 1024, dtype=torch.float32).reshape(1024, rows).t()
     model = nn.ParameterDict({"weight": nn.Parameter(weight)})
     assert not model["weight"].is_contiguous()

@@ -229,7 +229,7 @@ class TestCommits:
             manager.resume()
             for step in range(1, 6):
                 advance(manager, float(step))
-            manager.session.saver._background.wait()
+            manager.session.saver._queue.wait()
             assert {key.partition("/")[0] for key in sizes(storage)} == {"step-00000004", "step-00000005"}
             assert {path.split("/")[1] for path in hub.files(REPO)} == {"step-00000001"}
             manager.wait()
@@ -342,7 +342,7 @@ def _save_twice_and_end(rank: int, home: str, url: str, word: str) -> None:
     manager.resume()
     for name in (f"{word}-1", f"{word}-2"):
         manager.save_state(name)
-    manager.session.saver._background.wait()
+    manager.session.saver._queue.wait()
     if word == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
 

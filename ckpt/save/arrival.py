@@ -1,0 +1,57 @@
+"""How much of a snapshot has arrived in host memory: whoever hashes or writes it waits no longer than for its bytes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+STEP = 64 << 20  # bytes that hashing and writing wait for at a time
+
+
+class Arrival:
+    """Transfers into the image of a snapshot, which may end in any order. `starts`: their places there, ascending."""
+
+    def __init__(self, starts: Sequence[int] = ()) -> None:
+        self._starts = starts
+        self._under_way = set(range(len(starts)))
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self.is_discarded = False  # nobody needs the rest any more
+        self.at = time.monotonic()  # when the last byte arrived
+
+    def arrived(self, number: int) -> None:
+        """The transfer of this number has ended: its bytes are in the image."""
+        with self._changed:
+            self._under_way.discard(number)
+            self.at = time.monotonic()
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """The rest will not arrive: whoever waits for it gets this error."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def wait(self, stop: int | None = None) -> None:
+        """Block until all bytes of the image below `stop` have arrived; without it, all bytes there are."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or self._reached(stop))
+            if self._error is not None and not self._reached(stop):
+                raise self._error
+
+    def pieces(self, view: memoryview, start: int, head: int) -> Iterator[memoryview]:
+        """The bytes of a file that lies at `start` of the image, each piece when it is there; the head is in the first.
+
+        Without a transfer under way it is one piece.
+        """
+        step = len(view) if not self._under_way else -(-max(head, STEP) // STEP) * STEP
+        for begin in range(0, len(view), max(1, step)):
+            end = min(begin + step, len(view))
+            self.wait(start + end)
+            yield view[begin:end]
+
+    def _reached(self, stop: int | None) -> bool:
+        if not self._under_way:
+            return True
+        return stop is not None and stop <= self._starts[min(self._under_way)]

@@ -1,0 +1,77 @@
+"""Saves in the background: one is being written, and at most one waits for its turn."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from ckpt.save.transaction import SaveTransaction
+from ckpt.util.threads import SerialWorker
+
+
+class SaveQueue:
+    """Runs saves one after the other in the save thread. `wait` or `check` raises the error of one that failed."""
+
+    def __init__(self, run: Callable[[SaveTransaction], None]) -> None:
+        self._run = run
+        self._worker = SerialWorker("ckpt-save")
+        self._turn = threading.Condition()
+        self._is_running = False
+        self._waiting: SaveTransaction | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._worker.busy
+
+    def add(self, save: SaveTransaction) -> None:
+        """Begin this save, after the one under way if there is one. Blocks while another waits for its turn."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._waiting is None)
+            self._put(save)
+
+    def withdraw(self) -> SaveTransaction | None:
+        """Take back the save that waits for its turn, if there is one."""
+        with self._turn:
+            save, self._waiting = self._waiting, None
+            return save
+
+    def restore(self, save: SaveTransaction) -> None:
+        """Put a save back that was withdrawn. None was added meanwhile."""
+        with self._turn:
+            self._put(save)
+
+    def wait(self) -> None:
+        """Until no save is under way. Raises the error of a failed one, once."""
+        self._worker.wait()
+
+    def check(self) -> None:
+        """Raise the error of a failed save, if none is under way. Does not wait."""
+        self._worker.check()
+
+    def _put(self, save: SaveTransaction) -> None:
+        if self._is_running:
+            self._waiting = save
+        else:
+            self._is_running = True
+            self._worker.start(lambda: self._run_all(save))
+
+    def _run_all(self, save: SaveTransaction) -> None:
+        """Run a save, and every one that waits when it is done, though it may have failed."""
+        error: BaseException | None = None
+        following: SaveTransaction | None = save
+        while following is not None:
+            try:
+                self._run(following)
+            except BaseException as failure:
+                error = error or failure
+            following = self._next()
+        if error is not None:
+            raise error
+
+    def _next(self) -> SaveTransaction | None:
+        with self._turn:
+            save, self._waiting = self._waiting, None
+            self._is_running = save is not None
+            self._turn.notify_all()
+            return save

@@ -1,0 +1,81 @@
+"""Stands for a device where there is none: tensors of the host that a snapshot stages and fetches as from a device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from ckpt.save import device_staging, snapshot, snapshot_layout
+from ckpt.save.device_streams import Device, DeviceRoom, copy_packed
+from tests.helpers.processes import DEADLINE
+
+
+class SimulatedDevice(Device):
+    """Fetches when its gate is open. What was fetched, and whether two fetches ever ran at once, is recorded."""
+
+    can_stage = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+        self.fetched: list[int] = []
+        self.in_flight, self.most_in_flight = 0, 0
+        self.is_ordering = False
+
+    @contextmanager
+    def ordered(self) -> Iterator[None]:
+        self.is_ordering = True
+        yield
+        self.is_ordering = False
+
+    def fetch(self, sources: Iterable[torch.Tensor], target: torch.Tensor) -> None:
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        assert self.gate.wait(DEADLINE)
+        if self.error is not None:
+            raise self.error
+        assert not self.is_ordering
+        copy_packed(sources, target)
+        self.fetched.append(len(target))
+        self.in_flight -= 1
+
+
+class SimulatedRoom(DeviceRoom):
+    """As much room as the test says."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__(torch.device("cpu"), None)
+        self.room = room
+
+    def measure(self) -> int:
+        return self.room if self._limit is None else min(self.room, self._limit)
+
+
+def simulate(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
+    """From now on tensors of the host with more than one element are on a device with room for all of them."""
+    simulated = SimulatedDevice(torch.device("cpu"))
+    monkeypatch.setattr(Device, "of", staticmethod(lambda _: simulated))
+    monkeypatch.setattr(snapshot, "DeviceRoom", lambda *_: SimulatedRoom(1 << 40))
+    monkeypatch.setattr(snapshot_layout, "is_on_host", lambda tensor: tensor.numel() < 2)
+    monkeypatch.setattr(device_staging, "TRANSFER", 1000)
+    monkeypatch.setattr("ckpt.save.arrival.STEP", 4096)
+    return simulated
+
+
+def with_room(monkeypatch: pytest.MonkeyPatch, room: int, allocatable: int | None = None) -> None:
+    """Give the device as much room as this; the allocator has less of it if `allocatable` says so."""
+    monkeypatch.setattr(snapshot, "DeviceRoom", lambda *_: SimulatedRoom(room))
+    if allocatable is not None:
+        allocate, taken = device_staging._allocate, [0]
+
+        def limited(transfers: list[device_staging.Transfer]) -> torch.Tensor | None:
+            taken[0] += sum(transfer.size for transfer in transfers)
+            return allocate(transfers) if taken[0] <= allocatable else None
+
+        monkeypatch.setattr(device_staging, "_allocate", limited)

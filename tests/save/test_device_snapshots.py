@@ -1,0 +1,301 @@
+"""Snapshots of state on a device, simulated: it is copied there first, and fetched while training continues."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from ckpt.save.device_fetch import Fetcher
+from ckpt.save.device_staging import Transfer
+from ckpt.save.device_streams import DeviceRoom
+from ckpt.storage import ANY, Buffer
+from tests.helpers.places import PassedOn, Place
+from tests.helpers.processes import DEADLINE
+from tests.helpers.simulated_device import SimulatedDevice, simulate, with_room
+from tests.helpers.training import exact
+
+SIZE = 3 * (50 * 50 + 50) * 4  # bytes of weights and moments
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
+    return simulate(monkeypatch)
+
+
+class Run:
+    """A model with optimizer state: its weights and moments are on the device, its step counts on the host."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Linear(50, 50)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.step()
+
+    def step(self) -> None:
+        self.model(torch.randn(4, 50)).pow(2).mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def manager(self, root: Any, **options: Any) -> ckpt.StateManager:
+        return ckpt.StateManager(root, model=self.model, optimizer=self.optimizer, **options)
+
+    def state(self) -> str:
+        return exact([self.model.state_dict(), self.optimizer.state_dict()])
+
+    @torch.no_grad()
+    def spoil(self) -> None:
+        """Change everything, as nothing that is hooked would: through data."""
+        for parameter in self.model.parameters():
+            parameter.data.fill_(float("nan"))
+            for value in self.optimizer.state[parameter].values():
+                value.data.fill_(float("nan"))
+
+
+def loaded(root: Any, name: str) -> str:
+    other = Run(9)
+    with other.manager(root) as manager:
+        manager.load_state(name)
+    return other.state()
+
+
+def test_what_is_changed_right_after_the_call_is_saved_as_it_was(root: Place, device: SimulatedDevice) -> None:
+    run, states = Run(1), {}
+    with run.manager(root) as manager:
+        for name in ("a", "b", "c"):
+            device.gate.clear()
+            states[name] = run.state()
+            manager.save_state(name)
+            assert not device.fetched  # it is all on the device yet
+            run.spoil()
+            device.gate.set()
+            manager.wait()
+            device.fetched.clear()
+            manager.load_state(name)
+            run.step()
+    assert {name: loaded(root, name) for name in states} == states
+    assert device.most_in_flight == 1
+
+
+def test_live_tensors_and_staged_copies_are_released_when_they_are_fetched(
+    root: Place, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged: list[weakref.ref[torch.Tensor]] = []
+    stage = Transfer.stage
+
+    def watched(self: Transfer, block: torch.Tensor) -> None:
+        stage(self, block)
+        staged.append(weakref.ref(block))
+
+    monkeypatch.setattr(Transfer, "stage", watched)
+    with Run(1).manager(root) as manager:
+        manager.save_state("a")
+        manager.wait()
+        assert len(staged) > 10
+        gc.collect()
+        assert [block for block in staged if block() is not None] == []
+
+
+@pytest.mark.parametrize("room", [0, 1000, SIZE // 2])
+def test_what_the_device_has_no_room_for_is_copied_before_the_call_returns(
+    root: Place, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    with_room(monkeypatch, room)
+    run = Run(1)
+    with run.manager(root) as manager:
+        state = run.state()
+        manager.save_state("a")
+        fetched = sum(device.fetched)
+        run.spoil()
+        manager.wait()
+    assert fetched >= SIZE - room
+    assert loaded(root, "a") == state
+
+
+def test_an_allocator_that_has_less_than_it_says_makes_training_wait(
+    root: Place, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_room(monkeypatch, 1 << 40, allocatable=SIZE // 2)
+    run, states = Run(1), {}
+    with run.manager(root) as manager:
+        for name in ("a", "b"):
+            states[name] = run.state()
+            manager.save_state(name)
+            run.step()
+            manager.wait()
+    assert {name: loaded(root, name) for name in states} == states
+
+
+def test_a_state_larger_than_host_memory_is_fetched_as_it_is_written(root: Place, device: SimulatedDevice) -> None:
+    run, states = Run(1), {}
+    with run.manager(root, saving=ckpt.SaveOptions(host_memory=2000)) as manager:
+        for name in ("a", "b"):
+            device.gate.clear()
+            states[name] = run.state()
+            manager.save_state(name)  # returns, though nothing can be fetched
+            run.step()
+            device.gate.set()
+            manager.wait()
+        assert manager.session.saver.snapshots._images.size == 0
+    assert {name: loaded(root, name) for name in states} == states
+
+
+def test_without_room_anywhere_training_waits_and_is_told_once(
+    root: Place, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_room(monkeypatch, 1000)
+    run = Run(1)
+    with run.manager(root, saving=ckpt.SaveOptions(host_memory=2000)) as manager:
+        for name in ("a", "b"):
+            manager.save_state(name)
+            assert (root / name / "manifest.json").exists()
+    assert loaded(root, "b") == run.state()
+    assert caplog.text.count("training waits while a checkpoint is written") == 1
+
+
+def test_a_device_that_fails_while_it_is_fetched_is_a_save_that_fails(root: Place, device: SimulatedDevice) -> None:
+    run = Run(1)
+    with run.manager(root) as manager:
+        manager.save_state("before", wait=True)
+        device.error = RuntimeError("the device is gone")
+        manager.save_state("lost")
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            manager.wait()
+        device.error = None
+        manager.save_state("after")
+    assert ckpt.verify(root) == {"after": [], "before": []}
+    assert loaded(root, "after") == run.state()
+
+
+class FirstPieces(PassedOn):
+    """Notes when the first bytes of a file come."""
+
+    def __init__(self, root: Place) -> None:
+        super().__init__(root)
+        self.begun = threading.Event()
+
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+        if key.endswith(".safetensors"):
+            pieces = self._noted(pieces)
+        super().write(key, pieces, over=over)
+
+    def _noted(self, pieces: Iterable[Buffer]) -> Iterable[Buffer]:
+        for piece in pieces:
+            self.begun.set()
+            yield piece
+
+
+def test_writing_begins_before_all_has_been_fetched(
+    root: Place, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = FirstPieces(root)
+    fetch, late = device.fetch, []
+
+    def fetch_some(sources: Iterable[torch.Tensor], target: torch.Tensor) -> None:
+        if len(device.fetched) == 12:  # more than a page of the first file
+            late.append(storage.begun.wait(DEADLINE))
+        fetch(sources, target)
+
+    monkeypatch.setattr(device, "fetch", fetch_some)
+    run = Run(1)
+    with run.manager(storage) as manager:
+        state = run.state()
+        manager.save_state("a")
+        run.spoil()
+    assert late == [True]
+    assert loaded(root, "a") == state
+
+
+def test_a_snapshot_that_nobody_needs_any_more_is_not_fetched_to_its_end(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt.save.device_fetch.TRANSFER", 1000)
+    run = Run(1)
+    with run.manager("memory://") as manager:
+        device.gate.clear()
+        captured = manager.session._capture("a", {})
+        snapshot = manager.session.saver.snapshots.take(captured.snapshot_files)
+        assert snapshot is not None
+        snapshot.arrival.is_discarded = True
+        device.gate.set()
+        snapshot.release()
+        assert len(device.fetched) < SIZE // 1000 // 2
+
+
+class Module:
+    """Stands for torch.cuda: what its allocator says."""
+
+    def __init__(self) -> None:
+        self.free, self.total, self.figures = 60, 128, dict[str, int]()
+
+    def mem_get_info(self, _: torch.device) -> tuple[int, int]:
+        return self.free, self.total
+
+    def memory_stats(self, _: torch.device) -> dict[str, int]:
+        return self.figures
+
+    def say(self, allocated: int, reserved: int, peak: int) -> None:
+        self.free = self.total - reserved
+        names = {"allocated_bytes.all.current": allocated, "allocated_bytes.all.peak": peak}
+        self.figures = {**names, "reserved_bytes.all.current": reserved}
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Module:
+    found = Module()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: found)
+    return found
+
+
+def test_room_on_a_device_is_what_training_has_never_used(module: Module) -> None:
+    room = DeviceRoom(torch.device("cpu"))
+    module.say(allocated=20, reserved=30, peak=20)
+    assert room.measure() == 108 - 32  # before the first step a quarter is left to it
+    module.say(allocated=20, reserved=90, peak=80)
+    assert room.measure() == 48 - 4  # blocks that the allocator keeps are room; a thirty-second is left
+    room.taken(40)
+    module.say(allocated=20, reserved=120, peak=120)
+    assert room.measure() == 48 - 4  # the peak was training's with a snapshot of 40 beside it
+    module.say(allocated=20, reserved=120, peak=130)
+    assert room.measure() == 38 - 4
+    module.say(allocated=20, reserved=120, peak=30)
+    assert room.measure() == 38 - 4  # the user has reset the figures
+
+
+def test_room_on_a_device_is_bounded_by_what_the_user_and_the_allocator_say(module: Module) -> None:
+    module.say(allocated=20, reserved=90, peak=80)
+    room = DeviceRoom(torch.device("cpu"), 10)
+    assert room.measure() == 10
+    room.overestimated(4)
+    assert room.measure() == 4
+
+
+def test_fetches_of_two_snapshots_take_turns(device: SimulatedDevice) -> None:
+    from ckpt.save.arrival import Arrival
+
+    fetcher = Fetcher({device.device: device})
+    images = [bytearray(4000) for _ in range(2)]
+
+    def fetch(number: int) -> None:
+        transfers = [Transfer(device.device, "file") for _ in range(4)]
+        for index, transfer in enumerate(transfers):
+            transfer.add(torch.full((1000,), 10 * number + index, dtype=torch.uint8), 1000 * index)
+        arrival = Arrival([transfer.start for transfer in transfers])
+        fetcher.fetch(enumerate(transfers), memoryview(images[number]), arrival, 2)
+        arrival.wait()
+
+    threads = [threading.Thread(target=fetch, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert device.most_in_flight == 1
+    for number, image in enumerate(images):
+        assert bytes(image) == b"".join(bytes([10 * number + index]) * 1000 for index in range(4))

@@ -1,0 +1,170 @@
+"""`when_busy="replace"`: a save waits in memory while another is written, and gives its place to the next one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from ckpt.storage import ANY, Buffer
+from tests.helpers.places import PassedOn, Place
+from tests.helpers.processes import DEADLINE, run_ranks
+
+REPLACE = ckpt.SaveOptions(when_busy="replace")
+
+
+class Gated(PassedOn):
+    """Writes tensors only while its gate is open."""
+
+    def __init__(self, root: Place | str) -> None:
+        super().__init__(root)
+        self.gate, self.begun, self.broken = threading.Event(), threading.Event(), ""
+        self.gate.set()
+
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+        if key.endswith(".safetensors"):
+            self.begun.set()
+            assert self.gate.wait(DEADLINE)
+            if self.broken and key.startswith(self.broken):
+                raise ckpt.FullError("no space left")
+        super().write(key, pieces, over=over)
+
+
+@pytest.fixture
+def gated(root: Place) -> Iterator[Gated]:
+    storage = Gated(root)
+    yield storage
+    storage.gate.set()
+
+
+def fill(model: nn.Linear, value: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+
+
+def value_of(root: Place, name: str) -> float:
+    model = nn.Linear(50, 50)
+    with ckpt.StateManager(root, model=model) as manager:
+        manager.load_state(name)
+    assert bool((model.weight == model.weight[0, 0]).all())
+    return float(model.weight.detach()[0, 0])
+
+
+def test_the_newest_snapshot_takes_the_place_of_one_that_is_not_being_written(
+    root: Place, gated: Gated, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(50, 50)
+    with ckpt.StateManager(gated, model=model, saving=REPLACE) as manager, caplog.at_level(logging.INFO, "ckpt"):
+        gated.gate.clear()
+        for number in range(6):
+            fill(model, number)
+            assert manager.save_state(f"step-{number}") == f"step-{number}"
+            assert gated.begun.wait(DEADLINE)
+            fill(model, -1)
+        gated.gate.set()
+    assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(root)] == ["step-5", "step-0"]
+    assert ckpt.verify(root) == {"step-5": [], "step-0": []}
+    assert [value_of(root, name) for name in ("step-0", "step-5")] == [0, 5]
+    said = [
+        (record.levelname, record.getMessage().partition(",")[0])
+        for record in caplog.records
+        if "takes its place" in record.getMessage()
+    ]
+    assert said == [
+        ("WARNING" if number == 1 else "INFO", f"step-{number} is not saved: step-{number + 1} takes its place")
+        for number in range(1, 5)
+    ]
+
+
+def test_no_more_than_two_snapshots_are_in_memory(gated: Gated) -> None:
+    model = nn.Linear(50, 50)
+    with ckpt.StateManager(gated, model=model, saving=REPLACE) as manager:
+        images = manager.session.saver.snapshots._images
+        manager.save_state("before", wait=False)
+        manager.wait()
+        one = images.size
+        gated.gate.clear()
+        for number in range(6):
+            manager.save_state(f"step-{number}")
+        assert images.size == 2 * one
+        gated.gate.set()
+
+
+def test_without_memory_for_a_second_snapshot_a_save_waits_for_the_first(root: Place, gated: Gated) -> None:
+    model = nn.Linear(50, 50)
+    saving = ckpt.SaveOptions(when_busy="replace", host_memory=6 * 4096)
+    with ckpt.StateManager(gated, model=model, saving=saving) as manager:
+        gated.gate.clear()
+        fill(model, 1)
+        manager.save_state("first")
+        threading.Timer(0.3, gated.gate.set).start()
+        fill(model, 2)
+        manager.save_state("second")
+        fill(model, 3)
+        assert (root / "first" / "manifest.json").exists()
+    assert [value_of(root, name) for name in ("first", "second")] == [1, 2]
+
+
+def test_a_save_that_waits_is_written_though_the_one_before_it_fails(root: Place, gated: Gated) -> None:
+    with ckpt.StateManager(gated, model=nn.Linear(50, 50), saving=REPLACE) as manager:
+        gated.gate.clear()
+        gated.broken = "first"
+        manager.save_state("first")
+        manager.save_state("second")
+        gated.gate.set()
+        with pytest.raises(ckpt.FullError):
+            manager.wait()
+    assert ckpt.verify(root) == {"second": []}
+
+
+def test_a_save_that_is_waited_for_replaces_nothing(root: Place, gated: Gated) -> None:
+    with ckpt.StateManager(gated, model=nn.Linear(50, 50), saving=REPLACE) as manager:
+        gated.gate.clear()
+        for name in ("first", "second"):
+            manager.save_state(name)
+        threading.Timer(0.3, gated.gate.set).start()
+        manager.save_state("third", wait=True)
+    assert ckpt.verify(root) == {"third": [], "second": [], "first": []}
+
+
+def _replace_on_two_ranks(rank: int, root: str) -> None:
+    storage, model = Gated(root), nn.Linear(50, 50)
+    with ckpt.StateManager(
+        storage, model=model, ranks=ckpt.RankOptions(timeout=60), saving=ckpt.SaveOptions(when_busy="replace")
+    ) as manager:
+        storage.gate.clear()
+        for number in range(4):
+            fill(model, number)
+            manager.save_state(f"step-{number}")
+        storage.gate.set()
+
+
+def test_all_ranks_replace_the_same_saves(root: Place) -> None:
+    assert run_ranks(2, _replace_on_two_ranks, str(root)) == [0, 0]
+    assert ckpt.verify(root) == {"step-3": [], "step-0": []}
+    assert [value_of(root, name) for name in ("step-0", "step-3")] == [0, 3]
+
+
+def _race_on_two_ranks(rank: int, root: str) -> None:
+    """Whatever the ranks' timing: what is committed is what all of them had at that call."""
+    model = nn.Linear(50, 50)
+    with ckpt.StateManager(
+        root, model=model, ranks=ckpt.RankOptions(timeout=60), saving=ckpt.SaveOptions(when_busy="replace")
+    ) as manager:
+        for number in range(40):
+            fill(model, number)
+            manager.save_state(f"step-{number:02d}")
+
+
+def test_ranks_that_are_at_different_points_of_a_save_replace_the_same_ones(root: Place) -> None:
+    assert run_ranks(2, _race_on_two_ranks, str(root)) == [0, 0]
+    names = [checkpoint.name for checkpoint in ckpt.list_checkpoints(root)]
+    assert names[0] == "step-39"
+    assert all(value_of(root, name) == int(name[-2:]) for name in names)
+    assert ckpt.verify(root) == {name: [] for name in names}
