@@ -36,6 +36,7 @@ class Checkpointer:
     durable = False  # on the disk when `wait` returns
     hashed = False  # `load` notices a flipped bit
     background = False  # is still writing when `save` returns
+    reads_back = False  # reads what it wrote into the page cache, after the save is complete
     prepares = False  # allocates its buffers before the first save
     needs_moments = False  # `load` fills existing tensors, and creates none
 
@@ -90,7 +91,7 @@ def time_a_load(
 
 class Ours(Checkpointer):
     name = "ckpt save_state(wait=True)"
-    durable = hashed = True
+    durable = hashed = reads_back = True
 
     def __init__(self, state: State, root: Path) -> None:
         super().__init__(state, root)

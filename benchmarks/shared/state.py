@@ -102,15 +102,6 @@ class State:
         return next(self.model.parameters()).device.type == "cpu"
 
 
-def assert_equal(saved: Mapping[str, torch.Tensor], groups: Any, loaded: State, library: str) -> None:
-    """Every bit of every tensor, and every option of every group."""
-    found = loaded.tensors()
-    assert saved.keys() == found.keys(), f"{library}: other tensors were loaded"
-    unequal = [name for name in saved if not same_bits(saved[name], found[name])]
-    assert not unequal, f"{library}: {len(unequal)} tensors have other values, {', '.join(unequal[:3])} among them"
-    assert groups == loaded.groups, f"{library}: the parameter groups have other options"
-
-
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """The dtype, shape and hash of every tensor, to be compared in another process."""
     return {
