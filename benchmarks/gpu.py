@@ -230,7 +230,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     add("--later", type=int, default=2, help="how many later saves of ours")
     add("--warm-seconds", type=float, default=20.0, help="how long ckpt may take to read a checkpoint back")
     add("--device", default="cuda", choices=("cuda", "cpu"))
-    add("--seconds", type=float, default=math.inf, help="after so many no other library is begun")
+    add("--seconds", type=float, default=380.0, help="after so many no other library is begun (default: %(default)g)")
     options = options_parser.parse_args(arguments)
     unknown = set(options.libraries.split(",")) - LIBRARIES.keys()
     if unknown:

@@ -89,6 +89,16 @@ def time_a_load(
         return time.perf_counter() - started
 
 
+def time_a_save(checkpointer: Checkpointer, name: str) -> tuple[float, float]:
+    """Seconds until `optimizer.step()` may change the state, and until everything is written."""
+    started = time.perf_counter()
+    checkpointer.save(name)
+    with checkpointer.guard():
+        blocked = time.perf_counter() - started
+    checkpointer.wait()
+    return blocked, time.perf_counter() - started
+
+
 class Ours(Checkpointer):
     name = "ckpt save_state(wait=True)"
     durable = hashed = reads_back = True

@@ -62,6 +62,7 @@ class Training:
         self.baselines: list[float] = []  # seconds of a step without saves
         self.remembering: list[float] = []  # seconds that the clock stood still for
         self.samples = 1 if self.device == "cpu" else self.samples_for(options.step_seconds)
+        self.give_back_memory()  # of the longest step that was tried
         self.rest(options.steps)
         print(f"a step: {self.baselines[0]:.4f} s, {self.samples} samples of {LENGTH} tokens", flush=True)
 
