@@ -12,6 +12,7 @@ from ckpt.util.svg_plot import document, linear_scale, polyline, rectangle, text
 _LABELS, _BARS, _LINE = 330, 420, 20  # widths of labels and of the longest bar, height of a line
 _LEFT, _WIDTH, _HEIGHT = 70, 760, 260  # of the field that lines are drawn in
 _BACKGROUND = '<rect width="100%" height="100%" fill="white"/>'
+_EVERY = [factor * 10**power for power in range(9) for factor in (1, 2, 5)]  # steps from one number to the next
 _OURS = "#d1495b"
 _OTHERS = ("#1f6f8b", "#edae49", "#5b8c5a", "#7d5ba6", "#8d99ae", "#222222")
 
@@ -128,7 +129,7 @@ def _field(
 
 def _numbered(lines: Sequence[Line], across: Callable[[float], float], top: float, bottom: float) -> Iterator[str]:
     first, last = map(int, _numbers(lines))
-    every = max(1, round((last - first) / 10))
+    every = next(number for number in _EVERY if last - first <= 15 * number)
     for number in range(-(-first // every) * every, last + 1, every):
         yield text(across(number), bottom + 16, f"{number}", text_anchor="middle")
     yield polyline([(across(0), top), (across(0), bottom)], stroke="#888888", stroke_dasharray="4 3")

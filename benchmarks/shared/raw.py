@@ -114,7 +114,7 @@ class RawWriter:
             os.close(descriptor)
             return time.perf_counter() - started
         finally:
-            path.unlink()
+            path.unlink(missing_ok=True)
 
     def write_piece(self, descriptor: int, size: int, offset: int) -> None:
         start, length = offset % len(self.image), min(PIECE, size - offset)
