@@ -1,22 +1,28 @@
-"""How benchmarks keep and compare their figures. What they measure is not tested."""
+"""How benchmarks keep and compare their figures, and that the one on a GPU runs. What they measure is not tested."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+import mmap
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from benchmarks import compare
 from benchmarks.__main__ import main, redirected
 from benchmarks.compare import Change, changes
-from benchmarks.shared.plot import bars
+from benchmarks.shared import page_cache
+from benchmarks.shared.measure import warm
+from benchmarks.shared.plot import Line, bars, steps
+from benchmarks.shared.reference import REFERENCES, checksum
 from benchmarks.shared.report import Run, Target, header, settings_of, table, table_of_targets
-from benchmarks.shared.results import Results, Row, Samples
+from benchmarks.shared.results import Results, Row, Samples, Series
 
 RESULTS = Results(
     benchmark="cpu",
@@ -27,7 +33,9 @@ RESULTS = Results(
     settings={"megabytes": 10},
     load_average=(0.5, 1.25),
     rows=(Row("ckpt", "save", (2.0, 1.0, 1.5)), Row("ckpt", "memory", (3e6,), "B"), Row("other", "save", (4.0, 5.0))),
+    series=(Series("ckpt", "steps around save 0, later", -1, (0.1, 0.3, 0.1)),),
 )
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def kept(folder: Path, name: str, *rows: Row) -> str:
@@ -45,6 +53,11 @@ class TestResults:
         path.write_text(json.dumps({**json.loads(RESULTS.to_json()), "format": 2}))
         with pytest.raises(ValueError, match=r"new\.json: results of format 2"):
             Results.read(path)
+
+    def test_results_from_before_there_were_series_can_be_read(self) -> None:
+        fields = json.loads(RESULTS.to_json())
+        del fields["series"]
+        assert Results.from_json(json.dumps(fields)) == replace(RESULTS, series=())
 
     def test_samples_are_collected_by_subject_and_metric(self) -> None:
         samples = Samples()
@@ -142,8 +155,103 @@ class TestReport:
 
     def test_each_value_is_a_bar(self) -> None:
         plot = ElementTree.fromstring(bars("a < b", {"save": {"ckpt": 1.0, "other": 2.0}}))
-        widths = [bar.attrib["width"] for bar in plot.findall("{http://www.w3.org/2000/svg}rect")]
+        widths = [bar.attrib["width"] for bar in plot.findall(f"{SVG}rect")]
         assert widths == ["100%", "210.0", "420.0"]
+
+    def test_each_library_is_a_line_in_both_charts_of_steps(self) -> None:
+        lines = [Line("ckpt", -2, [0.1, 0.1, 0.12, 0.1], 1), Line("other", -1, [0.1, 9.0])]
+        plot = ElementTree.fromstring(steps("a < b", lines, 0.1))
+        drawn = [line for line in plot.findall(f"{SVG}polyline") if line.attrib.get("fill") == "none"]
+        assert sorted(len(line.attrib["points"].split()) for line in drawn) == [2, 2, 4, 4]
+        assert len({line.attrib["stroke"] for line in drawn}) == 2
+        texts = [element.text for element in plot.findall(f"{SVG}text")]
+        assert "ckpt: longest step 0.12 s; written in step 1 (square)" in texts
+        assert "10 s" in texts
+
+
+@pytest.mark.parametrize("compare", REFERENCES)
+class TestReference:
+    def test_equal_tensors_are_equal_wherever_their_memory_is(self, compare: str) -> None:
+        tensors = {
+            "a": torch.randn(5, 3),
+            "step": torch.tensor(3.0),
+            "none": torch.empty(0),
+            "odd": torch.ones(3).half(),
+        }
+        reference = REFERENCES[compare](tensors)
+        reference.take(tensors)
+        moved = {name: torch.cat([torch.ones(1), tensor.flatten()])[1:] for name, tensor in tensors.items()}
+        same = {name: moved[name].to(tensor.dtype).view(tensor.shape) for name, tensor in tensors.items()}
+        assert reference.names() == tensors.keys()
+        assert reference.unequal(same) == []
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda tensor: tensor.view(torch.uint8)[0, 5].add_(1),
+            lambda tensor: tensor[0].copy_(tensor[1].clone()),
+            lambda tensor: tensor.copy_(tensor.flip(0)),
+            lambda tensor: tensor.view(torch.int32).bitwise_xor_(-(2**31)),
+        ],
+        ids=["one byte", "a row twice", "rows in another order", "every sign"],
+    )
+    def test_a_change_is_noticed(self, compare: str, change: Callable[[torch.Tensor], object]) -> None:
+        tensors = {"a": torch.randn(4, 3), "b": torch.randn(2)}
+        reference = REFERENCES[compare](tensors)
+        reference.take(tensors)
+        change(tensors["a"])
+        assert reference.unequal(tensors) == ["a"]
+
+    def test_another_type_or_shape_is_noticed(self, compare: str) -> None:
+        tensors = {"a": torch.zeros(4, 3), "b": torch.zeros(3)}
+        reference = REFERENCES[compare](tensors)
+        reference.take(tensors)
+        assert reference.unequal({"a": torch.zeros(3, 4), "b": torch.zeros(3, dtype=torch.int32)}) == ["a", "b"]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads of a tiny model wait for each other more than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class TestMeasuring:
+    def test_a_checksum_does_not_depend_on_the_size_of_its_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        tensor = torch.randn(1001)
+        whole = checksum(tensor)
+        monkeypatch.setattr("benchmarks.shared.reference.CHUNK", 64)
+        assert checksum(tensor) == whole
+
+    def test_files_that_were_read_are_in_the_page_cache(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_bytes(bytes(3 * mmap.PAGESIZE + 1))
+        (tmp_path / "empty").touch()
+        warm(tmp_path)
+        assert page_cache.resident(tmp_path) == 1.0
+        assert page_cache.wait_until_resident(tmp_path, 0)
+        with open(tmp_path / "file", "rb") as file:
+            assert page_cache._mapped_pages(file.fileno(), 3 * mmap.PAGESIZE + 1) == 4
+
+    def test_an_empty_folder_never_is(self, tmp_path: Path) -> None:
+        assert not page_cache.wait_until_resident(tmp_path, 0)
+
+    @pytest.mark.slow
+    def test_the_benchmark_on_a_gpu_can_be_tried_on_a_cpu(self, tmp_path: Path, one_thread: None) -> None:
+        size = ["--device", "cpu", "--gigabytes", "0.002", "--steps", "4", "--later", "1", "--warm-seconds", "1"]
+        places = ["--root", str(tmp_path), "--results", str(tmp_path / "results")]
+        assert main(["gpu", *size, *places, "--libraries", "ours,torch", "--compare", "checksums"]) == 0
+        (path,) = (tmp_path / "results").glob("*.json")
+        results = Results.read(path)
+        assert [series.start for series in results.series] == [-1, -1, 0]
+        assert all(len(series.values) >= 1 for series in results.series)
+        rows = {(row.subject, row.metric): row.samples for row in results.rows}
+        assert len(rows["ckpt save_state()", "load, after a save"]) == 2
+        assert len(rows["raw direct write", "written"]) == 2
+        drawn = ElementTree.parse(path.with_name(f"{path.stem}_steps.svg"))
+        assert "torch.save / torch.load (first, at once)" in "".join(drawn.getroot().itertext())
+        assert list(tmp_path.iterdir()) == [tmp_path / "results"]
 
 
 class TestCommand:

@@ -36,6 +36,7 @@ class Checkpointer:
     durable = False  # on the disk when `wait` returns
     hashed = False  # `load` notices a flipped bit
     background = False  # is still writing when `save` returns
+    reads_back = False  # reads what it wrote into the page cache, after the save is complete
     prepares = False  # allocates its buffers before the first save
     needs_moments = False  # `load` fills existing tensors, and creates none
 
@@ -88,9 +89,19 @@ def time_a_load(
         return time.perf_counter() - started
 
 
+def time_a_save(checkpointer: Checkpointer, name: str) -> tuple[float, float]:
+    """Seconds until `optimizer.step()` may change the state, and until everything is written."""
+    started = time.perf_counter()
+    checkpointer.save(name)
+    with checkpointer.guard():
+        blocked = time.perf_counter() - started
+    checkpointer.wait()
+    return blocked, time.perf_counter() - started
+
+
 class Ours(Checkpointer):
     name = "ckpt save_state(wait=True)"
-    durable = hashed = True
+    durable = hashed = reads_back = True
 
     def __init__(self, state: State, root: Path) -> None:
         super().__init__(state, root)

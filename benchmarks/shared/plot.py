@@ -1,17 +1,25 @@
-"""Bar charts of figures, as SVG."""
+"""Charts of figures, as SVG: bars, and lines over steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from ckpt.util.svg_plot import document, linear_scale, rectangle, text
+from ckpt.util.svg_plot import document, linear_scale, polyline, rectangle, text
 
 _LABELS, _BARS, _LINE = 330, 420, 20  # widths of labels and of the longest bar, height of a line
+_LEFT, _WIDTH, _HEIGHT = 70, 760, 260  # of the field that lines are drawn in
+_BACKGROUND = '<rect width="100%" height="100%" fill="white"/>'
+_EVERY = [factor * 10**power for power in range(9) for factor in (1, 2, 5)]  # steps from one number to the next
+_OURS = "#d1495b"
+_OTHERS = ("#1f6f8b", "#edae49", "#5b8c5a", "#7d5ba6", "#8d99ae", "#222222")
 
 
 def bars(title: str, groups: Mapping[str, Mapping[str, float]], unit: str = "s") -> str:
     """For each group a chart with its name above, one below the other."""
-    body = ['<rect width="100%" height="100%" fill="white"/>', text(10, 22, title, font_size=15)]
+    body = [_BACKGROUND, text(10, 22, title, font_size=15)]
     top = 40
     for group, values in groups.items():
         body.append(text(10, top + 15, group, font_weight="bold"))
@@ -25,9 +33,105 @@ def _chart(values: Mapping[str, float], top: int, unit: str) -> Iterator[str]:
     for number, (label, value) in enumerate(values.items()):
         line, width = top + number * _LINE, max(1.0, length(max(value, 0.0)))
         yield text(_LABELS - 8, line + 14, label, text_anchor="end")
-        yield rectangle(_LABELS, line + 2, width, _LINE - 5, fill=_colour(label))
+        yield rectangle(_LABELS, line + 2, width, _LINE - 5, fill=_OURS if label.startswith("ckpt") else _OTHERS[-2])
         yield text(_LABELS + width + 6, line + 14, f"{value:.3g} {unit}")
 
 
-def _colour(label: str) -> str:
-    return "#d1495b" if label.startswith("ckpt") else "#8d99ae"
+@dataclass(frozen=True)
+class Line:
+    """Seconds of the steps around a save, which belongs to step 0."""
+
+    label: str
+    start: int  # the number of the first step
+    values: Sequence[float]
+    written: int | None = None  # the step in which the save was complete
+
+
+def steps(title: str, lines: Sequence[Line], usual: float) -> str:
+    """All lines on one logarithmic scale; below it the same lines up to twice a usual step, on a linear one."""
+    body = [_BACKGROUND, text(10, 22, title, font_size=15)]
+    colours = _colours([line.label for line in lines])
+    top = 34
+    for line in lines:
+        body += _legend(line, colours[line.label], top)
+        top += _LINE
+    across = linear_scale(*_numbers(lines), _LEFT, _LEFT + _WIDTH)
+    for heading, low, high, logarithmic in (
+        ("Time per step, logarithmic scale", *_powers(lines, usual), True),
+        (f"The same, from 0 to twice a step without saves ({2 * usual:.3g} s)", 0.0, 2 * usual, False),
+    ):
+        body.append(text(10, top + 24, heading, font_weight="bold"))
+        up = _vertical(low, high, top + 34 + _HEIGHT, top + 34, logarithmic)
+        body += _field(lines, colours, across, up, _ticks(low, high, logarithmic), top + 34)
+        top += _HEIGHT + 84
+    return document(body, _LEFT + _WIDTH + 40, top, font_family="sans-serif", font_size=12)
+
+
+def _colours(labels: Sequence[str]) -> dict[str, str]:
+    others = itertools.cycle(_OTHERS)
+    return {label: _OURS if label.startswith("ckpt") else next(others) for label in labels}
+
+
+def _legend(line: Line, colour: str, top: int) -> Iterator[str]:
+    yield polyline([(_LEFT, top + 10), (_LEFT + 30, top + 10)], stroke=colour, stroke_width=2)
+    square = "" if line.written is None else f"; written in step {line.written} (square)"
+    yield text(_LEFT + 38, top + 14, f"{line.label}: longest step {max(line.values):.3g} s{square}")
+
+
+def _numbers(lines: Sequence[Line]) -> tuple[float, float]:
+    return min(line.start for line in lines), max(line.start + len(line.values) - 1 for line in lines)
+
+
+def _powers(lines: Sequence[Line], usual: float) -> tuple[float, float]:
+    """Powers of ten around all values."""
+    values = [usual, *(value for line in lines for value in line.values)]
+    low, high = math.floor(math.log10(max(min(values), 1e-6))), math.ceil(math.log10(max(values)))
+    return 10.0**low, 10.0 ** max(high, low + 1)
+
+
+def _vertical(low: float, high: float, bottom: float, top: float, logarithmic: bool) -> Callable[[float], float]:
+    if not logarithmic:
+        return linear_scale(low, high, bottom, top)
+    scale = linear_scale(math.log10(low), math.log10(high), bottom, top)
+    return lambda value: scale(math.log10(max(value, low)))
+
+
+def _ticks(low: float, high: float, logarithmic: bool) -> list[float]:
+    if not logarithmic:
+        return [low + (high - low) * quarter / 4 for quarter in range(5)]
+    first, last = round(math.log10(low)), round(math.log10(high))
+    return [factor * 10.0**power for power in range(first, last) for factor in (1, 2, 5)] + [high]
+
+
+def _field(
+    lines: Sequence[Line],
+    colours: Mapping[str, str],
+    across: Callable[[float], float],
+    up: Callable[[float], float],
+    ticks: Sequence[float],
+    top: float,
+) -> Iterator[str]:
+    bottom, right = top + _HEIGHT, _LEFT + _WIDTH
+    for value in ticks:
+        yield polyline([(_LEFT, up(value)), (right, up(value))], stroke="#dddddd")
+        yield text(_LEFT - 8, up(value) + 4, f"{value:.3g} s", text_anchor="end")
+    yield from _numbered(lines, across, top, bottom)
+    clip = f"field-{top:.0f}"
+    yield f'<clipPath id="{clip}">{rectangle(_LEFT, top, _WIDTH, _HEIGHT)}</clipPath>'
+    for line in reversed(lines):
+        points = [(across(line.start + index), up(value)) for index, value in enumerate(line.values)]
+        shared = {"clip_path": f"url(#{clip})"}
+        yield polyline(points, fill="none", stroke=colours[line.label], stroke_width=1.5, **shared)
+        if line.written is not None:
+            x, y = points[line.written - line.start]
+            yield rectangle(x - 4, y - 4, 8, 8, fill=colours[line.label], **shared)
+
+
+def _numbered(lines: Sequence[Line], across: Callable[[float], float], top: float, bottom: float) -> Iterator[str]:
+    first, last = map(int, _numbers(lines))
+    every = next(number for number in _EVERY if last - first <= 15 * number)
+    for number in range(-(-first // every) * every, last + 1, every):
+        yield text(across(number), bottom + 16, f"{number}", text_anchor="middle")
+    yield polyline([(across(0), top), (across(0), bottom)], stroke="#888888", stroke_dasharray="4 3")
+    below = "step, counted from the save: step 0 begins with it"
+    yield text(_LEFT + _WIDTH / 2, bottom + 32, below, text_anchor="middle")

@@ -6,12 +6,12 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.shared import machine
-from benchmarks.shared.results import Results, Samples, Value
+from benchmarks.shared.results import Results, Samples, Series, Value
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
 
@@ -60,6 +60,7 @@ class Run:
         self.versions = machine.versions(*packages)
         self.load_at_start = os.getloadavg()[0]
         self.samples = Samples()
+        self.series: list[Series] = []
 
     def results(self) -> Results:
         load_average = (self.load_at_start, os.getloadavg()[0])
@@ -72,19 +73,26 @@ class Run:
             settings=self.settings,
             load_average=load_average,
             rows=self.samples.rows(),
+            series=tuple(self.series),
         )
 
-    def keep(self, title: str, body: str, plot: str | None = None, *notes: str) -> Path:
-        """Print the report, and keep it with its JSON and its plot in the folder of results. Returns its path."""
+    def keep(
+        self, title: str, body: str, plot: str | None = None, *notes: str, plots: Mapping[str, str] | None = None
+    ) -> Path:
+        """Print the report, and keep it with its JSON and its plots in the folder of results. Returns its path.
+
+        Files of the further `plots` have the keys at the end of their names.
+        """
         results = self.results()
         text = f"# {title}\n\n{header(results, *notes)}\n\n{body.strip()}\n"
         print(f"\n{text}")
         path = Path(self.options.results, f"{self.file}.md")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_name(f"{self.file}.json").write_text(results.to_json())
-        if plot is not None:
-            path.with_name(f"{self.file}.svg").write_text(plot)
-            text += f"\n![plot]({self.file}.svg)\n"
+        first = {} if plot is None else {self.file: plot}
+        for file, drawn in {**first, **{f"{self.file}_{key}": drawn for key, drawn in (plots or {}).items()}}.items():
+            path.with_name(f"{file}.svg").write_text(drawn)
+            text += f"\n![plot]({file}.svg)\n"
         path.write_text(text)
         print(f"kept in {os.path.relpath(path)}, with every sample in {self.file}.json")
         return path
@@ -118,6 +126,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def in_seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.3f} s" if abs(value) < 0.1 else f"{value:.2f} s"
+
+
+def in_milliseconds(value: float | None) -> str:
+    return "" if value is None else f"{1000 * value:.1f} ms"
 
 
 def in_megabytes(count: float | None) -> str:

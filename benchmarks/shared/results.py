@@ -32,6 +32,17 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Series:
+    """Values in their order, such as the time of every step around a save. The first has the number `start`."""
+
+    subject: str
+    name: str
+    start: int
+    values: tuple[float, ...]
+    unit: str = "s"
+
+
+@dataclass(frozen=True)
 class Results:
     """What one run of a benchmark measured, and everything without which a figure is worth nothing."""
 
@@ -43,6 +54,7 @@ class Results:
     settings: Mapping[str, Value]
     load_average: tuple[float, float]  # at the beginning and at the end, this run included
     rows: tuple[Row, ...]
+    series: tuple[Series, ...] = ()  # to be drawn; not compared
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
@@ -54,7 +66,8 @@ class Results:
         if found != FORMAT:
             raise ValueError(f"{where}: results of format {found}, but this version reads format {FORMAT} only")
         rows = tuple(Row(**{**row, "samples": tuple(row["samples"])}) for row in fields.pop("rows"))
-        return cls(**{**fields, "load_average": tuple(fields["load_average"])}, rows=rows)
+        series = tuple(Series(**{**line, "values": tuple(line["values"])}) for line in fields.pop("series", ()))
+        return cls(**{**fields, "load_average": tuple(fields["load_average"])}, rows=rows, series=series)
 
     @classmethod
     def read(cls, path: Path) -> Results:
