@@ -36,6 +36,8 @@ def pull(
 ) -> str:
     """Copy a repository (`user/repo`), or what is at a URL, to a folder or another URL, and return the URL of the copy.
 
+    A `source` on a local disk begins with a slash or a dot: `./runs/x`.
+
     A checkpoint becomes a folder below `destination`, from which a run can resume: the one that `source` names, or of a
     root that of `step`, or all. Each appears when it is complete and matches its hashes; an interrupted copy is
     continued. Other files are copied as they are. Little is held in memory. `storage_options` are for URLs on both

@@ -9,14 +9,14 @@ from tests.campaign.calls import Call, Shim
 from tests.campaign.children import Voice
 from tests.campaign.jobs import Job
 from tests.campaign.training import Training
-from tests.campaign.trials import NAMINGS, Trial, name_for, options
+from tests.campaign.trials import NAMINGS, Trial, name_for, options, save_every_step
 from tests.campaign.verdicts import STUCK, Ended, Found
 
 _MOST = 400  # saves: far more than there is time for
 
 
 def saving(voice: Voice, rank: int, root: str, spread: str, naming: str, wait: bool, most: int = _MOST) -> None:
-    """Resume and save every step. Reports a step when it is durable: with `wait` at once, else by the next save."""
+    """Resume, and save every step."""
     training = Training(spread, rank=rank)
     with training.manager(root, **options(naming, wait=wait)) as manager:
         restored = manager.resume()
@@ -24,11 +24,7 @@ def saving(voice: Voice, rank: int, root: str, spread: str, naming: str, wait: b
             wrong = training.disagreements(restored)
             assert not wrong, wrong
         voice.tell("ready")
-        for _ in range(most):
-            step = training.advance()
-            manager.step()
-            manager.save_state(name_for(naming))
-            voice.tell(f"durable {step if wait else step - 1}")
+        step = save_every_step(voice, training, manager, naming, wait, most)
         manager.wait()
         voice.tell(f"durable {step}")
 

@@ -11,7 +11,7 @@ from tests.campaign.calls import Shim
 from tests.campaign.children import Child, Voice
 from tests.campaign.jobs import STORES, WORLD, Job
 from tests.campaign.training import Training
-from tests.campaign.trials import NAMINGS, Trial, name_for, options
+from tests.campaign.trials import NAMINGS, Trial, name_for, options, save_every_step
 from tests.campaign.verdicts import STUCK, UNCLEAR, WRONG, Ended, Failure, Found
 
 TIMEOUT = 5.0  # what the manager is told
@@ -24,11 +24,7 @@ def _saving(voice: Voice, rank: int, root: str, spread: str, naming: str, wait: 
     with training.manager(root, **{**options(naming, wait=wait), "ranks": RankOptions(timeout=TIMEOUT)}) as manager:
         manager.resume()
         voice.tell("ready")
-        for _ in range(400):
-            step = training.advance()
-            manager.step()
-            manager.save_state(name_for(naming))
-            voice.tell(f"durable {step if wait else step - 1}")
+        save_every_step(voice, training, manager, naming, wait, 400)
 
 
 def rank_lost(number: int, trial: Trial) -> None:

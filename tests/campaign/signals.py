@@ -15,7 +15,7 @@ from ckpt.errors import CkptError
 from tests.campaign.children import Voice
 from tests.campaign.jobs import Job
 from tests.campaign.training import SPREADS, Training
-from tests.campaign.trials import NAMINGS, Trial, name_for, options
+from tests.campaign.trials import NAMINGS, Trial, name_for, options, save_every_step
 from tests.campaign.verdicts import HANG, LOST, STUCK, UNCLEAR, WRONG, Ended, Failure, Found
 
 _TERMINATED = 128 + signal.SIGTERM
@@ -93,11 +93,7 @@ def _saving(voice: Voice, root: str, naming: str, wait: bool, catches: bool, mos
         try:
             manager.resume()
             voice.tell("ready")
-            for _ in range(most):
-                step = training.advance()
-                manager.step()
-                manager.save_state(name_for(naming))
-                voice.tell(f"durable {step if wait else step - 1}")
+            save_every_step(voice, training, manager, naming, wait, most)
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             if not catches or not list_checkpoints(root):

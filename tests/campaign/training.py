@@ -9,6 +9,7 @@ from torch import nn
 
 from ckpt import Restored, StateManager
 from ckpt.storage.local import direct_write
+from tests.helpers.training import Counter
 
 SPREADS = ("one", "ddp", "fsdp")
 _FAR = 1000.0
@@ -27,19 +28,6 @@ class _Net(nn.Module):
         for number, parameter in enumerate(self.parameters()):  # no two elements of a tensor are equal
             pattern = torch.arange(parameter.numel(), dtype=torch.float32).reshape(parameter.shape)
             parameter.data.copy_(pattern + _FAR * number)
-
-
-class Counter:
-    """An object of the user's own."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt import Keep, RankOptions, SaveOptions, list_checkpoints, verify
+from ckpt import Keep, RankOptions, SaveOptions, StateManager, list_checkpoints, verify
 from tests.campaign.children import DEADLINE, Child, Voice
 from tests.campaign.training import Training
 from tests.campaign.verdicts import LOST, STUCK, WRONG, Ended, Found
@@ -93,6 +93,20 @@ def options(naming: str, *, wait: bool, last: int = 2) -> dict[str, Any]:
 
 def name_for(naming: str) -> str | None:
     return SAME if naming == "same name" else None
+
+
+def save_every_step(voice: Voice, training: Training, manager: StateManager, naming: str, wait: bool, most: int) -> int:
+    """Train and save every step. Reports a step when it is durable: with `wait` at once, else by the next save.
+
+    Returns the last step.
+    """
+    step = 0
+    for _ in range(most):
+        step = training.advance()
+        manager.step()
+        manager.save_state(name_for(naming))
+        voice.tell(f"durable {step if wait else step - 1}")
+    return step
 
 
 def save_steps(voice: Voice, root: str, naming: str, steps: int, *, large: bool = False, wait: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -184,9 +185,16 @@ def _seed(seed: int) -> None:
 
 def _train(manager: ckpt.StateManager, loader: Iterable[Any], epochs: int, stop: int | None) -> list[str]:
     """Go through the loader; drawing from every generator in between, as a training step with dropout does."""
+    return _train_in_turn(manager, lambda: [loader], epochs, stop)
+
+
+def _train_in_turn(
+    manager: ckpt.StateManager, loaders: Callable[[], list[Iterable[Any]]], epochs: int, stop: int | None
+) -> list[str]:
+    """The same, through several loaders in every epoch, one after the other."""
     seen = []
     for epoch in manager.epochs(epochs):
-        for batch in manager.batches(loader):
+        for batch in itertools.chain.from_iterable(map(manager.batches, loaders())):
             seen.append(f"{epoch} {batch} {torch.rand(()).item()} {random.random()} {np.random.rand()}")
             manager.step()
             if manager.progress.step == stop:
@@ -294,18 +302,9 @@ def test_the_distributed_sampler_gets_its_epoch(anywhere: str) -> None:
 
 def test_two_loaders_in_an_epoch_are_told_apart_when_the_second_is_interrupted(anywhere: str) -> None:
     def train(root: str, stop: int | None) -> list[str]:
-        seen: list[str] = []
         first, second = DataLoader(Numbers(), 8, shuffle=True), DataLoader(Numbers(), 6, shuffle=True)
         with ckpt.StateManager(root, model=nn.Linear(1, 1), dataloader={"a": first, "b": second}) as manager:
-            for epoch in manager.epochs(2):
-                for loader in (first, second):
-                    for batch in manager.batches(loader):
-                        seen.append(f"{epoch} {batch}")
-                        manager.step()
-                        if manager.progress.step == stop:
-                            manager.save_state()
-                            return seen
-        return seen
+            return _train_in_turn(manager, lambda: [first, second], 2, stop)
 
     _assert_exact(anywhere, train, 5)
 
@@ -333,34 +332,17 @@ def test_batches_alone_count_epochs(anywhere: str) -> None:
 
 def test_a_loader_made_anew_for_every_epoch_is_followed(anywhere: str) -> None:
     def train(root: str, stop: int | None) -> list[str]:
-        seen: list[str] = []
         with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
-            for epoch in manager.epochs(3):
-                for batch in manager.batches(DataLoader(Numbers(), 4, shuffle=True)):
-                    seen.append(f"{epoch} {batch}")
-                    manager.step()
-                    if manager.progress.step == stop:
-                        manager.save_state()
-                        return seen
-        return seen
+            return _train_in_turn(manager, lambda: [DataLoader(Numbers(), 4, shuffle=True)], 3, stop)
 
     _assert_exact(anywhere, train, 14)
 
 
 def test_a_loader_gone_through_twice_in_an_epoch_is_followed(anywhere: str) -> None:
     def train(root: str, stop: int | None) -> list[str]:
-        seen: list[str] = []
         loader = DataLoader(Numbers(), 4, shuffle=True)
         with ckpt.StateManager(root, model=nn.Linear(1, 1), dataloader=loader) as manager:
-            for epoch in manager.epochs(2):
-                for _ in range(2):
-                    for batch in manager.batches(loader):
-                        seen.append(f"{epoch} {batch}")
-                        manager.step()
-                        if manager.progress.step == stop:
-                            manager.save_state()
-                            return seen
-        return seen
+            return _train_in_turn(manager, lambda: [loader, loader], 2, stop)
 
     _assert_exact(anywhere, train, 9)
 

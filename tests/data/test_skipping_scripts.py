@@ -12,7 +12,7 @@ from accelerate import skip_first_batches
 from torch.utils.data import DataLoader
 
 from ckpt.integrations.accelerate import attach
-from tests.helpers.accelerated import SAMPLES, Numbers, build, new_accelerator, reseed
+from tests.helpers.accelerated import SAMPLES, Numbers, build, new_accelerator, reseed, train_on
 from tests.helpers.processes import run_ranks
 from tests.helpers.training import exact
 
@@ -48,13 +48,8 @@ def _train(root: Path, stop: int | None = None, run: int = 0, *, rank: int = 0, 
             for step, batch in enumerate(loader):
                 if resumes and epoch == first_epoch and step < resume_step:
                     continue
-                with accelerator.accumulate(model):
-                    loss = model(batch[1].float().reshape(-1, 1)).pow(2).mean()
-                    accelerator.backward(loss)
-                    optimizer.step()
-                    scheduler.step()
-                    optimizer.zero_grad()
-                seen.append([epoch, step, batch[0].tolist(), loss.item().hex()])
+                loss = train_on(batch, accelerator, model, optimizer, scheduler)
+                seen.append([epoch, step, batch[0].tolist(), loss.hex()])
                 if accelerator.sync_gradients:
                     global_step += 1
                     if global_step == stop:

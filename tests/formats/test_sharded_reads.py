@@ -16,6 +16,7 @@ from ckpt.formats.native.tensor_file_plan import plan_file
 from ckpt.formats.pieces import Piece, PiecedTensor, Region, dense_strides
 from ckpt.formats.state import Shard
 from ckpt.formats.tensor_bytes import narrowed
+from tests.helpers.file_in_memory import FileInMemory
 
 SHAPE = (7, 10)
 WHOLE = torch.arange(70, dtype=torch.float32).reshape(SHAPE)
@@ -26,21 +27,6 @@ LAYOUTS = [
     Layout((2, 3), (5, 4, 3, 2, 1, 0), ("R", "S0")),
     Layout((2, 2), (0, 1, 2, 3), ("R", "R")),
 ]
-
-
-class Bytes:
-    """A file in memory."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-    def read(self, start: int, stop: int) -> bytes:
-        return self.data[start:stop]
-
-    def read_into(self, start: int, *buffers: memoryview) -> None:
-        for buffer in buffers:
-            buffer[:] = self.data[start : start + len(buffer)]
-            start += len(buffer)
 
 
 def piece_of(layout: Layout, rank: int) -> torch.Tensor:
@@ -54,7 +40,7 @@ def files(table: ShardTable, layout: Layout) -> dict[int, list[TensorFile]]:
         mine = written_by(table, {"weight": WHOLE}, rank)
         pieces = {name: Shard(piece_of(layout, rank), shard.shape, shard.offsets) for name, shard in mine.items()}
         data = b"".join(plan_file("model.safetensors", pieces).pieces())
-        found[rank] = [TensorFile.open(Bytes(data), f"rank {rank}")] if pieces else []
+        found[rank] = [TensorFile.open(FileInMemory(data), f"rank {rank}")] if pieces else []
     return found
 
 
@@ -114,7 +100,7 @@ def pieced(boxes: list[Box], shape: tuple[int, ...] = SHAPE) -> PiecedTensor:
     data = b"".join(part.numpy().tobytes() for part in parts)
     starts = [0, *itertools.accumulate(part.nbytes for part in parts)]
     regions = [
-        Region(Bytes(data), "file", torch.float32, start, box.sizes, dense_strides(box.sizes))
+        Region(FileInMemory(data), "file", torch.float32, start, box.sizes, dense_strides(box.sizes))
         for start, box in zip(starts, boxes, strict=False)
     ]
     return PiecedTensor(torch.float32, shape, tuple(map(Piece, boxes, regions)))

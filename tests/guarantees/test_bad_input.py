@@ -223,7 +223,7 @@ def _as_nobody(rank: int, root: str) -> None:
             manager.save_state("bad", wait=True)
 
 
-@pytest.mark.not_on_s3("permissions of files; those of S3 are in test_storage_s3.py")
+@pytest.mark.not_on_s3("permissions of files; those of S3 are in tests/storage/test_s3.py")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody who may not write")
 def test_a_root_that_cannot_be_written_can_still_be_read(tmp_path: Path) -> None:
     _saved(tmp_path / "run")

@@ -172,13 +172,13 @@ def test_a_training_that_is_done_does_nothing_when_it_is_started_again(straight:
 
 
 def test_two_models_and_their_optimizers_come_back_from_one_step(tmp_path: Path) -> None:
-    straight, job = (Example(tmp_path / name, "gan.py") for name in ("straight", "killed"))
+    straight, job = (Example(tmp_path / name, "gan.py", ("--epochs", "10")) for name in ("straight", "killed"))
     said = [straight.run()]
     assert job.interrupt(job.has("step-00000200"), kill) == -signal.SIGKILL
     said.append(job.run())
     for name in ("generator", "critic"):
         files = (f"model.{name}.safetensors", f"optimizer.{name}.safetensors")
-        assert tensors(job, "step-00000640", files) == tensors(straight, "step-00000640", files)
+        assert tensors(job, "step-00000320", files) == tensors(straight, "step-00000320", files)
     assert len({one.splitlines()[-1] for one in said}) == 1
     assert "off the ring" in said[0]
 
@@ -213,7 +213,7 @@ def test_the_loop_of_the_course_killed_and_started_again_equals_one_that_was_not
 
 
 def test_a_loop_of_ones_own_comes_back_with_its_objects_and_named_checkpoints(tmp_path: Path) -> None:
-    straight, job = (Example(tmp_path / name, "custom_loop.py") for name in ("straight", "killed"))
+    straight, job = (Example(tmp_path / name, "custom_loop.py", ("--steps", "600")) for name in ("straight", "killed"))
     said = [straight.run()]
     assert job.interrupt(job.has("step-00000400"), kill) == -signal.SIGKILL
     said.append(job.run())
@@ -239,17 +239,17 @@ def test_adapters_come_back_the_frozen_base_is_written_once_and_both_are_merged(
     from transformers import GPT2LMHeadModel
 
     straight, job = (
-        Example(tmp_path / name, "lora.py", ("--merged", str(tmp_path / name / "merged")))
+        Example(tmp_path / name, "lora.py", ("--epochs", "2", "--merged", str(tmp_path / name / "merged")))
         for name in ("straight", "killed")
     )
     said = [straight.run()]
-    assert job.interrupt(job.has("step-00000040"), kill) == -signal.SIGKILL
+    assert job.interrupt(job.has("step-00000030"), kill) == -signal.SIGKILL
     said.append(job.run())
     files = (*TENSORS, "model+frozen.safetensors")
-    assert tensors(job, "step-00000090", files) == tensors(straight, "step-00000090", files)
+    assert tensors(job, "step-00000060", files) == tensors(straight, "step-00000060", files)
     inodes = {path.stat().st_ino for path in job.root.glob("step-*/model+frozen.safetensors")}
     assert len(inodes) == 1
-    ends = [[line for line in one.splitlines() if line.startswith("epoch 2")] for one in said]
+    ends = [[line for line in one.splitlines() if line.startswith("epoch 1")] for one in said]
     assert ends[0] == ends[1] != []
     merged = [GPT2LMHeadModel.from_pretrained(one.folder / "merged").state_dict() for one in (straight, job)]
     assert all(torch.equal(merged[0][name], merged[1][name]) for name in merged[0])

@@ -25,6 +25,19 @@ SAMPLES = 36
 WINDOW = 3
 
 
+class Counter:
+    """An object of the user's own."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
 @dataclass(frozen=True)
 class Job:
     """What to train and when to die. `kill` is a step and where in it: `before` the optimizer, or `after` the save."""

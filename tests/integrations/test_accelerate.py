@@ -21,22 +21,9 @@ import ckpt
 from ckpt.integrations.accelerate import attach
 from tests.helpers.accelerated import KINDS, SAMPLES, Loop, Numbers, build, new_accelerator, reseed, train_on
 from tests.helpers.processes import run_ranks
-from tests.helpers.training import exact
+from tests.helpers.training import Counter, exact
 
 EVERY_STOP = os.environ.get("CKPT_STOPS") == "all"
-
-
-class Counter:
-    """An object of the user's own."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
 
 
 def _prepared(accelerator: Any, **options: Any) -> tuple[Any, list[Any]]:

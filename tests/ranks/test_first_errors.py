@@ -108,7 +108,8 @@ class _FullDisk(PassedOn):
         super().write(key, pieces, over=over)
 
 
-def _lose_a_rank_beside_a_full_disk(rank: int, root: str) -> None:
+def _die_when_gathering(rank: int) -> None:
+    """Rank 1 dies at the first tensor that is gathered."""
     gather = ShardedState.gather
 
     def dies(self: ShardedState, name: str) -> torch.Tensor:
@@ -116,12 +117,16 @@ def _lose_a_rank_beside_a_full_disk(rank: int, root: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return gather(self, name)
 
+    ShardedState.gather = dies  # type: ignore[method-assign]
+
+
+def _lose_a_rank_beside_a_full_disk(rank: int, root: str) -> None:
     model = MODELS["fsdp2"](1)
     manager = ckpt.StateManager(
         _FullDisk(root), model=model, saving=ckpt.SaveOptions(layout="full"), ranks=ckpt.RankOptions(timeout=4)
     )
     manager.resume()
-    ShardedState.gather = dies  # type: ignore[method-assign]
+    _die_when_gathering(rank)
     with pytest.raises(ckpt.FullError, match="no space left on this disk"):
         manager.save_state("x", wait=True)
     os._exit(0)  # without a farewell to the dead rank
@@ -132,16 +137,9 @@ def test_a_full_disk_is_told_even_if_a_rank_dies_while_the_rest_is_gathered(root
 
 
 def _export_beside_a_dead_rank(rank: int, folder: str) -> None:
-    gather = ShardedState.gather
-
-    def dies(self: ShardedState, name: str) -> torch.Tensor:
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return gather(self, name)
-
     model = MODELS["fsdp2"](1)
     manager = ckpt.StateManager(Path(folder, "run"), model=model, ranks=ckpt.RankOptions(timeout=4))
-    ShardedState.gather = dies  # type: ignore[method-assign]
+    _die_when_gathering(rank)
 
     def full(self: Any, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
         raise ckpt.FullError("no space left on this disk")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
 import ckpt
 from ckpt.errors import FullError
 from ckpt.formats.native import manifest as manifest_format
-from ckpt.formats.native.manifest import FILE_NAME
+from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root.catalog import MARKER
 from ckpt.root.deletion import apply_retention, remove, remove_or_explain, remove_uncommitted, sweep
 from ckpt.root.save_marker import DAY, mark_save, read_marker
@@ -43,16 +43,8 @@ class TestRemoval:
         assert keys(storage) == {"a/notes.txt"}
 
     def test_cut_off_at_any_call_leaves_the_checkpoint_whole_or_gone(self, new_storage: Callable[[], Storage]) -> None:
-        manifests = {}
-
-        def prepare() -> Storage:
-            storage = new_storage()
-            manifests[storage.url] = save(storage, "a")
-            return storage
-
         found = set()
-        for storage in cut_off_at_every_call(prepare, lambda storage: _removed(storage, manifests[storage.url])):
-            manifest = manifests[storage.url]
+        for storage, manifest in _removals_cut_off_at_every_call(new_storage):
             committed = f"a/{FILE_NAME}" in keys(storage)
             assert committed == is_whole(storage, manifest)
             sweep(storage)
@@ -61,15 +53,8 @@ class TestRemoval:
         assert found == {True, False}
 
     def test_that_was_cut_off_is_finished_by_another_one(self, new_storage: Callable[[], Storage]) -> None:
-        manifests = {}
-
-        def prepare() -> Storage:
-            storage = new_storage()
-            manifests[storage.url] = save(storage, "a")
-            return storage
-
-        for storage in cut_off_at_every_call(prepare, lambda storage: _removed(storage, manifests[storage.url])):
-            assert remove(storage, manifests[storage.url])
+        for storage, manifest in _removals_cut_off_at_every_call(new_storage):
+            assert remove(storage, manifest)
             assert not keys(storage)
 
     def test_waits_for_no_reader_but_keeps_what_is_being_read(self, storage: Storage) -> None:
@@ -245,8 +230,20 @@ class TestRetention:
         assert [manifest.name for manifest in left] == ["c", "b"]
 
 
-def _removed(storage: Storage, manifest: manifest_format.Manifest) -> None:
-    assert remove(storage, manifest)
+def _removals_cut_off_at_every_call(new_storage: Callable[[], Storage]) -> Iterator[tuple[Storage, Manifest]]:
+    """Checkpoints whose removal was killed at a call, each one later than the last; then one that was removed."""
+    manifests: dict[str, Manifest] = {}
+
+    def prepare() -> Storage:
+        storage = new_storage()
+        manifests[storage.url] = save(storage, "a")
+        return storage
+
+    def remove_it(storage: Storage) -> None:
+        assert remove(storage, manifests[storage.url])
+
+    for storage in cut_off_at_every_call(prepare, remove_it):
+        yield storage, manifests[storage.url]
 
 
 def _swept(storage: Storage) -> None:

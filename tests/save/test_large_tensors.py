@@ -17,29 +17,15 @@ from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.native.tensor_file_plan import plan_file
 from ckpt.formats.state import Shard
 from ckpt.save.device_staging import TRANSFER
+from tests.helpers.file_in_memory import FileInMemory
 from tests.helpers.places import Place, at, copy
 
 MIB = 1 << 20
 
 
-class Bytes:
-    """A file in memory."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-    def read(self, start: int, stop: int) -> bytes:
-        return self.data[start:stop]
-
-    def read_into(self, start: int, *buffers: memoryview) -> None:
-        for buffer in buffers:
-            buffer[:] = self.data[start : start + len(buffer)]
-            start += len(buffer)
-
-
 def file_with(tensor: torch.Tensor) -> TensorFile:
     data = b"".join(plan_file("model.safetensors", {"weight": Shard.whole(tensor)}).pieces())
-    return TensorFile.open(Bytes(data), "step/model.safetensors")
+    return TensorFile.open(FileInMemory(data), "step/model.safetensors")
 
 
 @pytest.fixture(scope="module")

@@ -224,27 +224,25 @@ class TestAnUnsureCommit:
         assert again.sequence == 3
         assert ckpt.verify(tmp_path) == {"a": [], "b": []}
 
-    def test_on_a_disk_that_can_be_asked_its_files_are_removed_if_it_took_no_effect(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        "is_local",
+        [
+            pytest.param(True, id="on a disk that can be asked they are removed"),
+            pytest.param(False, id="far away they are kept: it may have taken effect"),
+        ],
+    )
+    def test_when_it_is_abandoned_its_files_are_removed_where_it_is_known_to_have_had_no_effect(
+        self, tmp_path: Path, is_local: bool
+    ) -> None:
         storage = Unsure(tmp_path, takes_effect=False)
+        storage.is_local = is_local
         writer = writer_of(storage)
         storage.fails = True
         with pytest.raises(ckpt.TransientError) as caught:
             save(writer, "a")
         storage.fails = False
         writer.abandon("a", caught.value)
-        assert not (tmp_path / "a" / "state.json").exists()
-        writer.close()
-
-    def test_far_away_its_files_are_kept_because_it_may_have_taken_effect(self, tmp_path: Path) -> None:
-        storage = Unsure(tmp_path, takes_effect=False)
-        storage.is_local = False
-        writer = writer_of(storage)
-        storage.fails = True
-        with pytest.raises(ckpt.TransientError) as caught:
-            save(writer, "a")
-        storage.fails = False
-        writer.abandon("a", caught.value)
-        assert (tmp_path / "a" / "state.json").exists()
+        assert (tmp_path / "a" / "state.json").exists() != is_local
         writer.close()
 
     def test_while_a_commit_is_not_durable_the_files_that_it_replaces_are_kept(self, tmp_path: Path) -> None:

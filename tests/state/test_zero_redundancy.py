@@ -38,16 +38,14 @@ def _mine(model: nn.Module, optimizer: Any) -> str:
     return exact([model.state_dict(), optimizer.optim.state_dict(), [group["lr"] for group in optimizer.param_groups]])
 
 
+def _managed(folder: str, model: nn.Module, optimizer: Any, scheduler: Any) -> ckpt.StateManager:
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    return ckpt.StateManager(f"{folder}/runs", **parts, ranks=ckpt.RankOptions(timeout=60), follow=False)
+
+
 def _straight(rank: int, folder: str) -> None:
     model, optimizer, scheduler = _built(1)
-    with ckpt.StateManager(
-        f"{folder}/runs",
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        ranks=ckpt.RankOptions(timeout=60),
-        follow=False,
-    ) as manager:
+    with _managed(folder, model, optimizer, scheduler) as manager:
         manager.save_state("start")
         _train(model, optimizer, scheduler, range(3))
         manager.save_state("middle")
@@ -57,14 +55,7 @@ def _straight(rank: int, folder: str) -> None:
 
 def _resumed(rank: int, folder: str) -> None:
     model, optimizer, scheduler = _built(2)
-    with ckpt.StateManager(
-        f"{folder}/runs",
-        model=model,
-        optimizer=optimizer,
-        scheduler=scheduler,
-        ranks=ckpt.RankOptions(timeout=60),
-        follow=False,
-    ) as manager:
+    with _managed(folder, model, optimizer, scheduler) as manager:
         restored = manager.load_state("middle")
         assert not restored.approximated, restored
         _train(model, optimizer, scheduler, range(3, 6))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,8 @@ def test_ranks_are_compared_each_with_itself() -> None:
     assert report.exact, str(report)
 
 
-def test_the_command_says_what_it_found_and_its_status_tells() -> None:
+def test_the_command_says_what_it_found_and_its_status_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckpt.selftest.runs.Program", partial(Program, start=forked))
     done = CliRunner().invoke(main, ["selftest", "--kills", "1", str(SCRIPTS / "nanogpt_like.py"), "--trap", "rate"])
     assert done.exit_code == 1
     assert "first differs at step" in done.output
@@ -158,7 +160,8 @@ class TestFunctions:
     def test_one_that_resumes_exactly_passes(self) -> None:
         assert assert_exact_resume(train, kills=1).exact
 
-    def test_one_that_does_not_raises_with_the_step(self) -> None:
+    def test_one_that_does_not_raises_with_the_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ckpt.testing.Program", partial(Program, start=forked))
         with pytest.raises(InexactResumeError, match="first differs at step") as caught:
             assert_exact_resume(train_with_a_count_of_its_own, kills=1)
         assert caught.value.report.difference is not None
