@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+import torch
+
 from ckpt.formats.native import documents, tensor_file_plan
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.shard_table import ShardedState, written_by
@@ -71,11 +73,13 @@ class CapturedState:
         """The same, and those of replicas: whether they are written is known only after ranks have compared them."""
         return [*self.files, *(replica.file for replica in self.replicas.values())]
 
-    @property
-    def on_device(self) -> bool:
-        """Whether some of it lies on an accelerator."""
-        contents = (content for file in self.snapshot_files for content in file.contents or ())
-        return any(content[1].device.type != "cpu" for content in contents if isinstance(content, tuple))
+    @cached_property
+    def devices(self) -> frozenset[torch.device]:
+        """The accelerators on which some of it lies."""
+        contents = [content for file in self.snapshot_files for content in file.contents or ()]
+        written = {content[1].device for content in contents if isinstance(content, tuple)}
+        gathered = {tensor.device for part in self.gathered.values() for tensor in part.tensors.values()}
+        return frozenset(device for device in written | gathered if device.type not in ("cpu", "meta"))
 
     def join_gathers(self) -> None:
         """What the other ranks do while the main rank writes gathered files: take part in the gather of each tensor."""

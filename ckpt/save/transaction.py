@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
+
 from ckpt.errors import RanksError, StorageError
 from ckpt.formats.native.documents import rank_document
 from ckpt.formats.native.manifest import FileRecord, Manifest
@@ -71,11 +73,13 @@ class SaveTransaction:
     def take_snapshot(self, *, wanted: bool) -> None:
         """Copy what was captured to a snapshot, if that is wanted, or if some of it is on a device."""
         captured = self.captured.value
-        if captured is not None and not captured.gathered and (wanted or captured.on_device):
+        if captured is not None and not captured.gathered and (wanted or captured.devices):
             copied = self.captured.then(lambda state: self.snapshots.take(state.snapshot_files))
             self.snapshot, self.captured = copied.value, Result(captured, copied.error)
         if self.snapshot is not None:
             self.blocked = time.monotonic() - self.started
+        elif captured is not None:
+            self.captured = self.captured.then(_settled)
 
     def discard(self) -> None:
         """Give up what was captured: it will not be written."""
@@ -214,6 +218,13 @@ class SaveTransaction:
         }
         manifest = self.root.commit(attempt, stored, facts)
         return {"id": manifest.id, "manifest": manifest.to_bytes().decode() if self.root.hosts.separate_roots else ""}
+
+
+def _settled(captured: CapturedState) -> CapturedState:
+    """Wait until devices have done all their work: live tensors are read now, and other streams may be writing them."""
+    for device in captured.devices:
+        torch.accelerator.synchronize(device)
+    return captured
 
 
 def merge_reports(reports: list[list[dict[str, Any]]]) -> list[WrittenFile]:
