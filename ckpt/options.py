@@ -39,7 +39,9 @@ class SaveOptions(_Checked):
     window is open, or an accelerator accumulates. `background`: whether training continues while a checkpoint is
     written, unless a save says otherwise. `when_busy`: whether a save that comes while another one is being written
     waits for it ("wait") or is left out ("skip"). `host_memory`: how much the staging buffer may take, as `"8GB"` or in
-    bytes; where that is not enough, training waits until a checkpoint is written.
+    bytes; where that is not enough, training waits until a checkpoint is written. `read_back`: whether a checkpoint in
+    a local root is read from the disk after its commit, in the background, which proves it and makes a restart on this
+    machine read it from memory; None means from 16 MB on and when memory is plentiful.
     """
 
     layout: str = "auto"
@@ -47,6 +49,7 @@ class SaveOptions(_Checked):
     background: bool = True
     when_busy: str = "wait"
     host_memory: int | str | None = None
+    read_back: bool | None = None
 
     @property
     def host_memory_bytes(self) -> int | None:
@@ -212,6 +215,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "background": _FLAG,
     "when_busy": (lambda value: value in _BUSY, "'wait' or 'skip'"),
     "host_memory": (_optional(_is_size), "a size, as '8GB' or in bytes"),
+    "read_back": _MAYBE,
     "timeout": (_is_number, "a number of seconds"),
     "shared": _MAYBE,
     "broadcast": _MAYBE,
@@ -221,9 +225,11 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "backlog": (_is_count, "a number of checkpoints, 1 or more"),
 }
 
+_SINCE = {"read_back"}  # options that version 0.1 did not have, under any spelling
+
 # keywords of StateManager in version 0.1: the argument, and the field of its option object, that replace each
 _OLD = {
-    **{option.name: ("saving", option.name) for option in fields(SaveOptions)},
+    **{option.name: ("saving", option.name) for option in fields(SaveOptions) if option.name not in _SINCE},
     **{option.name: ("ranks", option.name) for option in fields(RankOptions)},
     **{f"mirror_{name}": ("mirror", name) for name in ("keep", "bandwidth", "backlog")},
 }

@@ -10,7 +10,9 @@ import torch
 from ckpt.errors import NotDurableError
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN
+from ckpt.save.committed_files import CommittedFiles
 from ckpt.save.comparison_history import ComparisonHistory
+from ckpt.save.read_back import ReadBack
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.snapshot import Snapshots
 from ckpt.save.transaction import SaveRequest, SaveTransaction
@@ -25,12 +27,13 @@ _log = logging.getLogger("ckpt")
 class Saver:
     """Saves into one root, for one manager: captures on the caller's thread, writes there or on the save thread.
 
-    `host_memory`: bytes that snapshots may take at most.
+    `host_memory`: bytes that snapshots may take at most. `read_back`: whether checkpoints are read back from the disk.
     """
 
-    def __init__(self, root: RootWriter, host_memory: int | None = None) -> None:
+    def __init__(self, root: RootWriter, host_memory: int | None = None, read_back: bool | None = None) -> None:
         self.root = root
         self.snapshots = Snapshots(host_memory)
+        self.read_back = ReadBack(root, read_back)
         self.compared = ComparisonHistory()
         self.owner = OwnerProcess()
         self._channel = root.ranks.channel("saving")  # saves run beside whatever else the ranks talk about
@@ -62,6 +65,7 @@ class Saver:
         """Capture, write and commit on all ranks, or raise on all. Without `wait`, only the capture is waited for."""
         self.owner.require(f"save_state({request.name!r})")
         self._background.wait()
+        self.read_back.stop()  # before its copy of the state is overwritten
         save = SaveTransaction(self.root, self.snapshots, self._channel, self.compared, request)
         with gc_paused():
             save.capture(snapshot=not wait)
@@ -92,6 +96,7 @@ class Saver:
         """
         if self.busy or not self.owner.is_here:
             return
+        self.read_back.stop()
         self.snapshots.close()
         self.root.close()
 
@@ -103,6 +108,7 @@ class Saver:
             self._after_failure(save.request.name, error)
             raise
         self.root.retain()
+        self.read_back.start(_committed(save))
 
     def _after_failure(self, name: str, error: Exception) -> None:
         self.root.abandon(name, error)
@@ -114,3 +120,12 @@ class Saver:
         with self._channel.working():
             call = f"save_state({name!r}) (durable)"
             decide_together(self._channel, call, Result(), lambda _: self.root.settle())
+
+
+def _committed(save: SaveTransaction) -> CommittedFiles:
+    """The files that this rank has written, and their bytes where a snapshot or a document has them in memory."""
+    in_memory = {document.path: document for document in save.documents}
+    if save.snapshot is not None:
+        in_memory |= save.snapshot.files
+        in_memory |= {file.path: file for file in save.captured.value.diverged_files}
+    return CommittedFiles(save.request.name, save.root.parent or "", tuple(save.written), in_memory)
