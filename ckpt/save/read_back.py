@@ -47,6 +47,7 @@ class ReadBack:
         self._wanted = wanted
         self._owner = OwnerProcess()
         self._reading: _Reading | None = None
+        self._proven: frozenset[str] = frozenset()  # versions of files that were read back: linked ones are not again
 
     def start(self, files: CommittedFiles) -> None:
         """Begin to read these files back, if that is wanted. Not while the program ends."""
@@ -55,14 +56,14 @@ class ReadBack:
         if self._wanted is False or not isinstance(storage, PageCached) or not threading.main_thread().is_alive():
             return
         if self._wanted or files.size >= WORTH_IT:
-            self._reading = _Reading(self._root, storage, files, always=bool(self._wanted))
+            self._reading = _Reading(self._root, storage, files, self._proven, always=bool(self._wanted))
             self._reading.start()
 
     def stop(self) -> None:
         """End the reading under way without waiting for it, except for the repair of a file."""
         if self._reading is not None and self._owner.is_here:
             self._reading.stop()
-            self._reading = None
+            self._proven, self._reading = self._reading.proven, None
 
     def wait(self) -> None:
         """Wait until nothing is being read back: for tests and measurements."""
@@ -81,8 +82,11 @@ class _Reading:
     changes nothing any more; `stop` waits for a change that is under way.
     """
 
-    def __init__(self, root: RootWriter, storage: PageCached, files: CommittedFiles, *, always: bool) -> None:
+    def __init__(
+        self, root: RootWriter, storage: PageCached, files: CommittedFiles, proven: frozenset[str], *, always: bool
+    ) -> None:
         self.done = threading.Event()
+        self.proven = proven
         self._root = weakref.ref(root)  # or a manager that was dropped would live, and hold its root, until the end
         self._storage = storage
         self._files = files
@@ -140,13 +144,21 @@ class _Reading:
     def _read_all(self) -> None:
         if self._manifest is not None and self._manifest.id == self._files.id:
             self._files = self._files.with_manifest(self._manifest)
+        versions = {record: self._storage.version(self._files.key(record)) for record in self._files.records}
+        self.proven &= frozenset(filter(None, versions.values()))
         buffer = memoryview(bytearray(WINDOW))
-        for record in self._files.records:
+        for record, version in versions.items():
             self._check_stopped()
-            problem = self._problem(record, buffer)
-            if problem is not None:
-                self._answer(record, problem, buffer)
+            if version is None or version not in self.proven:
+                self._read(record, version, buffer)
         _log.debug("%s was read back: %s", self._url, format_size(self._files.size))
+
+    def _read(self, record: FileRecord, version: str | None, buffer: memoryview) -> None:
+        problem = self._problem(record, buffer)
+        if problem is not None:
+            self._answer(record, problem, buffer)
+        elif version is not None:
+            self.proven |= {version}
 
     def _check_stopped(self, _: float = 0) -> None:
         if self._stopped.is_set() or self._root() is None:

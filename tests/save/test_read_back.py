@@ -93,6 +93,13 @@ def model(seed: int = 1) -> nn.Module:
     return nn.Linear(600, 600)
 
 
+def adapted() -> nn.Module:
+    """A frozen base of a megabyte and more, and a small part that is trained."""
+    live = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 2))
+    live[0].requires_grad_(False)
+    return live
+
+
 def finish(manager: ckpt.StateManager) -> None:
     """Wait until nothing is being read back."""
     manager.wait()
@@ -194,6 +201,29 @@ class TestAFileThatTheDiskDoesNotReturn:
         assert "is not repaired: it could not be written again (no space left). A resume takes the" in caplog.text
         assert list(ckpt.verify(root)["a"])
 
+    def test_is_not_written_again_with_other_bytes(
+        self, root: Folder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        disk = Disk(root)
+        with ckpt.StateManager(disk, model=model(), saving=ALWAYS) as manager:
+            snapshots = manager.session.saver.snapshots
+            take, taken = snapshots.take, list[Any]()
+
+            def take_noted(*args: Any) -> Any:
+                taken.append(take(*args))
+                return taken[0]
+
+            def flip_both(path: Path) -> None:
+                flip(path)
+                list(taken[0].files["model.safetensors"].pieces())[-1][-1] ^= 1
+
+            monkeypatch.setattr(snapshots, "take", take_noted)
+            disk.meanwhile[MODEL] = [flip_both]
+            manager.save_state("a")
+            finish(manager)
+        assert "is not repaired: what is in memory does not match its hashes either" in caplog.text
+        assert disk.written.count(MODEL) == 1
+
     def test_for_an_io_error_is_not_taken_for_damaged(self, root: Folder, caplog: pytest.LogCaptureFixture) -> None:
         disk = Disk(root)
         disk.meanwhile[MODEL] = [fail_to_read, fail_to_read]
@@ -219,10 +249,7 @@ class TestAFileThatTheDiskDoesNotReturn:
 
     @pytest.mark.parametrize("repairable", [True, False])
     def test_is_linked_from_only_if_it_was_repaired(self, root: Folder, repairable: bool) -> None:
-        frozen = "model+frozen.safetensors"
-        live = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 2))
-        live[0].requires_grad_(False)
-        disk = Disk(root)
+        disk, live, frozen = Disk(root), adapted(), "model+frozen.safetensors"
         disk.meanwhile[f"a/{frozen}"] = [flip]
         with ckpt.StateManager(disk, model=live, saving=ALWAYS) as manager:
             manager.save_state("a", wait=not repairable)
@@ -253,6 +280,16 @@ def test_what_is_in_the_page_cache_already_is_read_from_the_disk(root: Folder) -
         pytest.skip("this filesystem keeps its files in memory, or this kernel does not say what is cached")
     with pytest.raises(ckpt.AbsentError):
         LocalStorage(root).evict("y")
+
+
+def test_a_file_that_is_linked_was_read_back_when_it_was_written(root: Folder) -> None:
+    disk = Disk(root)
+    with ckpt.StateManager(disk, model=adapted(), saving=ALWAYS) as manager:
+        for name in "abc":
+            manager.save_state(name)
+            finish(manager)
+    assert [key for key in disk.seen if "frozen" in key] == ["a/model+frozen.safetensors"]
+    assert [key for key in disk.seen if "model.s" in key] == [f"{name}/model.safetensors" for name in "abc"]
 
 
 class TestWhen:
@@ -338,6 +375,23 @@ class TestStopping:
         manager.close()
         assert not errors(caplog)
         assert set(ckpt.verify(root)) >= {"before", "a"}
+
+    def test_a_save_stops_it_before_the_copy_of_the_state_is_overwritten(
+        self, root: Folder, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        disk = Disk(root)
+        with self.begin(disk, model()) as manager:
+            snapshots = manager.session.saver.snapshots
+            take, stopped = snapshots.take, list[bool]()
+
+            def take_once_stopped(*args: Any) -> Any:
+                stopped.append(self.ended(disk))
+                return take(*args)
+
+            monkeypatch.setattr(snapshots, "take", take_once_stopped)
+            manager.save_state("b")
+            manager.wait()
+        assert stopped == [True]
 
     def test_wait_neither_waits_for_it_nor_stops_it(self, root: Folder) -> None:
         disk = Disk(root)
