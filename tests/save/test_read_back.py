@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import logging
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from ckpt.formats.native.manifest import Manifest
 from ckpt.save import read_back
 from ckpt.storage import ANY, Buffer, LocalStorage
 from ckpt.storage.local.direct_read import _is_cached
+from ckpt.util import thread_priority
 from tests.helpers.places import Folder, PassedOn, Place
 from tests.helpers.processes import run_alone, run_ranks
 from tests.helpers.training import exact
@@ -280,6 +283,27 @@ def test_what_is_in_the_page_cache_already_is_read_from_the_disk(root: Folder) -
         pytest.skip("this filesystem keeps its files in memory, or this kernel does not say what is cached")
     with pytest.raises(ckpt.AbsentError):
         LocalStorage(root).evict("y")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_it_is_read_at_a_lower_priority_than_that_of_training(root: Folder) -> None:
+    found: list[tuple[int, int]] = []
+    disk = Disk(root)
+    disk.meanwhile[MODEL] = [lambda _: found.append(priorities())]
+    with ckpt.StateManager(disk, model=model(), saving=ALWAYS) as manager:
+        before = priorities()
+        manager.save_state("a")
+        finish(manager)
+        assert priorities() == before
+    assert found[0][0] == min(before[0] + thread_priority._NICER, 19)
+    assert found[0][1] >> 13 == 3  # idle
+
+
+def priorities() -> tuple[int, int]:
+    """How nice this thread is, and its I/O priority."""
+    get = thread_priority._IOPRIO_SET[platform.machine()] + 1
+    nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    return nice, ctypes.CDLL(None).syscall(get, 1, 0)
 
 
 def test_a_file_that_is_linked_was_read_back_when_it_was_written(root: Folder) -> None:
