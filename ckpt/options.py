@@ -41,7 +41,9 @@ class SaveOptions(_Checked):
     waits for it ("wait"), is left out ("skip"), or waits in memory and is replaced by the next one if its turn has not
     come by then ("replace"). `host_memory`: how much the staging buffer may take, as `"8GB"` or in bytes; where that is
     not enough, training waits until a checkpoint is written. `device_memory`: how much a snapshot may take on each
-    device until it is fetched; None means what training has never needed, less a reserve.
+    device until it is fetched; None means what training has never needed, less a reserve. `read_back`:
+    whether a checkpoint in a local root is read from the disk after its commit, in the background, which proves it and
+    makes a restart on this machine read it from memory; None means from 16 MB on and when memory is plentiful.
     """
 
     layout: str = "auto"
@@ -50,6 +52,7 @@ class SaveOptions(_Checked):
     when_busy: str = "wait"
     host_memory: int | str | None = None
     device_memory: int | str | None = None
+    read_back: bool | None = None
 
     @property
     def host_memory_bytes(self) -> int | None:
@@ -220,6 +223,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "when_busy": (lambda value: value in _BUSY, "'wait', 'skip' or 'replace'"),
     "host_memory": (_optional(_is_size), "a size, as '8GB' or in bytes"),
     "device_memory": (_optional(_is_size), "a size, as '8GB' or in bytes"),
+    "read_back": _MAYBE,
     "timeout": (_is_number, "a number of seconds"),
     "shared": _MAYBE,
     "broadcast": _MAYBE,

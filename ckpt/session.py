@@ -58,7 +58,8 @@ class Session:
         hosts = self._meet_ranks()
         self.mirror = self._build_mirror(hosts)
         writer = RootWriter(self.storage, self.ranks, self.keep, self.mirror, hosts)
-        self.saver = Saver(writer, Snapshots(options.saving.host_memory_bytes, options.saving.device_memory_bytes))
+        snapshots = Snapshots(options.saving.host_memory_bytes, options.saving.device_memory_bytes)
+        self.saver = Saver(writer, snapshots, options.saving.read_back)
         self.pusher = Pusher(self.ranks)
         self.preemption = Preemption(self.ranks)
         self.loop = Loop(self.ranks, source.loaders, follow=options.follow, others=not accelerated)
@@ -214,6 +215,7 @@ class Session:
         """Load a checkpoint: the one by that name, or the newest that is intact; None if there is none."""
         self.saver.owner.require("load_state()")
         run_on_all_ranks(self.ranks, "load_state() (saves done)", self.wait)
+        self.saver.read_back.stop()
         trained = self.saved_at is not None or self.loop.progress.step > 0
         try:
             restored = self.loader.load(name, strict=strict, verify_before_overwrite=trained)

@@ -136,6 +136,14 @@ class Storage(Protocol):
 
 
 @runtime_checkable
+class PageCached(Storage, Protocol):
+    """A storage whose objects are files that the system keeps in its page cache once they were read."""
+
+    def evict(self, key: str) -> None:
+        """Drop an object from the page cache, so that the next read comes from the disk."""
+
+
+@runtime_checkable
 class Staging(Protocol):
     """The methods that a storage has besides `Storage` if objects appear by commits, whose number is limited.
 

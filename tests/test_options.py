@@ -24,14 +24,13 @@ NONSENSE: dict[str, Any] = {
     "ranks": 30.0,
     "follow": None,
 }
-NONSENSE_OF_SAVES: dict[str, Any] = {
+ONCE_KEYWORDS: dict[str, Any] = {
     "layout": "whole", "gradients": "yes", "background": 1, "when_busy": "later", "host_memory": "8 elephants",
-    "device_memory": "much",
 }  # fmt: skip
+NONSENSE_OF_SAVES: dict[str, Any] = {**ONCE_KEYWORDS, "device_memory": "much", "read_back": "maybe"}
 NONSENSE_OF_RANKS: dict[str, Any] = {"timeout": float("nan"), "shared": "no", "broadcast": 0, "handle_sigterm": None}
-SINCE = ("device_memory",)  # options that StateManager itself never took
 OLD: dict[str, Any] = {
-    **{name: value for name, value in NONSENSE_OF_SAVES.items() if name not in SINCE},
+    **ONCE_KEYWORDS,
     **NONSENSE_OF_RANKS,
     "mirror_keep": 1,
     "mirror_bandwidth": -1,
@@ -84,6 +83,11 @@ def test_an_option_that_does_not_exist_is_refused_with_the_nearest_that_does(tmp
     with pytest.raises(TypeError, match=r"no option 'save_evry' \(did you mean 'save_every'\?\)") as raised:
         ckpt.StateManager(tmp_path, model=nn.Linear(1, 1), save_evry=5)
     assert isinstance(raised.value, ckpt.ConfigError)
+
+
+def test_an_option_that_came_with_an_option_object_was_never_a_keyword() -> None:
+    with pytest.raises(TypeError, match="no option 'read_back'"):
+        resolve_options({"read_back": True})
 
 
 def test_old_spellings_mean_the_same_and_the_warning_says_the_new_one() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ckpt.errors import StateError
 from ckpt.formats.tensor_bytes import host_bytes
 from ckpt.save.arrival import Arrival
 from ckpt.save.device_staging import TRANSFER, Run, Transfer
@@ -106,6 +107,8 @@ class Fetcher:
     def _bring(self, transfer: Transfer, slot: torch.Tensor) -> None:
         """Copy a transfer to a slot, and wait for it."""
         sources = [transfer.staged] if transfer.staged is not None else transfer.sources
+        if not sources:
+            raise StateError("a snapshot was read after its memory had been given back")
         self._devices[transfer.device].fetch(sources, slot[: transfer.size])
 
 

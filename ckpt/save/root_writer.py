@@ -150,6 +150,10 @@ class RootWriter:
     def _committed(self) -> list[Manifest]:
         return self._held.committed if self._held is not None else []
 
+    def committed_as(self, name: str) -> Manifest | None:
+        """The manifest that was committed under that name; None on a rank that does not own the root."""
+        return self._held.find(name) if self._held is not None else None
+
     def begin(self, name: str, paths: list[str], elsewhere: Collection[str] = ()) -> Attempt:
         """Hold the root, refuse what must not be saved, and leave the marker of a save under way.
 
@@ -188,7 +192,7 @@ class RootWriter:
         refuse_foreign(self.storage, name, has_checkpoints=bool(self._committed))
 
     def _begin(self, attempt: Attempt, paths: list[str]) -> Attempt:
-        older = self._held.find(attempt.name) if self._held is not None else None
+        older = self.committed_as(attempt.name)
         here = replace(attempt, replaces=tuple(file.path for file in older.files) if older else ())
         here.begin(self.storage, paths)
         # only now: once the marker is there, no other process removes what is replaced, so that its version holds

@@ -10,7 +10,9 @@ import torch
 from ckpt.errors import NotDurableError
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN
+from ckpt.save.committed_files import CommittedFiles
 from ckpt.save.comparison_history import ComparisonHistory
+from ckpt.save.read_back import ReadBack
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.save_queue import SaveQueue
 from ckpt.save.snapshot import Snapshot, Snapshots
@@ -23,11 +25,15 @@ _log = logging.getLogger("ckpt")
 
 
 class Saver:
-    """Saves into one root, for one manager: captures on the caller's thread, writes there or on the save thread."""
+    """Saves into one root, for one manager: captures on the caller's thread, writes there or on the save thread.
 
-    def __init__(self, root: RootWriter, snapshots: Snapshots | None = None) -> None:
+    `read_back`: whether checkpoints are read back from the disk.
+    """
+
+    def __init__(self, root: RootWriter, snapshots: Snapshots | None = None, read_back: bool | None = None) -> None:
         self.root = root
         self.snapshots = snapshots or Snapshots()
+        self.read_back = ReadBack(root, read_back)
         self.compared = ComparisonHistory()
         self.owner = OwnerProcess()
         self._channel = root.ranks.channel("saving")  # saves run beside whatever else the ranks talk about
@@ -114,6 +120,8 @@ class Saver:
         self._has_reported = True
 
     def _release_written(self) -> None:
+        """Give back the memory of the last save. Nothing may be reading it."""
+        self.read_back.stop()
         written, self._written = self._written, None
         if written is not None:
             written.release()
@@ -154,6 +162,7 @@ class Saver:
             if save.snapshot is not None and not save.snapshot.in_host_memory:
                 self._release_written()
         self.root.retain()
+        self.read_back.start(_committed(save))
 
     def _after_failure(self, name: str, error: Exception) -> None:
         self.root.abandon(name, error)
@@ -170,3 +179,12 @@ class Saver:
 def _common(names: list[str | None]) -> str | None:
     """The name that all ranks have; None if one has another, or none."""
     return names[0] if len(set(names)) == 1 else None
+
+
+def _committed(save: SaveTransaction) -> CommittedFiles:
+    """The files that this rank has written, and their bytes where a snapshot or a document has them in memory."""
+    in_memory = {document.path: document for document in save.documents}
+    if save.snapshot is not None and save.snapshot.in_host_memory:
+        in_memory |= save.snapshot.files
+        in_memory |= {file.path: file for file in save.captured.value.diverged_files}
+    return CommittedFiles(save.request.name, save.root.parent or "", tuple(save.written), in_memory)

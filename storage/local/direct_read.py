@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import threading
+from contextlib import suppress
 
 from ckpt.util.aligned_memory import ALIGNMENT, O_DIRECT, allocate_aligned, copy_bytes
 
@@ -54,6 +55,16 @@ def read_scattered(path: str, start: int, buffers: list[memoryview], *, cached: 
     finally:
         os.close(descriptor)
     return sum(map(len, left))
+
+
+def evict(path: str) -> None:
+    """Drop the clean pages of a file from the page cache, where the system can."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(AttributeError, OSError):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 def _is_cached(descriptor: int, start: int, size: int) -> bool:

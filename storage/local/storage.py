@@ -25,7 +25,7 @@ from ckpt.errors import (
 )
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed, check_key
 from ckpt.storage.deprecated import FormerName
-from ckpt.storage.local.direct_read import read_scattered
+from ckpt.storage.local.direct_read import evict, read_scattered
 from ckpt.storage.local.direct_write import write_durably
 from ckpt.storage.local.durable_directories import make_directories, sync_directory
 from ckpt.storage.local.locks import LocalLocks, locked_directory
@@ -153,6 +153,10 @@ class LocalStorage:
             missing = read_scattered(str(path), start, views, cached=again)
             if missing:
                 raise TruncatedError(f"{self._shown}/{key} ends {missing} bytes too early.")
+
+    def evict(self, key: str) -> None:
+        with self._translated_errors("read", key):
+            evict(str(self._path(key, followed=True)))
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         with self._translated_errors("list", prefix):
