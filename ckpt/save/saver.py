@@ -34,7 +34,7 @@ class Saver:
         self.compared = ComparisonHistory()
         self.owner = OwnerProcess()
         self._channel = root.ranks.channel("saving")  # saves run beside whatever else the ranks talk about
-        self._background = SerialWorker("ckpt-save")
+        self._background = SerialWorker("ckpt-save", caller_first=True)
         self._has_prefaulted = False
 
     @property

@@ -1,4 +1,4 @@
-"""Reservation of disk space with fallocate(2)."""
+"""Disk space: reservation with fallocate(2), and what to do where there is none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import os
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -40,3 +41,13 @@ def _fallocate() -> Callable[[int, int, int, int], int] | None:
     found.restype = ctypes.c_int
     call: Callable[[int, int, int, int], int] = found
     return call
+
+
+def advice_on_room(folder: Path) -> str:
+    """How much space is left on the disk of a folder, and what to do about it: the end of an error message."""
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        return "Free some space, then save again."
+    free = status.f_bavail * status.f_frsize
+    return f"{free / 1e9:.2f} GB are free there. Free some space (or lower Keep(last=...)), then save again."
