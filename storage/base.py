@@ -144,6 +144,18 @@ class PageCached(Storage, Protocol):
 
 
 @runtime_checkable
+class Grouping(Protocol):
+    """The method that a storage has besides `Storage` if files that are written together take it less time."""
+
+    def grouped(self) -> AbstractContextManager[None]:
+        """Objects that this thread writes or links in the context may be made durable together, when it is left.
+
+        Until then, what was written may be invisible, and its errors not raised. Where leaving it fails, each object is
+        there or not; after a `NotDurableError` all are.
+        """
+
+
+@runtime_checkable
 class Staging(Protocol):
     """The methods that a storage has besides `Storage` if objects appear by commits, whose number is limited.
 

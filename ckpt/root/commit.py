@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.root.catalog import find
 from ckpt.root.deletion import remove_uncommitted
 from ckpt.root.save_marker import mark_save
-from ckpt.storage import Buffer, StablePieces, Staging, Storage
+from ckpt.storage import Buffer, Grouping, StablePieces, Staging, Storage
 from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
 from ckpt.util.threads import ThreadCall
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ckpt.formats.state import FilePlan
 
 _log = logging.getLogger("ckpt")
+_WORTH_A_THREAD = 4 << 20  # bytes: less is hashed in the time that a thread takes to start
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,12 @@ class Attempt:
     ) -> list[WrittenFile]:
         """Write files and hash their bytes on the way; link those that an `earlier` checkpoint has unchanged."""
         size = sum(plan.size for plan in plans)
-        with progress_bar(
-            f"saving {self.name}", size, in_bytes=True, show=show and size > PROGRESS_MIN_BYTES
-        ) as advance:
+        show = show and size > PROGRESS_MIN_BYTES
+        with (
+            progress_bar(f"saving {self.name}", size, in_bytes=True, show=show) as advance,
+            _failing_unless_durable(),
+            storage.grouped() if isinstance(storage, Grouping) else nullcontext(),
+        ):
             return [
                 self._link(storage, plan, earlier.get(plan.path), advance) or self._write_file(storage, plan, advance)
                 for plan in plans
@@ -157,12 +161,20 @@ class Attempt:
     def _write_from_memory(
         self, storage: Storage, plan: FilePlan, path: str, advance: Callable[[float], None]
     ) -> WrittenFile:
-        """Write pieces that do not change, and hash them in a second thread. Both wait for bytes still on their way."""
-        hashing = ThreadCall(lambda: _digests(plan.pieces(), advance), "ckpt-hash")
-        try:
-            receipt = self._put(storage, path, StablePieces(plan.size, plan.pieces))
-        finally:
-            digests = hashing.result()
+        """Write pieces that do not change, and hash them in a second thread, if that is worth a thread.
+
+        Both wait for bytes that are still on their way.
+        """
+        pieces = StablePieces(plan.size, plan.pieces)
+        if plan.size < _WORTH_A_THREAD:
+            receipt = self._put(storage, path, pieces)
+            digests = _digests(pieces, advance)
+        else:
+            hashing = ThreadCall(lambda: _digests(pieces, advance), "ckpt-hash")
+            try:
+                receipt = self._put(storage, path, pieces)
+            finally:
+                digests = hashing.result()
         head = _head(plan, next(plan.pieces()))
         return WrittenFile(FileRecord(name=plan.path, path=path, size=plan.size, blocks=digests, head=head), receipt)
 

@@ -14,7 +14,7 @@ class SaveQueue:
 
     def __init__(self, run: Callable[[SaveTransaction], None]) -> None:
         self._run = run
-        self._worker = SerialWorker("ckpt-save")
+        self._worker = SerialWorker("ckpt-save", caller_first=True)
         self._turn = threading.Condition()
         self._is_running = False
         self._waiting: SaveTransaction | None = None

@@ -7,40 +7,24 @@ import os
 import re
 import secrets
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 
-from ckpt.errors import (
-    AbsentError,
-    ConfigError,
-    DeniedError,
-    FullError,
-    NotDurableError,
-    StorageError,
-    TransientError,
-    TruncatedError,
-)
+from ckpt.errors import ConfigError, NotDurableError, StorageError, TruncatedError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed, check_key
 from ckpt.storage.deprecated import FormerName
 from ckpt.storage.local.direct_read import evict, read_scattered
-from ckpt.storage.local.direct_write import write_durably
 from ckpt.storage.local.durable_directories import make_directories, sync_directory
 from ckpt.storage.local.locks import LocalLocks, locked_directory
+from ckpt.storage.local.system_errors import NOTHING_THERE, translated
+from ckpt.storage.local.write_group import WriteGroup, write_file
 
 TEMPORARY = ".ckpt-tmp"
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
-# errors that do not mean the bytes are gone: a failing disk, an unreachable server, a limit of this process
-_PASSING = {
-    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR,
-    errno.EBUSY, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED,
-    errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EREMOTEIO, errno.ENOLINK,
-}  # fmt: skip
 _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
-_NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _COPIED_AT_ONCE = 8 << 20
 _SNAPSHOT = re.compile(r"(.*/models--[^/]+)/snapshots/[0-9a-f]{40}(?:/.*)?")
 
@@ -61,6 +45,7 @@ class LocalStorage:
         if os.path.exists(self._root) and not os.path.isdir(self._root):
             raise ConfigError(f"{self._shown} is a file. The root of checkpoints must be a directory: choose another.")
         self._locks = LocalLocks(self._root, self._shown)
+        self._in_thread = threading.local()  # `group`: of the thread that writes one
 
     @property
     def url(self) -> str:
@@ -75,14 +60,42 @@ class LocalStorage:
         return f"LocalStorage({self._shown!r})"
 
     def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
-        self._make(key, lambda path: _write_file(path, pieces), over=over)
+        write = write_file if self._group is None else self._group.write
+        self._make(key, lambda path: write(path, pieces), over=over)
+
+    @property
+    def _group(self) -> WriteGroup | None:
+        return getattr(self._in_thread, "group", None)
+
+    @contextmanager
+    def grouped(self) -> Iterator[None]:
+        group = self._in_thread.group = WriteGroup()
+        try:
+            yield
+            self._finish(group)
+        finally:
+            self._in_thread.group = None
+            group.discard()
+
+    def _finish(self, group: WriteGroup) -> None:
+        """Sync the files of a group, then give them their names, then sync each folder once."""
+        for file in group.files:
+            with self._translated_errors("write", file.key):
+                file.sync()
+        for file in group.files:
+            with self._translated_errors("write", file.key):
+                self._locks.confirm()
+                self._name(file.temporary, file.key, file.over)
+        for folder, keys in group.keys_by_folder().items():
+            self._sync_folder(folder, *keys)
+        group.discard()
 
     def version(self, key: str) -> str | None:
         path = self._path(key, followed=True)
         with self._translated_errors("read", key):
             try:
                 status = os.stat(path)
-            except _NOTHING_THERE:
+            except NOTHING_THERE:
                 return None
         if stat.S_ISDIR(status.st_mode):
             return None
@@ -107,13 +120,15 @@ class LocalStorage:
             self._locks.confirm()
             make_directories(path.parent, self._root)
             temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}{TEMPORARY}")
+            if self._group is not None:
+                self._group.add(key, temporary, over, make)
+                if self._group.is_full:
+                    self._finish(self._group)
+                return
             try:
                 make(temporary)
                 self._locks.confirm()
-                if over == ANY:
-                    os.replace(temporary, path)
-                else:
-                    self._replace(temporary, key, over)
+                self._name(temporary, key, over)
             finally:
                 # left by an error or a KeyboardInterrupt, or where both are links to one file already; only a killed
                 # process leaves it to `sweep`
@@ -121,16 +136,21 @@ class LocalStorage:
                     temporary.unlink()
             self._sync_folder(path.parent, key)
 
-    def _sync_folder(self, folder: Path, key: str) -> None:
+    def _sync_folder(self, folder: Path, *keys: str) -> None:
         try:
             sync_directory(folder)
         except OSError as error:
+            files = ", ".join(f"{self._shown}/{key}" for key in keys)
+            written = "was written, but its" if len(keys) == 1 else "were written, but their"
             raise NotDurableError(
-                f"{self._shown}/{key} was written, but its folder could not be synced: {error.strerror or error}."
+                f"{files} {written} folder could not be synced: {error.strerror or error}."
             ) from error
 
-    def _replace(self, temporary: Path, key: str, over: str | None) -> None:
+    def _name(self, temporary: Path, key: str, over: str | None) -> None:
         """Give a file its name if that is still the one of `over`. One at a time, by an flock on the root."""
+        if over == ANY:
+            os.replace(temporary, self._path(key))
+            return
         with locked_directory(self._root):
             if self.version(key) != over:
                 raise changed(f"{self._shown}/{key}")
@@ -171,7 +191,7 @@ class LocalStorage:
         self._locks.confirm()
         for key in keys:
             path = self._path(key)
-            with self._translated_errors("delete", key), suppress(*_NOTHING_THERE):
+            with self._translated_errors("delete", key), suppress(*NOTHING_THERE):
                 path.unlink()
             self._drop_empty(path.parent)
 
@@ -228,7 +248,7 @@ class LocalStorage:
         """The folders below `prefix`, deepest first, with the names of their files. An unreadable one is an error."""
 
         def failed(error: OSError) -> None:
-            if not isinstance(error, _NOTHING_THERE):  # or a run would start anew beside its checkpoints
+            if not isinstance(error, NOTHING_THERE):  # or a run would start anew beside its checkpoints
                 raise error
 
         top = self._path(prefix, followed=True) if prefix else self._root
@@ -245,35 +265,9 @@ class LocalStorage:
 
     @contextmanager
     def _translated_errors(self, verb: str, key: str) -> Iterator[None]:
-        """Translate the system's errors into `StorageError`s: what, where, why, what to do."""
-        where = f"{self._shown}/{key}"
         try:
             yield
         except StorageError:
             raise
         except OSError as error:
-            if isinstance(error, _NOTHING_THERE) and verb != "write":
-                raise AbsentError(f"{where} does not exist.") from error
-            if error.errno in _FULL:
-                raise FullError(f"could not {verb} {where}: {error.strerror}. {self._room()}") from error
-            if error.errno in _DENIED:
-                access = "readable" if verb in ("read", "list") else "writable"
-                raise DeniedError(
-                    f"could not {verb} {where}: {error.strerror}. "
-                    f"Make {self._shown} {access} for this user, or choose another root."
-                ) from error
-            kind = TransientError if error.errno in _PASSING else StorageError
-            raise kind(f"could not {verb} {where}: {error.strerror or error}.") from error
-
-    def _room(self) -> str:
-        try:
-            status = os.statvfs(self._root)
-        except OSError:
-            return "Free some space, then save again."
-        free = status.f_bavail * status.f_frsize
-        return f"{free / 1e9:.2f} GB are free there. Free some space (or lower Keep(last=...)), then save again."
-
-
-def _write_file(path: Path, pieces: Iterable[Buffer]) -> None:
-    with open(path, "xb", buffering=0) as file:
-        write_durably(file.fileno(), pieces)
+            raise translated(error, verb, f"{self._shown}/{key}", self._root, self._shown) from error

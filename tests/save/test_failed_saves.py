@@ -222,7 +222,7 @@ class TestAFolderThatCannotBeSynced:
             manager.save_state("first", wait=True)
             with monkeypatch.context() as patch:
                 fail_to_sync(root / "a", 99, patch, beside=file)
-                with pytest.raises(ckpt.StorageError, match=rf"{file} was written, but its folder could not") as caught:
+                with pytest.raises(ckpt.StorageError, match=rf"{file}.* written, but \w+ folder could not") as caught:
                     manager.save_state("a", wait=True)
             assert type(caught.value) is ckpt.StorageError
             assert not (root / "a").exists()

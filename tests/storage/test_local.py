@@ -9,12 +9,13 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from ckpt.errors import ConfigError, FullError, LockedError, StorageError
+from ckpt.errors import ConfigError, ConflictError, FullError, LockedError, StorageError
 from ckpt.storage import LocalStorage, Storage
 from tests.helpers.storage_contract import StorageContract, sizes
 
@@ -368,6 +369,106 @@ def test_a_write_is_durable_when_it_returns(tmp_path: Path, monkeypatch: pytest.
     assert any(entry[:3] == (inode(root / "a"), True, True) for entry in synced)
     # every folder in which a new folder was made
     assert {inode(tmp_path), inode(root)} <= {entry[0] for entry in synced}
+
+
+class TestGroups:
+    """What is written in `grouped` is durable when that is left."""
+
+    def test_every_file_is_synced_before_any_has_its_name_and_the_folder_once_after_all_have(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        storage = LocalStorage(tmp_path / "root")
+        storage.write("a/first", [b"0"])
+        real, synced = os.fsync, []
+
+        def recording(descriptor: int) -> None:
+            real(descriptor)
+            status = os.fstat(descriptor)
+            named = [entry.key for entry in storage.list("a") if entry.key != "a/first"]
+            synced.append((stat.S_ISDIR(status.st_mode), status.st_size, sorted(named)))
+
+        monkeypatch.setattr(os, "fsync", recording)
+        with storage.grouped():
+            storage.write("a/x", [b"12", b"34"], over=None)
+            storage.write("a/y", iter([b"123"]))
+            storage.write("a/z", [b"12345"])
+            assert not (tmp_path / "root/a/x").exists()
+        assert sorted(entry[1:] for entry in synced if not entry[0]) == [(3, []), (4, []), (5, [])]
+        assert [entry[2] for entry in synced if entry[0]] == [["a/x", "a/y", "a/z"]]
+        assert storage.read("a/x") == b"1234"
+
+    def test_more_files_than_a_group_holds_are_all_there(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path)
+        before = len(os.listdir("/proc/self/fd"))
+        with storage.grouped():
+            for number in range(200):
+                storage.write(f"a/{number}", [str(number).encode()], over=None)
+            assert len(os.listdir("/proc/self/fd")) < before + 70
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert {entry.key: storage.read(entry.key) for entry in storage.list()} == {
+            f"a/{number}": str(number).encode() for number in range(200)
+        }
+
+    def test_a_group_that_fails_leaves_nothing_behind(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path)
+        before = len(os.listdir("/proc/self/fd"))
+
+        def broken() -> Iterator[bytes]:
+            yield b"1"
+            raise ZeroDivisionError
+
+        def write_both() -> None:
+            with storage.grouped():
+                storage.write("a/x", [b"1"])
+                storage.write("a/y", broken())
+
+        with pytest.raises(ZeroDivisionError):
+            write_both()
+        assert os.listdir(tmp_path / "a") == []
+        assert len(os.listdir("/proc/self/fd")) == before
+        storage.write("a/x", [b"2"])  # alone, and at once
+        assert storage.read("a/x") == b"2"
+
+    def test_what_may_not_be_replaced_is_refused_when_the_group_is_left(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path)
+        storage.write("a/x", [b"theirs"])
+        with pytest.raises(ConflictError), storage.grouped():
+            storage.write("a/x", [b"ours"], over=None)
+        assert os.listdir(tmp_path / "a") == ["x"]
+        assert storage.read("a/x") == b"theirs"
+
+    def test_links_of_a_group(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path)
+        storage.write("a/x", [b"bytes"])
+        with storage.grouped():
+            storage.link("a/x", "b/x")
+            storage.link("a/x", "a/x")
+        assert os.path.samefile(tmp_path / "a/x", tmp_path / "b/x")
+        assert sorted(os.listdir(tmp_path / "a")) == ["x"]
+
+    def test_other_threads_write_at_once(self, tmp_path: Path) -> None:
+        storage = LocalStorage(tmp_path)
+        with storage.grouped():
+            other = threading.Thread(target=lambda: storage.write("a/x", [b"1"]))
+            other.start()
+            other.join()
+            assert storage.read("a/x") == b"1"
+
+
+def test_a_disk_that_takes_a_small_file_in_parts_gets_it_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwritev, calls = os.pwritev, []
+
+    def three_bytes(descriptor: int, pieces: list[memoryview], start: int) -> int:
+        calls.append(start)
+        return os.pwrite(descriptor, b"".join(pieces)[:3], start)
+
+    monkeypatch.setattr(os, "pwritev", three_bytes)
+    LocalStorage(tmp_path).write("x", [b"1", b"", b"2345", b"6", b"7890"])
+    assert (tmp_path / "x").read_bytes() == b"1234567890"
+    assert calls == [0, 3, 6, 9]
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    LocalStorage(tmp_path).write("x", [b"12"] * 3000)  # more than one call takes
+    assert (tmp_path / "x").read_bytes() == b"12" * 3000
 
 
 def test_a_filesystem_without_locks_is_said_once(
