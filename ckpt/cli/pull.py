@@ -14,7 +14,7 @@ def pull(source: str, destination: str, step: int | None, revision: str | None) 
     """Copy SOURCE to DESTINATION, verified.
 
     SOURCE is a repository on the Hub (user/repo, or hub://user/repo@revision/path for a part of it) or any other URL
-    (s3://bucket/run, /a/path, or ./here): a checkpoint, a root with many, or a folder of files. DESTINATION is a
+    (s3://bucket/run) or a folder: a checkpoint, a root with many, or a folder of files. DESTINATION is a
     folder or a URL too; a checkpoint becomes a folder below it, for a run to resume from. Other files in it are kept.
     Without the network, files of the Hub come from Hugging Face's cache, if they are there. The Hub's token comes
     from HF_TOKEN or 'hf auth login'.

@@ -10,22 +10,24 @@ STEP = 64 << 20  # bytes that hashing and writing wait for at a time
 
 
 class Arrival:
-    """Transfers into the image of a snapshot, which may end in any order. `starts`: their places there, ascending."""
+    """Blocks of the image of a snapshot that are filled in any order. `blocks`: their places, ascending, and sizes."""
 
-    def __init__(self, starts: Sequence[int] = ()) -> None:
-        self._starts = starts
-        self._under_way = set(range(len(starts)))
+    def __init__(self, blocks: Sequence[tuple[int, int]] = ()) -> None:
+        self._starts = [start for start, _ in blocks]
+        self._missing = {number: size for number, (_, size) in enumerate(blocks)}  # bytes, by block
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self.is_discarded = False  # nobody needs the rest any more
         self.at = time.monotonic()  # when the last byte arrived
 
-    def arrived(self, number: int) -> None:
-        """The transfer of this number has ended: its bytes are in the image."""
+    def arrived(self, number: int, size: int) -> None:
+        """As many bytes of the block of this number are in the image."""
         with self._changed:
-            self._under_way.discard(number)
-            self.at = time.monotonic()
-            self._changed.notify_all()
+            self._missing[number] -= size
+            if not self._missing[number]:
+                del self._missing[number]
+                self.at = time.monotonic()
+                self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """The rest will not arrive: whoever waits for it gets this error."""
@@ -43,15 +45,15 @@ class Arrival:
     def pieces(self, view: memoryview, start: int, head: int) -> Iterator[memoryview]:
         """The bytes of a file that lies at `start` of the image, each piece when it is there; the head is in the first.
 
-        Without a transfer under way it is one piece.
+        If nothing is missing it is one piece.
         """
-        step = len(view) if not self._under_way else -(-max(head, STEP) // STEP) * STEP
+        step = len(view) if not self._missing else -(-max(head, STEP) // STEP) * STEP
         for begin in range(0, len(view), max(1, step)):
             end = min(begin + step, len(view))
             self.wait(start + end)
             yield view[begin:end]
 
     def _reached(self, stop: int | None) -> bool:
-        if not self._under_way:
+        if not self._missing:
             return True
-        return stop is not None and stop <= self._starts[min(self._under_way)]
+        return stop is not None and stop <= self._starts[min(self._missing)]

@@ -7,10 +7,11 @@ training reads would wait behind every transfer in its queue.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from ckpt.errors import StateError
 from ckpt.formats.tensor_bytes import host_bytes
 from ckpt.save.arrival import Arrival
-from ckpt.save.device_staging import TRANSFER, Run, Transfer
+from ckpt.save.device_staging import TRANSFER, DeviceBlock, Transfer
 from ckpt.save.device_streams import Device
 from ckpt.util.aligned_memory import allocate_aligned, copy_bytes
 from ckpt.util.worker_thread import WorkerThread
@@ -72,31 +73,33 @@ class Fetcher:
         self._turn = threading.Lock()
 
     def fetch(
-        self, transfers: Iterable[tuple[int, Transfer]], image: memoryview, arrival: Arrival, threads: int
+        self, blocks: Sequence[tuple[int, DeviceBlock]], image: memoryview, arrival: Arrival, threads: int
     ) -> None:
-        """Fetch transfers, each with its number, into the image. What was staged is released on the way."""
+        """Fetch blocks, each with its number, into the image. What was staged is released on the way."""
         with self._turn, ExitStack() as stack:
             workers = [WorkerThread("ckpt-fetch") for _ in range(threads)]
             for worker in workers:
                 stack.callback(worker.close)
-            for turn, (number, transfer) in enumerate(transfers):
-                if arrival.is_discarded:
-                    break
-                worker, slot = workers[turn % threads], self._ring.slot(turn % threads)
-                worker.wait()  # until the slot is free
-                self._bring(transfer, slot)
-                transfer.release()
-                worker.start(partial(_scatter, host_bytes(slot), transfer.runs, image, arrival, number))
+            turns = itertools.cycle(range(threads))
+            for number, block in blocks:
+                for transfer in block.transfers():
+                    if arrival.is_discarded:
+                        return
+                    turn = next(turns)
+                    workers[turn].wait()  # until its slot is free
+                    slot = self._bring(block.device, transfer, self._ring.slot(turn))
+                    workers[turn].start(partial(_scatter, slot, transfer, image, arrival, number))
+                block.release()
             for worker in workers:
                 worker.wait()
 
-    def stream(self, transfers: Iterable[Transfer]) -> Iterator[tuple[Transfer, memoryview]]:
+    def stream(self, blocks: Iterable[DeviceBlock]) -> Iterator[tuple[Transfer, memoryview]]:
         """Every transfer with its bytes, which are valid until the next is asked for. What was staged is kept."""
         ring = PinnedRing()
         try:
-            for transfer in transfers:
-                self._bring(transfer, ring.slot(0))
-                yield transfer, host_bytes(ring.slot(0))
+            for block in blocks:
+                for transfer in block.transfers():
+                    yield transfer, self._bring(block.device, transfer, ring.slot(0))
         finally:
             ring.release()
 
@@ -104,19 +107,19 @@ class Fetcher:
         """Free the pinned memory. Nothing may be being fetched."""
         self._ring.release()
 
-    def _bring(self, transfer: Transfer, slot: torch.Tensor) -> None:
+    def _bring(self, device: torch.device, transfer: Transfer, slot: torch.Tensor) -> memoryview:
         """Copy a transfer to a slot, and wait for it."""
-        sources = [transfer.staged] if transfer.staged is not None else transfer.sources
-        if not sources:
+        if not transfer.sources:
             raise StateError("a snapshot was read after its memory had been given back")
-        self._devices[transfer.device].fetch(sources, slot[: transfer.size])
+        self._devices[device].fetch(transfer.sources, slot[: transfer.size])
+        return host_bytes(slot)
 
 
-def _scatter(slot: memoryview, runs: Iterable[Run], image: memoryview, arrival: Arrival, number: int) -> None:
-    """Copy a transfer from its slot to its places in the image."""
-    for offset, start, size in runs:
+def _scatter(slot: memoryview, transfer: Transfer, image: memoryview, arrival: Arrival, number: int) -> None:
+    """Copy a transfer of a block from its slot to its places in the image."""
+    for offset, start, size in transfer.runs:
         copy_bytes(slot[offset : offset + size], image[start : start + size])
-    arrival.arrived(number)
+    arrival.arrived(number, transfer.size)
 
 
 def _runtime() -> Any:

@@ -1,8 +1,8 @@
-"""The copy of a state on its device, which takes milliseconds, in the transfers by which it is fetched later."""
+"""The copy of a state on its device, which takes milliseconds, in blocks that are fetched later."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,21 +11,29 @@ import torch
 from ckpt.save.device_streams import DeviceRoom, copy_packed
 from ckpt.save.staging_copy import TensorCopy, flat_bytes
 
+BLOCK = 256 << 20  # bytes that are staged in one allocation
 TRANSFER = 32 << 20  # bytes: less than a millisecond on PCIe, so that a loss which is read waits no longer
-_BLOCK = 8  # transfers whose memory on the device is allocated at once
 
 
 class Run(NamedTuple):
-    """Consecutive bytes of a transfer that are consecutive in the image of the snapshot, too."""
+    """Consecutive bytes of a block that are consecutive in the image of the snapshot, too."""
 
     offset: int
     start: int
     size: int
 
 
+class Transfer(NamedTuple):
+    """Bytes that are fetched at once: flat tensors on a device, and where they go in the image."""
+
+    sources: list[torch.Tensor]
+    runs: list[Run]
+    size: int
+
+
 @dataclass
-class Transfer:
-    """Bytes of one file that are fetched from a device at once, in the order of the image.
+class DeviceBlock:
+    """Bytes of one file on one device, in the order of the image.
 
     `sources`: the live bytes, flat. `staged`: their copy on the device, where there was room for it.
     """
@@ -51,62 +59,77 @@ class Transfer:
         self.sources.append(source)
         self.size += len(source)
 
-    def stage(self, block: torch.Tensor) -> None:
-        """Enqueue the copy on the device, to `block`. The live tensors may change, or go, after it in the stream."""
-        copy_packed(self.sources, block)
-        self.staged, self.sources = block, []
+    def stage(self, memory: torch.Tensor) -> None:
+        """Enqueue the copy on the device. The live tensors may change, or go, after it in the stream."""
+        copy_packed(self.sources, memory)
+        self.staged, self.sources = memory, []
+
+    def transfers(self) -> Iterator[Transfer]:
+        """The bytes, cut into transfers: of the copy if there is one, else of the live tensors."""
+        sources = [self.staged] if self.staged is not None else self.sources
+        for start in range(0, self.size, TRANSFER):
+            stop = min(start + TRANSFER, self.size)
+            yield Transfer(_cut_sources(sources, start, stop), _cut_runs(self.runs, start, stop), stop - start)
 
     def release(self) -> None:
         """The bytes have been fetched: neither the copy nor the live tensors are needed any more."""
         self.staged, self.sources = None, []
 
 
-def plan_transfers(copies: Iterable[TensorCopy]) -> list[Transfer]:
-    """Tensors on devices, cut into transfers, in the order of the image."""
-    transfers: list[Transfer] = []
+def _cut_sources(sources: Iterable[torch.Tensor], start: int, stop: int) -> list[torch.Tensor]:
+    """The part of flat tensors, laid one after the other, between two offsets."""
+    cut, offset = [], 0
+    for source in sources:
+        begin, end = max(start - offset, 0), min(stop - offset, len(source))
+        if begin < end:
+            cut.append(source[begin:end])
+        offset += len(source)
+    return cut
+
+
+def _cut_runs(runs: Iterable[Run], start: int, stop: int) -> list[Run]:
+    """The part of runs between two offsets of their block. Their offsets are counted from the first of these."""
+    cut = []
+    for offset, place, size in runs:
+        begin, end = max(start, offset), min(stop, offset + size)
+        if begin < end:
+            cut.append(Run(begin - start, place + begin - offset, end - begin))
+    return cut
+
+
+def plan_blocks(copies: Iterable[TensorCopy]) -> list[DeviceBlock]:
+    """Tensors on devices, in blocks in the order of the image. A tensor that is larger than a block lies in several."""
+    blocks: list[DeviceBlock] = []
     for copy in copies:
         left, start = flat_bytes(copy.source), copy.start
         while len(left):
-            last = transfers[-1] if transfers else None
-            if last is None or (last.device, last.file) != (left.device, copy.file) or last.size == TRANSFER:
-                transfers.append(Transfer(left.device, copy.file))
-            room = TRANSFER - transfers[-1].size
-            transfers[-1].add(left if len(left) <= room else left[:room], start)
+            last = blocks[-1] if blocks else None
+            if last is None or (last.device, last.file) != (left.device, copy.file) or last.size == BLOCK:
+                blocks.append(DeviceBlock(left.device, copy.file))
+            room = BLOCK - blocks[-1].size
+            blocks[-1].add(left if len(left) <= room else left[:room], start)
             left, start = left[room:], start + room
-    return transfers
+    return blocks
 
 
-def stage(transfers: list[Transfer], room: DeviceRoom) -> None:
-    """Copy as many transfers of a device as there is room for. Not the first ones: training waits for what remains
-    live, so that hashing and writing can begin with it."""
-    left, size, fitting = room.measure(), 0, list[Transfer]()
-    for transfer in reversed(transfers):
-        size += transfer.size
-        if size > left:
+def stage(blocks: list[DeviceBlock], room: DeviceRoom) -> None:
+    """Copy as many blocks of a device as there is room for. Not the first ones: training waits for what remains live,
+    so that hashing and writing can begin with it."""
+    left, staged = room.measure(), 0
+    for block in reversed(blocks):
+        memory = _allocate(block) if staged + block.size <= left else None
+        if memory is None:
+            if staged + block.size <= left:
+                room.overestimated(staged)
             break
-        fitting.append(transfer)
-    staged = 0
-    for together in _batched(fitting, _BLOCK):
-        block = _allocate(together)
-        if block is None:
-            room.overestimated(staged)
-            break
-        for transfer in together:
-            transfer.stage(block[: transfer.size])
-            block = block[transfer.size :]
-            staged += transfer.size
+        block.stage(memory)
+        staged += block.size
     room.taken(staged)
 
 
-def _allocate(transfers: Sequence[Transfer]) -> torch.Tensor | None:
-    """Memory for these on their device; None if the allocator has none."""
+def _allocate(block: DeviceBlock) -> torch.Tensor | None:
+    """Memory for a block on its device; None if the allocator has none."""
     try:
-        size = sum(transfer.size for transfer in transfers)
-        return torch.empty(size, dtype=torch.uint8, device=transfers[0].device)
+        return torch.empty(block.size, dtype=torch.uint8, device=block.device)
     except torch.OutOfMemoryError:
         return None
-
-
-def _batched(transfers: Sequence[Transfer], count: int) -> Iterator[Sequence[Transfer]]:
-    for first in range(0, len(transfers), count):
-        yield transfers[first : first + count]

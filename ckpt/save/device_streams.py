@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,6 +55,7 @@ class StreamedDevice(Device):
         self._module: Any = torch.get_device_module(device)
         self._fetching = self._module.Stream(device)  # of the lowest priority: training and NCCL come first
         self._fetched = self._module.Event(blocking=True)
+        self._streams = self._all_streams()
 
     @contextmanager
     def ordered(self) -> Iterator[None]:
@@ -77,8 +77,7 @@ class StreamedDevice(Device):
             self._fetched.record(self._fetching)
         self._fetched.synchronize()
 
-    @cached_property
-    def _streams(self) -> list[Any]:
+    def _all_streams(self) -> list[Any]:
         """The default stream, and all in the pools of this device."""
         least, greatest = self._module.Stream.priority_range()
         priorities = range(max(greatest, least - _PRIORITIES + 1), least + 1)

@@ -19,7 +19,7 @@ from ckpt.formats.state import FilePlan
 from ckpt.formats.tensor_bytes import host_bytes
 from ckpt.save.arrival import Arrival
 from ckpt.save.device_fetch import BESIDE_TRAINING, WHILE_IT_WAITS, Fetcher
-from ckpt.save.device_staging import Transfer, plan_transfers, stage
+from ckpt.save.device_staging import DeviceBlock, plan_blocks, stage
 from ckpt.save.device_streams import Device, DeviceRoom
 from ckpt.save.host_image import HostImages
 from ckpt.save.memory_limit import available
@@ -87,11 +87,11 @@ class Snapshots:
         with ExitStack() as stack:
             for device in layout.devices:
                 stack.enter_context(self._devices[device].ordered())
-            transfers = plan_transfers(layout.on_device)
-            self._stage(transfers)
+            blocks = plan_blocks(layout.on_device)
+            self._stage(blocks)
         if fits:
-            return self._fetched(layout, transfers)
-        return self._streamed(layout, transfers)
+            return self._fetched(layout, blocks)
+        return self._streamed(layout, blocks)
 
     def paused(self) -> AbstractContextManager[None]:
         """Suspend prefaulting while this context lasts."""
@@ -102,21 +102,21 @@ class Snapshots:
         self._images.release()
         self._fetcher.release()
 
-    def _stage(self, transfers: list[Transfer]) -> None:
+    def _stage(self, blocks: list[DeviceBlock]) -> None:
         for device, room in self._rooms.items():
-            mine = [transfer for transfer in transfers if transfer.device == device]
+            mine = [block for block in blocks if block.device == device]
             if mine and self._devices[device].can_stage:
                 stage(mine, room)
 
-    def _fetched(self, layout: SnapshotLayout, transfers: list[Transfer]) -> Snapshot:
+    def _fetched(self, layout: SnapshotLayout, blocks: list[DeviceBlock]) -> Snapshot:
         """A snapshot in host memory: what could not be staged is there when this returns, the rest comes later."""
-        arrival = Arrival([transfer.start for transfer in transfers])
+        arrival = Arrival([(block.start, block.size) for block in blocks])
         image = self._images.take(layout.size)
         memory = image.bytes(layout.size)
         view = host_bytes(memory)
-        numbered = list(enumerate(transfers))
-        live = [(number, transfer) for number, transfer in numbered if transfer.staged is None]
-        staged = [(number, transfer) for number, transfer in numbered if transfer.staged is not None]
+        numbered = list(enumerate(blocks))
+        live = [(number, block) for number, block in numbered if block.staged is None]
+        staged = [(number, block) for number, block in numbered if block.staged is not None]
         try:
             layout.fill(memory)
             if live:
@@ -135,27 +135,27 @@ class Snapshots:
 
         return Snapshot(layout.files_in(memory, arrival), arrival, release=release)
 
-    def _fetch(self, staged: list[tuple[int, Transfer]], view: memoryview, arrival: Arrival) -> None:
+    def _fetch(self, staged: list[tuple[int, DeviceBlock]], view: memoryview, arrival: Arrival) -> None:
         try:
             self._fetcher.fetch(staged, view, arrival, BESIDE_TRAINING)
         except BaseException as error:  # raised where the files are read
             arrival.fail(error)
         finally:
-            for _, transfer in staged:
-                transfer.release()
+            for _, block in staged:
+                block.release()
 
-    def _streamed(self, layout: SnapshotLayout, transfers: list[Transfer]) -> Snapshot | None:
+    def _streamed(self, layout: SnapshotLayout, blocks: list[DeviceBlock]) -> Snapshot | None:
         """A snapshot that stays on the devices until its files are written; None if some of it could not be staged."""
 
         def release() -> None:
-            for transfer in transfers:
-                transfer.release()
+            for block in blocks:
+                block.release()
 
-        if any(transfer.staged is None for transfer in transfers):
+        if any(block.staged is None for block in blocks):
             release()
             self._warn_of_waiting(layout.size)
             return None
-        files = streamed_files(layout, transfers, self._fetcher)
+        files = streamed_files(layout, blocks, self._fetcher)
         return Snapshot(files, in_host_memory=False, release=release)
 
     @property
@@ -190,10 +190,10 @@ class Snapshots:
             "host",
         )
 
-    def _warn_of_room(self, layout: SnapshotLayout, live: list[tuple[int, Transfer]]) -> None:
+    def _warn_of_room(self, layout: SnapshotLayout, live: list[tuple[int, DeviceBlock]]) -> None:
         """Say beforehand how long training will wait, where it would be noticed."""
-        size = sum(transfer.size for _, transfer in live)
-        if size / _BYTES_PER_SECOND > 0.05 and all(self._devices[transfer.device].can_stage for _, transfer in live):
+        size = sum(block.size for _, block in live)
+        if size / _BYTES_PER_SECOND > 0.05 and all(self._devices[block.device].can_stage for _, block in live):
             self._warn_once(
                 f"beside training the device has no room for a copy of {shown(size)} of the state's "
                 f"{shown(layout.size)}: training waits while these are copied to host memory, about "

@@ -9,29 +9,29 @@ from dataclasses import replace
 from ckpt.formats.state import FilePlan
 from ckpt.formats.tensor_bytes import host_bytes
 from ckpt.save.device_fetch import Fetcher
-from ckpt.save.device_staging import Transfer
+from ckpt.save.device_staging import DeviceBlock
 from ckpt.save.snapshot_layout import SnapshotLayout
 from ckpt.save.staging_copy import flat_bytes
 
 _Placed = tuple[int, memoryview]  # with the place of the first byte
 
 
-def streamed_files(layout: SnapshotLayout, transfers: list[Transfer], fetcher: Fetcher) -> dict[str, FilePlan]:
+def streamed_files(layout: SnapshotLayout, blocks: list[DeviceBlock], fetcher: Fetcher) -> dict[str, FilePlan]:
     """The files, by path. Tensors on the host are copied now; those on devices must be staged."""
     on_host: dict[str, list[_Placed]] = {file.path: [] for file in layout.files}
-    on_device: dict[str, list[Transfer]] = {file.path: [] for file in layout.files}
+    on_device: dict[str, list[DeviceBlock]] = {file.path: [] for file in layout.files}
     for path, start, header in layout.headers:
         on_host[path].append((start, memoryview(header)))
     for path, source, start in layout.on_host:
         on_host[path].append((start, host_bytes(flat_bytes(source).clone())))
-    for transfer in transfers:
-        on_device[transfer.file].append(transfer)
+    for block in blocks:
+        on_device[block.file].append(block)
     return {
         file.path: _streamed(file, sorted(on_host[file.path]), on_device[file.path], fetcher) for file in layout.files
     }
 
 
-def _streamed(file: FilePlan, on_host: list[_Placed], on_device: list[Transfer], fetcher: Fetcher) -> FilePlan:
+def _streamed(file: FilePlan, on_host: list[_Placed], on_device: list[DeviceBlock], fetcher: Fetcher) -> FilePlan:
     def pieces() -> Iterator[memoryview]:
         left = deque(on_host)
         for transfer, data in fetcher.stream(on_device):

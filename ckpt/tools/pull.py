@@ -36,7 +36,7 @@ def pull(
 ) -> str:
     """Copy a repository (`user/repo`), or what is at a URL, to a folder or another URL, and return the URL of the copy.
 
-    A `source` on a local disk begins with a slash or a dot: `./runs/x`.
+    `user/repo` that is a folder here is that folder: `hub://user/repo` is always the repository.
 
     A checkpoint becomes a folder below `destination`, from which a run can resume: the one that `source` names, or of a
     root that of `step`, or all. Each appears when it is complete and matches its hashes; an interrupted copy is
@@ -52,13 +52,16 @@ def pull(
         storage = HubStorage(_with_revision(where, revision), token=token)
         return _pull_from_hub(storage, destination, step, storage_options)
     if revision or token:
-        raise ConfigError(f"revision= and token= are for the Hub, and {where} is not there.")
+        raise ConfigError(
+            f"revision= and token= are for the Hub. For a repository, write hub://user/repo, not {where}."
+        )
     return transfer(where, destination, step=step, options=storage_options)
 
 
 def _is_on_the_hub(where: str) -> bool:
-    """`user/repo` is a repository; a path begins with a slash or a dot."""
-    return where.startswith("hub://") or not ("://" in where or where.startswith(("/", ".")))
+    """`user/repo` is a repository, unless it is a folder here; a path may also begin with a slash or a dot."""
+    local = where.startswith(("/", ".")) or os.path.exists(where)
+    return where.startswith("hub://") or not ("://" in where or local)
 
 
 def _pull_from_hub(

@@ -63,7 +63,8 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     monkeypatch.setattr(Device, "of", staticmethod(lambda _: simulated))
     monkeypatch.setattr(snapshot, "DeviceRoom", lambda *_: SimulatedRoom(1 << 40))
     monkeypatch.setattr(snapshot_layout, "is_on_host", lambda tensor: tensor.numel() < 2)
-    monkeypatch.setattr(device_staging, "TRANSFER", 1000)
+    monkeypatch.setattr(device_staging, "TRANSFER", 300)
+    monkeypatch.setattr(device_staging, "BLOCK", 1000)
     monkeypatch.setattr("ckpt.save.arrival.STEP", 4096)
     return simulated
 
@@ -74,8 +75,8 @@ def with_room(monkeypatch: pytest.MonkeyPatch, room: int, allocatable: int | Non
     if allocatable is not None:
         allocate, taken = device_staging._allocate, [0]
 
-        def limited(transfers: list[device_staging.Transfer]) -> torch.Tensor | None:
-            taken[0] += sum(transfer.size for transfer in transfers)
-            return allocate(transfers) if taken[0] <= allocatable else None
+        def limited(block: device_staging.DeviceBlock) -> torch.Tensor | None:
+            taken[0] += block.size
+            return allocate(block) if taken[0] <= allocatable else None
 
         monkeypatch.setattr(device_staging, "_allocate", limited)

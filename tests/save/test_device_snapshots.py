@@ -14,7 +14,7 @@ from torch import nn
 
 import ckpt
 from ckpt.save.device_fetch import Fetcher
-from ckpt.save.device_staging import Transfer
+from ckpt.save.device_staging import DeviceBlock
 from ckpt.save.device_streams import DeviceRoom
 from ckpt.storage import ANY, Buffer
 from tests.helpers.places import PassedOn, Place
@@ -88,13 +88,13 @@ def test_live_tensors_and_staged_copies_are_released_when_they_are_fetched(
     root: Place, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     staged: list[weakref.ref[torch.Tensor]] = []
-    stage = Transfer.stage
+    stage = DeviceBlock.stage
 
-    def watched(self: Transfer, block: torch.Tensor) -> None:
+    def watched(self: DeviceBlock, block: torch.Tensor) -> None:
         stage(self, block)
         staged.append(weakref.ref(block))
 
-    monkeypatch.setattr(Transfer, "stage", watched)
+    monkeypatch.setattr(DeviceBlock, "stage", watched)
     with Run(1).manager(root) as manager:
         manager.save_state("a")
         manager.wait()
@@ -199,7 +199,7 @@ def test_writing_begins_before_all_has_been_fetched(
     fetch, late = device.fetch, []
 
     def fetch_some(sources: Iterable[torch.Tensor], target: torch.Tensor) -> None:
-        if len(device.fetched) == 12:  # more than a page of the first file
+        if len(device.fetched) == 40:  # more than a page of the first file
             late.append(storage.begun.wait(DEADLINE))
         fetch(sources, target)
 
@@ -226,7 +226,7 @@ def test_a_snapshot_that_nobody_needs_any_more_is_not_fetched_to_its_end(
         snapshot.arrival.is_discarded = True
         device.gate.set()
         snapshot.release()
-        assert len(device.fetched) < SIZE // 1000 // 2
+        assert len(device.fetched) < SIZE // 300 // 2
 
 
 class Module:
@@ -284,11 +284,11 @@ def test_fetches_of_two_snapshots_take_turns(device: SimulatedDevice) -> None:
     images = [bytearray(4000) for _ in range(2)]
 
     def fetch(number: int) -> None:
-        transfers = [Transfer(device.device, "file") for _ in range(4)]
-        for index, transfer in enumerate(transfers):
-            transfer.add(torch.full((1000,), 10 * number + index, dtype=torch.uint8), 1000 * index)
-        arrival = Arrival([transfer.start for transfer in transfers])
-        fetcher.fetch(enumerate(transfers), memoryview(images[number]), arrival, 2)
+        blocks = [DeviceBlock(device.device, "file") for _ in range(4)]
+        for index, block in enumerate(blocks):
+            block.add(torch.full((1000,), 10 * number + index, dtype=torch.uint8), 1000 * index)
+        arrival = Arrival([(block.start, block.size) for block in blocks])
+        fetcher.fetch(list(enumerate(blocks)), memoryview(images[number]), arrival, 2)
         arrival.wait()
 
     threads = [threading.Thread(target=fetch, args=(number,)) for number in range(2)]

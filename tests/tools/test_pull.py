@@ -104,6 +104,14 @@ def test_of_a_root_the_checkpoint_of_a_step_is_taken(tmp_path: Path) -> None:
     )
 
 
+def test_a_folder_that_is_there_is_not_taken_for_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with ckpt.StateManager("runs/x", model=nn.Linear(2, 2)) as manager:
+        manager.save_state("a", wait=True)
+    ckpt.pull("runs/x", "back")
+    assert ckpt.verify("back") == {"a": []}
+
+
 def test_what_was_cut_off_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "run", 1)
     there, back = tmp_path / "run", tmp_path / "back"
