@@ -14,7 +14,7 @@ from ckpt.save.committed_files import CommittedFiles
 from ckpt.save.comparison_history import ComparisonHistory
 from ckpt.save.read_back import ReadBack
 from ckpt.save.root_writer import RootWriter
-from ckpt.save.save_queue import SaveQueue
+from ckpt.save.save_queue import QueuedSave, SaveQueue
 from ckpt.save.snapshot import Snapshot, Snapshots
 from ckpt.save.transaction import SaveRequest, SaveTransaction
 from ckpt.storage import Staging
@@ -37,7 +37,7 @@ class Saver:
         self.compared = ComparisonHistory()
         self.owner = OwnerProcess()
         self._channel = root.ranks.channel("saving")  # saves run beside whatever else the ranks talk about
-        self._queue = SaveQueue(self._carry_out)
+        self._queue = SaveQueue()
         self._written: Snapshot | None = None  # of the last save, in memory until the next one
         self._has_prefaulted = False
         self._has_reported = False
@@ -77,7 +77,7 @@ class Saver:
         save = self._capture(request, snapshot=not wait)
         save.attended = wait or not save.detached
         if not save.attended:
-            self._queue.add(save)
+            self._queue.add(QueuedSave(request.name, lambda: self._carry_out(save), save.discard))
             return
         self._queue.wait()
         self._carry_out(save)
@@ -100,7 +100,7 @@ class Saver:
     def _replace_waiting(self, name: str) -> None:
         """Take the place of the save that waits for its turn, if it does so on all ranks."""
         waiting = self._queue.withdraw()
-        mine = Result(None if waiting is None else waiting.request.name)
+        mine = Result(None if waiting is None else waiting.name)
         replaced: str | None = None
         try:
             replaced = decide_together(self.root.ranks, f"save_state({name!r}) (its turn)", mine, _common)

@@ -52,9 +52,7 @@ def pull(
         storage = HubStorage(_with_revision(where, revision), token=token)
         return _pull_from_hub(storage, destination, step, storage_options)
     if revision or token:
-        raise ConfigError(
-            f"revision= and token= are for the Hub. For a repository, write hub://user/repo, not {where}."
-        )
+        raise ConfigError(f"revision= and token= are for the Hub: write hub://user/repo, not {where}.")
     return transfer(where, destination, step=step, options=storage_options)
 
 
