@@ -18,6 +18,7 @@ _WITH_STREAMS = {"cuda"}  # NVIDIA's and AMD's. What overlaps on others is not k
 _SMALL = 1 << 20  # bytes: tensors below are packed by one kernel
 _POOL = 32  # streams of each priority, after which PyTorch gives out the first again
 _PRIORITIES = 4  # that PyTorch has pools for
+_SNAPSHOTS_UNTIL_RETRY = 10
 
 
 class Device:
@@ -68,7 +69,7 @@ class StreamedDevice(Device):
                 current.wait_stream(stream)
         yield
         done = current.record_event()
-        for stream in (*others, self._fetching):
+        for stream in others:
             stream.wait_event(done)
 
     def fetch(self, sources: Iterable[torch.Tensor], target: torch.Tensor) -> None:
@@ -78,12 +79,13 @@ class StreamedDevice(Device):
         self._fetched.synchronize()
 
     def _all_streams(self) -> list[Any]:
-        """The default stream, and all in the pools of this device."""
+        """The default stream, and all in the pools of this device. Training may have been given any of them, also the
+        one that bytes are fetched on."""
         least, greatest = self._module.Stream.priority_range()
         priorities = range(max(greatest, least - _PRIORITIES + 1), least + 1)
         pooled = [self._module.Stream(self.device, priority=value) for value in priorities for _ in range(_POOL)]
-        distinct = {stream.stream_id: stream for stream in pooled if stream != self._fetching}
-        return [self._module.default_stream(self.device), *distinct.values()]
+        default = self._module.default_stream(self.device)
+        return list({stream.stream_id: stream for stream in (default, self._fetching, *pooled)}.values())
 
 
 class DeviceRoom:
@@ -97,6 +99,8 @@ class DeviceRoom:
         self._limit = limit
         self._peak = 0  # bytes that training had allocated at most
         self._staged = 0  # bytes of snapshots at most, by which the allocator's peak may be higher than training's
+        self._in_one_piece: int | None = None  # bytes that the allocator could provide when it failed
+        self._until_retry = 0  # snapshots
 
     def measure(self) -> int:
         """Bytes that can be taken now. Blocks that the allocator keeps for later are free."""
@@ -108,16 +112,22 @@ class DeviceRoom:
         self._peak = max(self._peak, allocated, figures.get("allocated_bytes.all.peak", 0) - self._staged)
         needed = self._peak - allocated
         reserve = total // 32 if needed > total // 128 else total // 4  # no step was seen yet: who knows what it needs
-        room: int = max(0, free + cached - needed - reserve)
-        return room if self._limit is None else min(room, self._limit)
+        bounds = [free + cached - needed - reserve, self._limit, self._provided()]
+        room: int = min(bound for bound in bounds if bound is not None)
+        return max(0, room)
+
+    def _provided(self) -> int | None:
+        """What the allocator could provide when it had less than it said; None if it has not been tried for a while."""
+        self._until_retry -= 1
+        return self._in_one_piece if self._until_retry > 0 else None
 
     def taken(self, size: int) -> None:
         """A snapshot has taken as many bytes."""
         self._staged = max(self._staged, size)
 
     def overestimated(self, room: int) -> None:
-        """The allocator could not provide more than this: its free memory is in pieces. Ask for no more later."""
-        self._limit = room
+        """The allocator could not provide more than this: its free memory is in pieces, and to ask it takes long."""
+        self._in_one_piece, self._until_retry = room, _SNAPSHOTS_UNTIL_RETRY
 
 
 def copy_packed(sources: Iterable[torch.Tensor], target: torch.Tensor, *, non_blocking: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Reads a checkpoint back from the disk after its commit, in the background: see docs/decisions/0020-read-back.md.
+"""Reads a checkpoint back from the disk after its commit, in the background: see docs/decisions/0021-read-back.md.
 
 That proves the bytes on the disk while the state is still in memory to write them again, and leaves them in the page
 cache, where a restart on this machine finds them.

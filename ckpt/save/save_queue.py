@@ -32,7 +32,10 @@ class SaveQueue:
         return self._worker.busy
 
     def add(self, save: QueuedSave) -> None:
-        """Begin this save, after the one under way if there is one. Blocks while another waits for its turn."""
+        """Begin this save, after the one under way if there is one. Blocks while another waits for its turn.
+
+        If the one before has failed, that is raised, and this one is not begun.
+        """
         with self._turn:
             self._turn.wait_for(lambda: self._waiting is None)
             self._put(save)
@@ -60,8 +63,8 @@ class SaveQueue:
         if self._is_running:
             self._waiting = save
         else:
-            self._is_running = True
             self._worker.start(lambda: self._run_all(save))
+            self._is_running = True  # the thread needs the lock to end
 
     def _run_all(self, save: QueuedSave) -> None:
         """Run a save, and every one that waits when it is done, though it may have failed."""

@@ -77,12 +77,19 @@ class Saver:
         save = self._capture(request, snapshot=not wait)
         save.attended = wait or not save.detached
         if not save.attended:
-            self._queue.add(QueuedSave(request.name, lambda: self._carry_out(save), save.discard))
+            self._begin(save)
             return
         self._queue.wait()
         self._carry_out(save)
         if wait and isinstance(self.root.storage, Staging):
             self._settle_together(request.name)
+
+    def _begin(self, save: SaveTransaction) -> None:
+        try:
+            self._queue.add(QueuedSave(save.request.name, lambda: self._carry_out(save), save.discard))
+        except BaseException:
+            save.discard()
+            raise
 
     def _capture(self, request: SaveRequest, *, snapshot: bool) -> SaveTransaction:
         if not self.busy:

@@ -54,7 +54,8 @@ class SimulatedRoom(DeviceRoom):
         self.room = room
 
     def measure(self) -> int:
-        return self.room if self._limit is None else min(self.room, self._limit)
+        provided = self._provided()
+        return self.room if provided is None else min(self.room, provided)
 
 
 def simulate(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable, Iterator
 
 import pytest
@@ -121,6 +122,22 @@ def test_a_save_that_waits_is_written_though_the_one_before_it_fails(root: Place
         with pytest.raises(ckpt.FullError):
             manager.wait()
     assert ckpt.verify(root) == {"second": []}
+
+
+def test_after_a_save_that_failed_the_next_call_says_so_and_the_one_after_it_saves(root: Place, gated: Gated) -> None:
+    with ckpt.StateManager(gated, model=nn.Linear(50, 50), saving=REPLACE) as manager:
+        images = manager.session.saver.snapshots._images
+        gated.broken = "first"
+        manager.save_state("first")
+        while manager.session.saver.busy:
+            time.sleep(0.01)
+        with pytest.raises(ckpt.FullError):
+            manager.save_state("second")
+        one = images.size
+        manager.save_state("third")
+        manager.wait()
+        assert images.size == one
+    assert ckpt.verify(root) == {"third": []}
 
 
 def test_a_save_that_is_waited_for_replaces_nothing(root: Place, gated: Gated) -> None:
