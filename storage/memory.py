@@ -49,7 +49,7 @@ class MemoryStorage:
 
     def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
         check_key(key)
-        data = b"".join(pieces)
+        data = b"".join(bytes(piece) for piece in pieces)
         with self._space.guard:
             if over not in (ANY, self.version(key)):
                 raise changed(f"{self.url}/{key}")

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+from ckpt.errors import StateError
+
 STEP = 64 << 20  # bytes that hashing and writing wait for at a time
 
 
@@ -29,11 +31,22 @@ class Arrival:
                 self.at = time.monotonic()
                 self._changed.notify_all()
 
+    @property
+    def missing(self) -> int:
+        """Bytes that have not arrived yet."""
+        return sum(self._missing.values())
+
     def fail(self, error: BaseException) -> None:
         """The rest will not arrive: whoever waits for it gets this error."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
+
+    def discard(self) -> None:
+        """Nobody needs the rest: it is not fetched, and whoever waits for it gets an error."""
+        self.is_discarded = True
+        if self.missing:
+            self.fail(StateError("a snapshot was read after its memory had been given back"))
 
     def wait(self, stop: int | None = None) -> None:
         """Block until all bytes of the image below `stop` have arrived; without it, all bytes there are."""

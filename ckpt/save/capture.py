@@ -51,7 +51,7 @@ class StateCapture:
             sharded={} if gathered else sharded,
             gathered=gathered,
             rank_parts=own,
-            document=documents.to_json({"state": values, "own": part_values(own)}),
+            rank_values={"state": values, "own": part_values(own)},
             writes_common=self._writes_common,
             guarantees=self._guarantees,
         )

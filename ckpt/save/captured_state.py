@@ -32,7 +32,7 @@ class CapturedState:
     sharded: Mapping[str, ShardedState]
     gathered: Mapping[str, ShardedState]  # sharded parts that the main rank writes whole: all ranks take part in that
     rank_parts: Mapping[str, PartState]  # parts that every rank saves for itself
-    document: bytes
+    rank_values: Mapping[str, Any]  # JSON: values of this rank, and of the parts that are its own
     writes_common: bool = True  # whether this rank writes what all ranks have in common
     guarantees: Mapping[str, Replication] = field(default_factory=dict)
     checksums: Mapping[str, Mapping[str, Callable[[], str]]] = field(default_factory=dict)  # to be compared once
@@ -49,6 +49,11 @@ class CapturedState:
     def values_file(self) -> FilePlan:
         """The file of all values that are no tensors. None of them is live: it may be built after the capture."""
         return FilePlan.of(documents.STATE, documents.to_json({"parts": self._values()}))
+
+    @cached_property
+    def document(self) -> bytes:
+        """This rank's document. None of its values is live: it may be built after the capture."""
+        return documents.to_json(self.rank_values)
 
     @cached_property
     def rank_files(self) -> list[FilePlan]:

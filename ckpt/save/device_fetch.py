@@ -8,60 +8,40 @@ training reads would wait behind every transfer in its queue.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import torch
 
-from ckpt.errors import StateError
 from ckpt.formats.tensor_bytes import host_bytes
 from ckpt.save.arrival import Arrival
 from ckpt.save.device_staging import TRANSFER, DeviceBlock, Transfer
 from ckpt.save.device_streams import Device
-from ckpt.util.aligned_memory import allocate_aligned, copy_bytes
+from ckpt.util.aligned_memory import copy_bytes
 from ckpt.util.worker_thread import WorkerThread
 
-_log = logging.getLogger("ckpt")
-
 BESIDE_TRAINING, WHILE_IT_WAITS = 2, min(8, os.cpu_count() or 1)  # threads that copy, each with a slot of the ring
-_PORTABLE = 1  # of cudaHostRegister: pinned for every device
 
 
-class PinnedRing:
-    """Slots of host memory for one transfer each. A slot is allocated and pinned when it is first used."""
+class Ring:
+    """Slots of host memory for one transfer each, from which devices are fetched quickly."""
 
     def __init__(self) -> None:
-        self._slots: list[torch.Tensor] = []
-        self._pinned: list[int] = []  # addresses
-        self._has_warned = False
+        self._slots: dict[tuple[torch.device, int], torch.Tensor] = {}
 
-    def slot(self, number: int) -> torch.Tensor:
-        while len(self._slots) <= number:
-            memory = torch.frombuffer(allocate_aligned(TRANSFER), dtype=torch.uint8)
-            memory.zero_()  # makes it resident
-            self._pin(memory)
-            self._slots.append(memory)
-        return self._slots[number]
+    def slot(self, device: Device, number: int) -> torch.Tensor:
+        """The slot of this number for this device, allocated when it is first used."""
+        key = device.device, number
+        if key not in self._slots:
+            self._slots[key] = device.allocate_on_host(TRANSFER)
+        return self._slots[key]
 
     def release(self) -> None:
-        """Unpin and free the memory. Nothing may be using it."""
-        for address in self._pinned:
-            _runtime().cudaHostUnregister(address)
-        self._pinned, self._slots = [], []
-
-    def _pin(self, memory: torch.Tensor) -> None:
-        if not torch.cuda.is_available():
-            return
-        if int(_runtime().cudaHostRegister(memory.data_ptr(), len(memory), _PORTABLE)) == 0:
-            self._pinned.append(memory.data_ptr())
-        elif not self._has_warned:
-            self._has_warned = True
-            _log.warning("host memory could not be pinned: copies from the device will be slow")
+        """Free the memory. Nothing may be using it."""
+        self._slots = {}
 
 
 class Fetcher:
@@ -69,7 +49,7 @@ class Fetcher:
 
     def __init__(self, devices: Mapping[torch.device, Device]) -> None:
         self._devices = devices
-        self._ring = PinnedRing()
+        self._ring = Ring()
         self._turn = threading.Lock()
 
     def fetch(
@@ -87,7 +67,7 @@ class Fetcher:
                         return
                     turn = next(turns)
                     workers[turn].wait()  # until its slot is free
-                    slot = self._bring(block.device, transfer, self._ring.slot(turn))
+                    slot = self._bring(transfer, self._ring, turn)
                     workers[turn].start(partial(_scatter, slot, transfer, image, arrival, number))
                 block.release()
             for worker in workers:
@@ -95,23 +75,21 @@ class Fetcher:
 
     def stream(self, blocks: Iterable[DeviceBlock]) -> Iterator[tuple[Transfer, memoryview]]:
         """Every transfer with its bytes, which are valid until the next is asked for. What was staged is kept."""
-        ring = PinnedRing()
-        try:
-            for block in blocks:
-                for transfer in block.transfers():
-                    yield transfer, self._bring(block.device, transfer, ring.slot(0))
-        finally:
-            ring.release()
+        ring = Ring()
+        for block in blocks:
+            for transfer in block.transfers():
+                yield transfer, self._bring(transfer, ring, 0)
 
     def release(self) -> None:
-        """Free the pinned memory. Nothing may be being fetched."""
-        self._ring.release()
+        """Free the pinned memory."""
+        with self._turn:
+            self._ring.release()
 
-    def _bring(self, device: torch.device, transfer: Transfer, slot: torch.Tensor) -> memoryview:
-        """Copy a transfer to a slot, and wait for it."""
-        if not transfer.sources:
-            raise StateError("a snapshot was read after its memory had been given back")
-        self._devices[device].fetch(transfer.sources, slot[: transfer.size])
+    def _bring(self, transfer: Transfer, ring: Ring, number: int) -> memoryview:
+        """Copy a transfer to a slot of a ring, and wait for it."""
+        device = self._devices[transfer.block.device]
+        slot = ring.slot(device, number)
+        device.fetch(transfer.block.between(transfer.start, transfer.stop), slot[: transfer.size])
         return host_bytes(slot)
 
 
@@ -120,7 +98,3 @@ def _scatter(slot: memoryview, transfer: Transfer, image: memoryview, arrival: A
     for offset, start, size in transfer.runs:
         copy_bytes(slot[offset : offset + size], image[start : start + size])
     arrival.arrived(number, transfer.size)
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

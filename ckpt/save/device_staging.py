@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from ckpt.save.device_streams import DeviceRoom, copy_packed
+from ckpt.errors import StateError
+from ckpt.formats.tensor_bytes import movable
+from ckpt.save.device_room import DeviceRoom
+from ckpt.save.device_streams import copy_packed
 from ckpt.save.staging_copy import TensorCopy, flat_bytes
 
 BLOCK = 256 << 20  # bytes that are staged in one allocation
@@ -23,24 +26,43 @@ class Run(NamedTuple):
     size: int
 
 
-class Transfer(NamedTuple):
-    """Bytes that are fetched at once: flat tensors on a device, and where they go in the image."""
+@dataclass(frozen=True)
+class LiveBytes:
+    """A range of the bytes of a live tensor, in the order of the file."""
 
-    sources: list[torch.Tensor]
-    runs: list[Run]
-    size: int
+    tensor: torch.Tensor
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def cut(self, start: int, stop: int) -> LiveBytes:
+        return LiveBytes(self.tensor, self.start + start, self.start + stop)
+
+    def flat(self) -> torch.Tensor:
+        """These bytes, flat: a view, or a copy on the device if they do not lie in that order."""
+        return flat_bytes(self.tensor)[self.start : self.stop]
+
+    def flat_somewhere(self) -> torch.Tensor:
+        """The same; a copy on the host if the device has no room for one."""
+        try:
+            return self.flat()
+        except torch.OutOfMemoryError:
+            on_host = torch.stack([movable(row).cpu() for row in self.tensor.detach().unbind(0)])
+            return flat_bytes(on_host)[self.start : self.stop]
 
 
 @dataclass
 class DeviceBlock:
     """Bytes of one file on one device, in the order of the image.
 
-    `sources`: the live bytes, flat. `staged`: their copy on the device, where there was room for it.
+    `sources`: the live bytes. `staged`: their copy on the device, where there was room for it.
     """
 
     device: torch.device
     file: str
-    sources: list[torch.Tensor] = field(default_factory=list)
+    sources: list[LiveBytes] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
     size: int = 0
     staged: torch.Tensor | None = None
@@ -50,7 +72,7 @@ class DeviceBlock:
         """The place of its first byte in the image."""
         return self.runs[0].start
 
-    def add(self, source: torch.Tensor, start: int) -> None:
+    def add(self, source: LiveBytes, start: int) -> None:
         last = self.runs[-1] if self.runs else None
         if last is not None and last.start + last.size == start:
             self.runs[-1] = last._replace(size=last.size + len(source))
@@ -61,28 +83,53 @@ class DeviceBlock:
 
     def stage(self, memory: torch.Tensor) -> None:
         """Enqueue the copy on the device. The live tensors may change, or go, after it in the stream."""
-        copy_packed(self.sources, memory)
+        copy_packed((source.flat() for source in self.sources), memory)
         self.staged, self.sources = memory, []
 
     def transfers(self) -> Iterator[Transfer]:
         """The bytes, cut into transfers: of the copy if there is one, else of the live tensors."""
-        sources = [self.staged] if self.staged is not None else self.sources
         for start in range(0, self.size, TRANSFER):
             stop = min(start + TRANSFER, self.size)
-            yield Transfer(_cut_sources(sources, start, stop), _cut_runs(self.runs, start, stop), stop - start)
+            yield Transfer(self, start, stop)
+
+    def between(self, start: int, stop: int) -> Iterator[torch.Tensor]:
+        """The bytes between two offsets, flat. To be iterated over in the stream that they are copied on."""
+        if self.staged is not None:
+            yield self.staged[start:stop]
+        elif not self.sources:
+            raise StateError("a snapshot was read after its memory had been given back")
+        for source in _cut_sources(self.sources, start, stop):
+            yield source.flat_somewhere()
 
     def release(self) -> None:
         """The bytes have been fetched: neither the copy nor the live tensors are needed any more."""
         self.staged, self.sources = None, []
 
 
-def _cut_sources(sources: Iterable[torch.Tensor], start: int, stop: int) -> list[torch.Tensor]:
-    """The part of flat tensors, laid one after the other, between two offsets."""
+class Transfer(NamedTuple):
+    """Bytes of a block that are fetched at once."""
+
+    block: DeviceBlock
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def runs(self) -> list[Run]:
+        """Where they go in the image. Offsets are counted from the first byte of the transfer."""
+        return _cut_runs(self.block.runs, self.start, self.stop)
+
+
+def _cut_sources(sources: Iterable[LiveBytes], start: int, stop: int) -> list[LiveBytes]:
+    """The part of sources, laid one after the other, between two offsets."""
     cut, offset = [], 0
     for source in sources:
         begin, end = max(start - offset, 0), min(stop - offset, len(source))
         if begin < end:
-            cut.append(source[begin:end])
+            cut.append(source.cut(begin, end))
         offset += len(source)
     return cut
 
@@ -100,15 +147,16 @@ def _cut_runs(runs: Iterable[Run], start: int, stop: int) -> list[Run]:
 def plan_blocks(copies: Iterable[TensorCopy]) -> list[DeviceBlock]:
     """Tensors on devices, in blocks in the order of the image. A tensor that is larger than a block lies in several."""
     blocks: list[DeviceBlock] = []
-    for copy in copies:
-        left, start = flat_bytes(copy.source), copy.start
-        while len(left):
-            last = blocks[-1] if blocks else None
-            if last is None or (last.device, last.file) != (left.device, copy.file) or last.size == BLOCK:
-                blocks.append(DeviceBlock(left.device, copy.file))
-            room = BLOCK - blocks[-1].size
-            blocks[-1].add(left if len(left) <= room else left[:room], start)
-            left, start = left[room:], start + room
+    last: DeviceBlock | None = None
+    for file, tensor, place in copies:
+        device, size, done = tensor.device, tensor.nbytes, 0
+        while done < size:
+            if last is None or last.size == BLOCK or last.file != file or last.device != device:
+                last = DeviceBlock(device, file)
+                blocks.append(last)
+            stop = min(size, done + BLOCK - last.size)
+            last.add(LiveBytes(tensor, done, stop), place + done)
+            done = stop
     return blocks
 
 
@@ -117,19 +165,17 @@ def stage(blocks: list[DeviceBlock], room: DeviceRoom) -> None:
     so that hashing and writing can begin with it."""
     left, staged = room.measure(), 0
     for block in reversed(blocks):
-        memory = _allocate(block) if staged + block.size <= left else None
-        if memory is None:
-            if staged + block.size <= left:
-                room.overestimated(staged)
+        if staged + block.size > left:
             break
-        block.stage(memory)
+        try:
+            block.stage(_allocate(block))
+        except torch.OutOfMemoryError:
+            room.overestimated(staged)
+            break
         staged += block.size
     room.taken(staged)
 
 
-def _allocate(block: DeviceBlock) -> torch.Tensor | None:
-    """Memory for a block on its device; None if the allocator has none."""
-    try:
-        return torch.empty(block.size, dtype=torch.uint8, device=block.device)
-    except torch.OutOfMemoryError:
-        return None
+def _allocate(block: DeviceBlock) -> torch.Tensor:
+    """Memory for a block on its device."""
+    return torch.empty(block.size, dtype=torch.uint8, device=block.device)

@@ -6,19 +6,24 @@ makes by itself must be synchronized with the current stream by its user, as for
 
 from __future__ import annotations
 
+import ctypes
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
 
 from ckpt.errors import StateError
 
+_log = logging.getLogger("ckpt")
+
 _WITH_STREAMS = {"cuda"}  # NVIDIA's and AMD's. What overlaps on others is not known: they are copied from at once
 _SMALL = 1 << 20  # bytes: tensors below are packed by one kernel
 _POOL = 32  # streams of each priority, after which PyTorch gives out the first again
 _PRIORITIES = 4  # that PyTorch has pools for
-_SNAPSHOTS_UNTIL_RETRY = 10
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Device:
@@ -45,6 +50,10 @@ class Device:
         """Copy flat tensors to host memory, one after the other, and wait for it."""
         copy_packed(sources, target, non_blocking=False)
 
+    def allocate_on_host(self, size: int) -> torch.Tensor:
+        """Host memory to fetch into, pinned if the device knows that."""
+        return torch.empty(size, dtype=torch.uint8)
+
 
 class StreamedDevice(Device):
     """A device whose streams order copies without the host, and whose memory has room for a copy of the state."""
@@ -54,80 +63,86 @@ class StreamedDevice(Device):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._module: Any = torch.get_device_module(device)
-        self._fetching = self._module.Stream(device)  # of the lowest priority: training and NCCL come first
-        self._fetched = self._module.Event(blocking=True)
-        self._streams = self._all_streams()
+        with self._module.device(device):
+            self._fetching = self._module.Stream(device)  # of the lowest priority: training and NCCL come first
+            self._fetched = self._module.Event(blocking=True)
+            self._streams = self._all_streams()
 
     @contextmanager
     def ordered(self) -> Iterator[None]:
-        if self._module.is_current_stream_capturing():
-            raise StateError("save_state() was called while a graph is being captured. Save before it, or after it.")
-        current = self._module.current_stream(self.device)
-        others = [stream for stream in self._streams if stream != current]
-        for stream in others:
-            if not stream.query():
-                current.wait_stream(stream)
+        with self._module.device(self.device):
+            if self._module.is_current_stream_capturing():
+                raise StateError("save_state() was called while a graph is being captured. Save before it or after it.")
+            current = self._module.current_stream(self.device)
+            others = [stream for stream in self._streams if stream != current]
+            for stream in others:
+                if not stream.query():
+                    current.wait_stream(stream)
         yield
         done = current.record_event()
         for stream in others:
             stream.wait_event(done)
 
     def fetch(self, sources: Iterable[torch.Tensor], target: torch.Tensor) -> None:
-        with self._module.stream(self._fetching):  # on which a second transfer would hold up those of training
+        # one at a time: a second transfer in the queue would hold up those of training
+        with self._in_this_thread(), self._module.stream(self._fetching):
             copy_packed(sources, target)
             self._fetched.record(self._fetching)
-        self._fetched.synchronize()
+            self._fetched.synchronize()
+
+    def allocate_on_host(self, size: int) -> torch.Tensor:
+        with self._in_this_thread():
+            try:
+                return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                _warn_of_slow_copies(str(error).partition("\n")[0])
+        return super().allocate_on_host(size)
+
+    @contextmanager
+    def _in_this_thread(self) -> Iterator[None]:
+        """Make the device current: another thread than training's would create a context on the first device.
+
+        And leave a graph alone that training captures meanwhile: whatever this thread does would invalidate it.
+        """
+        with self._module.device(self.device), _beside_captures():
+            yield
 
     def _all_streams(self) -> list[Any]:
         """The default stream, and all in the pools of this device. Training may have been given any of them, also the
         one that bytes are fetched on."""
         least, greatest = self._module.Stream.priority_range()
         priorities = range(max(greatest, least - _PRIORITIES + 1), least + 1)
-        pooled = [self._module.Stream(self.device, priority=value) for value in priorities for _ in range(_POOL)]
+        rounds = 2 * _POOL  # another thread may be given some of them meanwhile
+        pooled = [self._module.Stream(self.device, priority=value) for value in priorities for _ in range(rounds)]
         default = self._module.default_stream(self.device)
         return list({stream.stream_id: stream for stream in (default, self._fetching, *pooled)}.values())
 
 
-class DeviceRoom:
-    """How much memory of a device a snapshot may take for a moment: what training has never used, less a reserve.
+@cache
+def _warn_of_slow_copies(why: str) -> None:
+    _log.warning("host memory could not be pinned, so that copies from the device are slow: %s", why)
 
-    `limit`: bytes to take at most.
-    """
 
-    def __init__(self, device: torch.device, limit: int | None = None) -> None:
-        self._device = device
-        self._limit = limit
-        self._peak = 0  # bytes that training had allocated at most
-        self._staged = 0  # bytes of snapshots at most, by which the allocator's peak may be higher than training's
-        self._in_one_piece: int | None = None  # bytes that the allocator could provide when it failed
-        self._until_retry = 0  # snapshots
+@contextmanager
+def _beside_captures() -> Iterator[None]:
+    """Allow this thread calls that would invalidate a graph which another thread captures."""
+    exchange = _exchange_capture_mode()
+    mode = ctypes.c_int(_RELAXED)
+    if exchange is not None:
+        exchange(ctypes.byref(mode))  # afterwards it has the mode before
+    try:
+        yield
+    finally:
+        if exchange is not None:
+            exchange(ctypes.byref(mode))
 
-    def measure(self) -> int:
-        """Bytes that can be taken now. Blocks that the allocator keeps for later are free."""
-        module: Any = torch.get_device_module(self._device)
-        free, total = module.mem_get_info(self._device)
-        figures = module.memory_stats(self._device)
-        allocated = figures.get("allocated_bytes.all.current", 0)
-        cached = figures.get("reserved_bytes.all.current", 0) - allocated
-        self._peak = max(self._peak, allocated, figures.get("allocated_bytes.all.peak", 0) - self._staged)
-        needed = self._peak - allocated
-        reserve = total // 32 if needed > total // 128 else total // 4  # no step was seen yet: who knows what it needs
-        bounds = [free + cached - needed - reserve, self._limit, self._provided()]
-        room: int = min(bound for bound in bounds if bound is not None)
-        return max(0, room)
 
-    def _provided(self) -> int | None:
-        """What the allocator could provide when it had less than it said; None if it has not been tried for a while."""
-        self._until_retry -= 1
-        return self._in_one_piece if self._until_retry > 0 else None
-
-    def taken(self, size: int) -> None:
-        """A snapshot has taken as many bytes."""
-        self._staged = max(self._staged, size)
-
-    def overestimated(self, room: int) -> None:
-        """The allocator could not provide more than this: its free memory is in pieces, and to ask it takes long."""
-        self._in_one_piece, self._until_retry = room, _SNAPSHOTS_UNTIL_RETRY
+@cache
+def _exchange_capture_mode() -> Any:
+    """The call of NVIDIA's driver, for which PyTorch has no name; None without it."""
+    with suppress(OSError, AttributeError):
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode if torch.version.cuda else None
+    return None
 
 
 def copy_packed(sources: Iterable[torch.Tensor], target: torch.Tensor, *, non_blocking: bool = True) -> None:
@@ -146,8 +161,9 @@ def copy_packed(sources: Iterable[torch.Tensor], target: torch.Tensor, *, non_bl
 
 def _copy_small(sources: list[torch.Tensor], target: torch.Tensor, offset: int, non_blocking: bool) -> int:
     """Returns the offset after them."""
-    with suppress(torch.OutOfMemoryError):  # a device that is full: each is copied by itself
-        sources = [torch.cat(sources)] if len(sources) > 1 else sources
+    if len(sources) > 1:
+        with suppress(torch.OutOfMemoryError):  # a device that is full: each is copied by itself
+            sources = [torch.cat(sources)]
     for source in sources:
         target[offset : offset + len(source)].copy_(source, non_blocking=non_blocking)
         offset += len(source)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt.formats.layout import is_sharded, own_layout
-from ckpt.formats.native import documents
 from ckpt.formats.native.shard_table import ShardedState, ShardSpec, ShardTable
 from ckpt.formats.state import FilePlan
 from ckpt.root.file_names import own_key
@@ -21,14 +20,14 @@ def with_diverged_state(
 
     `diverged`: by part, the verdict on this rank. `snapshot`: the files of its snapshot, by path, if there is one.
     """
-    document, files = documents.from_json(captured.document, "the rank's document"), []
+    own, files = dict(captured.rank_values["own"]), []
     for key, verdict in diverged.items():
         entry, file = {"absent": True}, None
         if "absent" not in verdict:
             entry, file = _diverged(captured, key, verdict["tensors"], snapshot)
-        document["own"][own_key(key, captured.rank)] = entry
+        own[own_key(key, captured.rank)] = entry
         files += [file] if file else []
-    return replace(captured, document=documents.to_json(document), diverged_files=files)
+    return replace(captured, rank_values={**captured.rank_values, "own": own}, diverged_files=files)
 
 
 def _diverged(

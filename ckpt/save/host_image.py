@@ -22,6 +22,7 @@ class HostImage:
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self.in_use = False
+        self.resident = 0  # bytes that have been written to
 
     @property
     def size(self) -> int:
@@ -33,6 +34,7 @@ class HostImage:
             self._bytes = torch.empty(0, dtype=torch.uint8)  # freed first: there may not be room for both
             memory = allocate_pages(max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE)
             self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+            self.resident = 0
 
     def bytes(self, size: int) -> torch.Tensor:
         return self._bytes[:size]
@@ -63,13 +65,18 @@ class HostImages:
         """Bytes of the image that the next snapshot gets."""
         return max((image.size for image in self._images if not image.in_use), default=0)
 
+    @property
+    def free_resident(self) -> int:
+        """Bytes that the system counts as used, though no snapshot uses them."""
+        return sum(image.resident for image in self._images if not image.in_use)
+
     def prefault(self, size: int) -> None:
         """Begin to make an image of this size resident, unless there is one."""
         if size > self.free_size and not self._prefaulting.busy:
             image = self._free()
             image.reserve(size)
             self._untouched = image.chunks()
-            self._prefaulting.start(self._touch_all)
+            self._prefaulting.start(lambda: self._touch_all(image))
 
     def take(self, size: int) -> HostImage:
         """An image that no other snapshot uses, of at least this size."""
@@ -87,6 +94,11 @@ class HostImages:
             yield
         finally:
             self._not_paused.set()
+
+    def give_back(self, image: HostImage, size: int) -> None:
+        """The snapshot that had so many bytes of the image is not needed any more."""
+        image.resident = max(image.resident, size)
+        image.in_use = False
 
     def release(self) -> None:
         """Free all memory. Nothing may be using it."""
@@ -109,7 +121,7 @@ class HostImages:
         with suppress(Exception):  # whatever failed there, the memory can be used
             self._prefaulting.wait()
 
-    def _touch_all(self) -> None:
+    def _touch_all(self, image: HostImage) -> None:
         def work() -> None:
             while True:
                 self._not_paused.wait()
@@ -118,6 +130,8 @@ class HostImages:
                     if chunk is None or not threading.main_thread().is_alive():  # the interpreter is shutting down
                         return
                 chunk[:: mmap.PAGESIZE].zero_()  # writing to one byte of a page makes it resident
+                with self._lock:
+                    image.resident += len(chunk)
 
         helpers = [ThreadCall(work, "ckpt-memory") for _ in range(_THREADS - 1)]
         work()

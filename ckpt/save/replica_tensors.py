@@ -67,15 +67,17 @@ class ReplicaTensors:
 
     def _copied(self, snapshot: FilePlan) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors as they lie in the snapshot, by name."""
-        pieces = list(snapshot.pieces())
-        data, start = pieces[0] if len(pieces) == 1 else memoryview(bytearray().join(pieces)), 0
+        data, start = bytearray(), 0
+        for piece in snapshot.pieces():  # one at a time: a piece may be valid until the next is asked for
+            data += piece
         for content in self.file.contents or ():
             if isinstance(content, bytes):
                 start += len(content)
                 continue
             name, tensor = content
             stop = start + tensor.nbytes
-            flat = torch.frombuffer(data[start:stop], dtype=torch.uint8) if stop > start else torch.empty(0).byte()
+            view = memoryview(data)[start:stop]
+            flat = torch.frombuffer(view, dtype=torch.uint8) if stop > start else torch.empty(0).byte()
             yield name, flat.view(tensor.dtype).view(tensor.shape)
             start = stop
 

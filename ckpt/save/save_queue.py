@@ -25,6 +25,7 @@ class SaveQueue:
         self._turn = threading.Condition()
         self._is_running = False
         self._waiting: QueuedSave | None = None
+        self._earlier: BaseException | None = None  # an error that nobody has been told yet
 
     @property
     def busy(self) -> bool:
@@ -49,15 +50,26 @@ class SaveQueue:
     def restore(self, save: QueuedSave) -> None:
         """Put a save back that was withdrawn. None was added meanwhile."""
         with self._turn:
+            try:
+                self._worker.check()
+            except BaseException as error:  # of the one before: raised later, as this one must be written all the same
+                self._earlier = error
             self._put(save)
 
     def wait(self) -> None:
         """Until no save is under way. Raises the error of a failed one, once."""
         self._worker.wait()
+        self._raise_earlier()
 
     def check(self) -> None:
         """Raise the error of a failed save, if none is under way. Does not wait."""
         self._worker.check()
+        self._raise_earlier()
+
+    def _raise_earlier(self) -> None:
+        error, self._earlier = self._earlier, None
+        if error is not None:
+            raise error
 
     def _put(self, save: QueuedSave) -> None:
         if self._is_running:

@@ -75,7 +75,7 @@ class Saver:
         else:
             self._queue.wait()
         save = self._capture(request, snapshot=not wait)
-        save.attended = wait or not save.detached
+        save.attended = wait or not self._is_detached(save, everywhere=replace)
         if not save.attended:
             self._begin(save)
             return
@@ -84,10 +84,18 @@ class Saver:
         if wait and isinstance(self.root.storage, Staging):
             self._settle_together(request.name)
 
+    def _is_detached(self, save: SaveTransaction, *, everywhere: bool) -> bool:
+        """Whether training may continue. With `everywhere`, on all ranks: or one would replace what another writes."""
+        if not everywhere:
+            return save.detached
+        call = f"save_state({save.request.name!r}) (in memory)"
+        detached: bool = decide_together(self.root.ranks, call, Result(save.detached), all)
+        return detached
+
     def _begin(self, save: SaveTransaction) -> None:
         try:
             self._queue.add(QueuedSave(save.request.name, lambda: self._carry_out(save), save.discard))
-        except BaseException:
+        except Exception:  # not an interrupt: the save may have begun
             save.discard()
             raise
 

@@ -9,6 +9,7 @@ host, training waits until it has been copied to host memory.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -19,8 +20,9 @@ from ckpt.formats.state import FilePlan
 from ckpt.formats.tensor_bytes import host_bytes
 from ckpt.save.arrival import Arrival
 from ckpt.save.device_fetch import BESIDE_TRAINING, WHILE_IT_WAITS, Fetcher
+from ckpt.save.device_room import DeviceRoom
 from ckpt.save.device_staging import DeviceBlock, plan_blocks, stage
-from ckpt.save.device_streams import Device, DeviceRoom
+from ckpt.save.device_streams import Device
 from ckpt.save.host_image import HostImages
 from ckpt.save.memory_limit import available
 from ckpt.save.snapshot_layout import SnapshotLayout, in_pages
@@ -40,8 +42,12 @@ class Snapshot:
     files: dict[str, FilePlan]
     arrival: Arrival = field(default_factory=Arrival)
     in_host_memory: bool = True
-    release: Callable[[], None] = lambda: None
-    """Give back all memory. The files cannot be read any more."""
+    on_release: Callable[[], None] = lambda: None
+
+    def release(self) -> None:
+        """Give back all memory. The files cannot be read any more."""
+        on_release, self.on_release = self.on_release, lambda: None
+        on_release()
 
 
 class Snapshots:
@@ -58,6 +64,7 @@ class Snapshots:
         self._devices: dict[torch.device, Device] = {}
         self._rooms: dict[torch.device, DeviceRoom] = {}
         self._fetcher = Fetcher(self._devices)
+        self._arrivals: weakref.WeakSet[Arrival] = weakref.WeakSet()
         self._warned: set[str] = set()
 
     def prepare_devices(self, devices: Iterable[torch.device]) -> None:
@@ -113,27 +120,29 @@ class Snapshots:
         arrival = Arrival([(block.start, block.size) for block in blocks])
         image = self._images.take(layout.size)
         memory = image.bytes(layout.size)
-        view = host_bytes(memory)
-        numbered = list(enumerate(blocks))
-        live = [(number, block) for number, block in numbered if block.staged is None]
-        staged = [(number, block) for number, block in numbered if block.staged is not None]
+        live = [(number, block) for number, block in enumerate(blocks) if block.staged is None]
+        staged = [(number, block) for number, block in enumerate(blocks) if block.staged is not None]
+        fetching: ThreadCall | None = None
+
+        def release() -> None:
+            arrival.discard()
+            if fetching is not None:
+                fetching.has_failed()  # waits for it
+            self._images.give_back(image, layout.size)
+
         try:
             layout.fill(memory)
             if live:
                 self._warn_of_room(layout, live)
-                self._fetcher.fetch(live, view, arrival, WHILE_IT_WAITS)
+                self._fetcher.fetch(live, host_bytes(memory), arrival, WHILE_IT_WAITS)
+            if staged:
+                fetching = ThreadCall(lambda: self._fetch(staged, host_bytes(memory), arrival), "ckpt-fetch")
         except BaseException:
-            image.in_use = False
+            self._release_blocks(blocks)
+            release()
             raise
-        fetching = ThreadCall(lambda: self._fetch(staged, view, arrival), "ckpt-fetch") if staged else None
-
-        def release() -> None:
-            arrival.is_discarded = True
-            if fetching is not None:
-                fetching.has_failed()  # waits for it
-            image.in_use = False
-
-        return Snapshot(layout.files_in(memory, arrival), arrival, release=release)
+        self._arrivals.add(arrival)
+        return Snapshot(layout.files_in(memory, arrival), arrival, on_release=release)
 
     def _fetch(self, staged: list[tuple[int, DeviceBlock]], view: memoryview, arrival: Arrival) -> None:
         try:
@@ -141,28 +150,30 @@ class Snapshots:
         except BaseException as error:  # raised where the files are read
             arrival.fail(error)
         finally:
-            for _, block in staged:
-                block.release()
+            self._release_blocks([block for _, block in staged])
+
+    def _release_blocks(self, blocks: list[DeviceBlock]) -> None:
+        devices = {block.device for block in blocks if self._devices[block.device].can_stage}
+        for block in blocks:
+            block.release()
+        for device in devices:
+            self._rooms[device].released()
 
     def _streamed(self, layout: SnapshotLayout, blocks: list[DeviceBlock]) -> Snapshot | None:
         """A snapshot that stays on the devices until its files are written; None if some of it could not be staged."""
-
-        def release() -> None:
-            for block in blocks:
-                block.release()
-
         if any(block.staged is None for block in blocks):
-            release()
+            self._release_blocks(blocks)
             self._warn_of_waiting(layout.size)
             return None
         files = streamed_files(layout, blocks, self._fetcher)
-        return Snapshot(files, in_host_memory=False, release=release)
+        return Snapshot(files, in_host_memory=False, on_release=lambda: self._release_blocks(blocks))
 
     @property
     def _host_limit(self) -> int:
         if self._limit is not None:
             return self._limit - self._images.size + self._images.free_size
-        return int(0.8 * (available() + self._images.free_size))
+        to_come = sum(arrival.missing for arrival in self._arrivals)  # memory that is in use, and not resident yet
+        return int(0.8 * (available() + self._images.free_resident - to_come))
 
     def _fits(self, size: int) -> bool:
         return size <= self._host_limit

@@ -26,9 +26,13 @@ def streamed_files(layout: SnapshotLayout, blocks: list[DeviceBlock], fetcher: F
         on_host[path].append((start, host_bytes(flat_bytes(source).clone())))
     for block in blocks:
         on_device[block.file].append(block)
-    return {
-        file.path: _streamed(file, sorted(on_host[file.path]), on_device[file.path], fetcher) for file in layout.files
-    }
+    for placed in on_host.values():
+        placed.sort(key=_place)
+    return {file.path: _streamed(file, on_host[file.path], on_device[file.path], fetcher) for file in layout.files}
+
+
+def _place(placed: _Placed) -> int:
+    return placed[0]
 
 
 def _streamed(file: FilePlan, on_host: list[_Placed], on_device: list[DeviceBlock], fetcher: Fetcher) -> FilePlan:

@@ -150,6 +150,7 @@ class SaveTransaction:
 
     def _capture_again(self) -> dict[str, Any]:
         """Training waits, so the state is unchanged: capture it again, with replicas of what has come into doubt."""
+        self.discard()
         self.captured, self.snapshot, self._description = Result.capture(self.request.capture), None, None
         plan: dict[str, Any] | None = self._agree(self.captured.then(self._proposal), self._plan, " (captured again)")
         return plan or self._save_differences()
@@ -208,13 +209,16 @@ class SaveTransaction:
         self.written = [entry.file for entry in stored]
         return [asdict(entry) for entry in stored]
 
+    def _blocked_of(self, total: float) -> float:
+        return total if self.attended or self.blocked is None else self.blocked
+
     def _commit(self, attempt: Attempt, reports: list[list[dict[str, Any]]]) -> dict[str, str]:
         stored = merge_reports(reports)
         total = time.monotonic() - self.started
         facts = {
             **self.request.facts,
             "layout": "sharded" if self.captured.value.sharded else "full",
-            "seconds": {"blocked": total if self.blocked is None else self.blocked, **self.seconds, "total": total},
+            "seconds": {"blocked": self._blocked_of(total), **self.seconds, "total": total},
         }
         manifest = self.root.commit(attempt, stored, facts)
         return {"id": manifest.id, "manifest": manifest.to_bytes().decode() if self.root.hosts.separate_roots else ""}

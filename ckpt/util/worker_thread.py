@@ -31,10 +31,15 @@ class WorkerThread:
         """Wait for the previous call, then start this one. Raises the previous one's error."""
         self.wait()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=self._name)
+            thread.start()
+            self._thread = thread
         self._idle.clear()
-        self._calls.put(call)
+        try:
+            self._calls.put(call)
+        except BaseException:  # an interrupt: nothing would ever be done
+            self._idle.set()
+            raise
 
     def wait(self) -> None:
         """Wait for the call. Raises its error, once."""

@@ -79,6 +79,16 @@ class LocalStorage:
 
     def _finish(self, group: WriteGroup) -> None:
         """Sync the files of a group, then give them their names, then sync each folder once."""
+        if group.failed is not None:
+            raise group.failed
+        try:
+            self._name_all(group)
+        except Exception as error:
+            group.failed = error
+            raise
+        group.discard()
+
+    def _name_all(self, group: WriteGroup) -> None:
         for file in group.files:
             with self._translated_errors("write", file.key):
                 file.sync()
@@ -88,7 +98,6 @@ class LocalStorage:
                 self._name(file.temporary, file.key, file.over)
         for folder, keys in group.keys_by_folder().items():
             self._sync_folder(folder, *keys)
-        group.discard()
 
     def version(self, key: str) -> str | None:
         path = self._path(key, followed=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -15,6 +16,7 @@ from ckpt.storage.local.direct_write import is_small, write_durably, write_small
 
 _MOST_FILES = 64  # of a group, each of which may hold a file descriptor
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE
+_NO_HINTS = {errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP}
 
 
 def write_file(path: Path, pieces: Iterable[Buffer]) -> None:
@@ -56,6 +58,7 @@ class WriteGroup:
     """The files of a group that have been written, and have no names yet."""
 
     files: list[UnnamedFile] = field(default_factory=list)
+    failed: Exception | None = None  # the first error: the kernel reports a failed fsync once
     _open: dict[Path, int] = field(default_factory=dict)
 
     @property
@@ -98,20 +101,26 @@ class WriteGroup:
         for file in self.files:
             file.discard()
         self.files.clear()
+        while self._open:  # an interrupt came before the file was noted
+            with suppress(OSError):
+                os.close(self._open.popitem()[1])
 
 
 def _start_writeback(descriptor: int) -> None:
     """Let the disk begin, so that a later fsync of one file of a group commits all of them to the journal at once."""
     call = _sync_file_range()
-    if call is not None:
-        call(descriptor, 0, 0, _WRITE)  # a hint: what fails here fails in fsync
+    if call is None or call(descriptor, 0, 0, _WRITE) == 0:
+        return
+    code = ctypes.get_errno()
+    if code not in _NO_HINTS:  # space that was promised may turn out to be missing only here
+        raise OSError(code, os.strerror(code))
 
 
 @cache
 def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
     """sync_file_range of the C library; None where it has none."""
     try:
-        found = ctypes.CDLL(None).sync_file_range
+        found = ctypes.CDLL(None, use_errno=True).sync_file_range
     except (OSError, AttributeError):
         return None
     found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)

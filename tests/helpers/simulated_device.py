@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ckpt.save import device_staging, snapshot, snapshot_layout
-from ckpt.save.device_streams import Device, DeviceRoom, copy_packed
+from ckpt.save.device_room import DeviceRoom
+from ckpt.save.device_streams import Device, copy_packed
 from tests.helpers.processes import DEADLINE
 
 
@@ -53,6 +54,9 @@ class SimulatedRoom(DeviceRoom):
         super().__init__(torch.device("cpu"), None)
         self.room = room
 
+    def released(self) -> None:
+        """There is no allocator to ask."""
+
     def measure(self) -> int:
         provided = self._provided()
         return self.room if provided is None else min(self.room, provided)
@@ -76,8 +80,10 @@ def with_room(monkeypatch: pytest.MonkeyPatch, room: int, allocatable: int | Non
     if allocatable is not None:
         allocate, taken = device_staging._allocate, [0]
 
-        def limited(block: device_staging.DeviceBlock) -> torch.Tensor | None:
+        def limited(block: device_staging.DeviceBlock) -> torch.Tensor:
             taken[0] += block.size
-            return allocate(block) if taken[0] <= allocatable else None
+            if taken[0] > allocatable:
+                raise torch.OutOfMemoryError
+            return allocate(block)
 
         monkeypatch.setattr(device_staging, "_allocate", limited)

@@ -68,6 +68,17 @@ class StorageContract:
         storage.write("object", (bytes([i % 256]) * i for i in range(1000)))
         assert storage.read("object") == b"".join(bytes([i % 256]) * i for i in range(1000))
 
+    def test_the_pieces_of_a_stream_may_all_lie_in_one_buffer(self, storage: Storage) -> None:
+        buffer = bytearray(1000)
+
+        def pieces() -> Iterator[memoryview]:
+            for number in range(50):
+                buffer[:] = bytes([number]) * 1000
+                yield memoryview(buffer)
+
+        storage.write("object", pieces())
+        assert storage.read("object") == b"".join(bytes([number]) * 1000 for number in range(50))
+
     def test_pieces_of_wide_items_are_taken_byte_by_byte(self, storage: Storage) -> None:
         wide = memoryview(bytes(range(64))).cast("Q")
         storage.write("object", [wide, b"end"])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import ckpt
+from ckpt.save.save_queue import QueuedSave, SaveQueue
 from ckpt.storage import ANY, Buffer
 from tests.helpers.places import PassedOn, Place
 from tests.helpers.processes import DEADLINE, run_ranks
@@ -185,3 +186,42 @@ def test_ranks_that_are_at_different_points_of_a_save_replace_the_same_ones(root
     assert names[0] == "step-39"
     assert all(value_of(root, name) == int(name[-2:]) for name in names)
     assert ckpt.verify(root) == {name: [] for name in names}
+
+
+def _replace_where_rank_1_has_no_memory(rank: int, root: str) -> None:
+    model = nn.Linear(50, 50)
+    saving = ckpt.SaveOptions(when_busy="replace", host_memory=1000 if rank else None)
+    with ckpt.StateManager(root, model=model, ranks=ckpt.RankOptions(timeout=60), saving=saving) as manager:
+        for number in range(10):
+            fill(model, number)
+            manager.save_state(f"step-{number}")
+
+
+def test_where_one_rank_has_no_memory_for_a_snapshot_all_of_them_wait(root: Place) -> None:
+    assert run_ranks(2, _replace_where_rank_1_has_no_memory, str(root)) == [0, 0]
+    assert len(ckpt.verify(root)) == 10
+    assert value_of(root, "step-9") == 9
+
+
+def test_a_save_that_is_put_back_is_run_though_the_one_before_it_has_failed() -> None:
+    queue, ran = SaveQueue(), list[str]()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        begun.set()
+        assert go_on.wait(DEADLINE)
+        raise ckpt.FullError("no space left")
+
+    queue.add(QueuedSave("first", fail, lambda: None))
+    assert begun.wait(DEADLINE)
+    queue.add(QueuedSave("second", lambda: ran.append("second"), lambda: None))
+    second = queue.withdraw()
+    assert second is not None
+    go_on.set()
+    while queue.busy:
+        time.sleep(0.01)
+    queue.restore(second)
+    with pytest.raises(ckpt.FullError):
+        queue.wait()
+    queue.wait()
+    assert ran == ["second"]
