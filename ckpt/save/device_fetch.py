@@ -18,30 +18,13 @@ import torch
 
 from ckpt.formats.tensor_bytes import host_bytes
 from ckpt.save.arrival import Arrival
-from ckpt.save.device_staging import TRANSFER, DeviceBlock, Transfer
+from ckpt.save.device_staging import DeviceBlock, Transfer
 from ckpt.save.device_streams import Device
+from ckpt.save.pinned_ring import PinnedRing
 from ckpt.util.aligned_memory import copy_bytes
 from ckpt.util.worker_thread import WorkerThread
 
 BESIDE_TRAINING, WHILE_IT_WAITS = 2, min(8, os.cpu_count() or 1)  # threads that copy, each with a slot of the ring
-
-
-class Ring:
-    """Slots of host memory for one transfer each, from which devices are fetched quickly."""
-
-    def __init__(self) -> None:
-        self._slots: dict[tuple[torch.device, int], torch.Tensor] = {}
-
-    def slot(self, device: Device, number: int) -> torch.Tensor:
-        """The slot of this number for this device, allocated when it is first used."""
-        key = device.device, number
-        if key not in self._slots:
-            self._slots[key] = device.allocate_on_host(TRANSFER)
-        return self._slots[key]
-
-    def release(self) -> None:
-        """Free the memory. Nothing may be using it."""
-        self._slots = {}
 
 
 class Fetcher:
@@ -49,7 +32,7 @@ class Fetcher:
 
     def __init__(self, devices: Mapping[torch.device, Device]) -> None:
         self._devices = devices
-        self._ring = Ring()
+        self._ring = PinnedRing()
         self._turn = threading.Lock()
 
     def fetch(
@@ -75,7 +58,7 @@ class Fetcher:
 
     def stream(self, blocks: Iterable[DeviceBlock]) -> Iterator[tuple[Transfer, memoryview]]:
         """Every transfer with its bytes, which are valid until the next is asked for. What was staged is kept."""
-        ring = Ring()
+        ring = PinnedRing()
         for block in blocks:
             for transfer in block.transfers():
                 yield transfer, self._bring(transfer, ring, 0)
@@ -85,7 +68,7 @@ class Fetcher:
         with self._turn:
             self._ring.release()
 
-    def _bring(self, transfer: Transfer, ring: Ring, number: int) -> memoryview:
+    def _bring(self, transfer: Transfer, ring: PinnedRing, number: int) -> memoryview:
         """Copy a transfer to a slot of a ring, and wait for it."""
         device = self._devices[transfer.block.device]
         slot = ring.slot(device, number)
