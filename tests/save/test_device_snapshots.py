@@ -279,10 +279,7 @@ def test_writing_begins_before_all_has_been_fetched(
     assert loaded(root, "a") == state
 
 
-def test_a_snapshot_that_nobody_needs_any_more_is_not_fetched_to_its_end(
-    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ckpt.save.device_fetch.TRANSFER", 1000)
+def test_a_snapshot_that_nobody_needs_any_more_is_not_fetched_to_its_end(device: SimulatedDevice) -> None:
     run = Run(1)
     with run.manager("memory://") as manager:
         device.gate.clear()
