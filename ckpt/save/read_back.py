@@ -143,8 +143,8 @@ class _Reading:
 
     def _end(self) -> None:
         self._files.free_memory()  # or the snapshot would live until the next save
+        _under_way.discard(self)  # only now: the end of the program waits until the memory is freed
         self.done.set()
-        _under_way.discard(self)  # last: the end of the program must wait until the memory is freed
 
     def _is_on_network(self) -> bool:
         place = getattr(self._storage, "place", None)
