@@ -43,7 +43,8 @@ class SaveOptions(_Checked):
     not enough, training waits until a checkpoint is written. `device_memory`: how much a snapshot may take on each
     device until it is fetched; None means what training has never needed, less a reserve. `read_back`:
     whether a checkpoint in a local root is read from the disk after its commit, in the background, which proves it and
-    makes a restart on this machine read it from memory; None means from 16 MB on and when memory is plentiful.
+    makes a restart on this machine read it from memory; None means from 16 MB of a rank on, when memory is
+    plentiful, and not on network filesystems.
     """
 
     layout: str = "auto"

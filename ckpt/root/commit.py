@@ -47,7 +47,8 @@ class Attempt:
     """One attempt to write a checkpoint. Until `commit`, a checkpoint of the same name remains as it was.
 
     Files whose path exists already (`occupied_paths`) get another path: a file that a committed manifest lists is never
-    overwritten. The manifest is written only over `expected_version`, so that of two concurrent writers one commits.
+    overwritten by other bytes. The manifest is written only over `expected_version`, so that of two concurrent writers
+    one commits.
     """
 
     name: str

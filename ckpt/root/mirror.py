@@ -119,7 +119,8 @@ class MirrorWorker:
         too_many = max(0, len(waiting) - self.backlog)
         self._waiting = waiting[too_many:]
         for copy in [*dropped, *waiting[:too_many]]:
-            _log.warning("%s is not copied to %s: newer ones wait already", copy.name, self.copies.target.url)
+            if copy.manifest not in [kept.manifest for kept in self._waiting]:  # unless it was enqueued again
+                _log.warning("%s is not copied to %s: newer ones wait already", copy.name, self.copies.target.url)
             copy.held.close()
 
     def _next(self) -> _QueuedCopy | None:

@@ -124,14 +124,15 @@ def reading(storage: Storage, name: str) -> Iterator[Manifest | None]:
     """
     with ExitStack() as held:
         try:
-            _lock_patiently(storage, name, held)
+            lock_patiently(storage, name, held)
         except AbsentError:
             yield None
         else:
             yield catalog.find(storage, name).manifest
 
 
-def _lock_patiently(storage: Storage, name: str, held: ExitStack) -> None:
+def lock_patiently(storage: Storage, name: str, held: ExitStack) -> None:
+    """Hold the checkpoint's shared lock in `held`. Waits while another process removes it or cleans it up."""
     deadline = time.monotonic() + _PATIENCE
     while True:
         try:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ckpt.errors import DamagedError, StorageError, shows_damage
-from ckpt.formats.native.block_hash import BlockHasher, digest
+from ckpt.errors import AbsentError, DamagedError, NotDurableError, StorageError, shows_damage
+from ckpt.formats.native.block_hash import BLOCK_SIZE, BlockHasher
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.state import FilePlan
-from ckpt.root.catalog import find
+from ckpt.root.catalog import MARKER, find
 from ckpt.root.verified_file import VerifiedFile
-from ckpt.root.verify import reading
+from ckpt.root.verify import lock_patiently
 from ckpt.storage.base import PageCached
 
 _FAILING_DISK = {errno.EIO, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN}
@@ -26,6 +27,13 @@ class DiskProblem(NamedTuple):
     is_damage: bool
 
 
+class Rewrite(NamedTuple):
+    """Whether a file was written again, and what is wrong: why it was not, or why it may be lost in a crash."""
+
+    is_written: bool
+    problem: str = ""
+
+
 class GoneError(Exception):
     """The checkpoint was removed, or replaced by another one of its name."""
 
@@ -34,13 +42,14 @@ class GoneError(Exception):
 class CommittedFiles:
     """The files of a committed checkpoint that this rank has written or linked.
 
-    `in_memory`: those whose bytes are still in memory, by name. They are valid until the next snapshot is taken.
+    `in_memory`: those whose bytes are still in memory, by name, until `free_memory`. They are valid until the next
+    snapshot is taken.
     """
 
     checkpoint: str
     id: str
     records: tuple[FileRecord, ...]
-    in_memory: Mapping[str, FilePlan]
+    in_memory: dict[str, FilePlan]
 
     @property
     def size(self) -> int:
@@ -48,24 +57,42 @@ class CommittedFiles:
 
     def with_manifest(self, manifest: Manifest) -> CommittedFiles:
         """The same, with the manifest, which this rank has written too."""
-        data = manifest.to_bytes()
-        record = FileRecord(name=FILE_NAME, path=FILE_NAME, size=len(data), blocks=(digest(data),))
-        in_memory = {**self.in_memory, FILE_NAME: FilePlan.of(FILE_NAME, data)}
-        return replace(self, records=(*self.records, record), in_memory=in_memory)
+        plan = FilePlan.of(FILE_NAME, manifest.to_bytes())
+        record = FileRecord(name=FILE_NAME, path=FILE_NAME, size=plan.size, blocks=_blocks_of(plan))
+        self.in_memory[FILE_NAME] = plan
+        return replace(self, records=(*self.records, record))
 
-    def without_memory(self) -> CommittedFiles:
-        return replace(self, in_memory={})
+    def free_memory(self) -> None:
+        """Free what is in memory, on the calling thread. Nothing may be writing it."""
+        self.in_memory.clear()
 
     def key(self, record: FileRecord) -> str:
         return f"{self.checkpoint}/{record.path}"
 
-    def is_current(self, storage: PageCached) -> bool:
-        """Whether the checkpoint is still this one. Where its manifest was altered it is: nobody else writes there."""
-        found = find(storage, self.checkpoint)
+    def is_current(self, storage: PageCached, lost: FileRecord | None = None) -> bool:
+        """Whether the checkpoint is still this one. Where its manifest was altered it is: nobody else writes there.
+
+        `lost`: a file that cannot be read. If that is a missing manifest, the checkpoint is known by its other files.
+        """
+        try:
+            found = find(storage, self.checkpoint)
+        except StorageError as error:
+            if not _is_failing_disk(error):
+                raise
+            return self._has(storage, FILE_NAME)
         if found.manifest is not None:
             return found.manifest.id == self.id
-        present = storage.version(f"{self.checkpoint}/{FILE_NAME}") is not None
-        return present and isinstance(found.problem, DamagedError)
+        if lost is not None and lost.name == FILE_NAME and not self._has(storage, FILE_NAME):
+            return self._lacks_only_manifest(storage)
+        return self._has(storage, FILE_NAME) and isinstance(found.problem, DamagedError)
+
+    def _has(self, storage: PageCached, path: str) -> bool:
+        return storage.version(f"{self.checkpoint}/{path}") is not None
+
+    def _lacks_only_manifest(self, storage: PageCached) -> bool:
+        """Whether neither a save nor a removal is under way, and all other files are there."""
+        others = (record.path for record in self.records if record.name != FILE_NAME)
+        return not self._has(storage, MARKER) and all(self._has(storage, path) for path in others)
 
     def problem(
         self, storage: PageCached, record: FileRecord, buffer: memoryview, advance: Callable[[float], None]
@@ -79,35 +106,48 @@ class CommittedFiles:
                 if altered:
                     return DiskProblem(altered, is_damage=True)
         except (DamagedError, StorageError) as error:
-            if shows_damage(error) or getattr(error.__cause__, "errno", None) in _FAILING_DISK:
+            if shows_damage(error) or _is_failing_disk(error):
                 return DiskProblem(str(error).rstrip("."), is_damage=shows_damage(error))
             raise
         return None
 
-    def write_again(self, storage: PageCached, record: FileRecord) -> str:
-        """Replace a file by the same bytes, from memory. Returns why that was not possible.
+    def write_again(self, storage: PageCached, record: FileRecord) -> Rewrite:
+        """Replace a file by the same bytes, from memory.
 
         The manifest lists them already, and is not changed. While the checkpoint's shared lock is held, no process
         removes it.
         """
         plan = self.in_memory.get(record.name)
         if plan is None:
-            return "its bytes are no longer in memory"
-        if _blocks_of(plan, record) != record.blocks:
-            return "what is in memory does not match its hashes either"
+            return Rewrite(False, "its bytes are no longer in memory")
+        if _blocks_of(plan, record.block_size) != record.blocks:
+            return Rewrite(False, "what is in memory does not match its hashes either")
         try:
-            with reading(storage, self.checkpoint):
-                if not self.is_current(storage):
+            with ExitStack() as held:
+                self._lock(storage, held)
+                if not self.is_current(storage, record):
                     raise GoneError
                 pieces = list(plan.pieces()) if plan.in_memory else plan.pieces()
                 storage.write(self.key(record), pieces, over=storage.version(self.key(record)))
+        except NotDurableError as error:
+            return Rewrite(True, str(error).rstrip("."))
         except StorageError as error:
-            return f"it could not be written again ({str(error).rstrip('.')})"
-        return ""
+            return Rewrite(False, f"it could not be written again ({str(error).rstrip('.')})")
+        return Rewrite(True)
+
+    def _lock(self, storage: PageCached, held: ExitStack) -> None:
+        try:
+            lock_patiently(storage, self.checkpoint, held)
+        except AbsentError:
+            raise GoneError from None
 
 
-def _blocks_of(plan: FilePlan, record: FileRecord) -> tuple[str, ...]:
-    hasher = BlockHasher(record.block_size)
+def _is_failing_disk(error: BaseException) -> bool:
+    return getattr(error.__cause__, "errno", None) in _FAILING_DISK
+
+
+def _blocks_of(plan: FilePlan, block_size: int = BLOCK_SIZE) -> tuple[str, ...]:
+    hasher = BlockHasher(block_size)
     for piece in plan.pieces():
         hasher.update(piece)
     return hasher.digests

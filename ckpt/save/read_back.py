@@ -15,18 +15,19 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckpt.errors import CkptError
 from ckpt.formats.native.manifest import FileRecord
 from ckpt.root.catalog import find
 from ckpt.root.commit import EarlierFile
 from ckpt.root.verified_file import WINDOW
-from ckpt.save.committed_files import CommittedFiles, DiskProblem, GoneError
+from ckpt.save.committed_files import CommittedFiles, DiskProblem, GoneError, Rewrite
 from ckpt.save.memory_limit import available
+from ckpt.save.repair_report import Repair, RepairReport, text_of
 from ckpt.save.root_writer import RootWriter
 from ckpt.storage.base import PageCached
 from ckpt.util.console import format_size
+from ckpt.util.filesystem import is_on_network
 from ckpt.util.fork_safety import OwnerProcess
-from ckpt.util.thread_priority import work_in_background, write_at_normal_priority
+from ckpt.util.thread_priority import normal_io_priority, work_in_background
 
 _log = logging.getLogger("ckpt")
 
@@ -34,12 +35,14 @@ WORTH_IT = 16 << 20  # bytes
 _REMOVAL = 1.0  # seconds within which somebody who removes a folder by hand has removed its manifest too
 _PAUSE = 0.1
 _TOO_LATE = "a save, a load or close() has come before"
+_PATIENCE = 5.0  # seconds that the end of the program waits for a disk that does not answer
 
 
 class ReadBack:
     """Reads back the newest checkpoint of a manager, at most one at a time.
 
-    `wanted`: True for every checkpoint, False for none, None for those of 16 MB and more when memory is plentiful.
+    `wanted`: True for every checkpoint, False for none, None for those of which this rank has written 16 MB and more,
+    when memory is plentiful and the root is not on a network filesystem.
     """
 
     def __init__(self, root: RootWriter, wanted: bool | None = None) -> None:
@@ -109,28 +112,46 @@ class _Reading:
             _log.debug("%s is not read back: %s", self._url, error)
 
     def stop(self) -> None:
+        """Stop, and free the snapshot: the thread would otherwise be the last to refer to it.
+
+        A daemon thread that frees tensors while the interpreter finalizes aborts the process.
+        """
         if not self._owner.is_here:  # a forked child has no such thread, and perhaps a copy of a lock that it held
             return
         with self._turn:
             self._stopped.set()
             self._turn.wait_for(lambda: not self._changing)
+        self._files.free_memory()
+
+    def finish(self) -> None:
+        """Stop, and wait until the thread is done with its files, unless its disk does not answer."""
+        self.stop()
+        if self._owner.is_here:
+            self.done.wait(_PATIENCE)
 
     def _run(self) -> None:
         try:
             work_in_background()
-            if self._always or self._is_memory_plentiful():
+            if self._always or (not self._is_on_network() and self._is_memory_plentiful()):
                 self._read_all()
         except (_StoppedError, GoneError):
             _log.debug("%s is not read back any further", self._url)
-        except CkptError as error:
-            _log.warning("%s is committed, but could not be read back: %s", self._url, error)
+        except Exception as error:  # of any kind: the checkpoint is committed, and training continues
+            _log.warning("%s is committed, but could not be read back: %s", self._url, text_of(error))
         finally:
             self._end()
 
     def _end(self) -> None:
-        self._files = self._files.without_memory()  # or the snapshot would live until the next save
-        _under_way.discard(self)
+        self._files.free_memory()  # or the snapshot would live until the next save
+        _under_way.discard(self)  # only now: the end of the program waits until the memory is freed
         self.done.set()
+
+    def _is_on_network(self) -> bool:
+        place = getattr(self._storage, "place", None)
+        if place is None or not is_on_network(place):
+            return False
+        _log.debug("%s is not read back: it is on a network filesystem", self._url)
+        return True
 
     def _is_memory_plentiful(self) -> bool:
         """Whether what the ranks of this host have written takes at most half of the memory that is available."""
@@ -171,23 +192,20 @@ class _Reading:
         """Report a file that is not what was written, and repair it."""
         self._check_present(record)
         with self._change() as may_change:
-            _log.error(
-                "%s: the disk does not return what was written: %s. Found by reading the checkpoint back after its "
-                "commit.", self._url, problem.text,
-            )  # fmt: skip
-            why = self._repair(record, buffer) if may_change else _TOO_LATE
-            if not why:
-                _log.warning("%s/%s was written again, and is intact now. Check the disk.", self._url, record.path)
-                return
-            if may_change:
-                self._distrust(record, problem)
-            _log.error("%s/%s is not repaired: %s. %s", self._url, record.path, why, _advice(problem, self._url))
+            report = RepairReport.begin(self._storage, self._files, record, problem)
+            too_late = Repair(_TOO_LATE, is_damage=problem.is_damage)
+            repair = self._repair(record, problem, buffer) if may_change else too_late
+            report.end(repair, self._root())
+            if repair.why:
+                self._distrust(record, repair)
+            if repair.is_unproven or not repair.why:
+                self._mirror_again()
 
     def _check_present(self, record: FileRecord) -> None:
         """Raise if the checkpoint was removed or replaced. A removal deletes the manifest first, unless by hand."""
         missing = self._storage.version(self._files.key(record)) is None
         deadline = time.monotonic() + (_REMOVAL if missing else 0.0)
-        while self._files.is_current(self._storage):
+        while self._files.is_current(self._storage, record):
             if time.monotonic() > deadline or self._stopped.wait(_PAUSE):
                 return
         raise GoneError
@@ -204,34 +222,49 @@ class _Reading:
                 self._changing = False
                 self._turn.notify_all()
 
-    def _repair(self, record: FileRecord, buffer: memoryview) -> str:
-        """Write a file again and read it back. Returns why it is not repaired."""
-        write_at_normal_priority()
-        why = self._files.write_again(self._storage, record)
-        if why:
-            return why
+    def _repair(self, record: FileRecord, found: DiskProblem, buffer: memoryview) -> Repair:
+        """Write a file again and read it back."""
+        rewrite = self._write_again(record)
+        if not rewrite.is_written:
+            return Repair(rewrite.problem, is_damage=found.is_damage)
         try:
-            problem = self._problem(record, buffer)
+            problem = None if rewrite.problem else self._problem(record, buffer)
         except _StoppedError:
-            return f"it was written again, but {_TOO_LATE} it was read"
-        return f"it was written again, and still {problem.text}" if problem is not None else ""
+            return Repair(_TOO_LATE, is_unproven=True)
+        except Exception as error:
+            return Repair(text_of(error).rstrip("."), is_unproven=True)
+        if problem is not None:
+            return Repair(f"it was written again, and still {problem.text}", is_damage=problem.is_damage)
+        return Repair(rewrite.problem, is_unproven=bool(rewrite.problem))
 
-    def _distrust(self, record: FileRecord, problem: DiskProblem) -> None:
+    def _write_again(self, record: FileRecord) -> Rewrite:
+        try:
+            with normal_io_priority():
+                return self._files.write_again(self._storage, record)
+        except GoneError:
+            pass
+        except Exception as error:
+            return Rewrite(False, f"it could not be written again ({text_of(error).rstrip('.')})")
+        raise GoneError  # anew: the traceback of the first one refers to the snapshot
+
+    def _distrust(self, record: FileRecord, repair: Repair) -> None:
         """Link no later file to this one; count its checkpoint as damaged, if it is."""
-        root = self._root()
+        root, name = self._root(), self._files.checkpoint
         if root is None:
             return
-        if root.linkable.get(record.name) == EarlierFile(self._files.checkpoint, record):
-            del root.linkable[record.name]
-        if problem.is_damage:
-            root.damaged.add(self._files.checkpoint)
+        linkable = root.linkable  # a save may replace it meanwhile
+        if linkable.get(record.name) == EarlierFile(name, record):
+            linkable.pop(record.name, None)
+        if repair.is_damage:
+            root.damaged.add(name)
+            if not self._files.is_current(self._storage, record):  # a save has replaced it: that one is not damaged
+                root.damaged.discard(name)
 
-
-def _advice(problem: DiskProblem, url: str) -> str:
-    """What a resume will do, and what the user should do."""
-    if problem.is_damage:
-        return f"A resume takes the newest intact checkpoint before {url}: save again, and check the disk."
-    return f"A resume stops at {url} while it cannot be read: save again, check the disk, or move that folder away."
+    def _mirror_again(self) -> None:
+        """Copy the checkpoint to the mirror, which may have refused it because of the damage."""
+        root = self._root()
+        if root is not None and root.mirror is not None and self._manifest is not None:
+            root.mirror.enqueue(self._manifest)
 
 
 _under_way: set[_Reading] = set()
@@ -240,4 +273,4 @@ _under_way: set[_Reading] = set()
 @atexit.register
 def _stop_all() -> None:
     for started in list(_under_way):
-        started.stop()
+        started.finish()

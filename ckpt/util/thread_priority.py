@@ -10,7 +10,8 @@ import os
 import platform
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 # Not the lowest priority: a thread that is starved while it holds the interpreter's lock holds up training.
 _NICER = 5
@@ -29,10 +30,16 @@ def work_in_background() -> None:
         _set_io_priority(_IDLE, 0)
 
 
-def write_at_normal_priority() -> None:
-    """Give the I/O of this thread, and of those that it starts, its usual priority again: somebody may wait for it."""
+@contextmanager
+def normal_io_priority() -> Iterator[None]:
+    """The I/O of a thread that works in the background, and of those that it starts here, has its usual priority."""
     if sys.platform == "linux":
         _set_io_priority(_BEST_EFFORT, _MIDDLE)
+    try:
+        yield
+    finally:
+        if sys.platform == "linux":
+            _set_io_priority(_IDLE, 0)
 
 
 def _set_io_priority(kind: int, level: int) -> None:

@@ -24,8 +24,9 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.formats.native.manifest import Manifest
+from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.save import read_back
+from ckpt.save.committed_files import CommittedFiles
 from ckpt.storage import ANY, Buffer, LocalStorage
 from ckpt.storage.local.direct_read import _is_cached
 from ckpt.util import thread_priority
@@ -174,8 +175,8 @@ class TestAFileThatTheDiskDoesNotReturn:
             finish(manager)
             assert manager.session.saver.root.damaged == {"a"}
         assert errors(caplog)[1] == (
-            f"{root}/{MODEL} is not repaired: its bytes are no longer in memory. A resume takes the newest intact "
-            f"checkpoint before {root}/a: save again, and check the disk."
+            f"{root}/{MODEL} is not repaired: its bytes are no longer in memory. A resume skips {root}/a and "
+            "takes the newest intact checkpoint: save again, and check the disk."
         )
         assert list(ckpt.verify(root)["a"])
         with ckpt.StateManager(root, model=model(2)) as manager:
@@ -201,7 +202,10 @@ class TestAFileThatTheDiskDoesNotReturn:
         with ckpt.StateManager(disk, model=model(), saving=ALWAYS) as manager:
             manager.save_state("a")
             finish(manager)
-        assert "is not repaired: it could not be written again (no space left). A resume takes the" in caplog.text
+        assert (
+            "is not repaired: it could not be written again (no space left). No other checkpoint is known"
+            in caplog.text
+        )
         assert list(ckpt.verify(root)["a"])
 
     def test_is_not_written_again_with_other_bytes(
@@ -234,7 +238,7 @@ class TestAFileThatTheDiskDoesNotReturn:
             manager.save_state("a")
             finish(manager)
             assert not manager.session.saver.root.damaged
-        assert f"A resume stops at {root}/a while it cannot be read" in caplog.text
+        assert f"A resume that comes to {root}/a stops while it cannot be read" in caplog.text
 
     def test_for_a_reason_that_is_not_the_disks_is_left_as_it_is(
         self, root: Folder, caplog: pytest.LogCaptureFixture
@@ -261,6 +265,158 @@ class TestAFileThatTheDiskDoesNotReturn:
             finish(manager)
         assert (f"b/{frozen}" in disk.written) == (not repairable)
         assert [bool(problems) for problems in ckpt.verify(root).values()] == [False, not repairable]
+
+    def test_and_may_not_outlive_a_crash_is_not_damaged(self, root: Folder, caplog: pytest.LogCaptureFixture) -> None:
+        class Unsynced(Disk):
+            def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+                super().write(key, pieces, over=over)
+                if self.written.count(MODEL) == 2:
+                    raise ckpt.NotDurableError("its folder could not be synced.")
+
+        disk = Unsynced(root)
+        disk.meanwhile[MODEL] = [flip]
+        with ckpt.StateManager(disk, model=model(), saving=ALWAYS) as manager:
+            manager.save_state("a")
+            finish(manager)
+            assert not manager.session.saver.root.damaged
+            assert "model.safetensors" not in manager.session.saver.root.linkable
+        assert "was written again, not yet read back: its folder could not be synced. Check the disk" in caplog.text
+        assert ckpt.verify(root) == {"a": []}
+
+    def test_for_any_error_of_the_repair_is_reported(self, root: Folder, caplog: pytest.LogCaptureFixture) -> None:
+        def no_memory() -> None:
+            raise MemoryError("none left")
+
+        disk = Disk(root)
+        disk.meanwhile[MODEL], disk.before_write[MODEL] = [flip], no_memory
+        with ckpt.StateManager(disk, model=model(), saving=ALWAYS) as manager:
+            manager.save_state("a")
+            finish(manager)
+            assert manager.session.saver.root.damaged == {"a"}
+        assert "is not repaired: it could not be written again (MemoryError: none left)" in caplog.text
+
+    def test_that_older_checkpoints_share_is_damaged_there_too(
+        self, root: Folder, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        disk, live, frozen = Disk(root), adapted(), "model+frozen.safetensors"
+        with ckpt.StateManager(disk, model=live, saving=ALWAYS) as manager:
+            manager.session.saver.read_back._wanted = False
+            manager.save_state("a", wait=True)
+            manager.session.saver.read_back._wanted = True
+            disk.meanwhile[f"b/{frozen}"] = [flip]
+            manager.save_state("b")
+            finish(manager)
+        assert errors(caplog)[1] == (
+            f"{root}/b/{frozen} was written again, and is intact now. Check the disk. Older checkpoints share the file "
+            f"that the disk did not return, and are as damaged as before: run `ckpt verify {root}`."
+        )
+        assert [bool(problems) for problems in ckpt.verify(root).values()] == [False, True]
+
+    def test_is_mirrored_once_it_is_repaired(self, root: Folder) -> None:
+        disk = Disk(root)
+        failed = threading.Event()
+
+        class Mirror(LocalStorage):
+            def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+                if key == MODEL:
+                    flipped.wait(60)
+                try:
+                    super().write(key, pieces, over=over)
+                except ckpt.DamagedError:
+                    failed.set()
+                    raise
+
+        flipped = threading.Event()
+
+        def flip_and_copy(path: Path) -> None:
+            flip(path)
+            flipped.set()
+            assert failed.wait(60)
+
+        disk.meanwhile[MODEL] = [flip_and_copy]
+        mirror = root.parent / "mirror"
+        with ckpt.StateManager(disk, model=model(), saving=ALWAYS, mirror=Mirror(str(mirror))) as manager:
+            manager.save_state("a")
+            finish(manager)
+        assert ckpt.verify(mirror) == {"a": []}
+
+
+class TestAManifestThatTheDiskDoesNotReturn:
+    def test_for_an_io_error_is_written_again(self, root: Folder, caplog: pytest.LogCaptureFixture) -> None:
+        class Failing(Disk):
+            def check(self, key: str) -> None:
+                if key == MANIFEST and self.written.count(key) == 1:
+                    fail_to_read(self._root / key)
+
+            def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+                self.check(key)
+                return super().read(key, start, stop)
+
+            def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
+                self.check(key)
+                super().read_into(key, start, *buffers, again=again)
+
+        with ckpt.StateManager(Failing(root), model=model(), saving=ALWAYS) as manager:
+            manager.save_state("a")
+            finish(manager)
+        assert f"{root}/{MANIFEST} was written again, and is intact now" in caplog.text
+
+    def test_for_it_is_missing_is_written_again(
+        self, root: Folder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(read_back, "_REMOVAL", 0.0)
+        disk = Disk(root)
+        disk.meanwhile[MANIFEST] = [Path.unlink]
+        with ckpt.StateManager(disk, model=model(), saving=ALWAYS) as manager:
+            manager.save_state("a")
+            finish(manager)
+        assert f"{root}/{MANIFEST} was written again, and is intact now" in caplog.text
+        assert ckpt.verify(root) == {"a": []}
+
+    @pytest.mark.parametrize("happens", ["removal begun", "another file gone"])
+    def test_is_no_false_alarm_where_its_checkpoint_is_removed(
+        self, root: Folder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, happens: str
+    ) -> None:
+        def remove(path: Path) -> None:
+            path.unlink()
+            if happens == "removal begun":
+                (path.parent / ".saving").touch()
+            else:
+                (path.parent / "model.safetensors").unlink()
+
+        monkeypatch.setattr(read_back, "_REMOVAL", 0.0)
+        disk = Disk(root)
+        disk.meanwhile[MANIFEST] = [remove]
+        with ckpt.StateManager(disk, model=model(), saving=ALWAYS) as manager:
+            manager.save_state("a")
+            finish(manager)
+        assert not errors(caplog)
+        assert disk.written.count(MANIFEST) == 1
+
+    def test_may_have_several_blocks(self, root: Folder) -> None:
+        block = FileRecord(name="x", path="x", size=1, blocks=("0" * 32,) * 900_000)
+        manifest = Manifest(name="a", id="1", sequence=1, created="", run="", files=(block,))
+        storage = LocalStorage(root)
+        storage.write(MANIFEST, [manifest.to_bytes()])
+        files = CommittedFiles("a", "1", (), {}).with_manifest(manifest)
+        (record,) = files.records
+        assert len(record.blocks) == 2
+        assert files.problem(storage, record, memoryview(bytearray(8 << 20)), lambda _: None) is None
+
+
+def test_any_error_of_the_thread_is_one_warning(
+    root: Folder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(read_back, "available", fail)
+    monkeypatch.setattr(read_back, "WORTH_IT", 0)
+    with ckpt.StateManager(root, model=model()) as manager:
+        manager.save_state("a")
+        finish(manager)
+    (warning,) = errors(caplog)
+    assert warning.startswith(f"{root}/a is committed, but could not be read back: OSError: ")
 
 
 def test_the_page_cache_has_the_checkpoint_afterwards(root: Folder) -> None:
@@ -299,6 +455,19 @@ def test_it_is_read_at_a_lower_priority_than_that_of_training(root: Folder) -> N
     assert found[0][1] >> 13 == 3  # idle
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_a_repair_is_written_at_the_usual_priority(root: Folder) -> None:
+    found: list[int] = []
+    disk = Disk(root)
+    disk.meanwhile[MODEL] = [flip]
+    disk.before_write[MODEL] = lambda: found.append(priorities()[1] >> 13)
+    disk.meanwhile[MANIFEST] = [lambda _: found.append(priorities()[1] >> 13)]
+    with ckpt.StateManager(disk, model=model(), saving=ALWAYS) as manager:
+        manager.save_state("a")
+        finish(manager)
+    assert found == [2, 3]  # best effort, and idle again
+
+
 def priorities() -> tuple[int, int]:
     """How nice this thread is, and its I/O priority."""
     get = thread_priority._IOPRIO_SET[platform.machine()] + 1
@@ -335,6 +504,14 @@ class TestWhen:
     ) -> None:
         monkeypatch.setattr(read_back, "WORTH_IT", 0)
         monkeypatch.setattr(read_back, "available", lambda: 2 * size(root) + free)
+        assert self.read(Disk(root), wanted) == happens
+
+    @pytest.mark.parametrize(("wanted", "happens"), [(None, False), (True, True)])
+    def test_a_network_filesystem_is_read_back_only_if_it_is_asked_for(
+        self, root: Folder, monkeypatch: pytest.MonkeyPatch, wanted: bool | None, happens: bool
+    ) -> None:
+        monkeypatch.setattr(read_back, "WORTH_IT", 0)
+        monkeypatch.setattr(read_back, "is_on_network", lambda place: place == os.path.realpath(root))
         assert self.read(Disk(root), wanted) == happens
 
     def test_the_ranks_of_a_host_share_its_memory(self, root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -455,8 +632,13 @@ class TestStopping:
             stopping.join(0.2)
             gate.set()
             stopping.join()
-        assert order == ["written", "stopped"]
-        assert "is not repaired: it was written again, but a save, a load or close() has come before" in caplog.text
+            assert order == ["written", "stopped"]
+            assert not manager.session.saver.root.damaged
+            assert "model.safetensors" not in manager.session.saver.root.linkable
+        assert errors(caplog)[1] == (
+            f"{root}/{MODEL} was written again, not yet read back: a save, a load or close() has come before. Check "
+            f"the disk, and run `ckpt verify {root}/a`."
+        )
         assert ckpt.verify(root) == {"a": []}
 
     def test_what_is_found_too_late_is_reported_and_not_repaired(
@@ -478,9 +660,57 @@ class TestStopping:
         manager.close()
         assert "is not repaired: a save, a load or close() has come before" in caplog.text
         assert disk.written.count(MODEL) == 1
+        assert manager.session.saver.root.damaged == {"a"}
+        assert "model.safetensors" not in manager.session.saver.root.linkable
+
+    def test_it_frees_the_copy_of_the_state_on_the_thread_that_stops_it(self, root: Folder) -> None:
+        """Freed by a daemon thread while the interpreter finalizes, a tensor would abort the process."""
+        disk = Disk(root)
+        disk.gate.clear()
+        manager = ckpt.StateManager(disk, model=model(), saving=ALWAYS)
+        manager.save_state("a")
+        assert disk.waits.wait(60)
+        (reading,) = read_back._under_way
+        assert "model.safetensors" in reading._files.in_memory
+        manager.close()
+        assert not reading._files.in_memory
+        assert not reading.done.is_set()
+        disk.gate.set()
+        assert reading.done.wait(60)
 
 
 class TestAProgramThatEnds:
+    def test_waits_until_the_thread_is_out_of_its_files(self, root: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(read_back, "_PATIENCE", 60.0)
+        disk = Disk(root)
+        disk.gate.clear()
+        with ckpt.StateManager(disk, model=model(), saving=ALWAYS) as manager:
+            manager.save_state("a")
+            assert disk.waits.wait(60)
+            (reading,) = read_back._under_way
+            ending = threading.Thread(target=read_back._stop_all)
+            ending.start()
+            ending.join(0.2)
+            assert ending.is_alive()
+            disk.gate.set()
+            ending.join()
+            assert reading.done.is_set()
+
+    def test_after_its_manager_was_dropped_ends_properly(self, root: Folder) -> None:
+        script = """
+            import sys, ckpt
+            from torch import nn
+            def main():
+                saving = ckpt.SaveOptions(read_back=True)
+                manager = ckpt.StateManager(sys.argv[1], model=nn.Linear(3000, 3000), saving=saving)
+                manager.save_state("a")
+                manager.wait()
+            main()
+        """
+        for number in range(3):
+            command = [sys.executable, "-c", textwrap.dedent(script), f"{root}-{number}"]
+            subprocess.run(command, check=True, timeout=300)
+
     def test_does_not_wait_for_it(self, root: Folder) -> None:
         script = """
             import sys, ckpt

@@ -1,0 +1,43 @@
+"""What a local path lies on: the type of its filesystem, and how many names a file has."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_NETWORK = re.compile(r"nfs4?|lustre|cifs|smb\w*|fuse(\..*)?|ceph|gpfs|beegfs\w*|9p|virtiofs|afs|glusterfs|wekafs")
+_ESCAPE = re.compile(r"\\([0-7]{3})")
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+def is_on_network(path: str, mounts: Path = _MOUNTS) -> bool:
+    """Whether a path lies on a network filesystem, or on one in user space. False where the system does not say."""
+    return _NETWORK.fullmatch(filesystem_type(path, mounts)) is not None
+
+
+def filesystem_type(path: str, mounts: Path = _MOUNTS) -> str:
+    """The type of the filesystem that a path lies on, as it was mounted (`ext4`, `nfs4`); "" if that is not known."""
+    try:
+        lines = mounts.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return ""
+    real, found = os.path.realpath(path), ("", "")
+    for line in lines:
+        mount, _, source = line.partition(" - ")
+        point = _ESCAPE.sub(lambda code: chr(int(code[1], 8)), mount.split(" ")[4])
+        if _is_below(real, point) and len(point) >= len(found[0]):  # of two on the same point, the later covers it
+            found = point, source.split(" ")[0]
+    return found[1]
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def count_names(path: str) -> int:
+    """How many hard links a file has; 0 if there is none."""
+    try:
+        return os.stat(path).st_nlink
+    except OSError:
+        return 0
