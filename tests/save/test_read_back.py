@@ -393,6 +393,7 @@ class TestAManifestThatTheDiskDoesNotReturn:
         assert not errors(caplog)
         assert disk.written.count(MANIFEST) == 1
 
+    @pytest.mark.slow
     def test_may_have_several_blocks(self, root: Folder) -> None:
         block = FileRecord(name="x", path="x", size=1, blocks=("0" * 32,) * 900_000)
         manifest = Manifest(name="a", id="1", sequence=1, created="", run="", files=(block,))
