@@ -29,6 +29,7 @@ from benchmarks.shared.report import (
     in_seconds,
     parser,
     ratio,
+    refuse_unknown_libraries,
     table,
     table_of_targets,
     yes_or_no,
@@ -222,10 +223,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     add("--repeats", type=int, default=3, help="turns of every library")
     add("--warm-seconds", type=float, default=20.0, help="how long ckpt may take to read a checkpoint back")
     options = options_parser.parse_args(arguments)
-    unknown = set(options.libraries.split(",")) - LIBRARIES.keys()
-    if unknown:
-        listed = ", ".join(sorted(unknown))
-        options_parser.error(f"--libraries: there is no {listed}; there are {', '.join(LIBRARIES)}")
+    refuse_unknown_libraries(options_parser, options.libraries, LIBRARIES)
     return options
 
 

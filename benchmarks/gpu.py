@@ -45,7 +45,7 @@ from benchmarks.shared.measure import files_in, folder_in
 from benchmarks.shared.page_cache import resident, wait_until_resident
 from benchmarks.shared.raw import RawReader, RawWriter
 from benchmarks.shared.reference import REFERENCES, assert_equal
-from benchmarks.shared.report import Run, parser
+from benchmarks.shared.report import Run, parser, refuse_unknown_libraries
 from benchmarks.shared.state import State
 from benchmarks.shared.training import LENGTH, Training, lead_of
 
@@ -232,10 +232,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     add("--device", default="cuda", choices=("cuda", "cpu"))
     add("--seconds", type=float, default=380.0, help="after so many no other library is begun (default: %(default)g)")
     options = options_parser.parse_args(arguments)
-    unknown = set(options.libraries.split(",")) - LIBRARIES.keys()
-    if unknown:
-        listed = ", ".join(sorted(unknown))
-        options_parser.error(f"--libraries: there is no {listed}; there are {', '.join(LIBRARIES)}")
+    refuse_unknown_libraries(options_parser, options.libraries, LIBRARIES)
     return options
 
 

@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,13 @@ def parser(benchmark: str, description: str | None) -> argparse.ArgumentParser:
     found.add_argument("--root", type=Path, default=Path(), help="a folder on the disk to measure")
     found.add_argument("--results", type=Path, default=RESULTS, help="the folder of reports (default: %(default)s)")
     return found
+
+
+def refuse_unknown_libraries(found: argparse.ArgumentParser, chosen: str, known: Collection[str]) -> None:
+    """End with an error that names every library which there is not."""
+    unknown = set(chosen.split(",")) - set(known)
+    if unknown:
+        found.error(f"--libraries: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Value]:

@@ -110,6 +110,16 @@ def finish(manager: ckpt.StateManager) -> None:
     manager.session.saver.read_back.wait()
 
 
+def disk_after_a_save(root: Folder, file: str, happens: Callable[[Path], object]) -> Disk:
+    """A disk to which a checkpoint was saved, where this happened to a file of it before it was read back."""
+    disk = Disk(root)
+    disk.meanwhile[file] = [happens]
+    with ckpt.StateManager(disk, model=model(), saving=ALWAYS) as manager:
+        manager.save_state("a")
+        finish(manager)
+    return disk
+
+
 def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "ckpt-read-back"]
 
@@ -385,11 +395,7 @@ class TestAManifestThatTheDiskDoesNotReturn:
                 (path.parent / "model.safetensors").unlink()
 
         monkeypatch.setattr(read_back, "_REMOVAL", 0.0)
-        disk = Disk(root)
-        disk.meanwhile[MANIFEST] = [remove]
-        with ckpt.StateManager(disk, model=model(), saving=ALWAYS) as manager:
-            manager.save_state("a")
-            finish(manager)
+        disk = disk_after_a_save(root, MANIFEST, remove)
         assert not errors(caplog)
         assert disk.written.count(MANIFEST) == 1
 
@@ -798,11 +804,7 @@ def test_a_checkpoint_that_was_removed_or_replaced_is_no_false_alarm(
     happens: Callable[[Path], object],
 ) -> None:
     monkeypatch.setattr(read_back, "_REMOVAL", 60.0)
-    disk = Disk(root)
-    disk.meanwhile[MODEL] = [happens]
-    with ckpt.StateManager(disk, model=model(), saving=ALWAYS) as manager:
-        manager.save_state("a")
-        finish(manager)
+    disk = disk_after_a_save(root, MODEL, happens)
     assert not errors(caplog)
     assert disk.written.count(MODEL) == 1
 
