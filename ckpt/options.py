@@ -41,7 +41,7 @@ class SaveOptions(_Checked):
     waits for it ("wait"), is left out ("skip"), or waits in memory and is replaced by the next one if its turn has not
     come by then ("replace"). `host_memory`: how much the staging buffer may take, as `"8GB"` or in bytes; where that is
     not enough, training waits until a checkpoint is written. `device_memory`: how much a snapshot may take on each
-    device until it is fetched; None means what training has never needed, less a reserve. `read_back`:
+    device until it is fetched, 0 for nothing; None means what training has never needed, less a reserve. `read_back`:
     whether a checkpoint in a local root is read from the disk after its commit, in the background, which proves it and
     makes a restart on this machine read it from memory; None means from 16 MB of a rank on, when memory is
     plentiful, and not on network filesystems.

@@ -40,7 +40,7 @@ class Saver:
         self._queue = SaveQueue()
         self._written: Snapshot | None = None  # of the last save, in memory until the next one
         self._has_prefaulted = False
-        self._has_reported = False
+        self._replaced = 0  # saves
 
     @property
     def busy(self) -> bool:
@@ -127,12 +127,12 @@ class Saver:
             self._report_replaced(replaced, name)
 
     def _report_replaced(self, replaced: str, name: str) -> None:
-        """At level WARNING the first time: a program that saves so often replaces many."""
+        """At level WARNING the first time: a program that saves so often replaces many. `close` says how many."""
         if self.root.ranks.rank == MAIN:
-            level = logging.INFO if self._has_reported else logging.WARNING
+            level = logging.INFO if self._replaced else logging.WARNING
             text = "%s is not saved: %s takes its place, as checkpoints come faster than they are written"
             _log.log(level, text, replaced, name)
-        self._has_reported = True
+        self._replaced += 1
 
     def _release_written(self) -> None:
         """Give back the memory of the last save. Nothing may be reading it."""
@@ -160,6 +160,8 @@ class Saver:
         """
         if self.busy or not self.owner.is_here:
             return
+        if self._replaced > 1 and self.root.ranks.rank == MAIN:
+            _log.warning("%d saves gave their place to later ones and are not there", self._replaced)
         self._release_written()
         self.snapshots.close()
         self.root.close()
