@@ -31,8 +31,8 @@ from ckpt.root.copy import Copies
 from ckpt.root.mirror import MirrorWorker
 from ckpt.root.open import refuse_checkpoint, try_out_tiers
 from ckpt.save.capture import StateCapture
-from ckpt.save.captured_state import CapturedState
 from ckpt.save.environment import device_name, versions
+from ckpt.save.live_state import LiveState
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
 from ckpt.save.snapshot import Snapshots
@@ -41,6 +41,7 @@ from ckpt.state import rng
 from ckpt.state.objects import ObjectSource
 from ckpt.state.registry import StateRegistry
 from ckpt.state.unmanaged import UnmanagedWatch, weakly
+from ckpt.state.unwrap import walked_once
 from ckpt.storage import MemoryStorage, place_of
 
 _log = logging.getLogger("ckpt")
@@ -188,9 +189,13 @@ class Session:
         self.saved_at = self.position
         return name
 
-    def _capture(self, name: str, metrics: Mapping[str, float]) -> CapturedState:
+    def _capture(self, name: str, metrics: Mapping[str, float]) -> LiveState:
         if self.keep is not None:
             self.keep.check(metrics, name)
+        with walked_once():
+            return self._live_state()
+
+    def _live_state(self) -> LiveState:
         own, lacking = self.registry.own_parts_to_save(self.ranks.rank)
         self._warn(lacking)
         rank_state = {

@@ -278,11 +278,7 @@ def empty_like(tensor: Any, dtype: torch.dtype) -> Any:
     if not is_sharded(tensor):
         return torch.empty(tensor.size(), dtype=dtype, device=tensor.device)
     if hasattr(tensor, "device_mesh"):
-        from torch.distributed.tensor import DTensor
-
-        piece = torch.empty_like(local_tensor(tensor), dtype=dtype)
-        mesh, placements = tensor.device_mesh, tensor.placements
-        return DTensor.from_local(piece, mesh, placements, run_check=False, shape=tensor.size(), stride=tensor.stride())
+        return with_shard(tensor, torch.empty_like(local_tensor(tensor), dtype=dtype))
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed._shard.sharded_tensor.shard import Shard as Piece
 
@@ -292,3 +288,11 @@ def empty_like(tensor: Any, dtype: torch.dtype) -> Any:
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         pieces, sharded_tensor_metadata=metadata, process_group=tensor._process_group
     )
+
+
+def with_shard(tensor: Any, piece: torch.Tensor) -> Any:
+    """A DTensor like another one, with this shard on this rank."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=tensor.size(), stride=tensor.stride())

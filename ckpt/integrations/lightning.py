@@ -25,7 +25,7 @@ from ckpt.ranks.group import MAIN, Ranks, SingleProcess
 from ckpt.root import catalog
 from ckpt.root.verify import problems
 from ckpt.save.capture import StateCapture
-from ckpt.save.captured_state import CapturedState
+from ckpt.save.live_state import LiveState
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
 from ckpt.save.transaction import SaveRequest
@@ -193,7 +193,7 @@ class Weights(Entry):
     """The model's weights: the name of this class in a manifest marks a part to be renamed on load."""
 
 
-def _capture(checkpoint: dict[str, Any]) -> CapturedState:
+def _capture(checkpoint: dict[str, Any]) -> LiveState:
     entries: dict[Any, Entry] = {key: Entry(value) for key, value in checkpoint.items()}
     if _WEIGHTS in checkpoint and _MODEL not in checkpoint:
         entries = {_MODEL if key == _WEIGHTS else key: entry for key, entry in entries.items()}

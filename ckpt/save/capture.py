@@ -1,4 +1,4 @@
-"""Captures the state of live objects: asks every part for it, and refuses all values that no file can hold at once."""
+"""Captures the state of live objects: asks every part for it, and divides it into what is sharded and what is not."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 
 from ckpt.errors import CkptError, UnsupportedError
 from ckpt.formats.native import documents
-from ckpt.formats.native.json_values import refuse
 from ckpt.formats.native.shard_table import ShardedState
-from ckpt.formats.state import PartState
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.hosts import Hosts
-from ckpt.save.captured_state import CapturedState, part_values
+from ckpt.save.captured_state import CapturedState
 from ckpt.save.comparison_history import ComparisonHistory
+from ckpt.save.live_state import LivePart, LiveState
 from ckpt.save.replica_tensors import ReplicaTensors, sharded_replicas, unsharded_replicas
 from ckpt.state.parts import Part
 from ckpt.state.replicated import Replication
@@ -27,34 +26,42 @@ LAYOUTS = ("auto", "full", "sharded")
 
 @dataclass
 class StateCapture:
-    """One capture on one rank. Values that no file can hold are collected in `problems`, each by its path."""
+    """One capture on one rank."""
 
     ranks: Ranks
     layout: str = "auto"
     hosts: Hosts = field(default_factory=Hosts)
     compared: ComparisonHistory = field(default_factory=ComparisonHistory)
-    problems: list[str] = field(default_factory=list)
     _guarantees: dict[str, Replication] = field(default_factory=dict)
 
     def capture(
         self, parts: Iterable[Part], rank_parts: Mapping[str, Part], rank_state: Mapping[str, Any]
-    ) -> CapturedState:
+    ) -> LiveState:
         """The state of parts that all ranks have, of parts that are this rank's alone, and values of this rank."""
         unsharded, sharded = self._divided(parts)
-        gathered = sharded if self.layout == "full" else {}
-        own = {key: self._encoded(part) for key, part in rank_parts.items()}
-        values = {key: documents.encode_inline(value, key, self.problems) for key, value in rank_state.items()}
-        refuse(self.problems)
-        captured = CapturedState(
+        gathered = sharded if self.layout == "full" else []
+        own = [self._live(part) for part in rank_parts.values()]
+        problems: list[str] = []
+        values = {key: documents.encode_inline(value, key, problems) for key, value in rank_state.items()}
+        state = CapturedState(
             rank=self.ranks.rank,
-            parts=unsharded,
-            sharded={} if gathered else sharded,
-            gathered=gathered,
-            rank_parts=own,
-            rank_values={"state": values, "own": part_values(own)},
+            rank_values={"state": values},
             writes_common=self._writes_common,
             guarantees=self._guarantees,
         )
+        return LiveState(
+            state,
+            parts=unsharded,
+            sharded=[] if gathered else sharded,
+            gathered=gathered,
+            own=own,
+            problems=problems,
+            encode_sharded=self._encoded_sharded,
+            finish=self._compared,
+        ).prepared()
+
+    def _compared(self, captured: CapturedState) -> CapturedState:
+        """With what the ranks need to compare what they hold."""
         if self.ranks.world_size == 1:
             return captured
         replicas = self._replicas(captured)
@@ -74,32 +81,31 @@ class StateCapture:
     def _writes_common(self) -> bool:
         return self.hosts.owns_root(self.ranks.rank)
 
-    def _divided(self, parts: Iterable[Part]) -> tuple[dict[str, PartState], dict[str, ShardedState]]:
+    def _divided(self, parts: Iterable[Part]) -> tuple[list[LivePart], list[LivePart]]:
         """The state of parts that one rank writes for all, and of parts that are sharded over all ranks."""
-        unsharded, sharded = {}, {}
+        unsharded, sharded = [], []
         for part in parts:
             if part.is_sharded() or (self.layout == "sharded" and part.can_be_sharded and self.ranks.world_size > 1):
-                sharded[part.key] = self._encoded_sharded(part)
+                sharded.append(self._live(part, described=True))
             elif self._writes_common or self.ranks.world_size > 1:  # other ranks compare theirs with it later
-                unsharded[part.key] = self._encoded(part)
+                unsharded.append(self._live(part))
         return unsharded, sharded
 
-    def _encoded(self, part: Part) -> PartState:
-        live = self._state_of(part)
-        state = documents.encode_part(part.kind, live, part.key, self.problems)
-        return replace(state, frozen=part.frozen(), about=_about(part, live)) if self._writes_common else state
-
-    def _state_of(self, part: Part) -> Any:
-        live = _state_of(part)
+    def _live(self, part: Part, *, described: bool = False) -> LivePart:
+        tree = _state_of(part)
         if self.ranks.world_size > 1:
-            self._guarantees[part.key] = self.compared.with_doubts(part.key, part.replication(live))
-        return live
+            self._guarantees[part.key] = self.compared.with_doubts(part.key, part.replication(tree))
+        if not described and not self._writes_common:
+            return LivePart(part.key, part.kind, tree)
+        return LivePart(part.key, part.kind, tree, part.frozen(), _about(part, tree))
 
-    def _encoded_sharded(self, part: Part) -> ShardedState:
-        live, world_size = self._state_of(part), self.ranks.world_size
-        state = documents.encode_sharded(part.kind, live, part.key, self.problems, world_size)
+    def _encoded_sharded(
+        self, part: LivePart, substitute: documents.Substitute | None, problems: list[str]
+    ) -> ShardedState:
+        world_size = self.ranks.world_size
+        state = documents.encode_sharded(part.kind, part.tree, part.key, problems, world_size, substitute)
         table = state.table.with_every_copy() if self.hosts.separate_roots else state.table
-        return replace(state, table=table, frozen=part.frozen(), about=_about(part, live))
+        return replace(state, table=table, frozen=part.frozen, about=part.about)
 
 
 def _state_of(part: Part) -> Any:

@@ -28,11 +28,11 @@ class CapturedState:
     """
 
     rank: int
-    parts: Mapping[str, PartState]
-    sharded: Mapping[str, ShardedState]
-    gathered: Mapping[str, ShardedState]  # sharded parts that the main rank writes whole: all ranks take part in that
-    rank_parts: Mapping[str, PartState]  # parts that every rank saves for itself
     rank_values: Mapping[str, Any]  # JSON: values of this rank, and of the parts that are its own
+    parts: Mapping[str, PartState] = field(default_factory=dict)
+    sharded: Mapping[str, ShardedState] = field(default_factory=dict)
+    gathered: Mapping[str, ShardedState] = field(default_factory=dict)  # that the main rank writes whole, all take part
+    rank_parts: Mapping[str, PartState] = field(default_factory=dict)  # parts that every rank saves for itself
     writes_common: bool = True  # whether this rank writes what all ranks have in common
     guarantees: Mapping[str, Replication] = field(default_factory=dict)
     checksums: Mapping[str, Mapping[str, Callable[[], str]]] = field(default_factory=dict)  # to be compared once

@@ -28,10 +28,10 @@ class DeviceRoom:
         """Bytes that can be taken now. Blocks that the allocator keeps for later are free."""
         module: Any = torch.get_device_module(self._device)
         free, total = module.mem_get_info(self._device)
-        figures = module.memory_stats(self._device)
-        allocated = figures.get("allocated_bytes.all.current", 0)
-        cached = figures.get("reserved_bytes.all.current", 0) - allocated
-        self._peak = max(self._peak, allocated, self._peak_of_training(figures.get("allocated_bytes.all.peak", 0)))
+        used, reserved = _figures(self._device)
+        allocated = used.get("current", 0)
+        cached = reserved.get("current", 0) - allocated
+        self._peak = max(self._peak, allocated, self._peak_of_training(used.get("peak", 0)))
         needed = self._peak - allocated
         reserve = total // 32 if needed > total // 128 else total // 4  # no step was seen yet: who knows what it needs
         bounds = [free + cached - needed - reserve, self._limit, self._provided()]
@@ -53,9 +53,16 @@ class DeviceRoom:
 
     def released(self) -> None:
         """The snapshot has given its bytes back."""
-        figures = torch.get_device_module(self._device).memory_stats(self._device)
-        self._peak_beside = max(self._peak_beside, figures.get("allocated_bytes.all.peak", 0))
+        used, _ = _figures(self._device)
+        self._peak_beside = max(self._peak_beside, used.get("peak", 0))
 
     def overestimated(self, room: int) -> None:
         """The allocator could not provide more than this: its free memory is in pieces, and to ask it takes long."""
         self._in_one_piece, self._until_retry = room, _SNAPSHOTS_UNTIL_RETRY
+
+
+def _figures(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
+    """What the allocator of a device has allocated, and what it has reserved: now, and at most."""
+    figures = torch.get_device_module(device).memory_stats_as_nested_dict(device)
+    used, reserved = (figures.get(name, {}).get("all", {}) for name in ("allocated_bytes", "reserved_bytes"))
+    return used, reserved

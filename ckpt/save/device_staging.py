@@ -57,7 +57,8 @@ class LiveBytes:
 class DeviceBlock:
     """Bytes of one file on one device, in the order of the image.
 
-    `sources`: the live bytes. `staged`: their copy on the device, where there was room for it.
+    `sources`: the live bytes. `staged`: their copy on the device, where there was room for it. `is_private`: the
+    sources are copies themselves, which training cannot reach.
     """
 
     device: torch.device
@@ -66,6 +67,12 @@ class DeviceBlock:
     runs: list[Run] = field(default_factory=list)
     size: int = 0
     staged: torch.Tensor | None = None
+    is_private: bool = False
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether training may continue: nothing that it changes is still needed."""
+        return self.is_private or self.staged is not None
 
     @property
     def start(self) -> int:

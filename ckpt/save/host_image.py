@@ -51,6 +51,7 @@ class HostImages:
         self._images: list[HostImage] = []
         self._untouched: Iterator[torch.Tensor] = iter(())  # chunks that are not resident yet
         self._lock = threading.Lock()
+        self._giving_out = threading.Lock()
         self._prefaulting = SerialWorker("ckpt-memory")
         self._not_paused = threading.Event()
         self._not_paused.set()
@@ -81,9 +82,10 @@ class HostImages:
     def take(self, size: int) -> HostImage:
         """An image that no other snapshot uses, of at least this size."""
         self._stop_prefaulting()
-        image = self._free()
+        with self._giving_out:
+            image = self._free()
+            image.in_use = True
         image.reserve(size)
-        image.in_use = True
         return image
 
     @contextmanager

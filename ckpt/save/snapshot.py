@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -27,11 +27,13 @@ from ckpt.save.host_image import HostImages
 from ckpt.save.memory_limit import available
 from ckpt.save.snapshot_layout import SnapshotLayout, in_pages
 from ckpt.save.streamed_files import streamed_files
+from ckpt.save.tensor_copies import Leaves, TensorCopies
 from ckpt.util.console import format_size as shown
 from ckpt.util.threads import ThreadCall
 
 _log = logging.getLogger("ckpt")
 _LITTLE = 64 << 20  # bytes: less than this is not worth prefaulting
+_NEGLIGIBLE = 1 << 20  # bytes
 _BYTES_PER_SECOND = 20e9  # about what is copied from a device through the ring
 
 
@@ -61,6 +63,7 @@ class Snapshots:
         self._limit = host_memory
         self._device_limit = device_memory
         self._images = HostImages()
+        self._small = 0  # bytes of copies that are not in an image
         self._devices: dict[torch.device, Device] = {}
         self._rooms: dict[torch.device, DeviceRoom] = {}
         self._fetcher = Fetcher(self._devices)
@@ -80,12 +83,60 @@ class Snapshots:
         if size > _LITTLE and self._fits(size):
             self._images.prefault(size)
 
-    def take(self, files: list[FilePlan]) -> Snapshot | None:
+    def copy(self, leaves: Leaves | None) -> TensorCopies | None:
+        """Copy tensors, so that a snapshot can be taken of the copies later: in milliseconds, if they are on devices.
+
+        None if that is not possible, or if those on the host are large: to copy them twice would take longer.
+        """
+        if leaves is None or not self._is_little(leaves):
+            return None
+        self.prepare_devices(leaves.on_device)
+        if not all(self._has_room(device, size) for device, size in leaves.sizes.items()):
+            return None
+        copies = TensorCopies(self._release_devices(leaves.sizes))
+        try:
+            with ExitStack() as stack:
+                for device in leaves.on_device:
+                    stack.enter_context(self._devices[device].ordered())
+                for groups in leaves.on_device.values():
+                    copies.add_on_device(groups)
+        except torch.OutOfMemoryError:
+            for device in leaves.sizes:
+                self._rooms[device].overestimated(copies.size_on(device))
+            copies.release()
+            return None
+        for device, size in leaves.sizes.items():
+            self._rooms[device].taken(size)
+        self._copy_on_host(leaves, copies)
+        return copies
+
+    def _is_little(self, leaves: Leaves) -> bool:
+        """Whether what is on the host is little, and there is memory for it; beside devices it is copied once more."""
+        size = leaves.host_size * (2 if leaves.on_device else 1)
+        is_free = size < _NEGLIGIBLE and self._limit is None
+        return size <= _LITTLE and (is_free or self._fits(size))
+
+    def _copy_on_host(self, leaves: Leaves, copies: TensorCopies) -> None:
+        little, large = leaves.host_size - leaves.large_size, leaves.large_size
+        image = self._images.take(large) if large else None
+        self._small += little
+
+        def give_back() -> None:
+            self._small -= little
+            if image is not None:
+                self._images.give_back(image, large)
+
+        copies.add_on_host(leaves, image.bytes(large) if image is not None else torch.empty(0), give_back)
+
+    def take(self, files: list[FilePlan], copies: TensorCopies | None = None) -> Snapshot | None:
         """Copy the contents of these files; None if there is not enough memory for it.
 
-        When this returns, nothing that training does can reach the snapshot.
+        When this returns, nothing that training does can reach the snapshot. With `copies`, the tensors of the files
+        are these, and they are released as soon as they are fetched.
         """
         layout = SnapshotLayout.of(files)
+        if copies is not None:
+            return self._take_from_copies(layout, copies)
         self.prepare_devices(layout.devices)
         fits = self._fits(layout.size)
         if not fits and not self._fits_on_devices(layout):
@@ -109,19 +160,46 @@ class Snapshots:
         self._images.release()
         self._fetcher.release()
 
+    def _take_from_copies(self, layout: SnapshotLayout, copies: TensorCopies) -> Snapshot:
+        if not layout.on_device:
+            files = {file.path: replace(file, contents=None) for file in layout.files}
+            return Snapshot(files, on_release=copies.release)
+        blocks = [replace(block, is_private=True) for block in plan_blocks(layout.on_device)]
+        if self._fits(layout.size):
+            snapshot = self._fetched(layout, blocks, copies.release)
+        else:
+            files = streamed_files(layout, blocks, self._fetcher)
+            snapshot = Snapshot(files, in_host_memory=False, on_release=copies.release)
+        copies.release_host()
+        return snapshot
+
+    def _has_room(self, device: torch.device, size: int) -> bool:
+        return self._devices[device].can_stage and size <= self._rooms[device].measure()
+
+    def _release_devices(self, devices: Iterable[torch.device]) -> Callable[[], None]:
+        """What to call when copies on these devices are released."""
+
+        def released() -> None:
+            for device in devices:
+                self._rooms[device].released()
+
+        return released
+
     def _stage(self, blocks: list[DeviceBlock]) -> None:
         for device, room in self._rooms.items():
             mine = [block for block in blocks if block.device == device]
             if mine and self._devices[device].can_stage:
                 stage(mine, room)
 
-    def _fetched(self, layout: SnapshotLayout, blocks: list[DeviceBlock]) -> Snapshot:
+    def _fetched(
+        self, layout: SnapshotLayout, blocks: list[DeviceBlock], on_fetched: Callable[[], None] = lambda: None
+    ) -> Snapshot:
         """A snapshot in host memory: what could not be staged is there when this returns, the rest comes later."""
         arrival = Arrival([(block.start, block.size) for block in blocks])
         image = self._images.take(layout.size)
         memory = image.bytes(layout.size)
-        live = [(number, block) for number, block in enumerate(blocks) if block.staged is None]
-        staged = [(number, block) for number, block in enumerate(blocks) if block.staged is not None]
+        live = [(number, block) for number, block in enumerate(blocks) if not block.is_detached]
+        staged = [(number, block) for number, block in enumerate(blocks) if block.is_detached]
         fetching: ThreadCall | None = None
 
         def release() -> None:
@@ -136,7 +214,9 @@ class Snapshots:
                 self._warn_of_room(layout, live)
                 self._fetcher.fetch(live, host_bytes(memory), arrival, WHILE_IT_WAITS)
             if staged:
-                fetching = ThreadCall(lambda: self._fetch(staged, host_bytes(memory), arrival), "ckpt-fetch")
+                fetching = ThreadCall(
+                    lambda: self._fetch(staged, host_bytes(memory), arrival, on_fetched), "ckpt-fetch"
+                )
         except BaseException:
             self._release_blocks(blocks)
             release()
@@ -144,13 +224,20 @@ class Snapshots:
         self._arrivals.add(arrival)
         return Snapshot(layout.files_in(memory, arrival), arrival, on_release=release)
 
-    def _fetch(self, staged: list[tuple[int, DeviceBlock]], view: memoryview, arrival: Arrival) -> None:
+    def _fetch(
+        self,
+        staged: list[tuple[int, DeviceBlock]],
+        view: memoryview,
+        arrival: Arrival,
+        on_fetched: Callable[[], None],
+    ) -> None:
         try:
             self._fetcher.fetch(staged, view, arrival, BESIDE_TRAINING)
         except BaseException as error:  # raised where the files are read
             arrival.fail(error)
         finally:
             self._release_blocks([block for _, block in staged])
+            on_fetched()
 
     def _release_blocks(self, blocks: list[DeviceBlock]) -> None:
         devices = {block.device for block in blocks if self._devices[block.device].can_stage}
@@ -161,7 +248,7 @@ class Snapshots:
 
     def _streamed(self, layout: SnapshotLayout, blocks: list[DeviceBlock]) -> Snapshot | None:
         """A snapshot that stays on the devices until its files are written; None if some of it could not be staged."""
-        if any(block.staged is None for block in blocks):
+        if not all(block.is_detached for block in blocks):
             self._release_blocks(blocks)
             self._warn_of_waiting(layout.size)
             return None
@@ -171,7 +258,7 @@ class Snapshots:
     @property
     def _host_limit(self) -> int:
         if self._limit is not None:
-            return self._limit - self._images.size + self._images.free_size
+            return self._limit - self._images.size + self._images.free_size - self._small
         to_come = sum(arrival.missing for arrival in self._arrivals)  # memory that is in use, and not resident yet
         return int(0.8 * (available() + self._images.free_resident - to_come))
 

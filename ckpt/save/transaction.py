@@ -20,10 +20,13 @@ from ckpt.root.commit import Attempt, WrittenFile
 from ckpt.save.captured_state import CapturedState
 from ckpt.save.comparison_history import ComparisonHistory
 from ckpt.save.diverged_state import with_diverged_state
+from ckpt.save.live_state import LiveState
 from ckpt.save.rank_description import RankDescription, outlines_match
 from ckpt.save.rank_differences import judge, refuse_to_mix
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.snapshot import Snapshot, Snapshots
+from ckpt.save.tensor_copies import TensorCopies
+from ckpt.util.gc_pause import gc_paused
 
 _log = logging.getLogger("ckpt")
 
@@ -33,7 +36,7 @@ class SaveRequest:
     """What to save, and as what."""
 
     name: str
-    capture: Callable[[], CapturedState]
+    capture: Callable[[], LiveState]
     facts: Mapping[str, Any]  # of the manifest: progress and metrics
 
 
@@ -48,18 +51,20 @@ class SaveTransaction:
     request: SaveRequest
     captured: Result = field(default_factory=Result)
     snapshot: Snapshot | None = None
+    copies: TensorCopies | None = None  # of the captured tensors, until the snapshot is taken from them
     started: float = field(default_factory=time.monotonic)
     blocked: float | None = None  # seconds that training waited
     seconds: dict[str, float] = field(default_factory=dict)
     documents: list[FilePlan] = field(default_factory=list)  # all that are JSON, on the main rank
     written: list[FileRecord] = field(default_factory=list)
     attended: bool = False  # training waits for it, so that live tensors are still those that were captured
+    _live: Result = field(default_factory=Result)
     _description: RankDescription | None = None
 
     @property
     def detached(self) -> bool:
         """Whether training may continue: nothing that it changes is still needed."""
-        return self.snapshot is not None
+        return self.snapshot is not None or self.copies is not None
 
     @property
     def copied_at(self) -> float:
@@ -68,26 +73,52 @@ class SaveTransaction:
 
     def capture(self) -> None:
         """Capture the state as it is now."""
-        self.captured = Result.capture(self.request.capture)
+        self._live = Result.capture(self.request.capture)
 
     def take_snapshot(self, *, wanted: bool) -> None:
-        """Copy what was captured to a snapshot, if that is wanted, or if some of it is on a device."""
+        """Copy what was captured, if that is wanted, or if some of it is on a device.
+
+        If copies of all tensors can be made at once, the snapshot is taken from them when the save is run.
+        """
+        live: LiveState | None = self._live.value
+        if wanted and live is not None:
+            self.copies = self.snapshots.copy(live.leaves)
+        if self.copies is None:
+            self.captured = self._live.then(lambda state: state.encode())
+            self._take_encoded(wanted=wanted)
+        if self.detached:
+            self.blocked = time.monotonic() - self.started
+
+    def _take_encoded(self, *, wanted: bool) -> None:
         captured = self.captured.value
         if captured is not None and not captured.gathered and (wanted or captured.devices):
             copied = self.captured.then(lambda state: self.snapshots.take(state.snapshot_files))
             self.snapshot, self.captured = copied.value, Result(captured, copied.error)
-        if self.snapshot is not None:
-            self.blocked = time.monotonic() - self.started
-        elif captured is not None:
+        if self.snapshot is None and captured is not None:
             self.captured = self.captured.then(_settled)
+
+    def _take_from_copies(self, copies: TensorCopies) -> None:
+        """Encode the state with the copies in place of live tensors, and take the snapshot from them."""
+        with gc_paused():
+            self.captured = self._live.then(lambda live: live.encode(copies))
+            taken = self.captured.then(lambda state: self.snapshots.take(state.snapshot_files, copies))
+        self._live, captured = Result(), self.captured.value
+        self.snapshot, self.captured = taken.value, Result(captured, taken.error)
+        if self.snapshot is None:
+            copies.release()
 
     def discard(self) -> None:
         """Give up what was captured: it will not be written."""
         if self.snapshot is not None:
             self.snapshot.release()
+        elif self.copies is not None:
+            self.copies.release()
 
     def run(self) -> None:
         """Write and commit what was captured."""
+        copies, self.copies = self.copies, None
+        if copies is not None:
+            self._take_from_copies(copies)
         plan = self._agree(self.captured.then(self._proposal), self._plan)
         if plan is None:
             plan = self._save_differences()
@@ -151,7 +182,8 @@ class SaveTransaction:
     def _capture_again(self) -> dict[str, Any]:
         """Training waits, so the state is unchanged: capture it again, with replicas of what has come into doubt."""
         self.discard()
-        self.captured, self.snapshot, self._description = Result.capture(self.request.capture), None, None
+        self.captured = Result.capture(self.request.capture).then(lambda state: state.encode())
+        self.snapshot, self._description = None, None
         plan: dict[str, Any] | None = self._agree(self.captured.then(self._proposal), self._plan, " (captured again)")
         return plan or self._save_differences()
 

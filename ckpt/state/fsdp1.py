@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from ckpt.formats.layout import Layout
-from ckpt.state.unwrap import clean_name, modules_in, unwrap
+from ckpt.state.unwrap import clean_name, kinds_in, unwrap
 
 
 def is_fsdp1(model: nn.Module) -> bool:
     """Whether any module in the model is wrapped. Imports nothing: a live wrapper has imported its module."""
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in modules_in(model))
+    return fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in kinds_in(model))
 
 
 def is_flat(model: nn.Module) -> bool:

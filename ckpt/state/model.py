@@ -21,7 +21,7 @@ from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.model_config import describe
 from ckpt.state.parts import LEFT, Notes, Read, SavedTensor
 from ckpt.state.replicated import UNKNOWN, Replication, broadcast_buffers, equal_parameters
-from ckpt.state.unwrap import clean_names, unwrap
+from ckpt.state.unwrap import clean_names, parameters_in, unwrap
 
 
 @dataclass
@@ -58,6 +58,8 @@ class ModelPart:
     def frozen(self) -> frozenset[str]:
         """Parameters that do not require gradients, under all their names."""
         module = unwrap(self.model)
+        if all(parameter.requires_grad for parameter in parameters_in(module)):
+            return frozenset()
         named = module.named_parameters(remove_duplicate=False)
         names = (name for name, parameter in named if not parameter.requires_grad)
         return frozenset(clean_names(module, names).values())
@@ -82,7 +84,7 @@ class ModelPart:
         return {name: name for name in names if name not in buffers}
 
     def is_sharded(self) -> bool:
-        parameters = unwrap(self.model).parameters()
+        parameters = parameters_in(unwrap(self.model))
         return is_fsdp1(self.model) or any(is_sharded(value) or is_partitioned(value) for value in parameters)
 
     def layouts(self) -> frozenset[Layout]:

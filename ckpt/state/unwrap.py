@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ckpt.state.deepspeed.engine import is_engine
 
 _CHECKPOINTED = "_checkpoint_wrapped_module"
+_walked = threading.local()  # `walks`: the modules of every model that was walked, where that is remembered
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -25,7 +28,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 def clean_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Names of `module.state_dict()`, each with its name in the unwrapped model."""
     names = list(names)
-    if not names or not any(map(_inner_name, modules_in(module))):
+    if not names or not any(map(_inner_name, kinds_in(module))):
         return {name: name for name in names}
     return {name: clean_name(module, name) for name in names}
 
@@ -48,12 +51,13 @@ def clean_name(module: nn.Module, name: str) -> str:
 def parameter_names(module: nn.Module) -> dict[int, str]:
     """The clean name of every parameter by its identity. A tied parameter has its first name."""
     names: dict[int, str] = {}
+    inner_names = {type(node): _inner_name(node) for node in kinds_in(module)}
 
     def walk(node: nn.Module, prefix: str) -> None:  # three times as fast as `named_parameters`: training waits
         for name, parameter in node._parameters.items():
             if parameter is not None:
                 names.setdefault(id(parameter), prefix + name)
-        inner = _inner_name(node)
+        inner = inner_names[type(node)]
         for name, child in node._modules.items():
             if child is not None:
                 walk(child, prefix if name == inner else f"{prefix}{name}.")
@@ -62,8 +66,41 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
     return names
 
 
-def modules_in(module: nn.Module) -> Iterator[nn.Module]:
+def modules_in(module: nn.Module) -> Iterable[nn.Module]:
     """A module and all its submodules. Faster than `modules()`, which also builds names: training waits."""
+    walks = getattr(_walked, "walks", None)
+    if walks is None:
+        return _walk(module)
+    if id(module) not in walks:
+        walks[id(module)] = list(_walk(module))
+    found: list[nn.Module] = walks[id(module)]
+    return found
+
+
+def kinds_in(module: nn.Module) -> Iterable[nn.Module]:
+    """One module of every class in a model, to find out which classes there are."""
+    return {type(node): node for node in modules_in(module)}.values()
+
+
+def parameters_in(module: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a module and all its submodules; a tied one several times."""
+    for node in modules_in(module):
+        for parameter in node._parameters.values():
+            if parameter is not None:
+                yield parameter
+
+
+@contextmanager
+def walked_once() -> Iterator[None]:
+    """Walk every model once in this thread while this context lasts, in which no module may be added or removed."""
+    _walked.walks = dict[int, list[nn.Module]]()
+    try:
+        yield
+    finally:
+        _walked.walks = None
+
+
+def _walk(module: nn.Module) -> Iterator[nn.Module]:
     remaining, seen = [module], {id(module)}
     while remaining:
         node = remaining.pop()

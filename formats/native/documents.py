@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,16 +34,23 @@ def from_json(data: bytes, where: str) -> Any:
         raise DamagedError(f"{where} is not JSON: {error}.") from error
 
 
-def encode_part(kind: str, value: Any, prefix: str, problems: list[str]) -> PartState:
+Substitute = Callable[[Any], Any]  # the tensor to store in place of another one
+
+
+def encode_part(
+    kind: str, value: Any, prefix: str, problems: list[str], substitute: Substitute | None = None
+) -> PartState:
     """A part's state, split into JSON and tensors. Values that cannot be stored are added to `problems` by path."""
-    encoder = Encoder(prefix=prefix, problems=problems)
+    encoder = Encoder(prefix=prefix, problems=problems, substitute=substitute)
     values = encoder.encode(value)
     return PartState(kind, values, {name: Shard.whole(tensor) for name, tensor in encoder.tensors.items()})
 
 
-def encode_sharded(kind: str, value: Any, prefix: str, problems: list[str], world_size: int) -> ShardedState:
+def encode_sharded(
+    kind: str, value: Any, prefix: str, problems: list[str], world_size: int, substitute: Substitute | None = None
+) -> ShardedState:
     """The state of a part whose tensors may be sharded. Every rank has the same values, and its own shards."""
-    encoder = Encoder(prefix=prefix, problems=problems, allow_sharded=True)
+    encoder = Encoder(prefix=prefix, problems=problems, allow_sharded=True, substitute=substitute)
     values = encoder.encode(value)
     return ShardedState(kind, values, build_table(encoder.tensors, world_size), encoder.tensors)
 

@@ -51,6 +51,7 @@ class Encoder:
     problems: list[str] = field(default_factory=list)
     prefix: str = ""
     allow_sharded: bool = False  # whether tensors may be sharded over ranks
+    substitute: Callable[[Any], Any] | None = None  # the tensor to store in place of another one
     _enclosing: set[int] = field(default_factory=set)  # identities of the containers around the current value
 
     def encode(self, value: Any, path: str = "") -> Any:
@@ -104,6 +105,8 @@ class Encoder:
         return {"$items": [[self._encode(key, f"{path}(key)", depth + 1), value] for key, value in below]}
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
+        if self.substitute is not None:
+            tensor = self.substitute(tensor)
         if self.allow_sharded and is_sharded(tensor):
             return {"$tensor": self._add(path, tensor)}
         if type(tensor) not in _PLAIN_TENSORS:

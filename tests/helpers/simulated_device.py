@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 
-from ckpt.save import device_staging, snapshot, snapshot_layout
+from ckpt.save import device_staging, snapshot, snapshot_layout, tensor_copies
 from ckpt.save.device_room import DeviceRoom
 from ckpt.save.device_streams import Device, copy_packed
 from tests.helpers.processes import DEADLINE
@@ -70,6 +71,7 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
     monkeypatch.setattr(snapshot_layout, "is_on_host", lambda tensor: tensor.numel() < 2)
     monkeypatch.setattr(device_staging, "TRANSFER", 300)
     monkeypatch.setattr(device_staging, "BLOCK", 1000)
+    monkeypatch.setattr(tensor_copies, "BLOCK", 1000)
     monkeypatch.setattr("ckpt.save.arrival.STEP", 4096)
     return simulated
 
@@ -78,12 +80,20 @@ def with_room(monkeypatch: pytest.MonkeyPatch, room: int, allocatable: int | Non
     """Give the device as much room as this; the allocator has less of it if `allocatable` says so."""
     monkeypatch.setattr(snapshot, "DeviceRoom", lambda *_: SimulatedRoom(room))
     if allocatable is not None:
-        allocate, taken = device_staging._allocate, [0]
+        monkeypatch.setattr(device_staging, "_allocate", _limited(device_staging._allocate, allocatable))
+        monkeypatch.setattr(tensor_copies, "_copied", _limited(tensor_copies._copied, allocatable))
 
-        def limited(block: device_staging.DeviceBlock) -> torch.Tensor:
-            taken[0] += block.size
-            if taken[0] > allocatable:
-                raise torch.OutOfMemoryError
-            return allocate(block)
 
-        monkeypatch.setattr(device_staging, "_allocate", limited)
+def _limited(allocate: Callable[..., torch.Tensor], limit: int) -> Callable[..., torch.Tensor]:
+    """An allocator that has no more than this."""
+    taken = 0
+
+    def limited(*args: Any) -> torch.Tensor:
+        nonlocal taken
+        memory = allocate(*args)
+        taken += memory.nbytes
+        if taken > limit:
+            raise torch.OutOfMemoryError
+        return memory
+
+    return limited

@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 import ckpt
+from ckpt.save import tensor_copies
 from ckpt.save.device_fetch import Fetcher
 from ckpt.save.device_room import DeviceRoom
 from ckpt.save.device_staging import DeviceBlock, LiveBytes
+from ckpt.save.snapshot import Snapshots
 from ckpt.storage import ANY, Buffer
 from tests.helpers.places import PassedOn, Place
 from tests.helpers.processes import DEADLINE
@@ -139,7 +141,7 @@ def _no_memory(_: LiveBytes) -> torch.Tensor:
 
 def test_a_snapshot_that_was_given_back_cannot_be_read(device: SimulatedDevice) -> None:
     with Run(1).manager("memory://") as manager:
-        captured = manager.session._capture("a", {})
+        captured = manager.session._capture("a", {}).encode()
         device.gate.clear()
         snapshot = manager.session.saver.snapshots.take(captured.snapshot_files)
         assert snapshot is not None
@@ -161,12 +163,32 @@ def test_live_tensors_and_staged_copies_are_released_when_they_are_fetched(
         staged.append(weakref.ref(block))
 
     monkeypatch.setattr(DeviceBlock, "stage", watched)
+    monkeypatch.setattr(Snapshots, "copy", lambda *_: None)  # as where some tensors share memory
     with Run(1).manager(root) as manager:
         manager.save_state("a")
         manager.wait()
         assert len(staged) > 10
         gc.collect()
         assert [block for block in staged if block() is not None] == []
+
+
+def test_the_memory_of_copies_is_given_back_when_they_are_fetched(
+    root: Place, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied, blocks = tensor_copies._copied, list[torch.Tensor]()
+
+    def watched(*args: Any) -> torch.Tensor:
+        blocks.append(copied(*args))
+        return blocks[-1]
+
+    monkeypatch.setattr(tensor_copies, "_copied", watched)
+    with Run(1).manager(root) as manager:
+        manager.save_state("a")
+        manager.wait()
+        sizes = [block.untyped_storage().nbytes() for block in blocks if block.numel() > 2]
+        blocks.clear()  # nothing may read them any more
+    assert sizes
+    assert not any(sizes)
 
 
 @pytest.mark.parametrize("room", [0, 1000, SIZE // 2])
@@ -209,7 +231,7 @@ def test_a_state_larger_than_host_memory_is_fetched_as_it_is_written(root: Place
             run.step()
             device.gate.set()
             manager.wait()
-        assert manager.session.saver.snapshots._images.size == 0
+        assert manager.session.saver.snapshots._images.size <= 4096  # the step counts, which are on the host
     assert {name: loaded(root, name) for name in states} == states
 
 
@@ -283,7 +305,7 @@ def test_a_snapshot_that_nobody_needs_any_more_is_not_fetched_to_its_end(device:
     run = Run(1)
     with run.manager("memory://") as manager:
         device.gate.clear()
-        captured = manager.session._capture("a", {})
+        captured = manager.session._capture("a", {}).encode()
         snapshot = manager.session.saver.snapshots.take(captured.snapshot_files)
         assert snapshot is not None
         snapshot.arrival.is_discarded = True
@@ -296,18 +318,18 @@ class Module:
     """Stands for torch.cuda: what its allocator says."""
 
     def __init__(self) -> None:
-        self.free, self.total, self.figures = 60, 128, dict[str, int]()
+        self.free, self.total, self.figures = 60, 128, dict[str, dict[str, dict[str, int]]]()
 
     def mem_get_info(self, _: torch.device) -> tuple[int, int]:
         return self.free, self.total
 
-    def memory_stats(self, _: torch.device) -> dict[str, int]:
+    def memory_stats_as_nested_dict(self, _: torch.device) -> dict[str, dict[str, dict[str, int]]]:
         return self.figures
 
     def say(self, allocated: int, reserved: int, peak: int) -> None:
         self.free = self.total - reserved
-        names = {"allocated_bytes.all.current": allocated, "allocated_bytes.all.peak": peak}
-        self.figures = {**names, "reserved_bytes.all.current": reserved}
+        used = {"current": allocated, "peak": peak}
+        self.figures = {"allocated_bytes": {"all": used}, "reserved_bytes": {"all": {"current": reserved}}}
 
 
 @pytest.fixture

@@ -50,8 +50,8 @@ def fill(model: nn.Linear, value: float) -> None:
             parameter.fill_(value)
 
 
-def value_of(root: Place, name: str) -> float:
-    model = nn.Linear(50, 50)
+def value_of(root: Place, name: str, width: int = 50) -> float:
+    model = nn.Linear(width, width)
     with ckpt.StateManager(root, model=model) as manager:
         manager.load_state(name)
     assert bool((model.weight == model.weight[0, 0]).all())
@@ -86,12 +86,13 @@ def test_the_newest_snapshot_takes_the_place_of_one_that_is_not_being_written(
 
 
 def test_no_more_than_two_snapshots_are_in_memory(gated: Gated) -> None:
-    model = nn.Linear(50, 50)
+    model = nn.Linear(200, 200)
     with ckpt.StateManager(gated, model=model, saving=REPLACE) as manager:
         images = manager.session.saver.snapshots._images
         manager.save_state("before", wait=False)
         manager.wait()
         one = images.size
+        assert one >= 160_000
         gated.gate.clear()
         for number in range(6):
             manager.save_state(f"step-{number}")
@@ -100,8 +101,8 @@ def test_no_more_than_two_snapshots_are_in_memory(gated: Gated) -> None:
 
 
 def test_without_memory_for_a_second_snapshot_a_save_waits_for_the_first(root: Place, gated: Gated) -> None:
-    model = nn.Linear(50, 50)
-    saving = ckpt.SaveOptions(when_busy="replace", host_memory=6 * 4096)
+    model = nn.Linear(200, 200)
+    saving = ckpt.SaveOptions(when_busy="replace", host_memory=250_000)
     with ckpt.StateManager(gated, model=model, saving=saving) as manager:
         gated.gate.clear()
         fill(model, 1)
@@ -111,7 +112,7 @@ def test_without_memory_for_a_second_snapshot_a_save_waits_for_the_first(root: P
         manager.save_state("second")
         fill(model, 3)
         assert (root / "first" / "manifest.json").exists()
-    assert [value_of(root, name) for name in ("first", "second")] == [1, 2]
+    assert [value_of(root, name, 200) for name in ("first", "second")] == [1, 2]
 
 
 def test_a_save_that_waits_is_written_though_the_one_before_it_fails(root: Place, gated: Gated) -> None:
@@ -127,7 +128,7 @@ def test_a_save_that_waits_is_written_though_the_one_before_it_fails(root: Place
 
 
 def test_after_a_save_that_failed_the_next_call_says_so_and_the_one_after_it_saves(root: Place, gated: Gated) -> None:
-    with ckpt.StateManager(gated, model=nn.Linear(50, 50), saving=REPLACE) as manager:
+    with ckpt.StateManager(gated, model=nn.Linear(200, 200), saving=REPLACE) as manager:
         images = manager.session.saver.snapshots._images
         gated.broken = "first"
         manager.save_state("first")
