@@ -123,12 +123,16 @@ class TensorCopies:
     _on_host: list[tuple[Group, torch.Tensor]] = field(default_factory=list)
     _large: dict[int, torch.Tensor] = field(default_factory=dict)  # bytes in host memory that is given back by a call
     _give_back: Callable[[], None] = lambda: None
+    _made: dict[int, Any] = field(default_factory=dict)
 
     def of(self, tensor: Any) -> Any:
-        """The copy of a tensor, with its dtype, shape and sharding."""
-        local = local_tensor(tensor) if is_sharded(tensor) else tensor
-        copy = self._flat[id(tensor)].view(local.dtype).view(local.shape)
-        return copy if local is tensor else with_shard(tensor, copy)
+        """The copy of a tensor, with its dtype, shape and sharding. Of the same tensor it is the same: it may be tied."""
+        key = id(tensor)
+        if key not in self._made:
+            local = local_tensor(tensor) if is_sharded(tensor) else tensor
+            copy = self._flat[key].view(local.dtype).view(local.shape)
+            self._made[key] = copy if local is tensor else with_shard(tensor, copy)
+        return self._made[key]
 
     @cached_property
     def _flat(self) -> dict[int, torch.Tensor]:
