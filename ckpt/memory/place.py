@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
-import platform
 import re
 import secrets
 import shutil
@@ -18,14 +16,12 @@ import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from hashlib import sha256
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from ckpt.errors import StorageError
+from ckpt.memory.facts import boot_id, code_versions, digest_of, read_facts, write_facts
 from ckpt.util.clock import utc_now
-from ckpt.version import __version__
 
 FORMAT = 1
 RUN, ALIVE, SLOTS = "run.json", "alive", "slots"
@@ -33,7 +29,6 @@ DIRECTORY_VARIABLE, LINGER_VARIABLE = "CKPT_MEMORY_DIR", "CKPT_MEMORY_LINGER"
 LINGER = 3600.0  # seconds that a folder outlives the last process of its run
 _DIRECTORY = "/dev/shm"  # noqa: S108  (the names in it are random, and made with mkdir)
 _NAME = re.compile(r"ckpt-[0-9a-f]{32}")
-_MOST_FACTS = 64 << 10  # bytes
 _PATIENCE = 10.0  # seconds that a run waits for somebody who looks whether anybody lives
 _PAUSE = 0.02
 
@@ -53,25 +48,6 @@ def linger_seconds() -> float:
         return float(os.environ.get(LINGER_VARIABLE) or LINGER)
     except ValueError:
         return LINGER
-
-
-def boot_id() -> str:
-    """The identity of this boot of the machine."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def code_versions() -> dict[str, str]:
-    """The versions by which a snapshot in memory is read only by the code that wrote it. Imports no torch."""
-    try:
-        torch = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        torch = ""
-    return {"ckpt": __version__, "python": platform.python_version(), "torch": torch}
-
-
-def digest_of(root_identity: str) -> str:
-    """What a folder records of its root's identity: enough to find it by, nothing to read a secret from."""
-    return sha256(root_identity.encode()).hexdigest()
 
 
 @dataclass
@@ -134,7 +110,7 @@ class MemoryPlace:
         path = Path(path)
         if not _NAME.fullmatch(path.name) or not _is_own_directory(path):
             return None
-        facts = _read_facts(path / RUN)
+        facts = read_facts(path / RUN)
         fits = facts is not None and facts.get("format") == FORMAT and facts.get("uid") == os.getuid()
         return cls(path, facts) if facts is not None and fits else None
 
@@ -192,7 +168,7 @@ class MemoryPlace:
     def record(self, **facts: Any) -> None:
         """Write more facts into `run.json`, such as who the keeper is."""
         self.facts |= facts
-        _write_facts(self.path, self.facts)
+        write_facts(self.path / RUN, self.facts)
 
     def remove(self) -> None:
         """Remove the folder and all that is in it, whoever lives here. Nobody finds it from the first moment on."""
@@ -214,7 +190,7 @@ class MemoryPlace:
         os.close(os.open(self.path / ALIVE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         (self.path / SLOTS).mkdir(mode=0o700)
         self.hold()
-        _write_facts(self.path, self.facts)  # last: only then is it found
+        write_facts(self.path / RUN, self.facts)  # last: only then is it found
 
 
 def remove_expired() -> list[Path]:
@@ -240,32 +216,6 @@ def _is_own_directory(path: Path) -> bool:
         return False
     private = stat.S_IMODE(status.st_mode) == 0o700
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and private
-
-
-def _read_facts(path: Path) -> dict[str, Any] | None:
-    """The facts in a regular file of this user's; None if it is anything else."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_size > _MOST_FACTS:
-            return None
-        try:
-            facts = json.loads(file.read())
-        except ValueError:
-            return None
-    return facts if isinstance(facts, dict) else None
-
-
-def _write_facts(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Replace `run.json` at once: a reader finds the old facts or the new ones."""
-    new = folder / f".{RUN}.{secrets.token_hex(6)}"
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "w") as file:
-        json.dump(facts, file, indent=1)
-    os.replace(new, folder / RUN)
 
 
 def _last_change(folder: Path) -> float:

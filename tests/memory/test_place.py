@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ckpt.memory import place as places
+from ckpt.memory.facts import boot_id
 from ckpt.memory.place import ALIVE, RUN, SLOTS, MemoryPlace, PlaceError, remove_expired
 
 ROOT = "/runs/x"
@@ -61,7 +62,7 @@ class TestCreate:
         assert "token-of-the-root" not in text.replace(json.dumps(place.facts["root"]), "")
         facts = json.loads(text)
         assert facts["uid"] == os.getuid()
-        assert facts["boot"] == places.boot_id()
+        assert facts["boot"] == boot_id()
         assert facts["rescue"] == {"after": 60}
 
     def test_a_directory_that_takes_no_folder_is_named(self, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
