@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from ckpt.errors import CkptError, FullError, RanksError
 from ckpt.memory import room
 from ckpt.memory.meeting import Meeting
-from ckpt.memory.place import MemoryPlace, memory_directory
+from ckpt.memory.place import MemoryPlace, PlaceError, memory_directory
 from ckpt.memory.slots import SlotSaver, SlotWriter
 from ckpt.memory.statistics import Statistics
 from ckpt.memory.step_file import read_step, write_step
@@ -84,6 +84,7 @@ class MemoryTier:
         if passed_over is not None:
             self._damaged |= set(passed_over)
             return
+        self._meet()
         self._close_slots()
         self.meeting.remove()
 
@@ -171,6 +172,8 @@ class MemoryTier:
 
     def _room(self) -> room.Room:
         place = self.meeting.place
+        if place is not None and not place.is_there:
+            raise PlaceError(f"{place.path} was removed.")
         used = sum(entry.size for entry in slot_storage(place).list()) if place is not None else 0
         return room.measure(place.path if place is not None else memory_directory(), used)
 
@@ -229,7 +232,8 @@ class MemoryTier:
     def _give_way(self, verdict: Verdict, step: int) -> None:
         """Try again later. The same on every rank."""
         self._close_slots()
-        if verdict["free"]:
+        self.meeting.complete = False
+        if verdict["free"] or (self.meeting.place is not None and not self.meeting.place.is_there):
             self.meeting.remove()
         self._error, self._size = None, None
         self._resume_at = step + self._pause * self.every
