@@ -29,6 +29,7 @@ from ckpt.storage.local.volatile import VolatileStorage
 _log = logging.getLogger("ckpt")
 _PAUSE = 10  # intervals between snapshots until a tier that gave way is tried again; doubled every time
 _LONGEST_PAUSE = 1000
+_PATIENCE = 2.0  # seconds that the end of a failed run waits for the snapshot under way
 
 
 @dataclass
@@ -125,7 +126,12 @@ class MemoryTier:
                 self._error = error
 
     def close(self, *, keep: bool) -> None:
-        """End the tier: remove all that is in memory, or, with `keep`, leave it for a restart."""
+        """End the tier: remove all that is in memory, or, with `keep`, leave it for a restart.
+
+        A restart does not wait for a snapshot of which another rank may have died.
+        """
+        if keep and self._slots is not None:
+            self._slots.abandon(_PATIENCE)
         self._close_slots()
         self.meeting.leave() if keep else self.meeting.end()
         if self.ranks.rank == MAIN and self.statistics.taken:

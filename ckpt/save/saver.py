@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -22,6 +23,7 @@ from ckpt.util.fork_safety import OwnerProcess
 from ckpt.util.gc_pause import gc_paused
 
 _log = logging.getLogger("ckpt")
+_PAUSE = 0.01  # seconds
 
 
 class Saver:
@@ -139,6 +141,13 @@ class Saver:
             text = "%s is not saved: %s takes its place, as checkpoints come faster than they are written"
             _log.log(level, text, replaced, name)
         self._replaced += 1
+
+    def abandon(self, patience: float) -> None:
+        """Wait so many seconds for the save under way, then for no other rank any more."""
+        deadline = time.monotonic() + patience
+        while self.busy and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+        self._channel.abandon()
 
     def release_idle(self) -> None:
         """Give back the memory of the last save, unless a save is under way or its files are being read back."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import ckpt
 from ckpt.memory.place import MemoryPlace
@@ -294,7 +295,7 @@ class TestLineage:
         assert ckpt.verify(tmp_path / "root") == {"step-00000020": [], "step-00000010": []}
 
     def test_a_run_that_resumes_at_its_last_step_saves_it_to_the_root(self, tmp_path: Path, memory: Path) -> None:
-        data = torch.utils.data.DataLoader(torch.arange(12.0).reshape(12, 1), batch_size=1)
+        data: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(12.0)), batch_size=1)
 
         def run(die_at: int) -> None:
             model = nn.Linear(1, 1)

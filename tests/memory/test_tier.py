@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -252,7 +252,7 @@ class TestRoom:
 
 class TestVerdict:
     def view(self, **known: Any) -> View:
-        return View(**{"busy": False, "error": "", "full": False, "size": MB, "room": None, **known})
+        return cast(View, {"busy": False, "error": "", "full": False, "size": MB, "room": None, **known})
 
     def have(self, size: int) -> Room:
         return Room(tmpfs=size, memory=10_000 * MB, used=0)
