@@ -169,11 +169,12 @@ class TestGivingUp:
         place = deserted(folder, 9)
         living = MemoryPlace.open(place.path)
         assert living is not None
+        hold = living.hold
 
         class Root(LocalStorage):
             def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
                 if key.endswith(".safetensors"):
-                    living.hold()
+                    hold()
                 super().write(key, pieces, over=over)
 
         monkeypatch.setattr(rescue, "open_storage", Root)
