@@ -109,8 +109,9 @@ class Keeper:
 
     def _serve(self) -> MemfdServer:
         from ckpt.memory import memfd_wire
-        from ckpt.memory.memfd_server import MemfdServer
+        from ckpt.memory.memfd_server import MemfdServer, allow_descriptors
 
+        allow_descriptors()
         if self._has(memfd_wire.SOCKET):  # of a keeper that was killed
             os.unlink(memfd_wire.SOCKET, dir_fd=self._folder)
         return MemfdServer(memfd_wire.listen(self._folder), self.settings.get("limit"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import select
 import socket
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from ckpt.memory import memfd_wire
 from ckpt.memory.memfd_wire import Message
 
 _LISTED_AT_ONCE = 100  # keys in a message
-_MOST_CONNECTIONS = 256
+_MOST_CONNECTIONS = 1000
 
 
 class Refused(Exception):  # noqa: N818 - a reply, no failure
@@ -145,7 +146,7 @@ class MemfdServer:
         }  # fmt: skip
         try:
             return methods[request.pop("do")](number, **request)
-        except Refused as why:
+        except (Refused, OSError) as why:
             return {"refused": str(why)}, None
         except (LookupError, TypeError) as error:
             raise ValueError(json.dumps(request)) from error
@@ -235,6 +236,13 @@ class MemfdServer:
     def _free_spares(self) -> None:
         while self._spares:
             self._spares.pop().free()
+
+
+def allow_descriptors() -> None:
+    """Every object and connection takes one: allow as many as this process may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _opened_anew(descriptor: int, mode: int) -> int:

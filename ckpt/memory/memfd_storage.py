@@ -164,11 +164,13 @@ class MemfdStorage:
             raise AbsentError(f"{where} does not exist: the keeper process has ended.") from error
         except TimeoutError as error:
             raise TransientError(f"could not {verb} {where}: the keeper did not answer for {_PATIENCE:g} s.") from error
+        except ConnectionError as error:
+            raise TransientError(f"could not {verb} {where}: the keeper hung up.") from error
         except OSError as error:
             raise translated(error, verb, where, self._folder, self.url) from error
 
 
-_GONE = (ConnectionError, FileNotFoundError, NotADirectoryError)
+_GONE = (ConnectionRefusedError, FileNotFoundError, NotADirectoryError)
 
 
 class _RefusedError(Exception):

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.errors import AbsentError, FullError, StorageError
-from ckpt.memory import memfd_storage, memfd_wire
+from ckpt.errors import AbsentError, FullError, StorageError, TransientError
+from ckpt.memory import memfd_server, memfd_storage, memfd_wire
 from ckpt.memory.memfd_server import MemfdServer
 from ckpt.memory.memfd_storage import MemfdStorage
 from ckpt.storage import Storage, urls
@@ -190,6 +190,40 @@ class TestGone:
         assert sizes(storage) == {}
         with pytest.raises(AbsentError):
             storage.read("key")
+
+
+class TestFailures:
+    def test_a_system_without_memory_for_another_is_a_storage_error(
+        self, tmp_path: Path, server: Serving, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: object) -> int:
+            raise OSError(24, "Too many open files")
+
+        storage = MemfdStorage(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "memfd_create", refuse)
+            with pytest.raises(StorageError, match=r"the keeper refused: .*Too many open files"):
+                storage.write("key", [b"value"])
+        storage.write("key", [b"value"])
+
+    def test_a_keeper_that_hangs_up_in_the_middle_may_be_asked_again(
+        self, tmp_path: Path, server: Serving, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        storage = MemfdStorage(tmp_path)
+        storage.write("key", [b"value"])
+        with monkeypatch.context() as patch:
+            patch.setattr(memfd_server, "_MOST_CONNECTIONS", 0)
+            with pytest.raises(TransientError, match="the keeper hung up"):
+                storage.read("key")
+        assert storage.read("key") == b"value"
+
+    def test_a_keeper_that_does_not_answer_is_waited_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(memfd_storage, "_PATIENCE", 0.1)
+        directory = os.open(tmp_path, os.O_RDONLY)
+        with memfd_wire.listen(directory):
+            os.close(directory)
+            with pytest.raises(TransientError, match=r"did not answer for 0\.1 s"):
+                MemfdStorage(tmp_path).read("key")
 
 
 class TestOthers:
