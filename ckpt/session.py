@@ -20,13 +20,16 @@ from ckpt.export.push import Pusher
 from ckpt.load.load_state import LiveObjects, StateLoader
 from ckpt.load.locations import Locations
 from ckpt.load.restored import Restored
+from ckpt.memory.place import MemoryPlace
+from ckpt.memory.resume import find_snapshots, note_load
+from ckpt.memory.tier import MemoryTier
 from ckpt.options import ManagerOptions
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import MAIN
 from ckpt.ranks.hosts import Hosts, find_hosts, may_have_separate_roots
 from ckpt.ranks.preemption import Preemption
-from ckpt.root.catalog import check_name
+from ckpt.root.catalog import check_name, manifests_of_run
 from ckpt.root.copy import Copies
 from ckpt.root.mirror import MirrorWorker
 from ckpt.root.open import refuse_checkpoint, try_out_tiers
@@ -60,6 +63,7 @@ class Session:
         writer = RootWriter(self.storage, self.ranks, self.keep, self.mirror, hosts)
         snapshots = Snapshots(options.saving.host_memory_bytes, options.saving.device_memory_bytes)
         self.saver = Saver(writer, snapshots, options.saving.read_back)
+        self.memory = self._build_memory()
         self.pusher = Pusher(self.ranks)
         self.preemption = Preemption(self.ranks)
         self.loop = Loop(self.ranks, source.loaders, follow=options.follow, others=not accelerated)
@@ -100,6 +104,13 @@ class Session:
         )
         return MirrorWorker(copies, options.backlog)
 
+    def _build_memory(self) -> MemoryTier | None:
+        every = self.options.memory_every
+        return MemoryTier(every, self.ranks, self.saver, self._create_place) if every else None
+
+    def _create_place(self, identity: str) -> MemoryPlace:
+        return MemoryPlace.create(identity, root_shown=self.storage.url)
+
     def _build_registry(self) -> StateRegistry:
         asked = self.options.saving.gradients
         return StateRegistry(
@@ -111,7 +122,7 @@ class Session:
     def _build_loader(self, hosts: Hosts) -> StateLoader:
         return StateLoader(
             self.ranks,
-            Locations(self.tiers, hosts, self.options.storage_options),
+            Locations(self.tiers, hosts, self.options.storage_options, lambda: find_snapshots(self.memory)),
             LiveObjects(self.source, self.registry, self.loop),
             self.options.ranks.broadcast,
             self.saver.snapshots.paused,
@@ -158,6 +169,21 @@ class Session:
         every, step = self.options.save_every, self.loop.progress.step
         return bool(every and step and step % every == 0 and self.saved_at != self.position)
 
+    @property
+    def is_snapshot_due(self) -> bool:
+        """Whether this step is one to be taken into memory, and is not saved to the root."""
+        memory, step = self.memory, self.loop.progress.step
+        return memory is not None and self.saved_at != self.position and memory.is_due(step)
+
+    def save_to_memory(self) -> None:
+        """Take a snapshot of everything into memory, unless the one before is under way or there is no room."""
+        assert self.memory is not None
+        numbers = as_numbers(self.metrics)
+        facts = {"progress": self.loop.saved_progress().to_json(), "metrics": numbers}
+        name = f"step-{self.loop.progress.step:08d}"
+        capture = StateCapture(self.ranks, "auto", self.memory.hosts, self.memory.compared)
+        self.memory.save(SaveRequest(name, lambda: self._captured(capture), facts), self.loop.progress.step)
+
     def default_name(self) -> str:
         return self.source.name() or f"step-{self.loop.progress.step:08d}"
 
@@ -191,6 +217,10 @@ class Session:
     def _capture(self, name: str, metrics: Mapping[str, float]) -> CapturedState:
         if self.keep is not None:
             self.keep.check(metrics, name)
+        root = self.saver.root.hosts
+        return self._captured(StateCapture(self.ranks, self.options.saving.layout, root, self.saver.compared))
+
+    def _captured(self, capture: StateCapture) -> CapturedState:
         own, lacking = self.registry.own_parts_to_save(self.ranks.rank)
         self._warn(lacking)
         rank_state = {
@@ -201,7 +231,6 @@ class Session:
             "source": self.source.state(),
             "lacking": lacking,
         }
-        capture = StateCapture(self.ranks, self.options.saving.layout, self.saver.root.hosts, self.saver.compared)
         return capture.capture(self.registry.parts.values(), own, rank_state)
 
     def _warn(self, lacking: Mapping[str, str]) -> None:
@@ -222,9 +251,11 @@ class Session:
         except StorageError as error:
             self.saver.root.failed_load = str(error)  # what could not be listed must not be overtaken by a save
             raise
+        if self.memory is not None:
+            note_load(self.memory, restored)
         if restored is not None:
             self.set_started()
-            self.saved_at = self.position
+            self.saved_at = None if restored.from_memory else self.position
             self.restored = restored
             self.unmanaged.resumed_from = restored.name
         return restored
@@ -238,7 +269,7 @@ class Session:
             hardware=device_name(),
             world_size=self.ranks.world_size,
             lineage={"run": self.saver.root.run},
-            curves=curves(self.saver.root.manifests_of_run()),
+            curves=curves(manifests_of_run(self.storage, self.saver.root.run)),
         )
 
     def wait(self) -> None:
@@ -247,12 +278,18 @@ class Session:
         finally:
             self.pusher.wait()
 
-    def close(self) -> None:
+    def close(self, *, for_restart: bool = False) -> None:
+        """Finish and release everything. `for_restart`: what is in memory is left for a restart."""
         if not self.saver.owner.is_here:
             return
         try:
             self.wait()
+        except BaseException:
+            for_restart = True
+            raise
         finally:
+            if self.memory is not None:
+                self.memory.close(keep=for_restart)
             loader_hook.end(self.loop)
             self.loop.release()
             self.registry.release()

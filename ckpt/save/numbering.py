@@ -1,0 +1,19 @@
+"""Sequence numbers: one count for all checkpoints of a run, wherever they are written."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Numbering:
+    """Hands out sequence numbers in the order in which saves begin, though several may be under way."""
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._guard = threading.Lock()
+
+    def reserve(self, known: int) -> int:
+        """The next number, above `known` and above all that were handed out."""
+        with self._guard:
+            self._last = 1 + max(self._last, known)
+            return self._last
