@@ -55,14 +55,24 @@ def start_keeper(place: MemoryPlace, *, memfd: bool = False, limit: int | None =
     `limit` bytes for a `MemfdStorage`. What it is to rescue it reads in `run.json` when the time has come.
     """
     try:
-        found = living_keeper(place) or _start(place, {"memfd": memfd, "limit": limit})
-        place.record(keeper={"process": found.process, "started": found.started})
-    except OSError as error:
+        return require_keeper(place, memfd=memfd, limit=limit)
+    except KeeperError as error:
         _log.warning(
             "no keeper process for the snapshots in memory: %s They are used by a restart all the same, but nobody "
             "rescues them, and the next run on this host removes them.", error,
         )  # fmt: skip
         return None
+
+
+def require_keeper(place: MemoryPlace, *, memfd: bool = False, limit: int | None = None) -> KeeperProcess:
+    """As `start_keeper`, but raises a `KeeperError` if none can be started."""
+    try:
+        found = living_keeper(place) or _start(place, {"memfd": memfd, "limit": limit})
+        place.record(keeper={"process": found.process, "started": found.started})
+    except KeeperError:
+        raise
+    except OSError as error:
+        raise KeeperError(f"{error.strerror or error}.") from error
     return found
 
 

@@ -17,8 +17,10 @@ from typing import Any
 
 from ckpt.errors import CkptError, ConfigError, DamagedError, StorageError, VersionError
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
+from ckpt.memory.facts import digest_of
 from ckpt.memory.keeper import DONE, REFUSED
 from ckpt.memory.place import MemoryPlace
+from ckpt.memory.root_token import identity_of, read_token
 from ckpt.memory.slot_storage import slot_storage
 from ckpt.root import deletion
 from ckpt.root.catalog import Checkpoint, find, scan
@@ -111,12 +113,14 @@ class Rescue:
     def run(self) -> str:
         """Returns what was done, for the log."""
         target = self._open_root()
+        self._refuse_another(target)  # before it is locked: a root that was removed is not made again
         snapshots = [found.manifest for found in scan(self.source) if found.manifest is not None]
         if not snapshots:
             return "nothing to rescue: no snapshot was committed"
         with ExitStack() as held:
             lock_root(target, held, to_rescue=True)
             self._look()
+            self._refuse_another(target)
             newest = _newest(deletion.sweep(target), target)
             return self._rescue_newest(target, snapshots, newest)
 
@@ -125,6 +129,12 @@ class Rescue:
         if self.settings.get("was_there") and not os.path.isdir(root):
             raise RefusedError(f"{root} was removed, and is not made again.")
         return open_storage(root)
+
+    def _refuse_another(self, target: Storage) -> None:
+        """Refuse a root that was made anew. Of separate roots, only the main rank's has a token."""
+        identity = identity_of(target, read_token(target))
+        if not self.settings.get("separate_roots") and digest_of(identity) != self.place.facts.get("root_sha256"):
+            raise RefusedError(f"{target.url} was made anew, or another run has ended there, since the snapshots.")
 
     def _rescue_newest(self, target: Storage, snapshots: list[Manifest], newest: Manifest | None) -> str:
         damaged = []

@@ -14,6 +14,7 @@ from typing import Any
 from ckpt.memory.keeper_process import KeeperProcess, living_keeper, start_keeper
 from ckpt.memory.place import MemoryPlace
 from ckpt.memory.rescue import rescue_settings
+from ckpt.memory.root_token import identity_of, read_token, write_token
 from ckpt.memory.slot_storage import slot_storage
 from ckpt.storage import open_storage, place_of
 from tests.helpers import byte_checkpoints
@@ -33,7 +34,8 @@ def create_place(root: str | Path, *, rescue: Mapping[str, Any] | None = None, m
     storage = open_storage(str(root))
     settings = None if rescue is None else {**rescue_settings(storage), **rescue}
     facts = {"storage": "memfd"} if memfd else {}
-    return MemoryPlace.create(place_of(storage), root_shown=storage.url, rescue=settings, **facts)
+    identity = identity_of(storage, read_token(storage) or write_token(storage))
+    return MemoryPlace.create(identity, root_shown=place_of(storage), rescue=settings, **facts)
 
 
 def snapshot(place: MemoryPlace, name: str, *, sequence: int, files: Mapping[str, bytes] = FILES) -> None:

@@ -17,7 +17,9 @@ import pytest
 from ckpt.memory import keeper, keeper_process, place
 from ckpt.memory.keeper_process import KeeperProcess, living_keeper, start_keeper
 from ckpt.memory.place import MemoryPlace
+from ckpt.memory.root_token import identity_of, read_token
 from ckpt.memory.slot_storage import slot_storage
+from ckpt.storage import LocalStorage
 from tests.helpers.byte_checkpoints import keys
 from tests.memory.deserted import FILES, create_place, kill, no_keeper_left, snapshot, start_run, wait_until
 
@@ -230,7 +232,8 @@ class TestKilledRuns:
         kill(job)
         os.kill(found.process, signal.SIGKILL)
         assert found.wait(10.0)
-        again = MemoryPlace.find(str(tmp_path / "root"))
+        root = LocalStorage(tmp_path / "root")
+        again = MemoryPlace.find(identity_of(root, read_token(root)))
         assert again is not None
         assert again.path == place.path
         assert keys(slot_storage(again), "step-9")

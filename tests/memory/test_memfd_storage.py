@@ -19,6 +19,7 @@ from ckpt.memory.memfd_server import MemfdServer
 from ckpt.memory.memfd_storage import MemfdStorage
 from ckpt.storage import Storage, urls
 from tests.helpers.storage_contract import StorageContract, sizes
+from tests.memory.deserted import wait_until
 
 
 class Serving:
@@ -274,9 +275,7 @@ class TestProcesses:
         os.waitpid(child, 0)
         storage = MemfdStorage(tmp_path)
         assert sizes(storage) == {}
-        deadline = time.monotonic() + 10
-        while server.server._unnamed and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: not server.server._unnamed, "the keeper has noticed")
         storage.trim()
         assert server.server.size == 0
 
@@ -294,7 +293,7 @@ class TestProcesses:
         storage.write("key", pieces())
         try:
             memory, _ = server.server._objects["key"]
-            assert memory.is_unshared()
+            wait_until(memory.is_unshared, "the child has closed it")
         finally:
             os.kill(forked[0], signal.SIGKILL)
             os.waitpid(forked[0], 0)

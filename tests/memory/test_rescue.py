@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from ckpt.memory import keeper, rescue
 from ckpt.memory.keeper_process import last_log_line, start_keeper
 from ckpt.memory.place import MemoryPlace
 from ckpt.memory.rescue import GivesWayError, LateError, RefusedError, Rescue, rescue_settings
+from ckpt.memory.root_token import TOKEN, write_token
 from ckpt.memory.slot_storage import slot_storage
 from ckpt.root.catalog import find, read_manifest, scan
 from ckpt.root.lock import lock_root
@@ -66,7 +68,7 @@ def steps(root: Path | str) -> list[str]:
     manifests = [checkpoint.manifest for checkpoint in found if checkpoint.manifest is not None]
     assert len(manifests) == len(found)
     listed = {f"{manifest.name}/{path}" for manifest in manifests for path in _paths(manifest)}
-    assert keys(storage) - {".lock"} == listed
+    assert keys(storage) - {".lock", TOKEN} == listed
     assert [problems(storage, manifest) for manifest in manifests] == [[] for _ in manifests]
     return [manifest.name for manifest in manifests]
 
@@ -95,7 +97,7 @@ class TestRescue:
 
     def test_a_place_without_a_snapshot_has_nothing_to_rescue(self, folder: Path) -> None:
         assert run(deserted(folder)) == "nothing to rescue: no snapshot was committed"
-        assert not folder.exists()
+        assert steps(folder) == []
 
     def test_the_roots_older_checkpoint_of_that_name_is_replaced_though_its_files_have_the_same_sizes(
         self, folder: Path
@@ -108,7 +110,7 @@ class TestRescue:
         assert problems(root, manifest) == []
         read = {file.name: root.read(f"step-9/{file.path}") for file in manifest.files}
         assert read == FILES
-        assert keys(root) == {".lock", "step-9/notes.txt", *(f"step-9/{path}" for path in _paths(manifest))}
+        assert keys(root) == {".lock", TOKEN, "step-9/notes.txt", *(f"step-9/{path}" for path in _paths(manifest))}
 
     def test_a_damaged_snapshot_is_passed_over_and_named(self, folder: Path) -> None:
         place = deserted(folder, 8, 9)
@@ -139,13 +141,22 @@ class TestRescue:
         run(place)
         assert steps(folder) == ["step-9"]
 
-    def test_a_root_that_was_removed_is_not_made_again(self, folder: Path) -> None:
+    @pytest.mark.parametrize("separate_roots", [False, True])
+    def test_a_root_that_was_removed_is_not_made_again(self, folder: Path, separate_roots: bool) -> None:
         folder.mkdir()
-        place = deserted(folder, 9)
-        folder.rmdir()
+        place = deserted(folder, 9, separate_roots=separate_roots)
+        shutil.rmtree(folder)
         with pytest.raises(RefusedError, match="was removed, and is not made again"):
             run(place)
         assert not folder.exists()
+
+    def test_a_root_that_was_made_anew_is_left_as_it_is(self, folder: Path) -> None:
+        place = deserted(folder, 9)
+        shutil.rmtree(folder)
+        write_token(LocalStorage(folder))
+        with pytest.raises(RefusedError, match="was made anew, or another run has ended there"):
+            run(place)
+        assert steps(folder) == []
 
     def test_a_root_of_a_newer_ckpt_is_left_as_it_is(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         place = deserted(folder, 9)
@@ -193,7 +204,7 @@ class TestGivingUp:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         roots = iter(tmp_path / f"root-{number}" for number in range(1000))
-        place = deserted(tmp_path / "root", 9)
+        place = deserted(tmp_path / "root", 9, separate_roots=True)  # whose tokens are not compared
 
         def prepare() -> Storage:
             storage = LocalStorage(next(roots))
@@ -362,7 +373,7 @@ class TestProcesses:
         kill(job)
         place.hold()
         assert not found.wait(2.5)
-        assert not folder.exists()
+        assert steps(folder) == []
 
     def test_a_restart_may_change_the_settings(self, folder: Path, memory: Path) -> None:
         job, place, _ = start_run(memory, folder)
