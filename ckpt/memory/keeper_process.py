@@ -19,6 +19,7 @@ from ckpt.memory.place import MemoryPlace, linger_seconds
 from ckpt.util.process_identity import start_time
 
 _log = logging.getLogger("ckpt")
+KEEPER_VARIABLE = "CKPT_MEMORY_KEEPER"  # `off`: no process is started
 _PATIENCE = 20.0  # seconds for a process of a few megabytes to start
 _PAUSE = 0.01
 
@@ -51,9 +52,13 @@ class KeeperProcess:
 def start_keeper(place: MemoryPlace, *, memfd: bool = False, limit: int | None = None) -> KeeperProcess | None:
     """The keeper of a place: the one that lives, or a new one; None, with a warning, if none can be started.
 
+    Where `CKPT_MEMORY_KEEPER` is `off`, none is, and nothing is said.
+
     It has a session of its own and outlives this process, its group and its terminal. With `memfd` it holds at most
     `limit` bytes for a `MemfdStorage`. What it is to rescue it reads in `run.json` when the time has come.
     """
+    if _is_off():
+        return None
     try:
         return require_keeper(place, memfd=memfd, limit=limit)
     except KeeperError as error:
@@ -66,6 +71,8 @@ def start_keeper(place: MemoryPlace, *, memfd: bool = False, limit: int | None =
 
 def require_keeper(place: MemoryPlace, *, memfd: bool = False, limit: int | None = None) -> KeeperProcess:
     """As `start_keeper`, but raises a `KeeperError` if none can be started."""
+    if _is_off():
+        raise KeeperError(f"{KEEPER_VARIABLE}=off.")
     try:
         found = living_keeper(place) or _start(place, {"memfd": memfd, "limit": limit})
         place.record(keeper={"process": found.process, "started": found.started})
@@ -100,6 +107,10 @@ def last_log_line(place: MemoryPlace) -> str:
     with open(descriptor, errors="replace") as file:
         lines = file.read(1 << 20).splitlines()
     return lines[-1] if lines else ""
+
+
+def _is_off() -> bool:
+    return os.environ.get(KEEPER_VARIABLE, "").lower() == "off"
 
 
 def _start(place: MemoryPlace, options: dict[str, Any]) -> KeeperProcess:

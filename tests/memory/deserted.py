@@ -79,7 +79,7 @@ def kill(job: BaseProcess) -> None:
 
 def _live(memory: str, root: str, options: dict[str, Any]) -> None:
     os.setpgid(0, 0)
-    os.environ["CKPT_MEMORY_DIR"] = memory
+    os.environ |= {"CKPT_MEMORY_DIR": memory, "CKPT_MEMORY_KEEPER": "on"}
     os.environ["CKPT_MEMORY_LINGER"] = str(options.pop("linger", 3600))
     place = create_place(root, **options)
     assert start_keeper(place, memfd=bool(options.get("memfd"))) is not None

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.memory import keeper, keeper_process, place
-from ckpt.memory.keeper_process import KeeperProcess, living_keeper, start_keeper
+from ckpt.memory.keeper_process import KeeperError, KeeperProcess, living_keeper, require_keeper, start_keeper
 from ckpt.memory.place import MemoryPlace
 from ckpt.memory.root_token import identity_of, read_token
 from ckpt.memory.slot_storage import slot_storage
@@ -31,6 +31,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "memory"
     folder.mkdir()
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(folder))
+    monkeypatch.setenv("CKPT_MEMORY_KEEPER", "on")
     monkeypatch.delenv("CKPT_MEMORY_LINGER", raising=False)
     with no_keeper_left(folder):
         yield folder
@@ -110,6 +111,16 @@ class TestStart:
                 record.message for record in caplog.records
             ]
             assert len(caplog.records) == 1
+
+    def test_where_it_is_off_none_is_started_and_nothing_said(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("CKPT_MEMORY_KEEPER", "off")
+        place = create_place(tmp_path / "root")
+        assert start_keeper(place) is None
+        assert caplog.records == []
+        with pytest.raises(KeeperError, match="CKPT_MEMORY_KEEPER=off"):
+            require_keeper(place)
 
     def test_a_folder_that_is_gone_gets_none(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         place = create_place(tmp_path / "root")

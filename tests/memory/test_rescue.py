@@ -38,6 +38,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "memory"
     folder.mkdir()
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(folder))
+    monkeypatch.setenv("CKPT_MEMORY_KEEPER", "on")
     with no_keeper_left(folder):
         yield folder
 
