@@ -71,7 +71,7 @@ def use_small_tmpfs() -> None:
     """Stand in for a container with a small /dev/shm."""
     from ckpt.memory import room
 
-    room.os = SimpleNamespace(statvfs=_no_room)  # type: ignore[attr-defined]
+    pytest.MonkeyPatch().setattr(room, "os", SimpleNamespace(statvfs=_no_room))
 
 
 def killed(tmp_path: Path, *, small: bool = False, **options: Any) -> MemoryPlace:
