@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpt.data.epoch_loaders import UnclaimedPositions
 from ckpt.data.loop import Loop
@@ -105,6 +105,8 @@ class StateLoader:
     def _prepare(self, candidate: Candidate, request: RestoreRequest) -> Restoration:
         call = f"load_state({candidate.manifest.name!r})"
         run_on_all_ranks(self.ranks, call, lambda: self._find_objects(candidate))
+        if candidate.or_afresh:  # objects that hold parts of it could not begin afresh
+            request = replace(request, verify_before_overwrite=True)
         return Restoration.prepare(candidate, request)
 
     def _find_objects(self, candidate: Candidate) -> None:

@@ -36,11 +36,15 @@ class MemoryTier:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A checkpoint that is complete as every rank sees it. Its lock, and what `prepare` adds, is in `held`."""
+    """A checkpoint that is complete as every rank sees it. Its lock, and what `prepare` adds, is in `held`.
+
+    `or_afresh`: if it is damaged, there may be nothing else to load, and the run begins afresh.
+    """
 
     storage: Storage
     manifest: Manifest
     held: ExitStack
+    or_afresh: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +121,9 @@ def choose(selection: Selection[T], held: ExitStack) -> Choice[T] | None:
     rescans = busy_rescans = 0
     while rescans < _RESCANS:
         candidates = selection.candidates()
-        search = _Search(selection, held, candidates["passed_over"])
+        search = _Search(selection, held, candidates["passed_over"], candidates["root_step"])
         choice = search.first_intact(candidates["order"])
         if choice is not None:
-            choice.root_step = candidates["root_step"]
             return choice
         if all(tier == MEMORY for tier, _ in candidates["order"]):
             search.warn_of_memory()
@@ -151,12 +154,15 @@ def _nothing_intact(selection: Selection[T], passed_over: Mapping[str, str]) -> 
 class _Search(Generic[T]):
     """Tries candidates until one is intact on every rank."""
 
-    def __init__(self, selection: Selection[T], held: ExitStack, passed_over: dict[str, str]) -> None:
+    def __init__(
+        self, selection: Selection[T], held: ExitStack, passed_over: dict[str, str], root_step: int | None
+    ) -> None:
         self.inspection = Inspection(selection.ranks, selection.call)
         self.passed_over = passed_over
         self.busy: LockedError | None = None  # another process is removing or cleaning the next candidate
         self._selection = selection
         self._held = held
+        self._root_step = root_step
         self._unreached: dict[str, StorageError] = {}
         self._damaged: set[str] = set()
 
@@ -193,7 +199,8 @@ class _Search(Generic[T]):
             else:
                 self._held.push(held.pop_all())
                 url = folder_of(candidate.storage, candidate.manifest)
-                return Choice(candidate.manifest, url, tier, ready, self.passed_over, frozenset(self._damaged))
+                damaged = frozenset(self._damaged)
+                return Choice(candidate.manifest, url, tier, ready, self.passed_over, damaged, self._root_step)
         return None
 
     def _candidate(self, tier: int, name: str, held: ExitStack) -> Candidate:
@@ -203,8 +210,9 @@ class _Search(Generic[T]):
             tiers, hosts = (storage,), selection.memory.hosts
         if tier <= 0 and hosts.separate_roots:
             manifest, storage = self.inspection.complete_per_host(tiers, hosts, name, held)
-            return Candidate(storage, manifest, held)
-        return Candidate(storage, self.inspection.complete(storage, name, held), held)
+        else:
+            manifest = self.inspection.complete(storage, name, held)
+        return Candidate(storage, manifest, held, or_afresh=tier == MEMORY and self._root_step is None)
 
     def _record_busy(self, tier: int, name: str, error: LockedError) -> None:
         if tier == MEMORY:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ckpt.errors import CkptError, FullError, RanksError
 from ckpt.memory import room
 from ckpt.memory.meeting import Meeting
-from ckpt.memory.place import memory_directory
+from ckpt.memory.place import PlaceError, memory_directory
 from ckpt.memory.places import Places
 from ckpt.memory.slot_storage import is_in_memfds, slot_storage
 from ckpt.memory.slots import SlotSaver, SlotWriter
@@ -84,6 +84,7 @@ class MemoryTier:
         if passed_over is not None:
             self._damaged |= set(passed_over)
             return
+        self._meet()
         self._close_slots()
         self.meeting.remove()
 
@@ -171,6 +172,8 @@ class MemoryTier:
 
     def _room(self) -> room.Room:
         place = self.meeting.place
+        if place is not None and not place.is_there:
+            raise PlaceError(f"{place.path} was removed.")
         used = sum(entry.size for entry in slot_storage(place).list()) if place is not None else 0
         folder, may_grow = (memory_directory(), True) if place is None else (place.path, is_in_memfds(place))
         return room.measure(folder, used, memfd=may_grow)
@@ -230,7 +233,8 @@ class MemoryTier:
     def _give_way(self, verdict: Verdict, step: int) -> None:
         """Try again later. The same on every rank."""
         self._close_slots()
-        if verdict["free"]:
+        self.meeting.complete = False
+        if verdict["free"] or (self.meeting.place is not None and not self.meeting.place.is_there):
             self.meeting.remove()
         self._error, self._size = None, None
         self._resume_at = step + self._pause * self.every
