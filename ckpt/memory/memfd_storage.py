@@ -120,6 +120,8 @@ class MemfdStorage:
         """An flock on a file or folder of the same name below `locks`: the kernel releases it with the process."""
         path = self._folder / LOCKS / check_key(key)
         with self._errors("lock", key):
+            with suppress(FileExistsError):
+                os.mkdir(self._folder / LOCKS, 0o700)  # not its parents: a folder that was removed is not made again
             if shared:
                 self._make_lock_folder(key, path)
             held = self._locks.acquire(key, path, shared=shared, note=note)

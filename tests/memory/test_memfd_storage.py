@@ -191,6 +191,9 @@ class TestGone:
         assert sizes(storage) == {}
         with pytest.raises(AbsentError):
             storage.read("key")
+        with pytest.raises(StorageError, match="has ended"), storage.lock(".lock"):
+            pass
+        assert not (tmp_path / "gone").exists()
 
 
 class TestFailures:
