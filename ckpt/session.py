@@ -20,7 +20,7 @@ from ckpt.export.push import Pusher
 from ckpt.load.load_state import LiveObjects, StateLoader
 from ckpt.load.locations import Locations
 from ckpt.load.restored import Restored
-from ckpt.memory.place import MemoryPlace
+from ckpt.memory.places import Places
 from ckpt.memory.resume import find_snapshots, note_load
 from ckpt.memory.tier import MemoryTier
 from ckpt.options import ManagerOptions
@@ -106,10 +106,11 @@ class Session:
 
     def _build_memory(self) -> MemoryTier | None:
         every = self.options.memory_every
-        return MemoryTier(every, self.ranks, self.saver, self._create_place) if every else None
-
-    def _create_place(self, identity: str) -> MemoryPlace:
-        return MemoryPlace.create(identity, root_shown=self.storage.url)
+        if not every:
+            return None
+        separate = self.saver.root.hosts.separate_roots
+        places = Places(self.storage, self.options.memory_rescue, self.options.storage_options, separate)
+        return MemoryTier(every, self.ranks, self.saver, places)
 
     def _build_registry(self) -> StateRegistry:
         asked = self.options.saving.gradients

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.errors import AbsentError, CkptError, StorageError
+from ckpt.errors import CkptError, StorageError
 from ckpt.memory.facts import boot_id
 from ckpt.memory.place import MemoryPlace, PlaceError, memory_directory
+from ckpt.memory.places import Places
+from ckpt.memory.root_token import TOKEN, identity_of, read_token, write_token
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts, host_name
-from ckpt.storage import Staging, Storage, place_of
+from ckpt.storage import Storage
 
-TOKEN = ".memory"  # noqa: S105 - a file in the root: what a folder in memory must know to be this root's
 _CALL = "StateManager(..., memory_every=...)"
 
 
@@ -31,6 +31,7 @@ class Meeting:
 
     ranks: Ranks
     root: Storage
+    places: Places
     place: MemoryPlace | None = None
     hosts: Hosts = ONE_SHARED_ROOT
     complete: bool = False  # every host has a folder
@@ -48,18 +49,21 @@ class Meeting:
             return
         self._is_found = True
         view = Result.capture(lambda: {"id": host_identity(), "name": host_name()})
-        known = decide_together(self.ranks, _CALL, view, lambda views: {"views": views, "token": self._read_token()})
+        known = decide_together(self.ranks, _CALL, view, lambda views: {"views": views, "token": read_token(self.root)})
         self._token, views = known["token"], known["views"]
         ids = [seen["id"] for seen in views]
         hosts = Hosts(tuple(map(ids.index, ids)), tuple(seen["name"] for seen in views))
         self.hosts = hosts if hosts.separate_roots else ONE_SHARED_ROOT
-        self._enter(lambda: MemoryPlace.find(self._identity) if self._token else None)
+        self._enter(lambda: self.places.find(self._identity) if self._token else None)
 
-    def make(self, create: Callable[[str], MemoryPlace]) -> str:
-        """Make the folders that are missing: `create` makes one for an identity. Returns why that failed, if it did."""
-        self._token = decide_together(self.ranks, _CALL, Result(), lambda _: self._token or self._new_token())
-        had = self.place
-        problem = self._enter(lambda: self.place or create(self._identity))
+    def make(self, memfd: Collection[int] = ()) -> str:
+        """Make the folders that are missing. Returns why that failed, if it did.
+
+        `memfd`: the owners whose hosts have too small a tmpfs.
+        """
+        self._token = decide_together(self.ranks, _CALL, Result(), lambda _: self._token or write_token(self.root))
+        had, small = self.place, self.ranks.rank in memfd
+        problem = self._enter(lambda: self.place or self.places.make(self._identity, memfd=small))
         if problem and had is None and self.place is not None:
             self.remove()
         return problem
@@ -108,20 +112,7 @@ class Meeting:
 
     @property
     def _identity(self) -> str:
-        return f"{place_of(self.root)}\n{self._token}"
-
-    def _read_token(self) -> str:
-        if isinstance(self.root, Staging):
-            return "staged"
-        try:
-            return self.root.read(TOKEN, 0, 64).decode("ascii", "replace")
-        except AbsentError:
-            return ""
-
-    def _new_token(self) -> str:
-        token = secrets.token_hex(16)
-        self.root.write(TOKEN, [token.encode()])
-        return token
+        return identity_of(self.root, self._token)
 
 
 def host_identity() -> str:

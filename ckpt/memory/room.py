@@ -16,17 +16,21 @@ _MOST_RESERVED = 8 << 30  # bytes
 
 
 class Room(TypedDict):
-    """What a host has: free bytes of its tmpfs, memory that can be allocated, and bytes that snapshots take now."""
+    """What a host has: free bytes of its tmpfs, memory that can be allocated, and bytes that snapshots take now.
+
+    `memfd`: whether a keeper may hold the snapshots where the tmpfs is too small.
+    """
 
     tmpfs: int
     memory: int
     used: int
+    memfd: bool
 
 
-def measure(folder: Path, used: int) -> Room:
+def measure(folder: Path, used: int, *, memfd: bool = False) -> Room:
     """The room on this host, for a folder in its memory."""
     status = os.statvfs(folder)
-    return {"tmpfs": status.f_bavail * status.f_frsize, "memory": available(), "used": used}
+    return {"tmpfs": status.f_bavail * status.f_frsize, "memory": available(), "used": used, "memfd": memfd}
 
 
 def reserve_of(room: Room) -> int:
@@ -38,7 +42,7 @@ def problem(room: Room, sizes: Sequence[int], where: str) -> str:
     """Why two snapshots of this size, summed over the ranks of a host, do not fit there; empty if they do."""
     needed = SLOTS * sum(sizes)
     more = max(0, needed - room["used"])
-    if more > room["tmpfs"]:
+    if exceeds_tmpfs(room, sizes) and not room["memfd"]:
         return (
             f"{SLOTS} snapshots take {format_size(needed)}, and {where} has room for "
             f"{format_size(room['tmpfs'] + room['used'])}"
@@ -50,3 +54,8 @@ def problem(room: Room, sizes: Sequence[int], where: str) -> str:
             "left to the training"
         )
     return ""
+
+
+def exceeds_tmpfs(room: Room, sizes: Sequence[int]) -> bool:
+    """Whether two snapshots of this size are more than the tmpfs can take."""
+    return SLOTS * sum(sizes) - room["used"] > room["tmpfs"]

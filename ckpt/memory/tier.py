@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ckpt.errors import CkptError, FullError, RanksError
 from ckpt.memory import room
 from ckpt.memory.meeting import Meeting
-from ckpt.memory.place import MemoryPlace, PlaceError, memory_directory
+from ckpt.memory.place import PlaceError, memory_directory
+from ckpt.memory.places import Places
+from ckpt.memory.slot_storage import is_in_memfds, slot_storage
 from ckpt.memory.slots import SlotSaver, SlotWriter
 from ckpt.memory.statistics import Statistics
 from ckpt.memory.step_file import read_step, write_step
@@ -24,7 +25,6 @@ from ckpt.save.comparison_history import ComparisonHistory
 from ckpt.save.saver import Saver
 from ckpt.save.transaction import SaveRequest
 from ckpt.storage import Storage
-from ckpt.storage.local.volatile import VolatileStorage
 
 _log = logging.getLogger("ckpt")
 _PAUSE = 10  # intervals between snapshots until a tier that gave way is tried again; doubled every time
@@ -36,15 +36,15 @@ _PATIENCE = 2.0  # seconds that the end of a failed run waits for the snapshot u
 class MemoryTier:
     """Takes a snapshot of the state into memory every `every` steps, and finds those that a killed run has left.
 
-    `saver`: that of the root, whose writer numbers both and whose snapshot memory both use. `create`: makes the folder
-    of this host, for an identity. Whatever goes wrong here is one line in the log, and never an error of the training,
+    `saver`: that of the root, whose writer numbers both and whose snapshot memory both use. `places`: finds and
+    makes the folder of this host. Whatever goes wrong here is one line in the log, and never an error of the training,
     except that a rank is gone.
     """
 
     every: int
     ranks: Ranks
     saver: Saver
-    create: Callable[[str], MemoryPlace]
+    places: Places
     statistics: Statistics = field(default_factory=Statistics)
     compared: ComparisonHistory = field(default_factory=ComparisonHistory)
     crashed_at: int | None = None  # the step that the run before had reached
@@ -59,7 +59,7 @@ class MemoryTier:
     _is_off: bool = False
 
     def __post_init__(self) -> None:
-        self.meeting = Meeting(self.ranks, self.saver.root.storage)
+        self.meeting = Meeting(self.ranks, self.saver.root.storage, self.places)
 
     @property
     def hosts(self) -> Hosts:
@@ -108,7 +108,7 @@ class MemoryTier:
             return
         verdict = self._agree(request)
         if verdict["do"] == SAVE and not self.meeting.complete:
-            verdict = self._settle_in()
+            verdict = self._settle_in(verdict)
         if verdict["do"] == GIVE_WAY:
             self._give_way(verdict, step)
         elif verdict["do"] == SKIP:
@@ -181,12 +181,13 @@ class MemoryTier:
         if place is not None and not place.is_there:
             raise PlaceError(f"{place.path} was removed.")
         used = sum(entry.size for entry in slot_storage(place).list()) if place is not None else 0
-        return room.measure(place.path if place is not None else memory_directory(), used)
+        folder, may_grow = (memory_directory(), True) if place is None else (place.path, is_in_memfds(place))
+        return room.measure(folder, used, memfd=may_grow)
 
-    def _settle_in(self) -> Verdict:
+    def _settle_in(self, verdict: Verdict) -> Verdict:
         """Make the folders that are missing, on all hosts."""
         try:
-            why = self.meeting.make(self.create)
+            why = self.meeting.make(verdict["memfd"])
         except RanksError:
             raise
         except (CkptError, OSError) as error:
@@ -256,11 +257,6 @@ class MemoryTier:
         self._is_off = True
         if self.ranks.rank == MAIN:
             _log.warning("the memory tier is off: %s", why)
-
-
-def slot_storage(place: MemoryPlace | None) -> Storage:
-    """The snapshots of a folder, as a root of checkpoints; where a host has none, a root without any."""
-    return VolatileStorage(place.slots if place is not None else memory_directory() / "ckpt-none")
 
 
 def _size_of(captured: CapturedState) -> int:

@@ -102,7 +102,9 @@ class TestGivingWay:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        monkeypatch.setattr(room, "measure", lambda folder, used: Room(tmpfs=1000, memory=100 * MB, used=used))
+        monkeypatch.setattr(
+            room, "measure", lambda folder, used, memfd: Room(tmpfs=1000, memory=100 * MB, used=used, memfd=False)
+        )
         train(manager, 9)
         assert list(memory.iterdir()) == []
         assert manager.progress.step == 9
@@ -121,7 +123,9 @@ class TestGivingWay:
         train(manager, 4)
         assert len(names(memory)) == 2
         own = room.measure
-        monkeypatch.setattr(room, "measure", lambda folder, used: Room(tmpfs=100 * MB, memory=100, used=used))
+        monkeypatch.setattr(
+            room, "measure", lambda folder, used, memfd: Room(tmpfs=100 * MB, memory=100, used=used, memfd=False)
+        )
         train(manager, 2)
         assert list(memory.iterdir()) == []
         assert "are left to the training" in caplog.text
@@ -228,20 +232,20 @@ def test_state_that_is_saved_whole_is_taken_in_shards(tmp_path: Path, memory: Pa
 
 class TestRoom:
     def test_two_snapshots_must_fit_into_the_tmpfs(self) -> None:
-        have = Room(tmpfs=199 * MB, memory=10_000 * MB, used=0)
+        have = Room(tmpfs=199 * MB, memory=10_000 * MB, used=0, memfd=False)
         assert "has room for" in room.problem(have, [60 * MB, 40 * MB], "/dev/shm")
         assert room.problem(Room({**have, "tmpfs": 200 * MB}), [60 * MB, 40 * MB], "/dev/shm") == ""
 
     def test_what_they_take_already_counts(self) -> None:
-        assert room.problem(Room(tmpfs=0, memory=1000 * MB, used=200 * MB), [100 * MB], "/dev/shm") == ""
+        assert room.problem(Room(tmpfs=0, memory=1000 * MB, used=200 * MB, memfd=False), [100 * MB], "/dev/shm") == ""
 
     def test_a_reserve_is_left_to_the_training(self) -> None:
-        have = Room(tmpfs=10_000 * MB, memory=205 * MB, used=0)
+        have = Room(tmpfs=10_000 * MB, memory=205 * MB, used=0, memfd=False)
         assert "are left to the training" in room.problem(have, [100 * MB], "/dev/shm")
         assert room.problem(Room({**have, "memory": 211 * MB}), [100 * MB], "/dev/shm") == ""
 
     def test_also_when_the_snapshots_are_there(self) -> None:
-        assert room.problem(Room(tmpfs=0, memory=5 * MB, used=200 * MB), [100 * MB], "/dev/shm") != ""
+        assert room.problem(Room(tmpfs=0, memory=5 * MB, used=200 * MB, memfd=False), [100 * MB], "/dev/shm") != ""
 
     def test_it_is_measured(self, tmp_path: Path) -> None:
         have = room.measure(tmp_path, 7)
@@ -255,14 +259,14 @@ class TestVerdict:
         return cast(View, {"busy": False, "error": "", "full": False, "size": MB, "room": None, **known})
 
     def have(self, size: int) -> Room:
-        return Room(tmpfs=size, memory=10_000 * MB, used=0)
+        return Room(tmpfs=size, memory=10_000 * MB, used=0, memfd=False)
 
     def test_one_busy_rank_is_enough(self) -> None:
         assert verdict_of([self.view(), self.view(busy=True)], ONE_SHARED_ROOT)["do"] == "skip"
 
     def test_one_failed_rank_is_enough(self) -> None:
         verdict = verdict_of([self.view(busy=True), self.view(error="no.", full=True)], ONE_SHARED_ROOT)
-        assert verdict == {"do": "give way", "why": "no.", "free": True}
+        assert verdict == {"do": "give way", "why": "no.", "free": True, "memfd": []}
 
     def test_the_ranks_of_a_host_share_its_room(self) -> None:
         views = [self.view(room=self.have(5 * MB)), self.view(), self.view()]
