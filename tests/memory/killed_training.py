@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import ckpt
@@ -145,12 +146,20 @@ def attempt_forked(rank: int, plan: Plan, memory: str, attempt: int) -> None:
     train(plan, rank, dist.get_world_size() if dist.is_initialized() else 1, attempt)
 
 
+def join_group(world_size: int, attempt: int) -> None:
+    """Under a prefix of this attempt: torchrun's store has the addresses of killed ranks still, which Gloo may read."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False)
+    own = PrefixStore(f"attempt-{attempt}", store)
+    dist.init_process_group("gloo", store=own, rank=int(os.environ["RANK"]), world_size=world_size)
+
+
 def main(plan: Plan) -> None:
     torch.set_num_threads(1)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if world_size > 1:
-        dist.init_process_group("gloo")
+        join_group(world_size, attempt)
     train(plan, int(os.environ.get("RANK", "0")), world_size, attempt)
     if world_size > 1:
         dist.destroy_process_group()
