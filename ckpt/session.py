@@ -20,9 +20,9 @@ from ckpt.export.push import Pusher
 from ckpt.load.load_state import LiveObjects, StateLoader
 from ckpt.load.locations import Locations
 from ckpt.load.restored import Restored
-from ckpt.memory.places import Places
 from ckpt.memory.resume import find_snapshots, note_load
-from ckpt.memory.tier import MemoryTier
+from ckpt.memory.source_state import has_save_hooks, without_this_save
+from ckpt.memory.tier import build_tier
 from ckpt.options import ManagerOptions
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.find import find_ranks
@@ -63,7 +63,7 @@ class Session:
         writer = RootWriter(self.storage, self.ranks, self.keep, self.mirror, hosts)
         snapshots = Snapshots(options.saving.host_memory_bytes, options.saving.device_memory_bytes)
         self.saver = Saver(writer, snapshots, options.saving.read_back)
-        self.memory = self._build_memory()
+        self.memory = build_tier(self.saver, options.memory_every, options.memory_rescue, options.storage_options)
         self.pusher = Pusher(self.ranks)
         self.preemption = Preemption(self.ranks)
         self.loop = Loop(self.ranks, source.loaders, follow=options.follow, others=not accelerated)
@@ -103,14 +103,6 @@ class Session:
             is_leader=self.ranks.rank == MAIN,
         )
         return MirrorWorker(copies, options.backlog)
-
-    def _build_memory(self) -> MemoryTier | None:
-        every = self.options.memory_every
-        if not every:
-            return None
-        separate = self.saver.root.hosts.separate_roots
-        places = Places(self.storage, self.options.memory_rescue, self.options.storage_options, separate)
-        return MemoryTier(every, self.ranks, self.saver, places)
 
     def _build_registry(self) -> StateRegistry:
         asked = self.options.saving.gradients
@@ -179,11 +171,15 @@ class Session:
     def save_to_memory(self) -> None:
         """Take a snapshot of everything into memory, unless the one before is under way or there is no room."""
         assert self.memory is not None
+        if has_save_hooks(self.source):
+            self.memory.turn_off("the accelerator has save hooks, whose files a snapshot in memory would lack.")
+            return
         numbers = as_numbers(self.metrics)
         facts = {"progress": self.loop.saved_progress().to_json(), "metrics": numbers}
         name = f"step-{self.loop.progress.step:08d}"
         capture = StateCapture(self.ranks, "auto", self.memory.hosts, self.memory.compared)
-        self.memory.save(SaveRequest(name, lambda: self._captured(capture), facts), self.loop.progress.step)
+        state = without_this_save(self.source.state())
+        self.memory.save(SaveRequest(name, lambda: self._captured(capture, state), facts), self.loop.progress.step)
 
     def default_name(self) -> str:
         return self.source.name() or f"step-{self.loop.progress.step:08d}"
@@ -219,9 +215,10 @@ class Session:
         if self.keep is not None:
             self.keep.check(metrics, name)
         root = self.saver.root.hosts
-        return self._captured(StateCapture(self.ranks, self.options.saving.layout, root, self.saver.compared))
+        capture = StateCapture(self.ranks, self.options.saving.layout, root, self.saver.compared)
+        return self._captured(capture, self.source.state())
 
-    def _captured(self, capture: StateCapture) -> CapturedState:
+    def _captured(self, capture: StateCapture, source: Mapping[str, Any]) -> CapturedState:
         own, lacking = self.registry.own_parts_to_save(self.ranks.rank)
         self._warn(lacking)
         rank_state = {
@@ -229,7 +226,7 @@ class Session:
             "generators": {key: rng.capture_one(found) for key, found in self.registry.generators.items()},
             "loaders": self.loop.state(),
             "loop": self.loop.seen(),
-            "source": self.source.state(),
+            "source": source,
             "lacking": lacking,
         }
         return capture.capture(self.registry.parts.values(), own, rank_state)

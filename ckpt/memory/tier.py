@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from ckpt.errors import CkptError, FullError, RanksError
 from ckpt.memory import room
@@ -56,7 +58,7 @@ class MemoryTier:
     _pause: int = _PAUSE
     _said: set[str] = field(default_factory=set)
     _damaged: set[str] = field(default_factory=set)
-    _is_off: bool = False
+    is_off: bool = False
 
     def __post_init__(self) -> None:
         self.meeting = Meeting(self.ranks, self.saver.root.storage, self.places)
@@ -98,7 +100,7 @@ class MemoryTier:
     def is_due(self, step: int) -> bool:
         """Whether a snapshot is to be taken after this step. The same on every rank."""
         due = step > 0 and step % self.every == 0 and step >= self._resume_at
-        return due and not self._is_off and step != self._taken_at
+        return due and not self.is_off and step != self._taken_at
 
     def save(self, request: SaveRequest, step: int) -> None:
         """Take a snapshot, unless that of before is under way or there is no room. Every rank makes this call."""
@@ -144,8 +146,8 @@ class MemoryTier:
         except RanksError:
             raise
         except (CkptError, OSError) as error:
-            self._turn_off(str(error))
-        return not self._is_off
+            self.turn_off(str(error))
+        return not self.is_off
 
     def _agree(self, request: SaveRequest) -> Verdict:
         """What all ranks do, as the main rank decides from what each of them sees."""
@@ -253,11 +255,23 @@ class MemoryTier:
                 self._resume_at, verdict["why"].rstrip("."),
             )  # fmt: skip
 
-    def _turn_off(self, why: str) -> None:
-        self._is_off = True
+    def turn_off(self, why: str) -> None:
+        """Take no more snapshots, and say why. The same on every rank."""
+        self.is_off = True
         if self.ranks.rank == MAIN:
             _log.warning("the memory tier is off: %s", why)
 
 
 def _size_of(captured: CapturedState) -> int:
     return sum(file.size for file in captured.files)
+
+
+def build_tier(
+    saver: Saver, every: int | None, rescue: bool, storage_options: Mapping[str, Any] | None
+) -> MemoryTier | None:
+    """The memory tier beside the root of this saver, with a snapshot every so many steps; None for none."""
+    if not every:
+        return None
+    root = saver.root
+    places = Places(root.storage, rescue, storage_options, root.hosts.separate_roots)
+    return MemoryTier(every, root.ranks, saver, places)

@@ -251,6 +251,7 @@ def _leave_an_answer_and_restart(rank: int) -> None:
     dist.barrier()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     built_here()._counts.clear()  # as in a new process
+    time.sleep(0.5 * rank)  # the main rank looks first
     answers = find_ranks("runs/x", 5.0).gather("save_state('a')", f"of rank {rank}")
     assert answers == (["of rank 0", "of rank 1"] if rank == 0 else [])
     dist.barrier()
