@@ -40,6 +40,7 @@ class SlotWriter(RootWriter):
 
     def _begin(self, attempt: Attempt, paths: list[str]) -> Attempt:
         self.keep_newest()
+        self.numbering.note(self.main._highest)
         return super()._begin(attempt, paths)
 
     def keep_newest(self, count: int = 1) -> None:

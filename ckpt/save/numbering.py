@@ -12,6 +12,11 @@ class Numbering:
         self._last = 0
         self._guard = threading.Lock()
 
+    def note(self, known: int) -> None:
+        """Record a number that is in use: those that are handed out from now on are above it."""
+        with self._guard:
+            self._last = max(self._last, known)
+
     def reserve(self, known: int) -> int:
         """The next number, above `known` and above all that were handed out."""
         with self._guard:

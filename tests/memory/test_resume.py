@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,15 @@ def test_a_run_that_died_resumes_from_memory(
     said = capsys.readouterr().err
     assert "resumed from memory: step 15 (root has step 10)\n" in said
     assert "a crash at step 17 cost 2 steps instead of 7\n" in said
+    assert (again.restored.from_memory, again.restored.step) == (True, 15)
+
+
+def test_after_a_resume_from_the_root_memory_is_the_newest_again(tmp_path: Path, memory: Path, straight: str) -> None:
+    Training(tmp_path / "root").to(11)
+    shutil.rmtree(next(memory.iterdir()))
+    Training(tmp_path / "root").to(17)
+    again = Training(tmp_path / "root")
+    assert again.to(25) == straight
     assert (again.restored.from_memory, again.restored.step) == (True, 15)
 
 
