@@ -7,14 +7,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
-from ckpt.errors import LockedError
+from ckpt.errors import FullError, LockedError
 from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.ranks.group import SingleProcess
 from ckpt.root import deletion
 from ckpt.root.commit import Attempt, EarlierFile, WrittenFile
+from ckpt.save.captured_state import CapturedState
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
-from ckpt.save.transaction import SaveTransaction
+from ckpt.save.transaction import SaveRequest, SaveTransaction
 from ckpt.storage import MemoryStorage
 
 
@@ -79,8 +80,20 @@ class SlotWriter(RootWriter):
             self.storage.trim()
 
 
+def _refuse(captured: CapturedState) -> None:
+    raise FullError("there is no host memory for a copy of the state, in which it waits to be written.")
+
+
 class SlotSaver(Saver):
     """Saves into memory. An error waits for the next snapshot; the memory of a snapshot is free when it is written."""
+
+    def _capture(self, request: SaveRequest, *, snapshot: bool) -> SaveTransaction:
+        """Training does not wait until a snapshot is written: without room for a copy of the state, it fails."""
+        save = super()._capture(request, snapshot=snapshot)
+        captured = save.captured.value
+        if not save.detached and captured is not None and not captured.gathered:
+            save.captured = save.captured.then(_refuse)
+        return save
 
     def _carry_out(self, save: SaveTransaction) -> None:
         try:

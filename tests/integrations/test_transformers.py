@@ -288,4 +288,4 @@ def test_snapshots_in_memory_are_refused_as_long_as_a_trainer_cannot_resume_from
     tmp_path: Path, option: dict[str, Any]
 ) -> None:
     with pytest.raises(ckpt.ConfigError, match="a Trainer does not resume from memory yet"):
-        callback(tmp_path, **option)
+        kept(tmp_path, **option)

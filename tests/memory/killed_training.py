@@ -99,7 +99,8 @@ def average_gradients(model: nn.Module, world_size: int) -> None:
         each = [torch.empty_like(mine) for _ in range(world_size)]
         dist.all_gather(each, mine)
         mean = torch.stack(each).sum(0) / world_size
-        for gradient, part in zip(gradients, mean.split([gradient.numel() for gradient in gradients]), strict=True):
+        parts = torch.split(mean, [gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -199,6 +201,42 @@ def test_a_directory_that_never_was_is_said_once_at_the_resume(
             manager.step()
     said = [record.getMessage() for record in caplog.records if "memory tier" in record.getMessage()]
     assert said == [f"the memory tier is off: {tmp_path}/absent cannot be used: No such file or directory."]
+
+
+def test_training_does_not_wait_where_there_is_no_memory_for_a_copy(
+    tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ckpt.StateManager(
+        tmp_path / "root", model=nn.Linear(30, 30), memory_every=2, saving=ckpt.SaveOptions(host_memory=1), follow=False
+    ) as manager:
+        manager.resume()
+        train(manager, 8)
+        assert list(memory.iterdir()) == []
+    assert caplog.text.count("the memory tier is off until step 24: there is no host memory for a copy") == 1
+
+
+@pytest.mark.slow
+def test_in_a_container_with_a_small_tmpfs_and_no_keeper_the_tier_is_off_with_one_line(
+    tmp_path: Path, memory: Path
+) -> None:
+    script = """
+import sys, torch, ckpt
+model = torch.nn.Linear(1200, 1200)
+with ckpt.StateManager(sys.argv[1], model=model, save_every=5, memory_every=2, follow=False) as manager:
+    manager.resume()
+    for _ in range(10):
+        manager.step()
+print("done", manager.progress.step)
+"""
+    mounted = f'mount -t tmpfs -o size=8m none {memory} && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", mounted, "sh", sys.executable, "-c", script, str(tmp_path / "root")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip("no mounts may be made here")
+    assert done.stdout == "done 10\n", done.stderr
+    assert done.stderr.count("the memory tier is off until step 22: ") == 1
+    assert "is too small, and there is no keeper process" in done.stderr
+    assert [found.step for found in ckpt.list_checkpoints(tmp_path / "root")] == [10, 5]
 
 
 def test_a_run_that_is_told_to_stop_saves_to_the_root_and_leaves_nothing_in_memory(
