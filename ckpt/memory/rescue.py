@@ -121,8 +121,7 @@ class Rescue:
             lock_root(target, held, to_rescue=True)
             self._look()
             self._refuse_another(target)
-            newest = _newest(deletion.sweep(target), target)
-            return self._rescue_newest(target, snapshots, newest)
+            return self._rescue_newest(target, snapshots, _committed(deletion.sweep(target), target))
 
     def _open_root(self) -> Storage:
         root = str(self.settings["root"])
@@ -136,12 +135,14 @@ class Rescue:
         if not self.settings.get("separate_roots") and digest_of(identity) != self.place.facts.get("root_sha256"):
             raise RefusedError(f"{target.url} was made anew, or another run has ended there, since the snapshots.")
 
-    def _rescue_newest(self, target: Storage, snapshots: list[Manifest], newest: Manifest | None) -> str:
+    def _rescue_newest(self, target: Storage, snapshots: list[Manifest], committed: list[Manifest]) -> str:
+        newest = max(committed, key=lambda manifest: manifest.sequence, default=None)
         damaged = []
         for snapshot in snapshots:
             if newest is not None and newest.sequence >= snapshot.sequence:
                 done = f"nothing to rescue: {target.url} has {newest.name}, which is as new"
                 break
+            _refuse_stray(snapshot, committed, target)
             try:
                 done = self._copy(snapshot, target)
                 break
@@ -219,13 +220,22 @@ class Rescue:
         return False
 
 
-def _newest(found: list[Checkpoint], target: Storage) -> Manifest | None:
-    """The newest checkpoint of the root. One that only a newer ckpt can read may be newer than any snapshot."""
+def _committed(found: list[Checkpoint], target: Storage) -> list[Manifest]:
+    """The checkpoints of the root. One that only a newer ckpt can read may be newer than any snapshot."""
     for checkpoint in found:
         if isinstance(checkpoint.problem, VersionError):
             raise RefusedError(f"{target.url} has checkpoints of a newer ckpt: {checkpoint.problem}")
-    manifests = (checkpoint.manifest for checkpoint in found if checkpoint.manifest is not None)
-    return max(manifests, key=lambda manifest: manifest.sequence, default=None)
+    return [checkpoint.manifest for checkpoint in found if checkpoint.manifest is not None]
+
+
+def _refuse_stray(snapshot: Manifest, committed: list[Manifest], target: Storage) -> None:
+    """Refuse what continues from a checkpoint that somebody has removed, to go back: a resume does not take it either.
+
+    A snapshot's parent is the root's checkpoint before it. A later one in the root has the same parent.
+    """
+    known = {key for manifest in committed for key in (manifest.id, manifest.parent)} if committed else {None}
+    if snapshot.parent not in known:
+        raise RefusedError(f"{snapshot.name} continues from a checkpoint that is not in {target.url} any more.")
 
 
 def _attempt(snapshot: Manifest, target: Storage) -> Attempt:

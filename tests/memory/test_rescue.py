@@ -159,6 +159,19 @@ class TestRescue:
             run(place)
         assert steps(folder) == []
 
+    def test_what_continues_from_a_removed_checkpoint_is_not_saved(self, folder: Path) -> None:
+        root = LocalStorage(folder)
+        save(root, "step-4", sequence=4)
+        last = save(root, "step-5", sequence=5)
+        place = deserted(folder, 9)
+        storage = slot_storage(place)
+        manifest = replace(read_manifest(storage, "step-9"), parent=last.id)
+        storage.write(f"step-9/{FILE_NAME}", [manifest.to_bytes()])
+        shutil.rmtree(folder / "step-5")
+        with pytest.raises(RefusedError, match="continues from a checkpoint that is not in"):
+            run(place)
+        assert steps(folder) == ["step-4"]
+
     def test_a_root_of_a_newer_ckpt_is_left_as_it_is(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         place = deserted(folder, 9)
         with monkeypatch.context() as newer:
