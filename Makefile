@@ -13,7 +13,7 @@ MATRIX := guarantees/resume_matrix load/world_size state/save_and_load data/resu
 FAST := not slow and not gpu and not ranks
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo check test coverage test-s3 lint format kills faults campaign mutants bench clean
+.PHONY: demo check test coverage test-s3 lint format kills memory-kills faults campaign mutants bench clean
 
 demo: $(READY)
 	$(BIN)/ckpt demo
@@ -50,6 +50,10 @@ format: $(READY)
 # 200 SIGKILLs at random moments of a process that saves in a loop; the tests run a shorter one
 kills: $(READY)
 	CKPT_KILLS=200 $(BIN)/python -m pytest tests/guarantees/test_kills.py -s
+
+# 200 SIGKILLs of one process, of one of four ranks and of all of them, at random moments of snapshots into memory
+memory-kills: $(READY)
+	CKPT_MEMORY_KILLS=200 $(BIN)/python -m pytest --timeout 14400 tests/memory/test_kills.py -s
 
 # S3 at its worst: 100 random schedules of faults, and 100 SIGKILLs each during uploads and during copies to a mirror
 faults: $(READY)

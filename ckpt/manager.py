@@ -59,6 +59,10 @@ class StateManager:
     instance an object store behind a local disk. Loads take the newest intact checkpoint of the two, the root's where
     both have it. An error of a copy is logged, in `mirror_error`, and tried again: it never stops the training.
 
+    `memory_every`: steps between snapshots in the memory of the hosts, which outlive a killed process: a restart on the
+    same machines resumes from there, and loses that many steps at most. They are removed when the run has ended, and
+    after an hour where nobody restarts it. `memory_rescue`: whether the newest is then saved to the root.
+
     `storage_options`: credentials, endpoint and the like for a root that is a URL, as fsspec's filesystem for it takes
     them; what the environment or a profile says need not be given. A remote root is tried out at once, by writing a few
     bytes and removing them.
@@ -86,10 +90,14 @@ class StateManager:
         saving: SaveOptions | None = None,
         ranks: RankOptions | None = None,
         follow: bool = True,
+        memory_every: int | None = None,
+        memory_rescue: bool = False,
         **old_spellings: Any,
     ) -> None:
         given = {"save_every": save_every, "keep": keep, "mirror": mirror, "storage_options": storage_options}
-        options = resolve_options({**given, "saving": saving, "ranks": ranks, "follow": follow, **old_spellings})
+        memory = {"memory_every": memory_every, "memory_rescue": memory_rescue}
+        others = {"saving": saving, "ranks": ranks, "follow": follow, **memory, **old_spellings}
+        options = resolve_options({**given, **others})
         source = find_source(
             accelerator, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, dataloader=dataloader
         )
@@ -113,7 +121,7 @@ class StateManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            self._session.close(for_restart=error is not None and not isinstance(error, Preempted))
         except Exception as failure:
             if error is None:
                 raise
@@ -209,10 +217,14 @@ class StateManager:
         session.prefault()
         session.loop.stepped()
         session.unmanaged.stepped()
+        if session.memory is not None:
+            session.memory.stepped(session.loop.progress.step)
         session.metrics = checked_metrics(metrics)
         stop = self.told_to_stop()  # from the first step on: only then is there somebody to answer it
         if stop or session.is_save_due:
             self.save_state(wait=True if stop else None)
+        elif session.is_snapshot_due:
+            session.save_to_memory()
         if stop:
             self._stop()
 
@@ -283,7 +295,8 @@ class StateManager:
     def close(self) -> None:
         """Finish what is under way, copies to the mirror too, and let go of the root, the loaders and SIGTERM.
 
-        A manager that is used as a context does this itself. In a forked child it does nothing: all is the parent's.
+        Snapshots in memory are removed; those of a run that an exception ends are left for a restart. A manager that is
+        used as a context does this itself. In a forked child it does nothing: all is the parent's.
         """
         self._session.close()
 

@@ -119,6 +119,8 @@ class ManagerOptions:
     saving: SaveOptions = field(default_factory=SaveOptions)
     ranks: RankOptions = field(default_factory=RankOptions)
     follow: bool = True
+    memory_every: int | None = None
+    memory_rescue: bool = False
 
     def open_tiers(self, root: str | os.PathLike[str] | Storage) -> tuple[Storage, ...]:
         """The storages of a run: the root, and the mirror if there is one."""
@@ -218,6 +220,8 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "saving": (_is(SaveOptions), "a ckpt.SaveOptions"),
     "ranks": (_is(RankOptions), "a ckpt.RankOptions"),
     "follow": _FLAG,
+    "memory_every": (_optional(_is_count), "a number of steps, 1 or more"),
+    "memory_rescue": _FLAG,
     "layout": (lambda value: value in LAYOUTS, f"one of {', '.join(LAYOUTS)}"),
     "gradients": _MAYBE,
     "background": _FLAG,

@@ -20,13 +20,16 @@ from ckpt.export.push import Pusher
 from ckpt.load.load_state import LiveObjects, StateLoader
 from ckpt.load.locations import Locations
 from ckpt.load.restored import Restored
+from ckpt.memory.resume import find_snapshots, note_load
+from ckpt.memory.source_state import has_save_hooks, without_this_save
+from ckpt.memory.tier import build_tier
 from ckpt.options import ManagerOptions
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import MAIN
 from ckpt.ranks.hosts import Hosts, find_hosts, may_have_separate_roots
 from ckpt.ranks.preemption import Preemption
-from ckpt.root.catalog import check_name
+from ckpt.root.catalog import check_name, manifests_of_run
 from ckpt.root.copy import Copies
 from ckpt.root.mirror import MirrorWorker
 from ckpt.root.open import refuse_checkpoint, try_out_tiers
@@ -61,6 +64,7 @@ class Session:
         writer = RootWriter(self.storage, self.ranks, self.keep, self.mirror, hosts)
         snapshots = Snapshots(options.saving.host_memory_bytes, options.saving.device_memory_bytes)
         self.saver = Saver(writer, snapshots, options.saving.read_back)
+        self.memory = build_tier(self.saver, options.memory_every, options.memory_rescue, options.storage_options)
         self.pusher = Pusher(self.ranks)
         self.preemption = Preemption(self.ranks)
         self.loop = Loop(self.ranks, source.loaders, follow=options.follow, others=not accelerated)
@@ -112,7 +116,7 @@ class Session:
     def _build_loader(self, hosts: Hosts) -> StateLoader:
         return StateLoader(
             self.ranks,
-            Locations(self.tiers, hosts, self.options.storage_options),
+            Locations(self.tiers, hosts, self.options.storage_options, lambda: find_snapshots(self.memory)),
             LiveObjects(self.source, self.registry, self.loop),
             self.options.ranks.broadcast,
             self.saver.snapshots.paused,
@@ -159,6 +163,25 @@ class Session:
         every, step = self.options.save_every, self.loop.progress.step
         return bool(every and step and step % every == 0 and self.saved_at != self.position)
 
+    @property
+    def is_snapshot_due(self) -> bool:
+        """Whether this step is one to be taken into memory, and is not saved to the root."""
+        memory, step = self.memory, self.loop.progress.step
+        return memory is not None and self.saved_at != self.position and memory.is_due(step)
+
+    def save_to_memory(self) -> None:
+        """Take a snapshot of everything into memory, unless the one before is under way or there is no room."""
+        assert self.memory is not None
+        if has_save_hooks(self.source):
+            self.memory.turn_off("the accelerator has save hooks, whose files a snapshot in memory would lack.")
+            return
+        numbers = as_numbers(self.metrics)
+        facts = {"progress": self.loop.saved_progress().to_json(), "metrics": numbers}
+        name = f"step-{self.loop.progress.step:08d}"
+        capture = StateCapture(self.ranks, "auto", self.memory.hosts, self.memory.compared)
+        state = without_this_save(self.source.state())
+        self.memory.save(SaveRequest(name, lambda: self._captured(capture, state), facts), self.loop.progress.step)
+
     def default_name(self) -> str:
         return self.source.name() or f"step-{self.loop.progress.step:08d}"
 
@@ -192,10 +215,15 @@ class Session:
     def _capture(self, name: str, metrics: Mapping[str, float]) -> LiveState:
         if self.keep is not None:
             self.keep.check(metrics, name)
-        with walked_once():
-            return self._live_state()
+        root = self.saver.root.hosts
+        capture = StateCapture(self.ranks, self.options.saving.layout, root, self.saver.compared)
+        return self._captured(capture, self.source.state())
 
-    def _live_state(self) -> LiveState:
+    def _captured(self, capture: StateCapture, source: Mapping[str, Any]) -> LiveState:
+        with walked_once():
+            return self._live_state(capture, source)
+
+    def _live_state(self, capture: StateCapture, source: Mapping[str, Any]) -> LiveState:
         own, lacking = self.registry.own_parts_to_save(self.ranks.rank)
         self._warn(lacking)
         rank_state = {
@@ -203,10 +231,9 @@ class Session:
             "generators": {key: rng.capture_one(found) for key, found in self.registry.generators.items()},
             "loaders": self.loop.state(),
             "loop": self.loop.seen(),
-            "source": self.source.state(),
+            "source": source,
             "lacking": lacking,
         }
-        capture = StateCapture(self.ranks, self.options.saving.layout, self.saver.root.hosts, self.saver.compared)
         return capture.capture(self.registry.parts.values(), own, rank_state)
 
     def _warn(self, lacking: Mapping[str, str]) -> None:
@@ -227,9 +254,11 @@ class Session:
         except StorageError as error:
             self.saver.root.failed_load = str(error)  # what could not be listed must not be overtaken by a save
             raise
+        if self.memory is not None:
+            note_load(self.memory, restored)
         if restored is not None:
             self.set_started()
-            self.saved_at = self.position
+            self.saved_at = None if restored.from_memory else self.position
             self.restored = restored
             self.unmanaged.resumed_from = restored.name
         return restored
@@ -243,7 +272,7 @@ class Session:
             hardware=device_name(),
             world_size=self.ranks.world_size,
             lineage={"run": self.saver.root.run},
-            curves=curves(self.saver.root.manifests_of_run()),
+            curves=curves(manifests_of_run(self.storage, self.saver.root.run)),
         )
 
     def wait(self) -> None:
@@ -252,12 +281,18 @@ class Session:
         finally:
             self.pusher.wait()
 
-    def close(self) -> None:
+    def close(self, *, for_restart: bool = False) -> None:
+        """Finish and release everything. `for_restart`: what is in memory is left for a restart."""
         if not self.saver.owner.is_here:
             return
         try:
             self.wait()
+        except BaseException:
+            for_restart = True
+            raise
         finally:
+            if self.memory is not None:
+                self.memory.close(keep=for_restart)
             loader_hook.end(self.loop)
             self.loop.release()
             self.registry.release()

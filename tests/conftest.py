@@ -22,6 +22,7 @@ from tests.helpers.places import Folder, Place, Prefix
 from tests.helpers.seaweed import BUCKET, Server, environment, serving
 from tests.helpers.second_process import MARKS, marks_of, single_process
 
+os.environ.setdefault("CKPT_MEMORY_KEEPER", "off")  # a process that outlives a test: only tests of it start one
 ON_S3 = os.environ.get("CKPT_ROOT") == "s3"
 _numbers = itertools.count()
 

@@ -42,9 +42,10 @@ ARROWS = {
     "save": "errors version util formats storage root ranks state",
     "load": "errors util formats storage root ranks state data",
     "export": "errors util formats storage root ranks state load",
+    "memory": "errors version util formats storage root ranks save load",
     "options": "errors util storage root save",
     "config": "errors root options",
-    "session": "errors storage root ranks state data save load export options",
+    "session": "errors storage root ranks state data save load export memory options",
     "tools": "errors version util formats storage root ranks state data save load export",
     "manager": "errors util storage root ranks state data load export options config session",
     "integrations": "*",
@@ -302,6 +303,7 @@ class TestPublicNames:
         "ckpt.storage",
         "ckpt.formats.native.manifest",
         "ckpt.cli.main",
+        "ckpt.memory.place",
     ],
 )
 def test_it_is_imported_without_torch(module: str) -> None:

@@ -23,6 +23,8 @@ NONSENSE: dict[str, Any] = {
     "saving": {"layout": "full"},
     "ranks": 30.0,
     "follow": None,
+    "memory_every": 0,
+    "memory_rescue": "yes",
 }
 ONCE_KEYWORDS: dict[str, Any] = {
     "layout": "whole", "gradients": "yes", "background": 1, "when_busy": "later", "host_memory": "8 elephants",

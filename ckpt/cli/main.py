@@ -13,6 +13,7 @@ from ckpt.cli.convert import convert
 from ckpt.cli.demo import demo
 from ckpt.cli.diff import diff
 from ckpt.cli.ls import ls
+from ckpt.cli.memory import memory
 from ckpt.cli.merge import merge
 from ckpt.cli.prune import prune
 from ckpt.cli.pull import pull
@@ -43,5 +44,5 @@ def main() -> None:
     """Checkpoints of training runs: list, verify, compare, prune, publish, convert."""
 
 
-for _command in (convert, demo, diff, ls, merge, prune, pull, push, report, selftest, show, verify):
+for _command in (convert, demo, diff, ls, memory, merge, prune, pull, push, report, selftest, show, verify):
     main.add_command(_command)

@@ -32,6 +32,8 @@ from ckpt.storage import Storage
 _log = logging.getLogger("ckpt")
 _DECIDED_ELSEWHERE = {"self", "root", "save_every", "accelerator", "follow", *KINDS}  # by the Trainer and its arguments
 
+_NOT_YET = {"memory_every", "memory_rescue"}
+
 
 class CkptCallback(TrainerCallback):  # type: ignore[misc]
     """Lets a Trainer save and resume through ckpt: atomically, verified, and while training continues.
@@ -231,11 +233,16 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
 
 def _refuse_foreign_options(options: Mapping[str, Any]) -> None:
     """Refuse options of a manager that the Trainer and its arguments decide, and those that do not exist."""
-    taken = {option.name for option in fields(ManagerOptions)} - _DECIDED_ELSEWHERE
+    taken = {option.name for option in fields(ManagerOptions)} - _DECIDED_ELSEWHERE - _NOT_YET
     if decided := sorted(options.keys() & _DECIDED_ELSEWHERE):
         raise ConfigError(
             f"CkptCallback has no option {', '.join(decided)}. It takes {', '.join(sorted(taken))}; the rest is for "
             "the Trainer and its TrainingArguments to say."
+        )
+    if memory := sorted(options.keys() & _NOT_YET):
+        raise ConfigError(
+            f"CkptCallback has no option {', '.join(memory)}: a Trainer does not resume from memory yet. Write the "
+            "loop with Accelerate and StateManager, or leave it out."
         )
     refuse_unknown("CkptCallback", options, known_options() - _DECIDED_ELSEWHERE)
 

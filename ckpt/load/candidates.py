@@ -15,6 +15,8 @@ from ckpt.storage import Storage
 
 _log = logging.getLogger("ckpt")
 
+MEMORY = -1  # the tier of snapshots in memory: before the root (0) and the mirror (1)
+
 
 class Listed(TypedDict):
     """A checkpoint in a rank's listing. `problem` says why it is not committed, if it is not."""
@@ -24,13 +26,21 @@ class Listed(TypedDict):
     problem: str | None
     sequence: int
     created: str
+    step: int
+    run: str
+    id: str
+    parent: str | None
 
 
 class Candidates(TypedDict):
-    """The checkpoints to try, each as tier and name, the newest first; and those that need no trying, with reasons."""
+    """The checkpoints to try, each as tier and name, the newest first; and those that need no trying, with reasons.
+
+    `root_step`: the step of the newest that is not in memory; None if there is none.
+    """
 
     order: list[tuple[int, str]]
     passed_over: dict[str, str]
+    root_step: int | None
 
 
 def list_tiers(tiers: Sequence[Storage], name: str | None) -> list[Listed]:
@@ -58,24 +68,52 @@ def list_tiers(tiers: Sequence[Storage], name: str | None) -> list[Listed]:
     return listed
 
 
+def list_memory(storage: Storage) -> list[Listed]:
+    """The snapshots in this host's memory that are committed. What cannot be read there is as good as absent."""
+    try:
+        return _committed([_listed(MEMORY, checkpoint, checkpoint.name) for checkpoint in catalog.scan(storage)])
+    except StorageError as error:
+        _log.warning("%s cannot be read: %s", storage.url, error)
+        return []
+
+
 def join_listings(root: Storage, name: str | None, listings: list[list[Listed]], *, foreign: bool) -> Candidates:
     """On the main rank: what to try, the newest first; of two copies the lower tier's first.
 
     With `foreign`, where there is no checkpoint of ours, the folders that Accelerate wrote.
     """
     listed = [checkpoint for listing in listings for checkpoint in listing]
-    committed = _committed(listed)
+    committed, strays = _without_strays(_committed(listed))
     committed.sort(key=lambda found: (found["sequence"], found["created"], -found["tier"]), reverse=True)
     order = list(dict.fromkeys((checkpoint["tier"], checkpoint["name"]) for checkpoint in committed))
     if name is not None:
         if not order:
             read_any(root, name)  # another tool wrote it; or there is none, which is raised
-        return {"order": order or [(0, name)], "passed_over": {}}
+        return {"order": order or [(0, name)], "passed_over": {}, "root_step": None}
     usable = {checkpoint for tier, checkpoint in order if tier == 0}
     return {
         "order": order or [(0, folder) for folder in (foreign_names(root) if foreign else [])],
-        "passed_over": {key: why for key, why in _uncommitted_in_root(listed).items() if key not in usable},
+        "passed_over": {key: why for key, why in _uncommitted_in_root(listed).items() if key not in usable} | strays,
+        "root_step": next((found["step"] for found in committed if found["tier"] != MEMORY), None),
     }
+
+
+def _without_strays(committed: list[Listed]) -> tuple[list[Listed], dict[str, str]]:
+    """Without snapshots in memory that continue from what the root no longer has: somebody has removed it, to go back.
+
+    A snapshot's parent is the root's checkpoint before it. If the root has a later one by now, that has the same
+    parent, or is itself newer.
+    """
+    stored = [found for found in committed if found["tier"] != MEMORY]
+    known = {key for found in stored for key in (found["id"], found["parent"])} if stored else {None}
+    strays = [found for found in committed if found["tier"] == MEMORY and found["parent"] not in known]
+    why = "it continues from a checkpoint that is not in the root any more."
+    return [found for found in committed if found not in strays], {in_memory(found["name"]): why for found in strays}
+
+
+def in_memory(name: str) -> str:
+    """How a snapshot in memory is called beside the checkpoints of the root, which may have its name."""
+    return f"{name} in memory"
 
 
 def _committed(listed: list[Listed]) -> list[Listed]:
@@ -113,4 +151,8 @@ def _listed(tier: int, checkpoint: Checkpoint, name: str | None) -> Listed:
         "problem": str(checkpoint.problem) if checkpoint.problem else None,
         "sequence": manifest.sequence if manifest else 0,
         "created": manifest.created if manifest else "",
+        "step": manifest.step if manifest else 0,
+        "run": manifest.run if manifest else "",
+        "id": manifest.id if manifest else "",
+        "parent": manifest.parent if manifest else None,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpt.data.epoch_loaders import UnclaimedPositions
 from ckpt.data.loop import Loop
@@ -41,7 +41,7 @@ class StateLoader:
 
     `broadcast`: whether ranks of a host read for each other; if None, where the storage is not local. `pause_staging`:
     a context in which staging memory is not prefaulted, so that reading does not compete with it. `follow`: called with
-    the manifest that later saves continue from, the names of damaged checkpoints, and whether the root has it. A load
+    the manifest that later saves continue from, the names of damaged checkpoints, and the tier that has it. A load
     that failed half-way is remembered, until another one has succeeded.
     """
 
@@ -50,7 +50,7 @@ class StateLoader:
     live: LiveObjects
     broadcast: bool | None
     pause_staging: Callable[[], AbstractContextManager[None]]
-    follow: Callable[[Manifest, Iterable[str], bool], None]
+    follow: Callable[[Manifest, Iterable[str], int], None]
     _half_loaded: str | None = field(default=None, init=False)
 
     def load(self, name: str | None, *, strict: bool, verify_before_overwrite: bool) -> Restored | None:
@@ -99,11 +99,14 @@ class StateLoader:
             name=name,
             hosts=locations.hosts,
             foreign=True,
+            memory=locations.memory() if name is None else None,
         )
 
     def _prepare(self, candidate: Candidate, request: RestoreRequest) -> Restoration:
         call = f"load_state({candidate.manifest.name!r})"
         run_on_all_ranks(self.ranks, call, lambda: self._find_objects(candidate))
+        if candidate.or_afresh:  # objects that hold parts of it could not begin afresh
+            request = replace(request, verify_before_overwrite=True)
         return Restoration.prepare(candidate, request)
 
     def _find_objects(self, candidate: Candidate) -> None:
@@ -125,7 +128,7 @@ class StateLoader:
 
     def _report(self, choice: Choice[Restoration], parts: list[str]) -> Restored:
         generators = [key for key in self.live.registry.generators if key not in choice.ready.notes.skipped]
-        self.follow(choice.manifest, choice.damaged, choice.tier == 0)
+        self.follow(choice.manifest, choice.damaged, choice.tier)
         restored = restored_from(
             choice,
             (*parts, *generators, "rng", "progress"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import ConfigError
+from ckpt.load.select import MemoryTier
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
@@ -18,11 +19,15 @@ from ckpt.storage import Storage, place_of
 
 @dataclass(frozen=True)
 class Locations:
-    """The root, then the mirror; which hosts share the root; and the storage options for a folder elsewhere."""
+    """The root, then the mirror; which hosts share the root; and the storage options for a folder elsewhere.
+
+    `memory` finds the snapshots in the hosts' memory, on all ranks together; None if there is no such tier.
+    """
 
     tiers: tuple[Storage, ...]
     hosts: Hosts = ONE_SHARED_ROOT
     options: Mapping[str, Any] | None = None
+    memory: Callable[[], MemoryTier | None] = lambda: None
 
     def resolve(self, name: str | None, ranks: Ranks) -> tuple[Locations, str | None]:
         """Where a checkpoint may be, and its name there. A name with a slash is a path.

@@ -20,6 +20,9 @@ class Restored:
     `resharded` names the parts that were sharded over ranks in another way when they were saved.
 
     `passed_over` names the newer checkpoints that could not be used, each with the reason.
+
+    `from_memory`: whether it was a snapshot in memory, between the checkpoints of the root; `root_step` is the step of
+    the root's newest, None if it has none.
     """
 
     name: str
@@ -32,6 +35,8 @@ class Restored:
     approximated: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
     passed_over: Mapping[str, str] = field(default_factory=dict)
+    from_memory: bool = False
+    root_step: int | None = None
     begins_at: str = ""  # where the next `for` over each loader begins
     on_read: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)  # of `epoch`, or of `step`
 
@@ -47,7 +52,11 @@ class Restored:
 
     def __str__(self) -> str:
         at = self.progress
-        lines = [f"resumed from {self.url}: step {at.step}, epoch {at.epoch}, batch {at.batch}, {at.samples} samples"]
+        position = f"epoch {at.epoch}, batch {at.batch}, {at.samples} samples"
+        lines = [f"resumed from {self.url}: step {at.step}, {position}"]
+        if self.from_memory:
+            has = "no checkpoint" if self.root_step is None else f"step {self.root_step:,}"
+            lines = [f"resumed from memory: step {at.step:,} (root has {has})", f"  position      {position}"]
         lines.append(f"  restored      {', '.join(self.restored) or 'nothing'}")
         if self.begins_at:
             lines.append(f"  continues     the next `for` begins at {self.begins_at}")
@@ -84,6 +93,8 @@ def restored_from(
         approximated=notes.approximated,
         skipped=notes.skipped,
         passed_over=choice.passed_over,
+        from_memory=choice.in_memory,
+        root_step=choice.root_step,
         begins_at=begins_at,
         on_read=on_read,
     )

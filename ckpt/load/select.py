@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ from typing import Generic, TypeVar
 from ckpt.errors import DamagedError, LockedError, StorageError, shows_damage
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.accelerate_reader import folder_of
-from ckpt.load.candidates import Candidates, join_listings, list_tiers
+from ckpt.load.candidates import MEMORY, Candidates, Listed, in_memory, join_listings, list_memory, list_tiers
 from ckpt.load.inspection import Inspection
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
@@ -21,16 +22,29 @@ from ckpt.storage import Storage
 _RESCANS = 5
 _BUSY_RESCANS = 20  # while another process removes or cleans the newest one
 _PAUSE = 0.25  # seconds between those
+_log = logging.getLogger("ckpt")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class MemoryTier:
+    """Snapshots in the memory of hosts: this host's storage, and which ranks share one."""
+
+    storage: Storage
+    hosts: Hosts
+
+
+@dataclass(frozen=True)
 class Candidate:
-    """A checkpoint that is complete as every rank sees it. Its lock, and what `prepare` adds, is in `held`."""
+    """A checkpoint that is complete as every rank sees it. Its lock, and what `prepare` adds, is in `held`.
+
+    `or_afresh`: if it is damaged, there may be nothing else to load, and the run begins afresh.
+    """
 
     storage: Storage
     manifest: Manifest
     held: ExitStack
+    or_afresh: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +55,7 @@ class Selection(Generic[T]):
     all ranks together; an error that shows damage leads to the next candidate. `name`: that checkpoint alone. `hosts`:
     where they have roots of their own, a checkpoint that one of them knows to be committed is committed, and each rank
     must find what it needs in its own host's root, or in the tier behind it. `foreign`: where there is no checkpoint of
-    ours, the newest that Accelerate wrote.
+    ours, the newest that Accelerate wrote. `memory`: a tier before the root, of which nothing is ever an error.
     """
 
     tiers: Sequence[Storage]
@@ -50,6 +64,7 @@ class Selection(Generic[T]):
     name: str | None = None
     hosts: Hosts = ONE_SHARED_ROOT
     foreign: bool = False
+    memory: MemoryTier | None = None
 
     @property
     def call(self) -> str:
@@ -58,7 +73,7 @@ class Selection(Generic[T]):
     def candidates(self) -> Candidates:
         """What to try, as the main rank orders it from all ranks' listings."""
         visible = self.tiers if self.ranks.rank == MAIN else self.tiers[: self.hosts.owns_root(self.ranks.rank)]
-        listed = Result.capture(lambda: list_tiers(visible, self.name))
+        listed = Result.capture(lambda: [*self._in_memory(), *list_tiers(visible, self.name)])
         found: Candidates = decide_together(
             self.ranks,
             self.call,
@@ -66,6 +81,13 @@ class Selection(Generic[T]):
             lambda listings: join_listings(self.tiers[0], self.name, listings, foreign=self.foreign),
         )
         return found
+
+    def _in_memory(self) -> list[Listed]:
+        memory = self.memory
+        return list_memory(memory.storage) if memory and memory.hosts.owns_root(self.ranks.rank) else []
+
+    def storage_of(self, tier: int) -> Storage:
+        return self.memory.storage if tier == MEMORY and self.memory is not None else self.tiers[tier]
 
 
 @dataclass
@@ -82,6 +104,11 @@ class Choice(Generic[T]):
     ready: T
     passed_over: dict[str, str] = field(default_factory=dict)
     damaged: frozenset[str] = frozenset()
+    root_step: int | None = None
+
+    @property
+    def in_memory(self) -> bool:
+        return self.tier == MEMORY
 
 
 def choose(selection: Selection[T], held: ExitStack) -> Choice[T] | None:
@@ -94,10 +121,13 @@ def choose(selection: Selection[T], held: ExitStack) -> Choice[T] | None:
     rescans = busy_rescans = 0
     while rescans < _RESCANS:
         candidates = selection.candidates()
-        search = _Search(selection, held, candidates["passed_over"])
+        search = _Search(selection, held, candidates["passed_over"], candidates["root_step"])
         choice = search.first_intact(candidates["order"])
-        if choice is not None or not candidates["order"]:
+        if choice is not None:
             return choice
+        if all(tier == MEMORY for tier, _ in candidates["order"]):
+            search.warn_of_memory()
+            return None
         if search.busy is not None:
             busy_rescans += 1
             if busy_rescans == _BUSY_RESCANS:
@@ -124,12 +154,15 @@ def _nothing_intact(selection: Selection[T], passed_over: Mapping[str, str]) -> 
 class _Search(Generic[T]):
     """Tries candidates until one is intact on every rank."""
 
-    def __init__(self, selection: Selection[T], held: ExitStack, passed_over: dict[str, str]) -> None:
+    def __init__(
+        self, selection: Selection[T], held: ExitStack, passed_over: dict[str, str], root_step: int | None
+    ) -> None:
         self.inspection = Inspection(selection.ranks, selection.call)
         self.passed_over = passed_over
         self.busy: LockedError | None = None  # another process is removing or cleaning the next candidate
         self._selection = selection
         self._held = held
+        self._root_step = root_step
         self._unreached: dict[str, StorageError] = {}
         self._damaged: set[str] = set()
 
@@ -147,6 +180,11 @@ class _Search(Generic[T]):
             ) from error
         return None
 
+    def warn_of_memory(self) -> None:
+        """Say what cannot be used in memory, where no checkpoint is taken in its place whose report would say it."""
+        for name, why in self.passed_over.items() if self._selection.ranks.rank == MAIN else ():
+            _log.warning("%s is passed over: %s", name, why)
+
     def _tried(self, tier: int, name: str) -> Choice[T] | None:
         """The choice, if all ranks could prepare this checkpoint. Otherwise the reason is recorded."""
         candidate: Candidate | None = None
@@ -155,25 +193,39 @@ class _Search(Generic[T]):
                 candidate = self._candidate(tier, name, held)
                 ready = self._selection.prepare(candidate)
             except LockedError as error:
-                self.busy = error
+                self._record_busy(tier, name, error)
             except (DamagedError, StorageError) as error:
                 self._record(tier, name, error, was_found=candidate is not None)
             else:
                 self._held.push(held.pop_all())
                 url = folder_of(candidate.storage, candidate.manifest)
-                return Choice(candidate.manifest, url, tier, ready, self.passed_over, frozenset(self._damaged))
+                damaged = frozenset(self._damaged)
+                return Choice(candidate.manifest, url, tier, ready, self.passed_over, damaged, self._root_step)
         return None
 
     def _candidate(self, tier: int, name: str, held: ExitStack) -> Candidate:
-        tiers, hosts = self._selection.tiers, self._selection.hosts
-        if tier == 0 and hosts.separate_roots:
+        selection, storage = self._selection, self._selection.storage_of(tier)
+        tiers, hosts = selection.tiers, selection.hosts
+        if tier == MEMORY and selection.memory is not None:
+            tiers, hosts = (storage,), selection.memory.hosts
+        if tier <= 0 and hosts.separate_roots:
             manifest, storage = self.inspection.complete_per_host(tiers, hosts, name, held)
-            return Candidate(storage, manifest, held)
-        return Candidate(tiers[tier], self.inspection.complete(tiers[tier], name, held), held)
+        else:
+            manifest = self.inspection.complete(storage, name, held)
+        return Candidate(storage, manifest, held, or_afresh=tier == MEMORY and self._root_step is None)
+
+    def _record_busy(self, tier: int, name: str, error: LockedError) -> None:
+        if tier == MEMORY:
+            self.passed_over[in_memory(name)] = str(error)
+        else:
+            self.busy = error
 
     def _record(self, tier: int, name: str, error: DamagedError | StorageError, *, was_found: bool) -> None:
         """Why a checkpoint cannot be used. Where hosts have roots of their own, one that was not found may be complete
-        on other hosts: it is not damaged."""
+        on other hosts: it is not damaged. What is in memory is only passed over."""
+        if tier == MEMORY:
+            self.passed_over[in_memory(name)] = str(error)
+            return
         if isinstance(error, StorageError) and not shows_damage(error):
             self._unreached[name] = error
         elif tier == 0 and (was_found or not self._selection.hosts.separate_roots):

@@ -24,11 +24,16 @@ def find_ranks(root: str, timeout: float, *, own_root: bool = False) -> Ranks:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         _require_process_group()
         return SingleProcess()
-    job = TimedStore(dist.distributed_c10d._get_default_store(), timeout).below("ckpt")
+    job = TimedStore(dist.distributed_c10d._get_default_store(), timeout).below(_attempt())
     built = built_here()
     key = built.add(OWN_ROOTS if own_root else root, root)
     built.publish(job, dist.get_rank())
     return StoreGroup(job.below(key), dist.get_rank(), dist.get_world_size(), timeout, job, built)
+
+
+def _attempt() -> str:
+    """A prefix for the keys of this attempt: after a restart by torchrun the store has those of killed ranks still."""
+    return f"ckpt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 def _require_process_group() -> None:

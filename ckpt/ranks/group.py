@@ -58,6 +58,9 @@ class Ranks(Protocol):
     def silent(self, ranks: list[int], watch: LivenessWatch) -> list[int]:
         """Those of `ranks` that have sent no heartbeat for the timeout. Does not wait."""
 
+    def abandon(self) -> None:
+        """Let what waits for other ranks in this channel, on another thread, fail at once: this rank ends."""
+
     def linger(self) -> None:
         """Return when the other ranks have read this rank's last broadcast, or after a while. Raises nothing.
 
@@ -89,6 +92,9 @@ class SingleProcess:
 
     def silent(self, ranks: list[int], watch: LivenessWatch) -> list[int]:
         return []
+
+    def abandon(self) -> None:
+        """No other rank is waited for."""
 
     def linger(self) -> None:
         """No other rank has anything to read."""

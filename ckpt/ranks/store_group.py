@@ -46,6 +46,7 @@ class StoreGroup:
         self._built = built
         self._turn = 0
         self._failed_gathers = 0
+        self._abandoned = False
         self._used_keys: list[str] = []
         self._unread = UnreadBroadcast(store, built.unread)
         self._channels = [self]
@@ -124,6 +125,9 @@ class StoreGroup:
         stores = (self._store, self._job)
         return watch.silent({rank: sum(store.add(f"alive/{rank}", 0) for store in stores) for rank in ranks})
 
+    def abandon(self) -> None:
+        self._abandoned = True
+
     def linger(self) -> None:
         linger([channel._unread for channel in self._channels], self.timeout)
 
@@ -159,6 +163,8 @@ class StoreGroup:
         while not self._store.check(list(keys.values())):
             if watch.is_due():
                 self._check_liveness(keys, call, watch)
+            if self._abandoned:
+                raise RanksError(f"{call}: this rank ends, and waits for no other.")
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST, _LONGEST_PER_RANK * self.world_size)
 

@@ -64,6 +64,12 @@ def scan(storage: Storage) -> list[Checkpoint]:
     return sorted((find(storage, name) for name in names), key=_commit_order, reverse=True)
 
 
+def manifests_of_run(storage: Storage, run: str) -> list[Manifest]:
+    """The committed checkpoints of a run, as the root lists them now."""
+    found = (checkpoint.manifest for checkpoint in scan(storage))
+    return [manifest for manifest in found if manifest is not None and manifest.run == run]
+
+
 def find(storage: Storage, name: str) -> Checkpoint:
     """The checkpoint of that name. Reads its manifest only."""
     url = f"{storage.url}/{name}"

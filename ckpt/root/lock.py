@@ -15,19 +15,21 @@ from ckpt.root.catalog import LOCK
 from ckpt.storage import Storage
 from ckpt.util.clock import utc_now
 
-_PATIENCE = 60.0  # seconds that a run waits for `ckpt prune`
+_PATIENCE = 60.0  # seconds that a run waits for `ckpt prune`, or for a rescue that gives way to it
 _PAUSE = 0.05
-_PRUNE = "ckpt prune, "  # marks the lock's note, by which a run recognises a holder that it waits for
+_PRUNE, _RESCUE = "ckpt prune, ", "ckpt rescue, "  # mark the note of a holder that a run waits for
 
 
-def lock_root(storage: Storage, held: ExitStack, *, to_prune: bool = False) -> None:
+def lock_root(storage: Storage, held: ExitStack, *, to_prune: bool = False, to_rescue: bool = False) -> None:
     """Lock the root until the stack is closed. Refused while another run has it.
 
-    A run waits for `ckpt prune`, which holds the lock only for a moment: a job that starts just then must not fail.
+    A run waits for `ckpt prune`, which holds the lock only for a moment, and for the rescue of a snapshot in memory,
+    which gives way to it: a job that starts just then must not fail.
     """
-    note = f"{_PRUNE if to_prune else ''}process {os.getpid()} on {socket.gethostname()}, since {utc_now()}."
+    kind = _PRUNE if to_prune else _RESCUE if to_rescue else ""
+    note = f"{kind}process {os.getpid()} on {socket.gethostname()}, since {utc_now()}."
     try:
-        _lock(storage, held, note, patience=0.0 if to_prune else _PATIENCE)
+        _lock(storage, held, note, patience=0.0 if kind else _PATIENCE)
     except LockedError as error:
         raise LockedError(
             f"another run writes to {storage.url}: {error} Wait until it has ended or stop it, or give this run "
@@ -42,6 +44,10 @@ def _lock(storage: Storage, held: ExitStack, note: str, patience: float) -> None
             held.enter_context(storage.lock(LOCK, note=note))
             return
         except LockedError as error:
-            if _PRUNE not in str(error) or time.monotonic() > deadline:
+            if not _is_brief(str(error)) or time.monotonic() > deadline:
                 raise
             time.sleep(_PAUSE)
+
+
+def _is_brief(held: str) -> bool:
+    return _PRUNE in held or _RESCUE in held

@@ -52,6 +52,11 @@ class ReadBack:
         self._reading: _Reading | None = None
         self._proven: frozenset[str] = frozenset()  # versions of files that were read back: linked ones are not again
 
+    @property
+    def busy(self) -> bool:
+        """Whether files are being read back."""
+        return self._reading is not None and not self._reading.done.is_set()
+
     def start(self, files: CommittedFiles) -> None:
         """Begin to read these files back, if that is wanted. Not while the program ends."""
         self.stop()

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ckpt.errors import NotDurableError, StorageError
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
@@ -15,12 +15,13 @@ from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.hosts import Hosts
 from ckpt.root import deletion
-from ckpt.root.catalog import find, scan
+from ckpt.root.catalog import find
 from ckpt.root.commit import Attempt, EarlierFile, WrittenFile
 from ckpt.root.mirror import MirrorWorker
 from ckpt.root.retention import Keep
 from ckpt.save.environment import device_name, versions
 from ckpt.save.held_root import HeldRoot
+from ckpt.save.numbering import Numbering
 from ckpt.save.preconditions import refuse_foreign, refuse_to_overtake, version_to_replace
 from ckpt.storage import Staging, Storage
 from ckpt.storage.base import LostError
@@ -37,11 +38,13 @@ class RootWriter:
     The rank that owns the root holds its lock from `hold` or the first `begin` until `close`.
     """
 
+    log_level: ClassVar[int] = logging.INFO  # of a commit
     storage: Storage
     ranks: Ranks
     keep: Keep | None = None
     mirror: MirrorWorker | None = None
     hosts: Hosts = field(default_factory=Hosts)
+    numbering: Numbering = field(default_factory=Numbering)
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     parent: str | None = None  # id of the checkpoint that the next one continues from
     sequence: int = 0  # of the checkpoint that this run was resumed from
@@ -53,6 +56,7 @@ class RootWriter:
     _has_committed: bool = False
     _unsure: dict[str, Manifest] = field(default_factory=dict)  # whose commit failed, and may have taken effect
     _last_sequence: int = 0  # the highest that this run has written, or tried to
+    _reserved: int = 0  # the sequence number of the save under way
 
     @property
     def owns_root(self) -> bool:
@@ -72,16 +76,18 @@ class RootWriter:
         run_on_all_ranks(self.ranks, "resume()", lambda: self._hold() if self.owns_root else None)
         self.has_resumed = True
 
-    def follow(self, manifest: Manifest, damaged: Iterable[str], in_root: bool = True) -> None:
+    def follow(self, manifest: Manifest, damaged: Iterable[str], tier: int = 0) -> None:
         """Continue from this checkpoint, which was loaded: it is the parent of the next one.
 
         Files are linked only from what was read: if it was read elsewhere, the root's files of that name are damaged.
+        A snapshot in memory (a negative tier) is no parent: the next checkpoint has the same one as the snapshot.
         """
-        self.run, self.parent, self.sequence = manifest.run, manifest.id, manifest.sequence
-        self.linkable = {file.name: EarlierFile(manifest.name, file) for file in manifest.files if in_root}
+        self.run, self.sequence = manifest.run, manifest.sequence
+        self.parent = manifest.id if tier >= 0 else manifest.parent
+        self.linkable = {file.name: EarlierFile(manifest.name, file) for file in manifest.files if tier == 0}
         self.has_resumed = True
         self.damaged |= set(damaged)
-        if self.hosts.separate_roots and self.owns_root:
+        if self.hosts.separate_roots and self.owns_root and tier >= 0:
             self._adopt(manifest)
 
     def advance(self, name: str, id: str, written: Iterable[FileRecord]) -> None:
@@ -166,7 +172,8 @@ class RootWriter:
             taken = tuple(path for path in paths if path in present or not self._is_free_in_mirror(name))
             return self._begin(Attempt(name, occupied_paths=taken), paths)
 
-        return self._in_held_root(begin)
+        attempt, self._reserved = self._in_held_root(begin), self.numbering.reserve(self._highest)
+        return attempt
 
     def join(self, attempt: Attempt, paths: list[str]) -> Attempt:
         """Begin, in another host's root, the attempt that the main rank has begun: its files are named alike."""
@@ -208,13 +215,17 @@ class RootWriter:
         known = [*self._committed, *filter(None, [mirrored])]
         return max(known, key=lambda manifest: manifest.sequence, default=None)
 
+    @property
+    def _highest(self) -> int:
+        return max(self.sequence, self._last_sequence, self._newest.sequence if self._newest else 0)
+
     def commit(self, attempt: Attempt, stored: list[WrittenFile], facts: Mapping[str, Any]) -> Manifest:
         """Write the manifest, with the next sequence number, and return it."""
         assert self._held is not None
         manifest = Manifest(
             name=attempt.name,
             id=attempt.id,
-            sequence=1 + max(self.sequence, self._last_sequence, self._newest.sequence if self._newest else 0),
+            sequence=max(self._reserved, 1 + self._highest),
             created=utc_now(),
             run=self.run,
             parent=self.parent,
@@ -227,8 +238,8 @@ class RootWriter:
         receipts = {record.file.path: record.receipt for record in stored if record.receipt is not None}
         self.commit_manifest(attempt, manifest, receipts)
         seconds = facts["seconds"]
-        _log.info(
-            "saved %s/%s: %s, training waited %.2f s, durable after %.2f s",
+        _log.log(
+            self.log_level, "saved %s/%s: %s, training waited %.2f s, durable after %.2f s",
             self.storage.url, attempt.name, format_size(manifest.size), seconds["blocked"], seconds["total"],
         )  # fmt: skip
         return manifest
@@ -265,11 +276,6 @@ class RootWriter:
             if present is not None and present.id == manifest.id:
                 self._record(manifest)
             del self._unsure[name]
-
-    def manifests_of_run(self) -> list[Manifest]:
-        """The committed checkpoints of this run, as the root lists them now."""
-        found = (checkpoint.manifest for checkpoint in scan(self.storage))
-        return [manifest for manifest in found if manifest is not None and manifest.run == self.run]
 
     def retain(self) -> None:
         """Remove the checkpoints that are not to be kept."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 
 import torch
@@ -22,6 +23,7 @@ from ckpt.util.fork_safety import OwnerProcess
 from ckpt.util.gc_pause import gc_paused
 
 _log = logging.getLogger("ckpt")
+_PAUSE = 0.01  # seconds
 
 
 class Saver:
@@ -30,13 +32,19 @@ class Saver:
     `read_back`: whether checkpoints are read back from the disk.
     """
 
-    def __init__(self, root: RootWriter, snapshots: Snapshots | None = None, read_back: bool | None = None) -> None:
+    def __init__(
+        self,
+        root: RootWriter,
+        snapshots: Snapshots | None = None,
+        read_back: bool | None = None,
+        channel: str = "saving",
+    ) -> None:
         self.root = root
         self.snapshots = snapshots or Snapshots()
         self.read_back = ReadBack(root, read_back)
         self.compared = ComparisonHistory()
         self.owner = OwnerProcess()
-        self._channel = root.ranks.channel("saving")  # saves run beside whatever else the ranks talk about
+        self._channel = root.ranks.channel(channel)  # saves run beside whatever else the ranks talk about
         self._queue = SaveQueue()
         self._written: Snapshot | None = None  # of the last save, in memory until the next one
         self._has_prefaulted = False
@@ -133,6 +141,18 @@ class Saver:
             text = "%s is not saved: %s takes its place, as checkpoints come faster than they are written"
             _log.log(level, text, replaced, name)
         self._replaced += 1
+
+    def abandon(self, patience: float) -> None:
+        """Wait so many seconds for the save under way, then for no other rank any more."""
+        deadline = time.monotonic() + patience
+        while self.busy and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+        self._channel.abandon()
+
+    def release_idle(self) -> None:
+        """Give back the memory of the last save, unless a save is under way or its files are being read back."""
+        if not self.busy and not self.read_back.busy:
+            self._release_written()
 
     def _release_written(self) -> None:
         """Give back the memory of the last save. Nothing may be reading it."""

@@ -126,7 +126,7 @@ class TensorCopies:
     _made: dict[int, Any] = field(default_factory=dict)
 
     def of(self, tensor: Any) -> Any:
-        """The copy of a tensor, with its dtype, shape and sharding. Of the same tensor it is the same: it may be tied."""
+        """The copy of a tensor, with its dtype, shape and sharding; the same each time, as it may be tied."""
         key = id(tensor)
         if key not in self._made:
             local = local_tensor(tensor) if is_sharded(tensor) else tensor

@@ -60,8 +60,11 @@ class LocalStorage:
         return f"LocalStorage({self._shown!r})"
 
     def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
-        write = write_file if self._group is None else self._group.write
+        write = self._write_file if self._group is None else self._group.write
         self._make(key, lambda path: write(path, pieces), over=over)
+
+    def _write_file(self, path: Path, pieces: Iterable[Buffer]) -> None:
+        write_file(path, pieces)
 
     @property
     def _group(self) -> WriteGroup | None:
@@ -201,8 +204,11 @@ class LocalStorage:
         for key in keys:
             path = self._path(key)
             with self._translated_errors("delete", key), suppress(*NOTHING_THERE):
-                path.unlink()
+                self._unlink(path)
             self._drop_empty(path.parent)
+
+    def _unlink(self, path: Path) -> None:
+        path.unlink()
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
         with self._translated_errors("list", prefix):

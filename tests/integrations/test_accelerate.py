@@ -108,6 +108,56 @@ def test_a_plain_loop_inside_the_managers_epochs_goes_on_too(tmp_path: Path) -> 
     assert first + _with_the_managers_loop(str(tmp_path / "run"), "seedable", run=1, plain=True) == straight
 
 
+def test_attached_it_takes_snapshots_into_memory_and_resumes_from_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "memory"))
+
+    def run(stop: int) -> list[Any]:
+        reseed(0, 0)
+        accelerator = new_accelerator()
+        loader, parts = _prepared(accelerator)
+        seen: list[Any] = []
+        with attach(accelerator, tmp_path / f"root-{stop < 5}", memory_every=1) as manager:
+            restored = manager.resume()
+            assert restored is None or (restored.from_memory and restored.step == 3)
+            for batch in loader:
+                seen.append(train_on(batch, accelerator, *parts))
+                manager.step()
+                manager.session.memory.wait()  # type: ignore[union-attr]
+                if manager.progress.step == stop:
+                    raise KeyboardInterrupt
+        return seen
+
+    def killed(stop: int) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            run(stop)
+
+    killed(3)
+    assert list((tmp_path / "memory").iterdir())
+    rest = run(0)
+    assert list((tmp_path / "memory").iterdir()) == []
+    assert run(1000)[3:] == rest
+
+
+def test_attached_a_save_hook_whose_files_memory_would_lack_turns_the_tier_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "memory").mkdir()
+    monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "memory"))
+    accelerator = new_accelerator()
+    loader, parts = _prepared(accelerator)
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
+    with attach(accelerator, tmp_path / "root", memory_every=1) as manager:
+        manager.resume()
+        for batch in loader:
+            train_on(batch, accelerator, *parts)
+            manager.step()
+    assert list((tmp_path / "memory").iterdir()) == []
+    assert caplog.text.count("the memory tier is off: the accelerator has save hooks") == 1
+
+
 def test_attached_a_step_is_one_of_the_optimizer_and_is_saved_once(tmp_path: Path) -> None:
     accelerator = new_accelerator(gradient_accumulation_steps=2)
     loader, parts = _prepared(accelerator)

@@ -281,3 +281,11 @@ def test_a_checkpoint_of_another_loop_is_refused_by_name(tmp_path: Path) -> None
         manager.save_state("mine")
     with pytest.raises(ckpt.MismatchError, match="mine has no trainer_state"):
         trainer(tmp_path, kept(tmp_path / "root")).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("option", [{"memory_every": 10}, {"memory_rescue": True}])
+def test_snapshots_in_memory_are_refused_as_long_as_a_trainer_cannot_resume_from_them(
+    tmp_path: Path, option: dict[str, Any]
+) -> None:
+    with pytest.raises(ckpt.ConfigError, match="a Trainer does not resume from memory yet"):
+        kept(tmp_path, **option)

@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
+from ckpt.ranks.built_managers import built_here
+from ckpt.ranks.find import find_ranks
 from ckpt.storage import ANY, Buffer, open_storage
 from tests.helpers.places import PassedOn, Place, committed
 from tests.helpers.processes import run_ranks
@@ -240,3 +242,20 @@ def _fail_then_save(rank: int, root: str) -> None:
 def test_after_a_missed_save_the_ranks_meet_at_the_next(root: Place) -> None:
     assert run_ranks(2, _fail_then_save, str(root)) == [0, 0]
     assert ckpt.verify(root) == {"met": []}
+
+
+def _leave_an_answer_and_restart(rank: int) -> None:
+    """What a killed attempt has left in torchrun's store, which outlives it, is no answer to the next one."""
+    if rank == 1:  # the main rank was killed: nobody has read this
+        find_ranks("runs/x", 5.0).gather("save_state('a')", "of the killed attempt")
+    dist.barrier()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
+    built_here()._counts.clear()  # as in a new process
+    time.sleep(0.5 * rank)  # the main rank looks first
+    answers = find_ranks("runs/x", 5.0).gather("save_state('a')", f"of rank {rank}")
+    assert answers == (["of rank 0", "of rank 1"] if rank == 0 else [])
+    dist.barrier()
+
+
+def test_after_a_restart_by_torchrun_no_answer_of_killed_ranks_is_read() -> None:
+    assert run_ranks(2, _leave_an_answer_and_restart) == [0, 0]

@@ -1,0 +1,83 @@
+"""`ckpt memory`: what runs hold in the memory of this machine, and how to remove it."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from ckpt.errors import LockedError
+from ckpt.memory.held_memory import HeldMemory, list_memory, memory_of
+from ckpt.util.console import format_age, format_duration, format_size, format_table, one_line
+
+_COLUMNS = ("root", "step", "size", "age", "run", "keeper", "last said")
+
+
+@click.group()
+def memory() -> None:
+    """Snapshots that runs hold in the memory of this machine."""
+
+
+@memory.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
+def ls(as_json: bool) -> None:
+    """List what your runs hold in memory here, the newest first."""
+    found = list_memory()
+    if as_json:
+        click.echo(json.dumps([held.to_json() for held in found], indent=1, allow_nan=False))
+    elif not found:
+        click.echo("Nothing is held in memory on this machine.")
+    else:
+        for line in format_table(_COLUMNS, [_row(held) for held in found], ("step", "size", "age")):
+            click.echo(line)
+
+
+@memory.command()
+@click.argument("root", required=False)
+@click.option("--all", "everything", is_flag=True, help="Whatever root it belongs to.")
+def clear(root: str | None, everything: bool) -> None:
+    """Remove what is held in memory here for ROOT, a URL or path, and end its keeper.
+
+    Refused while the run lives: its processes are named, and nothing of it is removed.
+    """
+    if (root is None) != everything:
+        raise click.UsageError("name the ROOT whose memory is to be removed, or give --all.")
+    found = list_memory() if root is None else memory_of(root)
+    if not found:
+        click.echo("Nothing is held in memory on this machine" + (f" for {root}." if root else "."))
+    refused = [why for held in found if (why := _clear(held))]
+    if refused:
+        raise LockedError(" ".join(refused))
+
+
+def _clear(held: HeldMemory) -> str:
+    """Remove it and say so, or return why not."""
+    try:
+        held.clear()
+    except LockedError as error:
+        return str(error)
+    click.echo(f"removed {format_size(held.size)} from memory: {held.root}, {_steps(held)}")
+    return ""
+
+
+def _row(held: HeldMemory) -> list[str]:
+    return [
+        held.root,
+        str(held.snapshots[0].step) if held.snapshots else "-",
+        format_size(held.size),
+        format_age(held.snapshots[0].created) if held.snapshots and held.snapshots[0].created else "-",
+        _life(held),
+        f"process {held.keeper.process}" if held.keeper else "none",
+        one_line(held.log) or "-",
+    ]
+
+
+def _life(held: HeldMemory) -> str:
+    if held.is_deserted:
+        return f"deserted, {format_duration(held.place.idle_seconds)}"
+    return f"lives: process {', '.join(map(str, held.processes))}" if held.processes else "lives"
+
+
+def _steps(held: HeldMemory) -> str:
+    steps = ", ".join(f"{found.step:,}" for found in held.snapshots)
+    return f"step {steps}" if steps else "no snapshot"

@@ -1,0 +1,144 @@
+"""Starts the keeper of a run's folder in memory, and finds the one that lives."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt.errors import StorageError
+from ckpt.memory import keeper
+from ckpt.memory.place import MemoryPlace, linger_seconds
+from ckpt.util.process_identity import start_time
+
+_log = logging.getLogger("ckpt")
+KEEPER_VARIABLE = "CKPT_MEMORY_KEEPER"  # `off`: no process is started
+_PATIENCE = 20.0  # seconds for a process of a few megabytes to start
+_PAUSE = 0.01
+
+
+class KeeperError(StorageError):
+    """No keeper could be started."""
+
+
+@dataclass(frozen=True)
+class KeeperProcess:
+    """A keeper: its process id, and when it started, which tells it from a later process of the same id."""
+
+    process: int
+    started: str
+
+    @property
+    def is_alive(self) -> bool:
+        return start_time(self.process) == self.started
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until it has ended, for at most so many seconds. Returns whether it has."""
+        deadline = time.monotonic() + seconds
+        while self.is_alive:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSE)
+        return True
+
+
+def start_keeper(place: MemoryPlace, *, memfd: bool = False, limit: int | None = None) -> KeeperProcess | None:
+    """The keeper of a place: the one that lives, or a new one; None, with a warning, if none can be started.
+
+    Where `CKPT_MEMORY_KEEPER` is `off`, none is, and nothing is said.
+
+    It has a session of its own and outlives this process, its group and its terminal. With `memfd` it holds at most
+    `limit` bytes for a `MemfdStorage`. What it is to rescue it reads in `run.json` when the time has come.
+    """
+    if _is_off():
+        return None
+    try:
+        return require_keeper(place, memfd=memfd, limit=limit)
+    except KeeperError as error:
+        _log.warning(
+            "no keeper process for the snapshots in memory: %s They are used by a restart all the same, but nobody "
+            "rescues them, and the next run on this host removes them.", error,
+        )  # fmt: skip
+        return None
+
+
+def require_keeper(place: MemoryPlace, *, memfd: bool = False, limit: int | None = None) -> KeeperProcess:
+    """As `start_keeper`, but raises a `KeeperError` if none can be started."""
+    if _is_off():
+        raise KeeperError(f"{KEEPER_VARIABLE}=off.")
+    try:
+        found = living_keeper(place) or _start(place, {"memfd": memfd, "limit": limit})
+        place.record(keeper={"process": found.process, "started": found.started})
+    except KeeperError:
+        raise
+    except OSError as error:
+        raise KeeperError(f"{error.strerror or error}.") from error
+    return found
+
+
+def living_keeper(place: MemoryPlace) -> KeeperProcess | None:
+    """The keeper that has the folder's lock; None if none has."""
+    try:
+        descriptor = os.open(place.path / keeper.LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _parsed(os.read(descriptor, 100).decode(errors="replace"))
+    finally:
+        os.close(descriptor)
+    return None
+
+
+def last_log_line(place: MemoryPlace) -> str:
+    """The last line of the keeper's log; empty if it has none."""
+    try:
+        descriptor = os.open(place.path / keeper.LOG, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    with open(descriptor, errors="replace") as file:
+        lines = file.read(1 << 20).splitlines()
+    return lines[-1] if lines else ""
+
+
+def _is_off() -> bool:
+    return os.environ.get(KEEPER_VARIABLE, "").lower() == "off"
+
+
+def _start(place: MemoryPlace, options: dict[str, Any]) -> KeeperProcess:
+    settings = {"linger": linger_seconds(), "library": str(Path(keeper.__file__).resolve().parents[2]), **options}
+    if not sys.executable:
+        raise KeeperError("this interpreter has no executable.")
+    command = [sys.executable, "-I", "-S", os.path.abspath(keeper.__file__), str(place.path), json.dumps(settings)]
+    process = subprocess.Popen(  # noqa: S603 - this interpreter, and our own file
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+    )
+    try:
+        printed, _ = process.communicate(timeout=_PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise KeeperError(f"{command[0]} did not start within {_PATIENCE:g} s.") from None
+    word, _, rest = printed.strip().partition(" ")
+    found = _parsed(rest) if word == "ready" else None
+    if found is None:
+        raise KeeperError(f"{command[0]} ended with status {process.returncode}: {rest or 'it said nothing'}.")
+    return found
+
+
+def _parsed(text: str) -> KeeperProcess | None:
+    words = text.split()
+    return KeeperProcess(int(words[0]), words[1]) if len(words) == 2 and words[0].isdigit() else None

@@ -1,0 +1,124 @@
+"""How the ranks of a job meet in memory: which share a host's, and which folder is theirs there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.errors import CkptError, StorageError
+from ckpt.memory.facts import boot_id
+from ckpt.memory.place import MemoryPlace, PlaceError, memory_directory
+from ckpt.memory.places import Places
+from ckpt.memory.root_token import TOKEN, identity_of, read_token, write_token
+from ckpt.ranks.consensus import Result, decide_together
+from ckpt.ranks.group import MAIN, Ranks
+from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts, host_name
+from ckpt.storage import Storage
+
+_CALL = "StateManager(..., memory_every=...)"
+
+
+@dataclass
+class Meeting:
+    """Finds or makes the folder in memory that the ranks of a host share. Every rank makes the same calls.
+
+    A root has a token while a run uses it with a memory tier. A root that was removed and made anew has another one, so
+    that its run does not resume from the memory of the run before.
+    """
+
+    ranks: Ranks
+    root: Storage
+    places: Places
+    place: MemoryPlace | None = None
+    hosts: Hosts = ONE_SHARED_ROOT
+    complete: bool = False  # every host has a folder
+    _token: str = field(default="", init=False)
+    _is_found: bool = field(default=False, init=False)
+
+    @property
+    def owns_place(self) -> bool:
+        """True on the first rank of each host, which makes and removes the folder."""
+        return self.hosts.owns_root(self.ranks.rank)
+
+    def find(self) -> None:
+        """Find the folders that a run before this one has left, once."""
+        if self._is_found:
+            return
+        self._is_found = True
+        view = Result.capture(lambda: {"id": host_identity(), "name": host_name()})
+        known = decide_together(self.ranks, _CALL, view, lambda views: {"views": views, "token": read_token(self.root)})
+        self._token, views = known["token"], known["views"]
+        ids = [seen["id"] for seen in views]
+        hosts = Hosts(tuple(map(ids.index, ids)), tuple(seen["name"] for seen in views))
+        self.hosts = hosts if hosts.separate_roots else ONE_SHARED_ROOT
+        self._enter(lambda: self.places.find(self._identity) if self._token else None)
+
+    def make(self, memfd: Collection[int] = ()) -> str:
+        """Make the folders that are missing. Returns why that failed, if it did.
+
+        `memfd`: the owners whose hosts have too small a tmpfs.
+        """
+        self._token = decide_together(self.ranks, _CALL, Result(), lambda _: self._token or write_token(self.root))
+        had, small = self.place, self.ranks.rank in memfd
+        problem = self._enter(lambda: self.place or self.places.make(self._identity, memfd=small))
+        if problem and had is None and self.place is not None:
+            self.remove()
+        return problem
+
+    def remove(self) -> None:
+        """Remove this host's folder. Ranks that do not own it only leave."""
+        place, self.place, self.complete = self.place, None, False
+        if place is not None:
+            place.remove() if self.owns_place else place.release()
+
+    def leave(self) -> None:
+        """Stop living in the folder, and leave it for a restart."""
+        if self.place is not None:
+            self.place.release()
+
+    def end(self) -> None:
+        """Remove the folder, and the root's token: this run needs no restart."""
+        self.remove()
+        if self.ranks.rank == MAIN and self._token:
+            with suppress(StorageError):
+                self.root.delete([TOKEN])
+
+    def _enter(self, find: Callable[[], MemoryPlace | None]) -> str:
+        """Owners find their folders, and the other ranks of their hosts enter them. Returns what went wrong."""
+        mine: dict[str, Any] = {"path": None, "problem": ""}
+        if self.owns_place:
+            mine = self._entered(find)
+        announced = decide_together(self.ranks, _CALL, Result(mine), lambda each: each)
+        if not self.owns_place:
+            path = announced[self.hosts.first[self.ranks.rank] if self.hosts.separate_roots else MAIN]["path"]
+            mine = self._entered(lambda: self.place or (MemoryPlace.open(path) if path else None))
+        views = decide_together(self.ranks, _CALL, Result(mine), lambda each: each)
+        self.complete = all(view["path"] for view in views)
+        problems = dict.fromkeys(view["problem"] for view in [*announced, *views] if view["problem"])
+        return "; ".join(problems)
+
+    def _entered(self, find: Callable[[], MemoryPlace | None]) -> dict[str, Any]:
+        try:
+            place = find()
+            if place is not None:
+                place.hold()
+        except (CkptError, OSError) as error:
+            return {"path": None, "problem": str(error)}
+        self.place = place
+        return {"path": str(place.path) if place is not None else None, "problem": ""}
+
+    @property
+    def _identity(self) -> str:
+        return identity_of(self.root, self._token)
+
+
+def host_identity() -> str:
+    """Equal for processes that see the same folder of memory, whatever their containers and host names are."""
+    try:
+        seen = os.stat(memory_directory())
+    except OSError as error:
+        raise PlaceError(f"{memory_directory()} cannot be used: {error.strerror or error}.") from error
+    return f"{boot_id()}-{seen.st_dev:x}-{seen.st_ino:x}"

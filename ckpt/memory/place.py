@@ -1,0 +1,282 @@
+"""The folder of a run in a host's memory: who may find it, who lives in it, and how it is removed.
+
+Imports no torch: the keeper and `ckpt memory` use it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import socket
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ckpt.errors import StorageError
+from ckpt.memory.facts import boot_id, code_versions, digest_of, read_facts, write_facts
+from ckpt.util.clock import utc_now
+
+FORMAT = 1
+RUN, ALIVE, SLOTS = "run.json", "alive", "slots"
+DIRECTORY_VARIABLE, LINGER_VARIABLE = "CKPT_MEMORY_DIR", "CKPT_MEMORY_LINGER"
+LINGER = 3600.0  # seconds that a folder outlives the last process of its run
+_DIRECTORY = "/dev/shm"  # noqa: S108  (the names in it are random, and made with mkdir)
+_NAME = re.compile(r"ckpt-[0-9a-f]{32}")
+_PATIENCE = 10.0  # seconds that a run waits for somebody who looks whether anybody lives
+_PAUSE = 0.02
+
+
+class PlaceError(StorageError):
+    """The folder in memory is gone, being removed, or cannot be made."""
+
+
+def memory_directory() -> Path:
+    """Where the folders of all runs are: `CKPT_MEMORY_DIR`, or the host's tmpfs."""
+    return Path(os.environ.get(DIRECTORY_VARIABLE) or _DIRECTORY)
+
+
+def linger_seconds() -> float:
+    """How long a folder without any process is kept for a restart: `CKPT_MEMORY_LINGER` seconds, or an hour."""
+    try:
+        return float(os.environ.get(LINGER_VARIABLE) or LINGER)
+    except ValueError:
+        return LINGER
+
+
+@dataclass
+class MemoryPlace:
+    """The folder `ckpt-<32 random hex digits>` of one run on one host, readable for its user alone.
+
+    `facts` is its `run.json`. While a process of the run lives, it holds a shared flock on the file `alive`: whoever
+    can lock that exclusively knows that none does.
+    """
+
+    path: Path
+    facts: dict[str, Any]
+    _alive: int | None = field(default=None, repr=False, compare=False)  # the descriptor of the lock
+
+    @classmethod
+    def find(cls, root_identity: str) -> MemoryPlace | None:
+        """The newest folder of this root that this boot, user and code have made; None if there is none.
+
+        Folders of this user in which nobody has lived for the time of `linger_seconds` are removed on the way.
+        """
+        remove_expired()
+        ours = [place for place in cls.list_places() if place._is_of(root_identity)]
+        return max(ours, key=lambda place: str(place.facts.get("created", "")), default=None)
+
+    @classmethod
+    def create(
+        cls, root_identity: str, *, root_shown: str, rescue: Mapping[str, Any] | None = None, **facts: Any
+    ) -> MemoryPlace:
+        """Make a new folder under a name that nobody can guess, and live in it. `root_shown` must hold no secret."""
+        path = memory_directory() / f"ckpt-{secrets.token_hex(16)}"
+        facts = {
+            "format": FORMAT,
+            "versions": code_versions(),
+            "boot": boot_id(),
+            "uid": os.getuid(),
+            "host": socket.gethostname(),
+            "root": root_shown,
+            "root_sha256": digest_of(root_identity),
+            "created": utc_now(),
+            "rescue": dict(rescue) if rescue else None,
+            "keeper": None,
+            **facts,
+        }
+        try:
+            path.mkdir(mode=0o700)
+        except OSError as error:
+            raise PlaceError(f"{path.parent} takes no folder: {error.strerror or error}.") from error
+        place = cls(path, facts)
+        try:
+            place._fill()
+        except BaseException:
+            place.release()
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        return place
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> MemoryPlace | None:
+        """The folder at a path, if it is one of this user's; None if it is anything else."""
+        path = Path(path)
+        if not _NAME.fullmatch(path.name) or not _is_own_directory(path):
+            return None
+        facts = read_facts(path / RUN)
+        fits = facts is not None and facts.get("format") == FORMAT and facts.get("uid") == os.getuid()
+        return cls(path, facts) if facts is not None and fits else None
+
+    @classmethod
+    def list_places(cls) -> list[MemoryPlace]:
+        """The folders of all runs of this user on this host."""
+        found = (cls.open(path) for path in _named_paths())
+        return [place for place in found if place is not None]
+
+    @property
+    def slots(self) -> Path:
+        """The root in which the snapshots are, each a checkpoint."""
+        return self.path / SLOTS
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the folder is still that of this run."""
+        now = MemoryPlace.open(self.path)
+        return now is not None and now.facts.get("created") == self.facts.get("created")
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long ago the last snapshot was begun, or a process came to live here."""
+        return max(0.0, time.time() - _last_change(self.path))
+
+    def hold(self) -> None:
+        """Live here, until `release` or the end of this process and of its children.
+
+        Waits for somebody who just looks whether anybody lives. Raises `PlaceError` if the folder is being removed.
+        """
+        if self._alive is not None:
+            return
+        descriptor = _open_alive(self.path)
+        try:
+            _lock_shared(descriptor, self.path)
+            if not _is_same_file(descriptor, self.path / ALIVE):
+                raise PlaceError(f"{self.path} was removed just now.")
+            os.utime(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._alive = descriptor
+
+    def release(self) -> None:
+        """Stop living here. The folder is left for a restart."""
+        descriptor, self._alive = self._alive, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def is_deserted(self) -> bool:
+        """Whether no process of the run lives: false as long as anybody holds the folder, this process too."""
+        with _all_alone(self.path) as alone:
+            return alone
+
+    def record(self, **facts: Any) -> None:
+        """Write more facts into `run.json`, such as who the keeper is."""
+        self.facts |= facts
+        write_facts(self.path / RUN, self.facts)
+
+    def remove(self) -> None:
+        """Remove the folder and all that is in it, whoever lives here. Nobody finds it from the first moment on."""
+        if _is_own_directory(self.path):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path / RUN)
+            shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
+
+    def remove_if_deserted(self) -> bool:
+        """Remove the folder unless a process of the run lives. A process that starts meanwhile finds it gone."""
+        return _remove_if_deserted(self.path)
+
+    def _is_of(self, root_identity: str) -> bool:
+        known = (self.facts.get("root_sha256"), self.facts.get("boot"), self.facts.get("versions"))
+        return known == (digest_of(root_identity), boot_id(), code_versions())
+
+    def _fill(self) -> None:
+        os.close(os.open(self.path / ALIVE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        (self.path / SLOTS).mkdir(mode=0o700)
+        self.hold()
+        write_facts(self.path / RUN, self.facts)  # last: only then is it found
+
+
+def remove_expired() -> list[Path]:
+    """Remove this user's folders in which nobody has lived for the time of `linger_seconds`; returns their paths."""
+    after = linger_seconds()
+    old = [path for path in _named_paths() if _is_own_directory(path) and time.time() - _last_change(path) > after]
+    return [path for path in old if _remove_if_deserted(path)]
+
+
+def _named_paths() -> list[Path]:
+    try:
+        names = os.listdir(memory_directory())
+    except OSError:
+        return []
+    return [memory_directory() / name for name in sorted(names) if _NAME.fullmatch(name)]
+
+
+def _is_own_directory(path: Path) -> bool:
+    """Whether this is a real directory, no link, of this user, and nobody else may enter it."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    private = stat.S_IMODE(status.st_mode) == 0o700
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and private
+
+
+def _last_change(folder: Path) -> float:
+    """When something happened in a folder: it was made, a process came, or a snapshot began."""
+    times = [0.0]
+    for path in (folder, folder / ALIVE, folder / SLOTS):
+        with contextlib.suppress(OSError):
+            times.append(os.lstat(path).st_mtime)
+    return max(times)
+
+
+def _open_alive(folder: Path) -> int:
+    try:
+        return os.open(folder / ALIVE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise PlaceError(f"{folder} cannot be entered: {error.strerror or error}.") from error
+
+
+def _lock_shared(descriptor: int, folder: Path) -> None:
+    deadline = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise PlaceError(f"{folder} is locked by somebody who removes it.") from error
+            time.sleep(_PAUSE)
+        else:
+            return
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.lstat(path))
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _all_alone(folder: Path) -> Iterator[bool]:
+    """Lock the file `alive` exclusively, and yield whether that was possible: nobody comes to live here meanwhile."""
+    try:
+        descriptor = _open_alive(folder)
+    except PlaceError:
+        yield not os.path.lexists(folder / ALIVE)
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
+
+
+def _remove_if_deserted(folder: Path) -> bool:
+    if not _is_own_directory(folder):
+        return False
+    with _all_alone(folder) as alone:
+        if alone:
+            shutil.rmtree(folder, ignore_errors=True)
+    return alone

@@ -1,0 +1,35 @@
+"""The token of a root: a file by which a folder in memory knows that the root is still the one it belongs to.
+
+A root that was removed and made anew has another one, or none. Imports no torch: the rescue asks for it too.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from ckpt.errors import AbsentError
+from ckpt.storage import Staging, Storage, place_of
+
+TOKEN = ".memory"  # noqa: S105 - the name of the file
+
+
+def read_token(root: Storage) -> str:
+    """The token of a root; empty if it has none."""
+    if isinstance(root, Staging):
+        return "staged"
+    try:
+        return root.read(TOKEN, 0, 64).decode("ascii", "replace")
+    except AbsentError:
+        return ""
+
+
+def write_token(root: Storage) -> str:
+    """Give a root a new token, and return it."""
+    token = secrets.token_hex(16)
+    root.write(TOKEN, [token.encode()])
+    return token
+
+
+def identity_of(root: Storage, token: str) -> str:
+    """What the folder of a run knows its root by."""
+    return f"{place_of(root)}\n{token}"

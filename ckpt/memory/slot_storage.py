@@ -1,0 +1,28 @@
+"""The storage in which the snapshots of a place are: a folder of its tmpfs, or the memfds of its keeper.
+
+Imports no torch: the rescue and `ckpt memory` use it too.
+"""
+
+from __future__ import annotations
+
+from ckpt.memory.memfd_storage import MemfdStorage
+from ckpt.memory.place import MemoryPlace, memory_directory
+from ckpt.storage import Storage
+from ckpt.storage.local.volatile import VolatileStorage
+
+TMPFS, MEMFD = "tmpfs", "memfd"  # the fact `storage` in run.json
+
+
+def slot_storage(place: MemoryPlace | None) -> Storage:
+    """The snapshots of a place, as a root of checkpoints; where a host has none, a root without any.
+
+    With a keeper that has ended, memfds are a root without any too.
+    """
+    if place is None:
+        return VolatileStorage(memory_directory() / "ckpt-none")
+    return MemfdStorage(place.path) if is_in_memfds(place) else VolatileStorage(place.slots)
+
+
+def is_in_memfds(place: MemoryPlace) -> bool:
+    """Whether the snapshots of a place are in its keeper's memfds, and end with it."""
+    return place.facts.get("storage") == MEMFD

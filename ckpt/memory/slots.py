@@ -1,0 +1,114 @@
+"""Writes snapshots into memory: two slots in turn, the older of which makes room for the next."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from ckpt.errors import FullError, LockedError
+from ckpt.formats.native.manifest import FileRecord, Manifest
+from ckpt.ranks.group import SingleProcess
+from ckpt.root import deletion
+from ckpt.root.commit import Attempt, EarlierFile, WrittenFile
+from ckpt.save.captured_state import CapturedState
+from ckpt.save.root_writer import RootWriter
+from ckpt.save.saver import Saver
+from ckpt.save.transaction import SaveRequest, SaveTransaction
+from ckpt.storage import MemoryStorage
+
+
+@runtime_checkable
+class Trimming(Protocol):
+    """The method that a storage has which keeps the memory of deleted objects for the next ones."""
+
+    def trim(self) -> None:
+        """Give that memory back."""
+
+
+def _no_root() -> RootWriter:
+    return RootWriter(MemoryStorage("none"), SingleProcess())
+
+
+@dataclass
+class SlotWriter(RootWriter):
+    """The writer of a folder in memory. Its snapshots belong to the run of `main`, the writer of the root, and are
+    numbered with the root's checkpoints."""
+
+    log_level: ClassVar[int] = logging.DEBUG
+    main: RootWriter = field(default_factory=_no_root)
+
+    def _begin(self, attempt: Attempt, paths: list[str]) -> Attempt:
+        self.keep_newest()
+        self.numbering.note(self.main._highest)
+        return super()._begin(attempt, paths)
+
+    def keep_newest(self, count: int = 1) -> None:
+        """Remove all snapshots but the newest intact one, or all of them. Raises if somebody reads one of those."""
+        held = self._held
+        committed = held.committed if held is not None else []
+        kept = [manifest for manifest in committed if manifest.name not in self.damaged][:count]
+        for manifest in committed:
+            if manifest not in kept and held is not None:
+                why = deletion.remove_or_explain(self.storage, manifest)
+                if why:
+                    raise LockedError(f"{self.storage.url}/{manifest.name} {why}.")
+                held.discard(manifest.name)
+
+    def clear(self) -> None:
+        """Remove all snapshots, and give back their memory. No save may be under way."""
+        if self.owns_root:
+            self._hold()
+            self.keep_newest(0)
+            self._trim()
+
+    def commit(self, attempt: Attempt, stored: list[WrittenFile], facts: Mapping[str, Any]) -> Manifest:
+        self.run, self.parent = self.main.run, self.main.parent
+        return super().commit(attempt, stored, facts)
+
+    def commit_manifest(self, attempt: Attempt, manifest: Manifest, receipts: Mapping[str, str]) -> None:
+        super().commit_manifest(attempt, manifest, receipts)
+        self._trim()
+
+    def advance(self, name: str, id: str, written: Iterable[FileRecord]) -> None:
+        self.linkable = {file.name: EarlierFile(name, file) for file in written}
+
+    def _trim(self) -> None:
+        """Give back the memory of removed snapshots that the new one has not used."""
+        if isinstance(self.storage, Trimming):
+            self.storage.trim()
+
+
+def _refuse(captured: CapturedState) -> None:
+    raise FullError("there is no host memory for a copy of the state, in which it waits to be written.")
+
+
+class SlotSaver(Saver):
+    """Saves into memory. An error waits for the next snapshot; the memory of a snapshot is free when it is written."""
+
+    written_size: int | None = None  # bytes of the last snapshot that this rank wrote
+
+    def _capture(self, request: SaveRequest, *, snapshot: bool) -> SaveTransaction:
+        """Training does not wait until a snapshot is written: without room for a copy of the state, it fails."""
+        save = super()._capture(request, snapshot=snapshot)
+        captured = save.captured.value
+        if not save.detached and captured is not None and not captured.gathered:
+            save.captured = save.captured.then(_refuse)
+        return save
+
+    def _carry_out(self, save: SaveTransaction) -> None:
+        try:
+            super()._carry_out(save)
+            self.written_size = sum(file.size for file in save.written)
+        finally:
+            self._release_written()
+
+    def _after_failure(self, name: str, error: Exception) -> None:
+        self.root.abandon(name, error)
+
+    def close(self) -> None:
+        """Release the folder. The memory of snapshots is the root's saver's too, and stays with it."""
+        if not self.busy and self.owner.is_here:
+            self._release_written()
+            self.root.close()

@@ -1,0 +1,272 @@
+"""The memory tier of a run: snapshots in host memory between the checkpoints of the root."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.errors import CkptError, FullError, RanksError
+from ckpt.memory import room
+from ckpt.memory.meeting import Meeting
+from ckpt.memory.place import PlaceError, memory_directory
+from ckpt.memory.places import Places
+from ckpt.memory.slot_storage import is_in_memfds, slot_storage
+from ckpt.memory.slots import SlotSaver, SlotWriter
+from ckpt.memory.statistics import Statistics
+from ckpt.memory.step_file import read_step, write_step
+from ckpt.memory.verdict import GIVE_WAY, SAVE, SKIP, Verdict, View, save_unless, verdict_of
+from ckpt.ranks.consensus import Result, decide_together
+from ckpt.ranks.group import MAIN, Ranks
+from ckpt.ranks.hosts import Hosts
+from ckpt.save.comparison_history import ComparisonHistory
+from ckpt.save.saver import Saver
+from ckpt.save.transaction import SaveRequest
+from ckpt.storage import Storage
+
+_log = logging.getLogger("ckpt")
+_PAUSE = 10  # intervals between snapshots until a tier that gave way is tried again; doubled every time
+_LONGEST_PAUSE = 1000
+_PATIENCE = 2.0  # seconds that the end of a failed run waits for the snapshot under way
+
+
+@dataclass
+class MemoryTier:
+    """Takes a snapshot of the state into memory every `every` steps, and finds those that a killed run has left.
+
+    `saver`: that of the root, whose writer numbers both and whose snapshot memory both use. `places`: finds and
+    makes the folder of this host. Whatever goes wrong here is one line in the log, and never an error of the training,
+    except that a rank is gone.
+    """
+
+    every: int
+    ranks: Ranks
+    saver: Saver
+    places: Places
+    statistics: Statistics = field(default_factory=Statistics)
+    compared: ComparisonHistory = field(default_factory=ComparisonHistory)
+    crashed_at: int | None = None  # the step that the run before had reached
+    _slots: SlotSaver | None = None
+    _error: Exception | None = None  # of the last snapshot
+    _taken_at: int | None = None  # step
+    _resume_at: int = 0  # the step before which nothing is tried, after the tier gave way
+    _pause: int = _PAUSE
+    _said: set[str] = field(default_factory=set)
+    _damaged: set[str] = field(default_factory=set)
+    is_off: bool = False
+
+    def __post_init__(self) -> None:
+        self.meeting = Meeting(self.ranks, self.saver.root.storage, self.places)
+
+    @property
+    def hosts(self) -> Hosts:
+        """Which ranks share a host's memory."""
+        return self.meeting.hosts
+
+    def find(self) -> Storage | None:
+        """The snapshots that are in this host's memory, if any host has a folder. Every rank makes this call."""
+        self.wait()
+        if not self._meet():
+            return None
+        place = self.meeting.place
+        if place is not None and self.ranks.rank == MAIN:
+            self.crashed_at = read_step(place)
+        there = decide_together(self.ranks, "load_state() (in memory)", Result(place is not None), any)
+        return slot_storage(place) if there else None
+
+    def loaded(self, passed_over: list[str] | None) -> None:
+        """A checkpoint was loaded: from memory, where these snapshots cannot be used; None if it came from elsewhere.
+
+        Then what is in memory is damaged, older, or was left on purpose: a later resume must not take it.
+        """
+        if passed_over is not None:
+            self._damaged |= set(passed_over)
+            return
+        self._meet()
+        self._close_slots()
+        self.meeting.remove()
+
+    def stepped(self, step: int) -> None:
+        """Record the step that training has reached: a restart says what the crash has cost."""
+        if self.meeting.place is not None and self.ranks.rank == MAIN:
+            with suppress(OSError):
+                write_step(self.meeting.place, step)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a snapshot is to be taken after this step. The same on every rank."""
+        due = step > 0 and step % self.every == 0 and step >= self._resume_at
+        return due and not self.is_off and step != self._taken_at
+
+    def save(self, request: SaveRequest, step: int) -> None:
+        """Take a snapshot, unless that of before is under way or there is no room. Every rank makes this call."""
+        began = time.monotonic()
+        self._taken_at = step
+        if not self._meet():
+            return
+        verdict = self._agree(request)
+        if verdict["do"] == SAVE and not self.meeting.complete:
+            verdict = self._settle_in(verdict)
+        if verdict["do"] == GIVE_WAY:
+            self._give_way(verdict, step)
+        elif verdict["do"] == SKIP:
+            self._skip()
+        else:
+            self._begin(request)
+        self.statistics.waited += time.monotonic() - began
+
+    def wait(self) -> None:
+        """Until no snapshot is under way. Raises nothing: the next one says what went wrong."""
+        if self._slots is not None:
+            try:
+                self._slots.wait()
+            except Exception as error:  # of any kind: training continues
+                self._error = error
+
+    def close(self, *, keep: bool) -> None:
+        """End the tier: remove all that is in memory, or, with `keep`, leave it for a restart.
+
+        A restart does not wait for a snapshot of which another rank may have died.
+        """
+        if keep and self._slots is not None:
+            self._slots.abandon(_PATIENCE)
+        self._close_slots()
+        self.meeting.leave() if keep else self.meeting.end()
+        if self.ranks.rank == MAIN and self.statistics.taken:
+            _log.info("%s", self.statistics)
+
+    def _meet(self) -> bool:
+        """Whether the tier can be used on all ranks. The same on every rank."""
+        try:
+            self.meeting.find()
+        except RanksError:
+            raise
+        except (CkptError, OSError) as error:
+            self.turn_off(str(error))
+        return not self.is_off
+
+    def _agree(self, request: SaveRequest) -> Verdict:
+        """What all ranks do, as the main rank decides from what each of them sees."""
+        view = self._view(request)
+        call = f"step() (memory, {request.name})"
+        verdict: Verdict = decide_together(self.ranks, call, Result(view), lambda views: verdict_of(views, self.hosts))
+        return verdict
+
+    def _view(self, request: SaveRequest) -> View:
+        view: View = {"busy": False, "error": "", "full": False, "size": 0, "room": None}
+        try:
+            self._check()
+            view["busy"] = self._slots is not None and self._slots.busy
+            view["size"] = self._size_of(request)
+            view["room"] = self._room() if self.meeting.owns_place else None
+        except Exception as error:  # of any kind: the others must learn of it
+            self._error = error
+        if self._error is not None:
+            view["error"] = str(self._error) or type(self._error).__name__
+            view["full"] = isinstance(self._error, FullError | MemoryError)
+        self._error = None
+        return view
+
+    def _check(self) -> None:
+        if self._slots is not None and not self._slots.busy:
+            try:
+                self._slots.check()
+            except Exception as error:
+                self._error = error
+
+    def _room(self) -> room.Room:
+        place = self.meeting.place
+        if place is not None and not place.is_there:
+            raise PlaceError(f"{place.path} was removed.")
+        used = sum(entry.size for entry in slot_storage(place).list()) if place is not None else 0
+        folder, may_grow = (memory_directory(), True) if place is None else (place.path, is_in_memfds(place))
+        return room.measure(folder, used, memfd=may_grow)
+
+    def _settle_in(self, verdict: Verdict) -> Verdict:
+        """Make the folders that are missing, on all hosts."""
+        try:
+            why = self.meeting.make(verdict["memfd"])
+        except RanksError:
+            raise
+        except (CkptError, OSError) as error:
+            why = str(error)
+        return save_unless(why)
+
+    def _begin(self, request: SaveRequest) -> None:
+        try:
+            slots = self._open_slots()
+            self.saver.release_idle()
+            slots.save(request, wait=False)
+            self.statistics.taken += 1
+        except Exception as error:  # of any kind: all ranks learn of it before the next snapshot
+            self._error = error
+
+    def _size_of(self, request: SaveRequest) -> int:
+        """Bytes that this rank writes: as many as for the last snapshot, or what it would write now."""
+        if self._slots is None or self._slots.written_size is None:
+            return sum(file.size for file in request.capture().encode().files)
+        return self._slots.written_size
+
+    def _open_slots(self) -> SlotSaver:
+        if self._slots is None:
+            main, place = self.saver.root, self.meeting.place
+            assert place is not None
+            writer = SlotWriter(
+                slot_storage(place), self.ranks, hosts=self.hosts, numbering=main.numbering, has_resumed=True, main=main
+            )
+            writer.damaged = self._damaged
+            self._slots = SlotSaver(writer, self.saver.snapshots, read_back=False, channel="memory")
+            self._slots.compared = self.compared
+        return self._slots
+
+    def _close_slots(self) -> None:
+        self.wait()
+        slots, self._slots = self._slots, None
+        if slots is not None:
+            with suppress(CkptError, OSError):
+                slots.close()
+
+    def _skip(self) -> None:
+        self.statistics.skipped += 1
+        if self.ranks.rank == MAIN and "skip" not in self._said:
+            self._said.add("skip")
+            _log.warning(
+                "a snapshot in memory is left out, as the one before is still being written: memory_every=%d is more "
+                "often than this machine can. Further ones are counted.", self.every,
+            )  # fmt: skip
+
+    def _give_way(self, verdict: Verdict, step: int) -> None:
+        """Try again later. The same on every rank."""
+        self._close_slots()
+        self.meeting.complete = False
+        if verdict["free"] or (self.meeting.place is not None and not self.meeting.place.is_there):
+            self.meeting.remove()
+        self._error = None
+        self._resume_at = step + self._pause * self.every
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        if self.ranks.rank == MAIN:
+            level = logging.INFO if "room" in self._said else logging.WARNING
+            self._said.add("room")
+            _log.log(
+                level, "the memory tier is off until step %d: %s. Training and the root are not affected.",
+                self._resume_at, verdict["why"].rstrip("."),
+            )  # fmt: skip
+
+    def turn_off(self, why: str) -> None:
+        """Take no more snapshots, and say why. The same on every rank."""
+        self.is_off = True
+        if self.ranks.rank == MAIN:
+            _log.warning("the memory tier is off: %s", why)
+
+
+def build_tier(
+    saver: Saver, every: int | None, rescue: bool, storage_options: Mapping[str, Any] | None
+) -> MemoryTier | None:
+    """The memory tier beside the root of this saver, with a snapshot every so many steps; None for none."""
+    if not every:
+        return None
+    root = saver.root
+    places = Places(root.storage, rescue, storage_options, root.hosts.separate_roots)
+    return MemoryTier(every, root.ranks, saver, places)

@@ -1,0 +1,58 @@
+"""What all ranks do at a step that is due: the main rank decides from what each of them sees."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from ckpt.memory import room
+from ckpt.memory.place import memory_directory
+from ckpt.ranks.hosts import Hosts
+
+SAVE, SKIP, GIVE_WAY = "save", "skip", "give way"
+
+
+class View(TypedDict):
+    """What a rank knows before a snapshot. `size`: bytes that it would write. `room`: of its host, by its owner."""
+
+    busy: bool
+    error: str
+    full: bool  # the error says that there is no more memory
+    size: int
+    room: room.Room | None
+
+
+class Verdict(TypedDict):
+    """What all ranks do: take the snapshot, leave it out, or give way to the training for a while, and why.
+
+    `free`: whether the memory of earlier snapshots is given back too. `memfd`: the owners of folders that are to be
+    made where the tmpfs is too small.
+    """
+
+    do: str
+    why: str
+    free: bool
+    memfd: list[int]
+
+
+def verdict_of(views: list[View], hosts: Hosts) -> Verdict:
+    """On the main rank: from the views of all ranks."""
+    errors = dict.fromkeys(view["error"] for view in views if view["error"])
+    if errors:
+        return {"do": GIVE_WAY, "why": "; ".join(errors), "free": any(view["full"] for view in views), "memfd": []}
+    if any(view["busy"] for view in views):
+        return {"do": SKIP, "why": "", "free": False, "memfd": []}
+    measured = {owner: view["room"] for owner, view in enumerate(views) if view["room"] is not None}
+    sizes = {owner: _sizes(owner, views, hosts) for owner in measured}
+    lacking = (room.problem(found, sizes[owner], str(memory_directory())) for owner, found in measured.items())
+    small = [owner for owner, found in measured.items() if room.exceeds_tmpfs(found, sizes[owner])]
+    return save_unless("; ".join(filter(None, lacking)), small)
+
+
+def save_unless(why_not: str, memfd: list[int] | None = None) -> Verdict:
+    return {"do": GIVE_WAY if why_not else SAVE, "why": why_not, "free": bool(why_not), "memfd": memfd or []}
+
+
+def _sizes(owner: int, views: list[View], hosts: Hosts) -> list[int]:
+    """The bytes that each rank on the host of this one would write."""
+    first = hosts.first if hosts.separate_roots else (owner,) * len(views)
+    return [view["size"] for rank, view in enumerate(views) if first[rank] == owner]

@@ -1,0 +1,24 @@
+"""Sequence numbers: one count for all checkpoints of a run, wherever they are written."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Numbering:
+    """Hands out sequence numbers in the order in which saves begin, though several may be under way."""
+
+    def __init__(self) -> None:
+        self._last = 0
+        self._guard = threading.Lock()
+
+    def note(self, known: int) -> None:
+        """Record a number that is in use: those that are handed out from now on are above it."""
+        with self._guard:
+            self._last = max(self._last, known)
+
+    def reserve(self, known: int) -> int:
+        """The next number, above `known` and above all that were handed out."""
+        with self._guard:
+            self._last = 1 + max(self._last, known)
+            return self._last

@@ -1,0 +1,119 @@
+"""The storage of a folder in a tmpfs: nothing is synced, and the pages of deleted files are used again."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ckpt.storage.base import Buffer, StablePieces
+from ckpt.storage.local.storage import TEMPORARY, LocalStorage
+from ckpt.util.worker_thread import WorkerThread
+
+_CHUNK = 16 << 20
+_WRITERS = 4
+_WORTH_RECYCLING = 1 << 20  # bytes
+_SPARE = re.compile(rf"\.spare-(\d+)-[0-9a-f]{{12}}{re.escape(TEMPORARY)}")
+
+
+class VolatileStorage(LocalStorage):
+    """A directory in memory: what is written outlives the process, not the machine. Files are for their user alone.
+
+    A large file that is deleted is kept as a spare, which the next one overwrites: new pages of a tmpfs cost three
+    times as much as those that exist. Spares are temporary files, which `sweep` removes; `trim` does so earlier.
+    """
+
+    @contextmanager
+    def grouped(self) -> Iterator[None]:
+        """Files that are written together are written one by one: nothing would be synced once for all of them."""
+        yield
+
+    def trim(self) -> None:
+        """Give back the memory of deleted files that no other has taken."""
+        for _, path in self._spares():
+            with suppress(OSError):
+                path.unlink()
+
+    def _sync_folder(self, folder: Path, *keys: str) -> None:
+        """Nothing in memory would survive a crash of the machine."""
+
+    def _write_file(self, path: Path, pieces: Iterable[Buffer]) -> None:
+        stable = StablePieces.of(pieces)
+        descriptor = self._opened(path, stable.size if stable is not None else 0)
+        try:
+            size = _write_aside(descriptor, stable) if stable is not None else _write_in_turn(descriptor, pieces)
+            os.ftruncate(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+    def _unlink(self, path: Path) -> None:
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode) or status.st_size < _WORTH_RECYCLING or status.st_nlink > 1:
+            path.unlink()
+            return
+        os.rename(path, self._root / f".spare-{status.st_size}-{secrets.token_hex(6)}{TEMPORARY}")
+
+    def _opened(self, path: Path, size: int) -> int:
+        """A file to write to: the spare whose size is nearest, or a new one."""
+        for _, spare in sorted(self._spares(), key=lambda found: abs(found[0] - size)) if size else ():
+            if size >= _WORTH_RECYCLING:
+                with suppress(FileNotFoundError):  # another rank of this host has taken it
+                    os.rename(spare, path)
+                    return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+    def _spares(self) -> list[tuple[int, Path]]:
+        try:
+            names = os.listdir(self._root)
+        except OSError:
+            return []
+        return [(int(found.group(1)), self._root / name) for name in names if (found := _SPARE.fullmatch(name))]
+
+
+def _write_in_turn(descriptor: int, pieces: Iterable[Buffer]) -> int:
+    start = 0
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        _write_at(descriptor, view, start)
+        start += len(view)
+    return start
+
+
+def _write_aside(descriptor: int, pieces: StablePieces) -> int:
+    """Write pieces that do not change with several threads, if they are worth it. Returns how many bytes they are."""
+    if pieces.size < _CHUNK:
+        return _write_in_turn(descriptor, pieces)
+    writers = [WorkerThread("ckpt-memory") for _ in range(_WRITERS)]
+    try:
+        start = _hand_out(descriptor, pieces, writers)
+        for writer in writers:
+            writer.wait()
+    finally:
+        for writer in writers:
+            writer.close()
+    return start
+
+
+def _hand_out(descriptor: int, pieces: StablePieces, writers: list[WorkerThread]) -> int:
+    start = turn = 0
+    for piece in pieces:
+        for offset in range(0, len(piece), _CHUNK):
+            chunk = piece[offset : offset + _CHUNK]
+            _start(writers[turn % len(writers)], descriptor, chunk, start + offset)
+            turn += 1
+        start += len(piece)
+    return start
+
+
+def _start(writer: WorkerThread, descriptor: int, chunk: memoryview, start: int) -> None:
+    writer.start(lambda: _write_at(descriptor, chunk, start))
+
+
+def _write_at(descriptor: int, view: memoryview, start: int) -> None:
+    while view:
+        written = os.pwrite(descriptor, view, start)
+        view, start = view[written:], start + written

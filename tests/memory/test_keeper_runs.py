@@ -1,0 +1,181 @@
+"""Whole runs with a memory tier and a keeper: killed, restarted or not, on a host with a large or a small tmpfs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from ckpt.memory.keeper_process import living_keeper
+from ckpt.memory.place import MemoryPlace
+from ckpt.memory.slot_storage import is_in_memfds
+from tests.helpers.processes import DEADLINE, fork
+from tests.memory.deserted import kill, no_keeper_left, wait_until
+
+pytestmark = pytest.mark.slow
+KILLED_AT = 17
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    monkeypatch.setenv("CKPT_MEMORY_DIR", str(folder))
+    monkeypatch.setenv("CKPT_MEMORY_KEEPER", "on")
+    monkeypatch.setenv("CKPT_MEMORY_RESCUE_AFTER", "0.2")
+    with no_keeper_left(folder):
+        yield folder
+
+
+def train(root: str, last: int, reached: str = "", **options: Any) -> str:
+    """Train up to a step, and return a digest of the state there; with `reached`, make that file and await a kill."""
+    torch.manual_seed(3)
+    model = nn.Linear(40, 40)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with ckpt.StateManager(
+        root, model=model, optimizer=optimizer, save_every=10, memory_every=3, follow=False, **options
+    ) as manager:
+        manager.resume()
+        while manager.progress.step < last:
+            optimizer.zero_grad()
+            model(torch.randn(4, 40)).pow(2).mean().backward()
+            optimizer.step()
+            manager.step()
+            manager.wait()
+            assert manager.session.memory is not None
+            manager.session.memory.wait()
+        if reached:
+            Path(reached).touch()
+            time.sleep(DEADLINE)
+    return repr([value.tolist() for value in model.state_dict().values()])
+
+
+def run(environment: dict[str, str], small: bool, root: str, reached: str, options: dict[str, Any]) -> None:
+    os.setpgid(0, 0)
+    os.environ |= environment
+    if small:
+        use_small_tmpfs()
+    train(root, KILLED_AT, reached, **options)
+
+
+def use_small_tmpfs() -> None:
+    """Stand in for a container with a small /dev/shm."""
+    from ckpt.memory import room
+
+    pytest.MonkeyPatch().setattr(room, "os", SimpleNamespace(statvfs=_no_room))
+
+
+def killed(tmp_path: Path, *, small: bool = False, **options: Any) -> MemoryPlace:
+    """The place of a run that was killed after step 17: step 15 is in memory, step 10 in the root."""
+    reached = tmp_path / "reached"
+    environment = {name: value for name, value in os.environ.items() if name.startswith("CKPT_")}
+    job = fork(run, environment, small, str(tmp_path / "root"), str(reached), options)
+    wait_until(lambda: reached.exists() or not job.is_alive(), "the run has reached the step")
+    assert job.is_alive()
+    [place] = MemoryPlace.list_places()
+    assert living_keeper(place) is not None
+    kill(job)
+    return place
+
+
+@pytest.fixture
+def straight(tmp_path: Path) -> str:
+    return train(str(tmp_path / "straight"), 25)
+
+
+def test_a_run_that_is_not_restarted_has_its_last_snapshot_in_the_root(
+    tmp_path: Path, memory: Path, straight: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = killed(tmp_path, memory_rescue=True)
+    wait_until(lambda: (tmp_path / "root/step-00000015/manifest.json").exists(), "it is rescued")
+    assert ckpt.verify(tmp_path / "root")["step-00000015"] == []
+    place.remove()  # as on another machine
+    assert train(str(tmp_path / "root"), 25) == straight
+    assert "step-00000015" in capsys.readouterr().err
+    assert list(memory.iterdir()) == []
+
+
+def test_without_the_option_the_root_has_its_last(tmp_path: Path) -> None:
+    killed(tmp_path)
+    time.sleep(1.0)
+    assert sorted(ckpt.verify(tmp_path / "root")) == ["step-00000010"]
+
+
+def test_where_the_keeper_was_killed_too_the_root_has_its_last_and_the_memory_is_used(
+    tmp_path: Path, memory: Path, straight: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPT_MEMORY_RESCUE_AFTER", "60")
+    place = killed(tmp_path, memory_rescue=True)
+    keeper = living_keeper(place)
+    assert keeper is not None
+    os.kill(keeper.process, signal.SIGKILL)
+    assert keeper.wait(10.0)
+    assert sorted(ckpt.verify(tmp_path / "root")) == ["step-00000010"]
+    assert train(str(tmp_path / "root"), 25) == straight
+    assert "resumed from memory: step 15 (root has step 10)" in capsys.readouterr().err
+    assert list(memory.iterdir()) == []
+
+
+def test_a_restart_has_the_same_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_MEMORY_RESCUE_AFTER", "60")
+    first = living_keeper(killed(tmp_path, memory_rescue=True))
+    (tmp_path / "reached").unlink()
+    assert living_keeper(killed(tmp_path, memory_rescue=True)) == first
+
+
+class TestSmallTmpfs:
+    """Snapshots are in the keeper's memfds."""
+
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ckpt.memory.room.os", SimpleNamespace(statvfs=_no_room))
+
+    def test_a_killed_run_resumes_from_memory(
+        self, tmp_path: Path, memory: Path, straight: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        place = killed(tmp_path, small=True)
+        assert is_in_memfds(place)
+        assert list(place.slots.iterdir()) == []
+        assert train(str(tmp_path / "root"), 25) == straight
+        assert "resumed from memory: step 15 (root has step 10)" in capsys.readouterr().err
+        assert list(memory.iterdir()) == []
+
+    def test_where_the_keeper_was_killed_too_it_is_as_if_memory_had_never_been(
+        self, tmp_path: Path, memory: Path, straight: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        place = killed(tmp_path, small=True)
+        keeper = living_keeper(place)
+        assert keeper is not None
+        os.kill(keeper.process, signal.SIGKILL)
+        assert keeper.wait(10.0)
+        assert train(str(tmp_path / "root"), 25) == straight
+        assert "resumed from memory" not in capsys.readouterr().err
+        assert list(memory.iterdir()) == []
+
+    def test_its_snapshot_is_rescued(self, tmp_path: Path) -> None:
+        killed(tmp_path, small=True, memory_rescue=True)
+        wait_until(lambda: (tmp_path / "root/step-00000015/manifest.json").exists(), "it is rescued")
+        assert ckpt.verify(tmp_path / "root")["step-00000015"] == []
+
+    def test_without_a_keeper_the_tier_is_off_with_one_line(
+        self, tmp_path: Path, straight: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CKPT_MEMORY_KEEPER", "off")
+        caplog.clear()
+        assert train(str(tmp_path / "root"), 25) == straight
+        said = [record.message for record in caplog.records if "memory tier" in record.message]
+        assert len(said) == 1
+        assert "is too small, and there is no keeper process" in said[0]
+
+
+def _no_room(_: object) -> Any:
+    return SimpleNamespace(f_bavail=0, f_frsize=1)

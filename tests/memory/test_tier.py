@@ -1,0 +1,326 @@
+"""The memory tier beside training: when a snapshot is taken, left out, or gives way; training never notices."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from ckpt.memory import room
+from ckpt.memory.room import Room
+from ckpt.memory.statistics import saving
+from ckpt.memory.tier import MemoryTier
+from ckpt.memory.verdict import View, verdict_of
+from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
+from ckpt.storage.local.volatile import VolatileStorage
+
+MB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    monkeypatch.setenv("CKPT_MEMORY_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[ckpt.StateManager]:
+    model = nn.Linear(30, 30)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ckpt.StateManager(
+        tmp_path / "root", model=model, optimizer=optimizer, save_every=1000, memory_every=2, follow=False
+    ) as manager:
+        manager.resume()
+        yield manager
+
+
+def tier_of(manager: ckpt.StateManager) -> MemoryTier:
+    assert manager.session.memory is not None
+    return manager.session.memory
+
+
+def train(manager: ckpt.StateManager, steps: int, *, settled: bool = True) -> None:
+    for _ in range(steps):
+        manager.step()
+        if settled:
+            tier_of(manager).wait()
+
+
+def names(memory: Path) -> list[str]:
+    return sorted(path.parent.name for path in memory.glob("ckpt-*/slots/*/manifest.json"))
+
+
+class TestLeftOut:
+    def test_a_snapshot_is_left_out_while_the_one_before_is_written(
+        self,
+        manager: ckpt.StateManager,
+        memory: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        goes_on, own = threading.Event(), VolatileStorage.write
+
+        def write(storage: VolatileStorage, *given: Any, **named: Any) -> None:
+            assert goes_on.wait(60)
+            own(storage, *given, **named)
+
+        monkeypatch.setattr(VolatileStorage, "write", write)
+        train(manager, 7, settled=False)
+        goes_on.set()
+        tier_of(manager).wait()
+        assert names(memory) == ["step-00000002"]
+        assert (tier_of(manager).statistics.taken, tier_of(manager).statistics.skipped) == (1, 2)
+        assert caplog.text.count("a snapshot in memory is left out") == 1
+        train(manager, 1)
+        assert names(memory) == ["step-00000002", "step-00000008"]
+
+    def test_nothing_is_taken_before_the_option_says(self, manager: ckpt.StateManager, memory: Path) -> None:
+        train(manager, 1)
+        assert list(memory.iterdir()) == []
+
+
+class TestGivingWay:
+    @pytest.fixture(autouse=True)
+    def pause(self, manager: ckpt.StateManager) -> None:
+        tier_of(manager)._pause = 2  # intervals
+
+    def test_a_tmpfs_that_is_too_small_turns_the_tier_off_with_one_line(
+        self,
+        manager: ckpt.StateManager,
+        memory: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        monkeypatch.setattr(
+            room, "measure", lambda folder, used, memfd: Room(tmpfs=1000, memory=100 * MB, used=used, memfd=False)
+        )
+        train(manager, 9)
+        assert list(memory.iterdir()) == []
+        assert manager.progress.step == 9
+        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(warnings) == 1
+        assert warnings[0].startswith("the memory tier is off until step 6: 2 snapshots take ")
+        assert f"{memory} has room for 1.0 kB. Training and the root are not affected." in warnings[0]
+
+    def test_memory_that_training_needs_is_given_back_and_taken_again_later(
+        self,
+        manager: ckpt.StateManager,
+        memory: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        train(manager, 4)
+        assert len(names(memory)) == 2
+        own = room.measure
+        monkeypatch.setattr(
+            room, "measure", lambda folder, used, memfd: Room(tmpfs=100 * MB, memory=100, used=used, memfd=False)
+        )
+        train(manager, 2)
+        assert list(memory.iterdir()) == []
+        assert "are left to the training" in caplog.text
+        monkeypatch.setattr(room, "measure", own)
+        train(manager, 6)
+        assert names(memory) == ["step-00000010", "step-00000012"]
+
+    def test_a_write_that_finds_no_room_gives_all_of_it_back(
+        self,
+        manager: ckpt.StateManager,
+        memory: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        train(manager, 2)
+
+        def full(*_: Any, **__: Any) -> None:
+            raise ckpt.FullError("no space left.")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(VolatileStorage, "write", full)
+            train(manager, 4)
+        assert list(memory.iterdir()) == []
+        assert "the memory tier is off until step 10: no space left. Training" in caplog.text
+        train(manager, 4)
+        assert names(memory) == ["step-00000010"]
+
+    def test_another_error_leaves_the_snapshot_before(
+        self,
+        manager: ckpt.StateManager,
+        memory: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        train(manager, 2)
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise ckpt.StorageError("no.")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(VolatileStorage, "write", fail)
+            train(manager, 4)
+        assert names(memory) == ["step-00000002"]
+        assert caplog.text.count("the memory tier is off until step 10: no. Training") == 1
+        train(manager, 6)
+        assert names(memory) == ["step-00000010", "step-00000012"]
+
+    def test_a_folder_that_somebody_has_removed_is_made_anew(self, manager: ckpt.StateManager, memory: Path) -> None:
+        train(manager, 2)
+        place = tier_of(manager).meeting.place
+        assert place is not None
+        place.remove()
+        train(manager, 8)
+        assert names(memory)[-1] == "step-00000010"
+
+    def test_a_directory_that_is_not_there_turns_it_off(
+        self, manager: ckpt.StateManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "absent"))
+        train(manager, 9)
+        assert manager.progress.step == 9
+
+
+def test_a_directory_that_never_was_is_said_once_at_the_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "absent"))
+    with ckpt.StateManager(tmp_path / "root", model=nn.Linear(2, 2), memory_every=1, follow=False) as manager:
+        manager.resume()
+        for _ in range(3):
+            manager.step()
+    said = [record.getMessage() for record in caplog.records if "memory tier" in record.getMessage()]
+    assert said == [f"the memory tier is off: {tmp_path}/absent cannot be used: No such file or directory."]
+
+
+def test_training_does_not_wait_where_there_is_no_memory_for_a_copy(
+    tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ckpt.StateManager(
+        tmp_path / "root", model=nn.Linear(30, 30), memory_every=2, saving=ckpt.SaveOptions(host_memory=1), follow=False
+    ) as manager:
+        manager.resume()
+        train(manager, 8)
+        assert list(memory.iterdir()) == []
+    assert caplog.text.count("the memory tier is off until step 24: there is no host memory for a copy") == 1
+
+
+@pytest.mark.slow
+def test_in_a_container_with_a_small_tmpfs_and_no_keeper_the_tier_is_off_with_one_line(
+    tmp_path: Path, memory: Path
+) -> None:
+    script = """
+import sys, torch, ckpt
+model = torch.nn.Linear(1200, 1200)
+with ckpt.StateManager(sys.argv[1], model=model, save_every=5, memory_every=2, follow=False) as manager:
+    manager.resume()
+    for _ in range(10):
+        manager.step()
+print("done", manager.progress.step)
+"""
+    mounted = f'mount -t tmpfs -o size=8m none {memory} && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", mounted, "sh", sys.executable, "-c", script, str(tmp_path / "root")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip("no mounts may be made here")
+    assert done.stdout == "done 10\n", done.stderr
+    assert done.stderr.count("the memory tier is off until step 22: ") == 1
+    assert "is too small, and there is no keeper process" in done.stderr
+    assert [found.step for found in ckpt.list_checkpoints(tmp_path / "root")] == [10, 5]
+
+
+def test_a_run_that_is_told_to_stop_saves_to_the_root_and_leaves_nothing_in_memory(
+    tmp_path: Path, memory: Path
+) -> None:
+    def run() -> None:
+        with ckpt.StateManager(tmp_path / "root", model=nn.Linear(2, 2), memory_every=1, follow=False) as manager:
+            manager.resume()
+            for step in range(1, 10):
+                if step == 4:
+                    assert names(memory)
+                    os.kill(os.getpid(), signal.SIGTERM)
+                manager.step()
+                tier_of(manager).wait()
+
+    with pytest.raises(ckpt.Preempted):
+        run()
+    assert list(memory.iterdir()) == []
+    assert [found.step for found in ckpt.list_checkpoints(tmp_path / "root")] == [4]
+
+
+def test_state_that_is_saved_whole_is_taken_in_shards(tmp_path: Path, memory: Path) -> None:
+    saving_whole = ckpt.SaveOptions(layout="full", background=False)
+    with ckpt.StateManager(
+        tmp_path / "root", model=nn.Linear(2, 2), memory_every=1, saving=saving_whole, follow=False
+    ) as manager:
+        manager.resume()
+        train(manager, 2)
+        assert names(memory) == ["step-00000001", "step-00000002"]
+
+
+class TestRoom:
+    def test_two_snapshots_must_fit_into_the_tmpfs(self) -> None:
+        have = Room(tmpfs=199 * MB, memory=10_000 * MB, used=0, memfd=False)
+        assert "has room for" in room.problem(have, [60 * MB, 40 * MB], "/dev/shm")
+        assert room.problem(Room({**have, "tmpfs": 200 * MB}), [60 * MB, 40 * MB], "/dev/shm") == ""
+
+    def test_what_they_take_already_counts(self) -> None:
+        assert room.problem(Room(tmpfs=0, memory=1000 * MB, used=200 * MB, memfd=False), [100 * MB], "/dev/shm") == ""
+
+    def test_a_reserve_is_left_to_the_training(self) -> None:
+        have = Room(tmpfs=10_000 * MB, memory=205 * MB, used=0, memfd=False)
+        assert "are left to the training" in room.problem(have, [100 * MB], "/dev/shm")
+        assert room.problem(Room({**have, "memory": 211 * MB}), [100 * MB], "/dev/shm") == ""
+
+    def test_also_when_the_snapshots_are_there(self) -> None:
+        assert room.problem(Room(tmpfs=0, memory=5 * MB, used=200 * MB, memfd=False), [100 * MB], "/dev/shm") != ""
+
+    def test_it_is_measured(self, tmp_path: Path) -> None:
+        have = room.measure(tmp_path, 7)
+        assert have["tmpfs"] > 0
+        assert have["memory"] > 0
+        assert have["used"] == 7
+
+
+class TestVerdict:
+    def view(self, **known: Any) -> View:
+        return cast(View, {"busy": False, "error": "", "full": False, "size": MB, "room": None, **known})
+
+    def have(self, size: int) -> Room:
+        return Room(tmpfs=size, memory=10_000 * MB, used=0, memfd=False)
+
+    def test_one_busy_rank_is_enough(self) -> None:
+        assert verdict_of([self.view(), self.view(busy=True)], ONE_SHARED_ROOT)["do"] == "skip"
+
+    def test_one_failed_rank_is_enough(self) -> None:
+        verdict = verdict_of([self.view(busy=True), self.view(error="no.", full=True)], ONE_SHARED_ROOT)
+        assert verdict == {"do": "give way", "why": "no.", "free": True, "memfd": []}
+
+    def test_the_ranks_of_a_host_share_its_room(self) -> None:
+        views = [self.view(room=self.have(5 * MB)), self.view(), self.view()]
+        assert verdict_of(views, ONE_SHARED_ROOT)["do"] == "give way"
+        assert verdict_of(views[:2], ONE_SHARED_ROOT)["do"] == "save"
+
+    def test_every_host_has_its_own(self) -> None:
+        hosts = Hosts((0, 0, 2), ("a", "a", "b"))
+        views = [self.view(room=self.have(5 * MB)), self.view(), self.view(room=self.have(3 * MB))]
+        assert verdict_of(views, hosts)["do"] == "save"
+        views[2] = self.view(room=self.have(1 * MB))
+        assert verdict_of(views, hosts)["do"] == "give way"
+
+
+def test_what_a_crash_cost_is_said_where_it_is_known() -> None:
+    assert saving(1237, 1230, 1000) == "a crash at step 1,237 cost 7 steps instead of 237"
+    assert saving(1230, 1230, None) == "a crash at step 1,230 cost 0 steps instead of 1,230"
+    assert saving(None, 1230, 1000) == ""
+    assert saving(1229, 1230, 1000) == ""
