@@ -221,20 +221,17 @@ class Session:
 
     def _captured(self, capture: StateCapture, source: Mapping[str, Any]) -> LiveState:
         with walked_once():
-            return self._live_state(capture, source)
-
-    def _live_state(self, capture: StateCapture, source: Mapping[str, Any]) -> LiveState:
-        own, lacking = self.registry.own_parts_to_save(self.ranks.rank)
-        self._warn(lacking)
-        rank_state = {
-            "rng": rng.capture(),
-            "generators": {key: rng.capture_one(found) for key, found in self.registry.generators.items()},
-            "loaders": self.loop.state(),
-            "loop": self.loop.seen(),
-            "source": source,
-            "lacking": lacking,
-        }
-        return capture.capture(self.registry.parts.values(), own, rank_state)
+            own, lacking = self.registry.own_parts_to_save(self.ranks.rank)
+            self._warn(lacking)
+            rank_state = {
+                "rng": rng.capture(),
+                "generators": {key: rng.capture_one(found) for key, found in self.registry.generators.items()},
+                "loaders": self.loop.state(),
+                "loop": self.loop.seen(),
+                "source": source,
+                "lacking": lacking,
+            }
+            return capture.capture(self.registry.parts.values(), own, rank_state)
 
     def _warn(self, lacking: Mapping[str, str]) -> None:
         """What checkpoints lack is said once, at the first that lacks it, and in `Restored.approximated`."""

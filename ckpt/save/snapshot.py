@@ -8,7 +8,6 @@ host, training waits until it has been copied to host memory.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
@@ -25,16 +24,14 @@ from ckpt.save.device_staging import DeviceBlock, plan_blocks, stage
 from ckpt.save.device_streams import Device
 from ckpt.save.host_image import HostImages
 from ckpt.save.memory_limit import available
+from ckpt.save.room_warnings import RoomWarnings
 from ckpt.save.snapshot_layout import SnapshotLayout, in_pages
 from ckpt.save.streamed_files import streamed_files
 from ckpt.save.tensor_copies import Leaves, TensorCopies
-from ckpt.util.console import format_size as shown
 from ckpt.util.threads import ThreadCall
 
-_log = logging.getLogger("ckpt")
 _LITTLE = 64 << 20  # bytes: less than this is not worth prefaulting
 _NEGLIGIBLE = 1 << 20  # bytes
-_BYTES_PER_SECOND = 20e9  # about what is copied from a device through the ring
 
 
 @dataclass
@@ -68,7 +65,7 @@ class Snapshots:
         self._rooms: dict[torch.device, DeviceRoom] = {}
         self._fetcher = Fetcher(self._devices)
         self._arrivals: weakref.WeakSet[Arrival] = weakref.WeakSet()
-        self._warned: set[str] = set()
+        self._warnings = RoomWarnings()
 
     def prepare_devices(self, devices: Iterable[torch.device]) -> None:
         """Create the streams of these devices now: the first stream in a process takes a twentieth of a second."""
@@ -140,7 +137,7 @@ class Snapshots:
         self.prepare_devices(layout.devices)
         fits = self._fits(layout.size)
         if not fits and not self._fits_on_devices(layout):
-            self._warn_of_waiting(layout.size)
+            self._warnings.of_waiting(layout.size, self._host_limit)
             return None
         with ExitStack() as stack:
             for device in layout.devices:
@@ -250,7 +247,7 @@ class Snapshots:
         """A snapshot that stays on the devices until its files are written; None if some of it could not be staged."""
         if not all(block.is_detached for block in blocks):
             self._release_blocks(blocks)
-            self._warn_of_waiting(layout.size)
+            self._warnings.of_waiting(layout.size, self._host_limit)
             return None
         files = streamed_files(layout, blocks, self._fetcher)
         return Snapshot(files, in_host_memory=False, on_release=lambda: self._release_blocks(blocks))
@@ -280,26 +277,6 @@ class Snapshots:
             )
         )
 
-    def _warn_of_waiting(self, size: int) -> None:
-        self._warn_once(
-            f"a snapshot of the state needs {shown(size)} of host memory, and {shown(self._host_limit)} may be used: "
-            "training waits while a checkpoint is written. saving=ckpt.SaveOptions(host_memory=...) sets how much may "
-            "be used.",
-            "host",
-        )
-
     def _warn_of_room(self, layout: SnapshotLayout, live: list[tuple[int, DeviceBlock]]) -> None:
-        """Say beforehand how long training will wait, where it would be noticed."""
-        size = sum(block.size for _, block in live)
-        if size / _BYTES_PER_SECOND > 0.05 and all(self._devices[block.device].can_stage for _, block in live):
-            self._warn_once(
-                f"beside training the device has no room for a copy of {shown(size)} of the state's "
-                f"{shown(layout.size)}: training waits while these are copied to host memory, about "
-                f"{size / _BYTES_PER_SECOND:.1f} s at every save.",
-                "device",
-            )
-
-    def _warn_once(self, message: str, about: str) -> None:
-        if about not in self._warned:
-            self._warned.add(about)
-            _log.warning("%s", message)
+        if all(self._devices[block.device].can_stage for _, block in live):
+            self._warnings.of_room(sum(block.size for _, block in live), layout.size)
