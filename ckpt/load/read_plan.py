@@ -24,8 +24,8 @@ class Destination:
 
     def __init__(self, transfer: Transfer) -> None:
         self.transfer = transfer
-        device = transfer.into.device if transfer.into is not None else torch.device("cpu")
-        self.on_device = device.type != "cpu"
+        self.device = transfer.into.device if transfer.into is not None else torch.device("cpu")
+        self.on_device = self.device.type != "cpu"
         self._memory = as_bytes(transfer.into) if self.on_device and transfer.into is not None else transfer.into
         self._view = None if self.on_device or transfer.into is None else host_bytes(transfer.into)
         self._remaining = transfer.size

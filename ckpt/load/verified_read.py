@@ -18,6 +18,7 @@ from ckpt.errors import DamagedError
 from ckpt.formats.native.block_hash import BlockHasher
 from ckpt.formats.tensor_bytes import host_bytes
 from ckpt.formats.transfers import Transfer
+from ckpt.load.pinned_buffer import PinnedBuffer
 from ckpt.load.read_plan import WINDOW, BlockRead, Segment, plan_reads
 from ckpt.root.verify import altered_blocks, reader_threads
 
@@ -57,20 +58,20 @@ class _ThreadBuffers:
     def __init__(self, stop: threading.Event) -> None:
         self.stop = stop
         self.scratch = host_bytes(torch.empty(WINDOW, dtype=torch.uint8))  # a whole window may be unwanted
-        self._pinned: list[torch.Tensor] = []
+        self._pinned: list[PinnedBuffer] = []
         self._copied: list[list[torch.Event]] = [[], []]  # for each pinned buffer, the events after the copies from it
         self._turn = 0
         self._streams: dict[torch.device, torch.Stream] = {}
 
-    def next_pinned(self) -> torch.Tensor:
-        """The other pinned buffer, once all copies from it are complete."""
+    def next_pinned(self, device: torch.device) -> torch.Tensor:
+        """The other pinned buffer, once all copies from it are complete. It may serve other devices too."""
         if not self._pinned:
-            self._pinned = [torch.empty(WINDOW, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._pinned = [PinnedBuffer(WINDOW, device) for _ in range(2)]
         self._turn = 1 - self._turn
         for event in self._copied[self._turn]:
             event.synchronize()
         self._copied[self._turn] = []
-        return self._pinned[self._turn]
+        return self._pinned[self._turn].memory
 
     def send(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Start copies (source, target) from the current pinned buffer to their devices, without waiting for them."""
@@ -92,9 +93,11 @@ class _ThreadBuffers:
         return self._streams[device]
 
     def finish(self) -> None:
-        """Wait until all copies to devices are complete."""
+        """Wait until all copies to devices are complete, and give back the pinned memory."""
         for stream in self._streams.values():
             stream.synchronize()
+        for buffer in self._pinned:
+            buffer.release()
 
 
 def _read_and_verify(block: BlockRead, buffers: _ThreadBuffers) -> str | None:
@@ -139,7 +142,8 @@ def _read_through_pinned(
     block: BlockRead, start: int, stop: int, segments: list[Segment], buffers: _ThreadBuffers
 ) -> memoryview:
     """Read a window into pinned memory, and copy its segments from there to devices and to host memory."""
-    pinned = buffers.next_pinned()[: stop - start]
+    device = next(segment.destination.device for segment in segments if segment.destination.on_device)
+    pinned = buffers.next_pinned(device)[: stop - start]
     data = host_bytes(pinned)
     block.file.read_into(start, data)
     copies = []
