@@ -33,7 +33,7 @@ class PinnedBuffer:
         memory = torch.frombuffer(allocate_pages(size), dtype=torch.uint8)
         memory[:: mmap.PAGESIZE].zero_()  # without the interpreter's lock, and much faster than the driver
         with torch.cuda.device(self._device):  # or a context would be made on the first device
-            runtime: Any = torch.cuda.cudart()
+            runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), size, _PORTABLE)))
         self._runtime = runtime
         return memory

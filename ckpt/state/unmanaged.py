@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ckpt.state.caveats import Caveats
 from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.registry import StateRegistry
+from ckpt.state.unwrap import parameters_in
 
 _CHECKS = 4  # of the managed objects, because each takes time proportional to the number of parameters
 _LONG = 1000  # optimizer steps without a call of the manager after which it warns
@@ -98,6 +99,8 @@ class UnmanagedWatch:
             return
         changed = []
         for key, model in self._managed.models.items():
+            if all(id(parameter) in owned for parameter in parameters_in(model)):
+                continue  # as in most runs; to name parameters takes long
             for name, parameter in model.named_parameters():
                 if id(parameter) in owned or not parameter.requires_grad:
                     continue
@@ -126,7 +129,7 @@ class UnmanagedWatch:
 
     def _parameters(self) -> set[int]:
         """The identities of the managed models' parameters."""
-        return {id(parameter) for model in self._managed.models.values() for parameter in model.parameters()}
+        return {id(parameter) for model in self._managed.models.values() for parameter in parameters_in(model)}
 
     def _is_managed(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(managed is optimizer for managed in self._optimizers()) or self._has_optimizers_of_others()
