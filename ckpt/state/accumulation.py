@@ -16,9 +16,10 @@ from torch import nn
 from ckpt.formats.layout import is_sharded, local_tensor
 from ckpt.state.deepspeed.engine import is_engine
 from ckpt.state.fsdp1 import is_fsdp1
-from ckpt.state.unwrap import modules_in
+from ckpt.state.unwrap import kinds_in, modules_in
 
 _MARK = "_ckpt_used_as"  # attribute of a gradient: its version when a step used it
+_FSDP2_STATE = "_get_fsdp_state"  # the method of modules that FSDP 2 has sharded
 _SAMPLE = 64  # evenly spaced parameters examined after each step: a fraction of a millisecond
 
 
@@ -110,13 +111,14 @@ def holds_unsharded(models: Mapping[str, nn.Module]) -> bool:
     return any(
         _gradient(parameter) is not None
         for model in models.values()
+        if any(hasattr(type(module), _FSDP2_STATE) for module in kinds_in(model))
         for module in modules_in(model)
         for parameter in _fsdp2_parameters(module)
     )
 
 
 def _fsdp2_parameters(module: nn.Module) -> Iterable[Any]:
-    find = getattr(type(module), "_get_fsdp_state", None)
+    find = getattr(type(module), _FSDP2_STATE, None)
     group = getattr(find(module), "_fsdp_param_group", None) if find is not None else None
     return getattr(group, "fsdp_params", ())
 

@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpt.state.unwrap import modules_in
+from ckpt.state.unwrap import kinds_in, modules_in
 
 
 def lacking_state(models: Mapping[str, nn.Module]) -> dict[str, str]:
     """The unsaved state of these models' communication hooks, by key, each with the consequence."""
     found = {}
     for key, model in models.items():
+        if not any(isinstance(module, DistributedDataParallel) for module in kinds_in(model)):
+            continue
         for module in modules_in(model):
             hooks = getattr(module, "_comm_hooks", ()) if isinstance(module, DistributedDataParallel) else ()
             if any(_is_power_sgd(state) for _, state in hooks):
