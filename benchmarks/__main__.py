@@ -1,6 +1,6 @@
 """Runs benchmarks, and compares their results.
 
-    python -m benchmarks cpu|gpu|merge|plan|s3|scaling|sharded [options]     measures ckpt beside other libraries
+    python -m benchmarks cpu|gpu|memory|merge|plan|s3|scaling|sharded [options]    measures ckpt beside other libraries
     python -m benchmarks against CHECKOUT [options]                          measures this code beside another checkout
     python -m benchmarks cpu|merge|sharded --against CHECKOUT [options]      the same, with the tasks of one benchmark
     python -m benchmarks compare OLD.json NEW.json                           compares two runs, row by row
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 MODULES = {
     "cpu": "benchmarks.cpu",
     "gpu": "benchmarks.gpu",
+    "memory": "benchmarks.memory",
     "merge": "benchmarks.merge",
     "plan": "benchmarks.plan",
     "s3": "benchmarks.s3",

@@ -253,6 +253,22 @@ class TestMeasuring:
         assert "torch.save / torch.load (first, at once)" in "".join(drawn.getroot().itertext())
         assert list(tmp_path.iterdir()) == [tmp_path / "results"]
 
+    @pytest.mark.slow
+    def test_the_benchmark_of_memory_can_be_tried_on_a_cpu(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path))
+        size = ["--device", "cpu", "--gigabytes", "0.002", "--steps", "2", "--loop-steps", "10", "--every", "5"]
+        counts = ["--repeats", "2", "--loops", "1", "--loads", "2"]
+        places = ["--root", str(tmp_path), "--results", str(tmp_path / "results")]
+        assert main(["memory", *size, *counts, *places]) == 0
+        (path,) = (tmp_path / "results").glob("*.json")
+        rows = {row.metric: len(row.samples) for row in Results.read(path).rows}
+        assert (rows["lost, first"], rows["lost, later"], rows["slower"]) == (1, 2, 1)
+        assert (rows["load, memory"], rows["load, root, warm"]) == (2, 2)
+        assert "load from memory to load from the root" in path.with_suffix(".md").read_text()
+        assert list(tmp_path.iterdir()) == [tmp_path / "results"]
+
 
 class TestCommand:
     def test_against_chooses_the_tasks_of_the_benchmark(self) -> None:
@@ -264,4 +280,4 @@ class TestCommand:
 
     def test_a_name_that_is_not_there_is_answered_with_those_that_are(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["nonsense"]) == 2
-        assert "cpu|gpu|merge" in capsys.readouterr().err
+        assert "cpu|gpu|memory|merge" in capsys.readouterr().err

@@ -66,6 +66,11 @@ class MemoryTier:
         """Which ranks share a host's memory."""
         return self.meeting.hosts
 
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is still writing a snapshot."""
+        return self._slots is not None and self._slots.busy
+
     def find(self) -> Storage | None:
         """The snapshots that are in this host's memory, if any host has a folder. Every rank makes this call."""
         self.wait()
@@ -158,7 +163,7 @@ class MemoryTier:
         view: View = {"busy": False, "error": "", "full": False, "size": 0, "room": None}
         try:
             self._check()
-            view["busy"] = self._slots is not None and self._slots.busy
+            view["busy"] = self.busy
             view["size"] = self._size_of(request)
             view["room"] = self._room() if self.meeting.owns_place else None
         except Exception as error:  # of any kind: the others must learn of it
