@@ -61,7 +61,7 @@ def value_of(root: Place, name: str, width: int = 50) -> float:
 def test_the_newest_snapshot_takes_the_place_of_one_that_is_not_being_written(
     root: Place, gated: Gated, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = nn.Linear(50, 50)
+    model = nn.Linear(200, 200)
     with ckpt.StateManager(gated, model=model, saving=REPLACE) as manager, caplog.at_level(logging.INFO, "ckpt"):
         gated.gate.clear()
         for number in range(6):
@@ -72,7 +72,7 @@ def test_the_newest_snapshot_takes_the_place_of_one_that_is_not_being_written(
         gated.gate.set()
     assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(root)] == ["step-5", "step-0"]
     assert ckpt.verify(root) == {"step-5": [], "step-0": []}
-    assert [value_of(root, name) for name in ("step-0", "step-5")] == [0, 5]
+    assert [value_of(root, name, 200) for name in ("step-0", "step-5")] == [0, 5]
     said = [
         (record.levelname, record.getMessage().partition(",")[0])
         for record in caplog.records
