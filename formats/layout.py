@@ -21,6 +21,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.resharding import _shards_get_overlap_region_wrt_saved_tensor
 
+from ckpt.formats.shard_outline import ShardOutline
+
 _PLACEMENT = re.compile(r"R|S(\d+)(?:/(\d+))?")
 
 Overlap = list[tuple[int, int, int]]  # for each dimension: the start in one box, the start in the other, the length
@@ -278,7 +280,7 @@ def empty_like(tensor: Any, dtype: torch.dtype) -> Any:
     if not is_sharded(tensor):
         return torch.empty(tensor.size(), dtype=dtype, device=tensor.device)
     if hasattr(tensor, "device_mesh"):
-        return with_shard(tensor, torch.empty_like(local_tensor(tensor), dtype=dtype))
+        return ShardOutline.of(tensor).around(torch.empty_like(local_tensor(tensor), dtype=dtype))
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed._shard.sharded_tensor.shard import Shard as Piece
 
@@ -288,11 +290,3 @@ def empty_like(tensor: Any, dtype: torch.dtype) -> Any:
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         pieces, sharded_tensor_metadata=metadata, process_group=tensor._process_group
     )
-
-
-def with_shard(tensor: Any, piece: torch.Tensor) -> Any:
-    """A DTensor like another one, with this shard on this rank."""
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=tensor.size(), stride=tensor.stride())

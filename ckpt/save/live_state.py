@@ -61,7 +61,9 @@ class LiveState:
             trees.require_dense()
         except NotPlainError:
             return replace(self, encoded=self.encode())
-        return replace(self, parts=parts, sharded=sharded, own=own, leaves=Leaves.of(trees.tensors, trees.local))
+        return replace(
+            self, parts=parts, sharded=sharded, own=own, leaves=Leaves.of(trees.tensors, trees.local, trees.sharded)
+        )
 
     def encode(self, copies: TensorCopies | None = None) -> CapturedState:
         """The state as files hold it, copies in place of live tensors. Refuses all values that no file can hold."""

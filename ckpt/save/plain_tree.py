@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ckpt.formats.layout import is_sharded, local_tensor
+from ckpt.formats.shard_outline import ShardOutline
 
 _SCALARS = frozenset({bool, int, float, str, type(None)})
 _KEYS = frozenset({str, int})
@@ -29,6 +30,7 @@ class PlainTrees:
     def __init__(self) -> None:
         self.tensors: list[Any] = []  # plain or sharded, as they are in the trees
         self.local: list[torch.Tensor] = []  # of each, this rank's shard or itself
+        self.sharded: dict[int, ShardOutline] = {}  # by identity
 
     def copy(self, value: Any, depth: int = 0) -> Any:
         """The tree with containers of its own and the same tensors. Raises `NotPlainError` for anything else."""
@@ -64,6 +66,7 @@ class PlainTrees:
             raise NotPlainError
         self.tensors.append(value)
         self.local.append(local)
+        self.sharded[id(value)] = ShardOutline.of(value)
         return value
 
     def require_dense(self) -> None:

@@ -90,13 +90,12 @@ class Snapshots:
         self.prepare_devices(leaves.on_device)
         if not all(self._has_room(device, size) for device, size in leaves.sizes.items()):
             return None
-        copies = TensorCopies(self._release_devices(leaves.sizes))
+        copies = TensorCopies(leaves, self._release_devices(leaves.sizes))
         try:
             with ExitStack() as stack:
                 for device in leaves.on_device:
                     stack.enter_context(self._devices[device].ordered())
-                for groups in leaves.on_device.values():
-                    copies.add_on_device(groups)
+                copies.add_on_devices()
         except torch.OutOfMemoryError:
             for device in leaves.sizes:
                 self._rooms[device].overestimated(copies.size_on(device))
@@ -123,7 +122,7 @@ class Snapshots:
             if image is not None:
                 self._images.give_back(image, large)
 
-        copies.add_on_host(leaves, image.bytes(large) if image is not None else torch.empty(0), give_back)
+        copies.add_on_host(image.bytes(large) if image is not None else torch.empty(0), give_back)
 
     def take(self, files: list[FilePlan], copies: TensorCopies | None = None) -> Snapshot | None:
         """Copy the contents of these files; None if there is not enough memory for it.

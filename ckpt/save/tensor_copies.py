@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ckpt.formats.layout import is_sharded, local_tensor, with_shard
+from ckpt.formats.shard_outline import ShardOutline
 from ckpt.save import snapshot_layout
 from ckpt.save.staging_copy import TensorCopy, copy_on_host
 
@@ -43,21 +43,30 @@ class Group:
 
 @dataclass
 class Leaves:
-    """Tensors to copy, each once, by where they are: small ones on the host, large ones, and those on devices."""
+    """Tensors to copy, each once, by where they are: small ones on the host, large ones, and those on devices.
 
+    `outlines`: the dtype and shape of each, by the identity of the tensor that it stands for; `sharded`: the tensors of
+    which it is this rank's shard. Both as they are now: `model.half()` changes them in the live tensors.
+    """
+
+    outlines: dict[int, tuple[torch.dtype, torch.Size]]
+    sharded: dict[int, ShardOutline]
     small: list[Group] = field(default_factory=list)
     large: Group = field(default_factory=Group)
     on_device: dict[torch.device, list[Group]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tensors: Sequence[Any], local: Sequence[torch.Tensor]) -> Leaves | None:
+    def of(
+        cls, tensors: Sequence[Any], local: Sequence[torch.Tensor], sharded: dict[int, ShardOutline]
+    ) -> Leaves | None:
         """None if some of them share memory: that must be known when they are encoded."""
         unique = dict(zip(map(id, tensors), local, strict=True))
         kept = list(unique.values())
         sizes = list(map(attrgetter("nbytes"), kept))
         if _overlap(map(torch.Tensor.data_ptr, kept), sizes):
             return None
-        leaves = cls()
+        outlines = zip(map(attrgetter("dtype"), kept), map(attrgetter("shape"), kept), strict=True)
+        leaves = cls(dict(zip(unique, outlines, strict=True)), sharded)
         leaves._divide(unique, sizes)
         return leaves
 
@@ -118,6 +127,7 @@ class TensorCopies:
     `on_release`: called when the memory on devices has been given back.
     """
 
+    leaves: Leaves
     on_release: Callable[[], None]
     _on_device: list[tuple[Group, torch.Tensor]] = field(default_factory=list)
     _on_host: list[tuple[Group, torch.Tensor]] = field(default_factory=list)
@@ -129,9 +139,9 @@ class TensorCopies:
         """The copy of a tensor, with its dtype, shape and sharding; the same each time, as it may be tied."""
         key = id(tensor)
         if key not in self._made:
-            local = local_tensor(tensor) if is_sharded(tensor) else tensor
-            copy = self._flat[key].view(local.dtype).view(local.shape)
-            self._made[key] = copy if local is tensor else with_shard(tensor, copy)
+            dtype, shape = self.leaves.outlines[key]
+            copy, outline = self._flat[key].view(dtype).view(shape), self.leaves.sharded.get(key)
+            self._made[key] = copy if outline is None else outline.around(copy)
         return self._made[key]
 
     @cached_property
@@ -142,15 +152,16 @@ class TensorCopies:
             flat.update(zip(group.keys, block.split_with_sizes(counts), strict=True))
         return flat
 
-    def add_on_device(self, groups: Iterable[Group]) -> None:
-        """Enqueue copies of tensors on their device, in the current stream. The device may have no room for them."""
-        for group in groups:
-            self._on_device.append((group, _copied(group.tensors)))
+    def add_on_devices(self) -> None:
+        """Enqueue copies of tensors on their devices, in the current streams. A device may have no room for them."""
+        for groups in self.leaves.on_device.values():
+            for group in groups:
+                self._on_device.append((group, _copied(group.tensors)))
 
-    def add_on_host(self, leaves: Leaves, memory: torch.Tensor, give_back: Callable[[], None]) -> None:
+    def add_on_host(self, memory: torch.Tensor, give_back: Callable[[], None]) -> None:
         """Copy tensors on the host, large ones to this memory. It is given back by a call."""
-        self._give_back, group = give_back, leaves.large
-        self._on_host = [(group, _copied(group.tensors)) for group in leaves.small]
+        self._give_back, group = give_back, self.leaves.large
+        self._on_host = [(group, _copied(group.tensors)) for group in self.leaves.small]
         copies, start = [], 0
         for key, tensor, size in zip(group.keys, group.tensors, group.sizes, strict=True):
             copies.append(TensorCopy("", tensor, start))

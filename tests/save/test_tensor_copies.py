@@ -81,6 +81,20 @@ def test_tensors_that_change_after_the_call_are_saved_as_they_were(
     assert all(map(torch.equal, model, before))
 
 
+def test_a_model_that_changes_its_dtype_after_the_call_is_saved_as_it_was(root: Place, gate: threading.Event) -> None:
+    model = nn.Linear(3, 3).bfloat16()
+    before = model.weight.detach().clone()
+    with ckpt.StateManager(root, model=model) as manager:
+        manager.save_state("a", wait=False)
+        model.half()
+        gate.set()
+        manager.wait()
+        model.bfloat16()
+        manager.load_state("a")
+    assert torch.equal(model.weight, before)
+    assert ckpt.verify(root) == {"a": []}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.complex64])
 def test_every_bit_is_kept_also_of_values_that_are_no_numbers(root: Place, dtype: torch.dtype) -> None:
     bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
@@ -145,10 +159,10 @@ def test_a_tree_inside_itself_is_not_copied_for_ever() -> None:
 
 def test_a_tensor_is_copied_once_under_several_names() -> None:
     tensor, empty = torch.randn(4), torch.empty(0)
-    leaves = Leaves.of([tensor, tensor, empty, empty], [tensor, tensor, empty, empty])
+    leaves = Leaves.of([tensor, tensor, empty, empty], [tensor, tensor, empty, empty], {})
     assert leaves is not None
-    copies = TensorCopies(lambda: None)
-    copies.add_on_host(leaves, torch.empty(0), lambda: None)
+    copies = TensorCopies(leaves, lambda: None)
+    copies.add_on_host(torch.empty(0), lambda: None)
     assert copies.of(tensor) is copies.of(tensor)
     assert copies.of(empty) is copies.of(empty)
     assert torch.equal(copies.of(tensor), tensor)
