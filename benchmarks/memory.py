@@ -198,7 +198,7 @@ def prints_of(state: State) -> Prints:
 
 
 def train(options: argparse.Namespace, root: Path, began: float, pipe: Connection) -> None:
-    """In the process that is killed: measure, leave a state, and wait for the kill."""
+    """In the process that is killed: measure, leave a state, and wait for the kill, or for the end of the parent."""
     measurement = Measurement(options, root, began, pipe)
     measurement.measure()
     facts = {
@@ -208,7 +208,9 @@ def train(options: argparse.Namespace, root: Path, began: float, pipe: Connectio
         "without rival": measurement.without_rival,
     }
     pipe.send((measurement.leave(), facts))
-    threading.Event().wait()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
 
 
 def train_and_kill(
