@@ -90,7 +90,8 @@ class Measurement:
         self.pipe.send((subject, metric, sample, unit))
 
     def measure(self) -> None:
-        self.snapshot(FIRST)
+        if self.options.repeats:
+            self.snapshot(FIRST)
         for count in range(self.options.repeats):
             if count == 0 or self.has_time(SNAPSHOTS):
                 self.snapshot(LATER)
@@ -104,7 +105,7 @@ class Measurement:
     def measure_rival(self, rival: FlashCheckpoint) -> None:
         self.rival = rival
         self.pipe.send((rival.saver,))
-        for number in range(1, 2 + self.options.repeats):
+        for number in range(1, 2 + self.options.repeats) if self.options.repeats else ():
             if number <= 2 or self.has_time(ROOTS):
                 self.rival_snapshot(rival, number)
 
@@ -138,13 +139,14 @@ class Measurement:
         """Many steps with snapshots among them, between as many without."""
         count, every, statistics = self.options.loop_steps, self.options.every, self.tier.statistics
         before = self.training.rest(count)
-        taken, skipped = statistics.taken, statistics.skipped
+        tried, skipped = statistics.taken + statistics.skipped, statistics.skipped
         self.manager.progress.step += -self.manager.progress.step % every + every // 2
         self.training.manager = self.manager
         steps = self.training.run(count)
         self.training.manager = None
         self.tier.wait()
-        assert statistics.taken > taken, "no snapshot was taken: the log says why"
+        due = (count + every // 2) // every
+        assert statistics.taken + statistics.skipped == tried + due, "snapshots were not taken: the log says why"
         usual = (before + self.training.rest(count)) / 2
         self.add(SLOWER, 100 * (sum(steps) / len(steps) / usual - 1), "%")
         self.add(LEFT_OUT, statistics.skipped - skipped, "")
@@ -267,10 +269,12 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def time_loads(options: argparse.Namespace, root: Path, left: object, deadline: float, samples: Samples) -> None:
+def time_loads(
+    options: argparse.Namespace, root: Path, left: object, deadline: float, samples: Samples, with_rival: bool
+) -> None:
     ways = [(SUBJECT, MEMORY)]
     ways += [(SUBJECT, ROOT)] if any(root.glob("*/manifest.json")) else []
-    ways += [(RIVAL, MEMORY)] if samples.all(RIVAL, FIRST) else []
+    ways += [(RIVAL, MEMORY)] if with_rival else []
     longest = 0.0
     for count in range(options.loads):
         for subject, metric in ways if count % 2 == 0 else ways[::-1]:
@@ -291,7 +295,7 @@ def measure_all(options: argparse.Namespace, samples: Samples) -> dict[str, Any]
         root = folder / "run"
         stack.callback(clear, root)
         left, facts = train_and_kill(options, root, began, samples, stack)
-        time_loads(options, root, left, began + 0.95 * options.seconds, samples)
+        time_loads(options, root, left, began + 0.95 * options.seconds, samples, not facts["without rival"])
     return facts
 
 
@@ -346,9 +350,9 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=int, help="steps of training around a single snapshot, at least (default: 40, on the CPU 6)")
     add("--step-seconds", type=float, default=0.144, help="how long a step is to take on a GPU, about")
     add("--read-loss", default="every", choices=("every", "never"), help="in which steps the loop calls loss.item()")
-    add("--repeats", type=int, default=4, help="later single snapshots")
+    add("--repeats", type=int, default=4, help="single snapshots after the first; 0: none at all")
     add("--loop-steps", type=int, help="steps of the loop with a snapshot every few (default: 100, on the CPU 20)")
-    add("--loops", type=int, default=2, help="such loops")
+    add("--loops", type=int, default=2, help="such loops; 0: none")
     add("--loads", type=int, default=4, help="loads from memory, and as many from the root")
     add("--device", default="cuda", choices=("cuda", "cpu"))
     add(
