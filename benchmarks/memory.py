@@ -8,7 +8,8 @@ A transformer trains in a process of its own. Lost is the time of the steps with
 of as many steps without. Then a loop takes a snapshot every few steps, between the same loop without. At the end the
 same state is saved to the root and taken into memory, and the process is killed. New processes load it, from memory
 and from the root with every file in the page cache, in turn. What they load must equal in the checksum of every tensor
-what the killed process had, or there are no figures.
+what the killed process had, or there are no figures. Where DLRover is installed, its snapshots are measured in the same
+run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from typing import Any
 import torch
 
 import ckpt
+from benchmarks.shared.checkpointers import time_a_load
+from benchmarks.shared.flash import FlashCheckpoint, clean_up
 from benchmarks.shared.measure import folder_in, in_a_new_process, seconds, settle, warm
 from benchmarks.shared.reference import checksum, described
 from benchmarks.shared.report import Run, Target, divided, parser, table, table_of_targets
@@ -37,6 +40,7 @@ from ckpt.memory.held_memory import memory_of
 from ckpt.memory.tier import MemoryTier
 
 SUBJECT = "ckpt memory_every"
+RIVAL = FlashCheckpoint.name
 FIRST, LATER, CALL, COMMITTED = "lost, first", "lost, later", "call returns", "committed"
 SLOWER, LEFT_OUT = "slower", "left out"
 MEMORY, ROOT = "load, memory", "load, root, warm"
@@ -69,7 +73,9 @@ class Measurement:
     """Everything that is measured in the process that is killed. A sample is sent as soon as it is known."""
 
     def __init__(self, options: argparse.Namespace, root: Path, began: float, pipe: Connection) -> None:
-        self.options, self.began, self.pipe = options, began, pipe
+        self.options, self.root, self.began, self.pipe = options, root, began, pipe
+        self.rival: FlashCheckpoint | None = None
+        self.without_rival = ""
         compare = "checksums"  # a copy on the device would be as large as the state
         self.training = Trainer(argparse.Namespace(**vars(options), compare=compare))
         self.manager, self.tier = manager_of(self.training.state, root, options.every)
@@ -79,18 +85,29 @@ class Measurement:
     def has_time(self, share: float) -> bool:
         return time.time() < self.began + share * self.options.seconds
 
-    def add(self, metric: str, sample: float, unit: str = "s") -> None:
-        print(f"{metric}: {sample:.4g} {unit}", flush=True)
-        self.pipe.send((metric, sample, unit))
+    def add(self, metric: str, sample: float, unit: str = "s", subject: str = SUBJECT) -> None:
+        print(f"{subject}, {metric}: {sample:.4g} {unit}", flush=True)
+        self.pipe.send((subject, metric, sample, unit))
 
     def measure(self) -> None:
-        self.snapshot(FIRST)
+        if self.options.repeats:
+            self.snapshot(FIRST)
         for count in range(self.options.repeats):
             if count == 0 or self.has_time(SNAPSHOTS):
                 self.snapshot(LATER)
         for count in range(self.options.loops):
             if count == 0 or self.has_time(LOOPS):
                 self.loop()
+        self.without_rival = FlashCheckpoint.problem()
+        if not self.without_rival:
+            self.measure_rival(FlashCheckpoint(self.training.state, self.root.with_name("dlrover")))
+
+    def measure_rival(self, rival: FlashCheckpoint) -> None:
+        self.rival = rival
+        self.pipe.send((rival.saver,))
+        for number in range(1, 2 + self.options.repeats) if self.options.repeats else ():
+            if number <= 2 or self.has_time(ROOTS):
+                self.rival_snapshot(rival, number)
 
     def snapshot(self, metric: str) -> None:
         """One snapshot, among so many steps that whatever it costs later is in them."""
@@ -101,6 +118,15 @@ class Measurement:
         self.add(metric, sum(steps) - len(steps) * (before + self.training.rest(around)) / 2)
         self.add(CALL, watch.returned)
         self.add(COMMITTED, watch.committed)
+
+    def rival_snapshot(self, rival: FlashCheckpoint, number: int) -> None:
+        """The same with the other library, whose call returns when its snapshot is complete."""
+        around, took = max(1, self.options.steps // 2), list[float]()
+        before = self.training.rest(around)
+        steps = self.training.run(self.options.steps, lambda: took.append(seconds(lambda: rival.save(str(number)))))
+        lost = sum(steps) - len(steps) * (before + self.training.rest(around)) / 2
+        self.add(FIRST if number == 1 else LATER, lost, subject=RIVAL)
+        self.add(CALL, took[0], subject=RIVAL)
 
     def take(self) -> None:
         """A step that is due: a snapshot is taken after it."""
@@ -113,13 +139,14 @@ class Measurement:
         """Many steps with snapshots among them, between as many without."""
         count, every, statistics = self.options.loop_steps, self.options.every, self.tier.statistics
         before = self.training.rest(count)
-        taken, skipped = statistics.taken, statistics.skipped
+        tried, skipped = statistics.taken + statistics.skipped, statistics.skipped
         self.manager.progress.step += -self.manager.progress.step % every + every // 2
         self.training.manager = self.manager
         steps = self.training.run(count)
         self.training.manager = None
         self.tier.wait()
-        assert statistics.taken > taken, "no snapshot was taken: the log says why"
+        due = (count + every // 2) // every
+        assert statistics.taken + statistics.skipped == tried + due, "snapshots were not taken: the log says why"
         usual = (before + self.training.rest(count)) / 2
         self.add(SLOWER, 100 * (sum(steps) / len(steps) / usual - 1), "%")
         self.add(LEFT_OUT, statistics.skipped - skipped, "")
@@ -130,6 +157,8 @@ class Measurement:
             self.manager.save_state(wait=True)
         self.take()
         self.tier.wait()
+        if self.rival is not None:
+            self.rival.save(str(2 + self.options.repeats))
         return prints_of(self.training.state), self.training.state.groups
 
 
@@ -171,31 +200,36 @@ def prints_of(state: State) -> Prints:
 
 
 def train(options: argparse.Namespace, root: Path, began: float, pipe: Connection) -> None:
-    """In the process that is killed: measure, leave a state, and wait for the kill."""
+    """In the process that is killed: measure, leave a state, and wait for the kill, or for the end of the parent."""
     measurement = Measurement(options, root, began, pipe)
     measurement.measure()
     facts = {
         "size": measurement.training.state.size,
         "steps": measurement.training.baselines,
         "samples": measurement.training.samples,
+        "without rival": measurement.without_rival,
     }
     pipe.send((measurement.leave(), facts))
-    threading.Event().wait()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
 
 
 def train_and_kill(
-    options: argparse.Namespace, root: Path, began: float, samples: Samples
+    options: argparse.Namespace, root: Path, began: float, samples: Samples, stack: ExitStack
 ) -> tuple[tuple[Prints, Any], dict[str, Any]]:
-    """Train in a new process until it has left its state, and kill it there."""
+    """Train in a new process until it has left its state, and kill it there. The stack cleans up what it leaves."""
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=train, args=(options, root, began, send), daemon=True)
+    process = context.Process(target=train, args=(options, root, began, send))
     process.start()
     send.close()
     try:
-        while len(message := receive.recv()) == 3:
-            metric, sample, unit = message
-            samples.add(SUBJECT, metric, sample, unit)
+        while len(message := receive.recv()) != 2:
+            if len(message) == 4:
+                samples.add(*message)
+            else:
+                stack.callback(clean_up, *message)
     finally:
         process.kill()
         process.join()
@@ -203,57 +237,71 @@ def train_and_kill(
     return left, facts
 
 
-def load(options: argparse.Namespace, root: Path, metric: str) -> tuple[float, tuple[Prints, Any]]:
+def load(options: argparse.Namespace, root: Path, subject: str, metric: str) -> tuple[float, tuple[Prints, Any]]:
     """In a new process, as a run that is started again. From memory, the manager is abandoned as by a kill."""
     state = State.to_load_into(options.gigabytes * 1e9, options.device)
     if metric == ROOT:
         warm(root)
     if options.device == "cpu":
         settle(int(options.gigabytes * 1e9))
+    synchronize()
+    if subject == RIVAL:
+        FlashCheckpoint.find_saver()
+        took = time_a_load(FlashCheckpoint, state, root.with_name("dlrover"), "", synchronize)
     else:
-        torch.cuda.synchronize()
-    with redirect_stderr(io.StringIO()):
-        took = seconds(lambda: resume(state, root, options.every if metric == MEMORY else None))
+        with redirect_stderr(io.StringIO()):
+            took = seconds(lambda: resume(state, root, options.every if metric == MEMORY else None))
     return took, (prints_of(state), state.groups)
 
 
 def resume(state: State, root: Path, every: int | None) -> None:
     manager, _ = manager_of(state, root, every)
     restored = manager.resume()
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    synchronize()
     assert restored, "nothing was resumed"
     assert restored.from_memory == (every is not None), "it came from elsewhere"
     if every is None:
         manager.close()
 
 
-def time_loads(options: argparse.Namespace, root: Path, left: object, deadline: float, samples: Samples) -> None:
-    metrics = [MEMORY, ROOT] if any(root.glob("*/manifest.json")) else [MEMORY]
+def synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def time_loads(
+    options: argparse.Namespace, root: Path, left: object, deadline: float, samples: Samples, with_rival: bool
+) -> None:
+    ways = [(SUBJECT, MEMORY)]
+    ways += [(SUBJECT, ROOT)] if any(root.glob("*/manifest.json")) else []
+    ways += [(RIVAL, MEMORY)] if with_rival else []
     longest = 0.0
     for count in range(options.loads):
-        for metric in metrics if count % 2 == 0 else metrics[::-1]:
+        for subject, metric in ways if count % 2 == 0 else ways[::-1]:
             began = time.time()
             if samples.all(SUBJECT, MEMORY) and began + 1.5 * longest > deadline:
                 return
-            took, loaded = in_a_new_process(load, options, root, metric)
-            assert loaded == left, f"{metric}: what was loaded is not what was left"
-            samples.add(SUBJECT, metric, took)
+            took, loaded = in_a_new_process(load, options, root, subject, metric)
+            assert loaded == left, f"{subject}, {metric}: what was loaded is not what was left"
+            samples.add(subject, metric, took)
             longest = max(longest, time.time() - began)
-            print(f"{metric}: {took:.3f} s", flush=True)
+            print(f"{subject}, {metric}: {took:.3f} s", flush=True)
 
 
 def measure_all(options: argparse.Namespace, samples: Samples) -> dict[str, Any]:
     """Returns facts of the training. Nothing is left in memory."""
     began = time.time()
-    with folder_in(options.root) as root:
-        try:
-            left, facts = train_and_kill(options, root, began, samples)
-            time_loads(options, root, left, began + 0.95 * options.seconds, samples)
-        finally:
-            for held in memory_of(str(root)):
-                held.clear()
+    with folder_in(options.root) as folder, ExitStack() as stack:
+        root = folder / "run"
+        stack.callback(clear, root)
+        left, facts = train_and_kill(options, root, began, samples, stack)
+        time_loads(options, root, left, began + 0.95 * options.seconds, samples, not facts["without rival"])
     return facts
+
+
+def clear(root: Path) -> None:
+    for held in memory_of(str(root)):
+        held.clear()
 
 
 def targets(samples: Samples, device: str) -> list[Target]:
@@ -270,6 +318,7 @@ def targets(samples: Samples, device: str) -> list[Target]:
 def body(options: argparse.Namespace, samples: Samples) -> str:
     rows = [
         [
+            row.subject,
             TEXTS[row.metric].format(**vars(options)),
             *(spelled(value, row.unit) for value in found),
             str(len(row.samples)),
@@ -277,13 +326,15 @@ def body(options: argparse.Namespace, samples: Samples) -> str:
         for row in samples.rows()
         for found in [(row.best, row.median, max(row.samples))]
     ]
-    return f"""{table(["", "best", "median", "worst", "samples"], rows)}
+    return f"""{table(["", "", "best", "median", "worst", "samples"], rows)}
 
 {table_of_targets(targets(samples, options.device))}
 
 Lost: the steps around a snapshot, less as many without. The first snapshot of a run starts the keeper and writes to
 memory that nobody has used; later ones overwrite that of the one before the last. A load is in a new process, whose
-objects exist: the manager's construction is part of it, imports and the start of the process are not.
+objects exist: the manager's construction is part of it, imports and the start of the process are not. DLRover, where it
+was measured, runs without its launcher, computes no checksums and has one snapshot; its call returns when that is
+complete.
 """
 
 
@@ -299,9 +350,9 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=int, help="steps of training around a single snapshot, at least (default: 40, on the CPU 6)")
     add("--step-seconds", type=float, default=0.144, help="how long a step is to take on a GPU, about")
     add("--read-loss", default="every", choices=("every", "never"), help="in which steps the loop calls loss.item()")
-    add("--repeats", type=int, default=4, help="later single snapshots")
+    add("--repeats", type=int, default=4, help="single snapshots after the first; 0: none at all")
     add("--loop-steps", type=int, help="steps of the loop with a snapshot every few (default: 100, on the CPU 20)")
-    add("--loops", type=int, default=2, help="such loops")
+    add("--loops", type=int, default=2, help="such loops; 0: none")
     add("--loads", type=int, default=4, help="loads from memory, and as many from the root")
     add("--device", default="cuda", choices=("cuda", "cpu"))
     add(
@@ -317,12 +368,13 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> None:
     options = parsed(arguments)
     accelerator = torch.cuda.get_device_name() if options.device == "cuda" else ""
-    run = Run("memory", options, "torch", accelerator=accelerator)
+    run = Run("memory", options, "torch", "dlrover", accelerator=accelerator)
     facts = measure_all(options, run.samples)
     steps = f"{min(facts['steps']):.4f} to {max(facts['steps']):.4f} s"
     notes = (
         f"A step without snapshots: {steps}, {facts['samples']} samples of {LENGTH} tokens",
         "Every state that was loaded was equal in the checksum of every tensor to that of the killed process.",
+        *([f"{RIVAL} was not measured: {facts['without rival']}"] if facts["without rival"] else []),
     )
     title = f"Snapshots in memory: {facts['size'] / 1e9:.2f} GB of model and AdamW state"
     run.keep(title, body(options, run.samples), None, *notes)

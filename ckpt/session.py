@@ -20,7 +20,7 @@ from ckpt.export.push import Pusher
 from ckpt.load.load_state import LiveObjects, StateLoader
 from ckpt.load.locations import Locations
 from ckpt.load.restored import Restored
-from ckpt.memory.resume import find_snapshots, note_load
+from ckpt.memory.resume import find_snapshots, memory_facts, note_load
 from ckpt.memory.source_state import has_save_hooks, without_this_save
 from ckpt.memory.tier import build_tier
 from ckpt.options import ManagerOptions
@@ -205,7 +205,7 @@ class Session:
         self.registry.refresh()
         self.unmanaged.saving()
         self.loop.patterns.caveats.tell_lasting()
-        request = SaveRequest(name, lambda: self._capture(name, numbers), facts)
+        request = SaveRequest(name, lambda: self._capture(name, numbers), facts | memory_facts(self.memory))
         self.saver.save(request, wait=wait, replace=when_busy == "replace")
         self.source.after_save()
         self.set_started()

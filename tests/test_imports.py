@@ -46,7 +46,7 @@ ARROWS = {
     "options": "errors util storage root save",
     "config": "errors root options",
     "session": "errors storage root ranks state data save load export memory options",
-    "tools": "errors version util formats storage root ranks state data save load export",
+    "tools": "errors version util formats storage root ranks state data save load export memory",
     "manager": "errors util storage root ranks state data load export options config session",
     "integrations": "*",
     "selftest": "*",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ckpt.load import select
 from ckpt.load.candidates import in_memory
 from ckpt.load.restored import Restored
-from ckpt.memory.statistics import saving
+from ckpt.memory.statistics import crash_facts, saving_of
 from ckpt.memory.tier import MemoryTier
 from ckpt.ranks.group import MAIN
 from ckpt.util.console import say
@@ -24,6 +26,13 @@ def note_load(tier: MemoryTier, restored: Restored | None) -> None:
         return
     mark = in_memory("")
     tier.loaded([name.removesuffix(mark) for name in restored.passed_over if name.endswith(mark)])
-    said = saving(tier.crashed_at, restored.progress.step, restored.root_step)
+    tier.statistics.crash = crash_facts(tier.crashed_at, restored.progress.step, restored.root_step)
+    said = saving_of(tier.statistics.crash)
     if said and tier.ranks.rank == MAIN:
         say(said)
+
+
+def memory_facts(tier: MemoryTier | None) -> dict[str, Any]:
+    """What the tier cost and saved since the root's last checkpoint, for the manifest of its next one."""
+    facts = tier.statistics.facts() if tier is not None else {}
+    return {"memory": facts} if facts else {}

@@ -15,6 +15,7 @@ from typing import Any
 from ckpt.errors import MissingError
 from ckpt.export.card import curves, table_cell
 from ckpt.formats.native.manifest import Manifest
+from ckpt.memory.statistics import Statistics, saving_of
 from ckpt.root import catalog
 from ckpt.root.catalog import Checkpoint
 from ckpt.root.verify import size_problems, without_other_hosts
@@ -38,6 +39,7 @@ def report(root: str | os.PathLike[str], options: Mapping[str, Any] | None = Non
         ("", _table(("", ""), _summary(manifests))),
         ("## Metrics", _table(_METRICS, _metrics(manifests))),
         ("## Checkpoints", _table(_CHECKPOINTS, (_row(storage, checkpoint) for checkpoint in found))),
+        ("## Crashes", _crashes(manifests)),
         ("## Went back", _went_back(manifests)),
     )
     pages = [f"# {storage.url}", *(text for title, lines in sections if lines for text in (title, "\n".join(lines)))]
@@ -60,9 +62,23 @@ def _summary(oldest_first: Sequence[Manifest]) -> Iterator[tuple[str, str]]:
     yield "to", f"step {last.step:,}, {last.created}, {format_duration(span)} later"
     yield "training waited", f"{sum(waited):.2f} s for these, at most {max(waited):.2f} s for one"
     yield "durable after", f"{sum(durable) / len(durable):.2f} s on average, at most {max(durable):.2f} s"
+    yield from _memory(oldest_first)
     ranks = f"{last.world_size} ranks" if last.world_size > 1 else "one process"
     yield "saved by", ", ".join(filter(None, [ranks, f"{last.layout} layout", last.hardware]))
     yield "versions", ", ".join(f"{name} {version}" for name, version in last.versions.items())
+
+
+def _memory(oldest_first: Sequence[Manifest]) -> Iterator[tuple[str, str]]:
+    """What snapshots in memory cost before these checkpoints; nothing if there were none."""
+    each = [manifest.memory for manifest in oldest_first if manifest.memory]
+    taken, skipped, waited = (sum(facts.get(key, 0) for facts in each) for key in ("snapshots", "left_out", "waited"))
+    if taken or skipped:
+        yield "memory", str(Statistics(int(taken), int(skipped), waited)).removeprefix("memory: ")
+
+
+def _crashes(oldest_first: Sequence[Manifest]) -> list[str]:
+    """Crashes that a resume from memory has cured."""
+    return [f"- {said}" for manifest in oldest_first if (said := saving_of(manifest.memory))]
 
 
 def _metrics(oldest_first: Sequence[Manifest]) -> Iterator[tuple[str, ...]]:

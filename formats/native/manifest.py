@@ -80,6 +80,7 @@ class Manifest:
     hardware: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
     hosts: tuple[Host, ...] = ()  # empty if all share one root
+    memory: Mapping[str, int | float] = field(default_factory=dict)  # what the memory tier cost and saved before this
 
     @property
     def size(self) -> int:
@@ -93,6 +94,8 @@ class Manifest:
     def to_bytes(self) -> bytes:
         fields = {"format": FORMAT, "version": VERSION, **asdict(self)}
         fields["metrics"] = {key: _json_number(value) for key, value in self.metrics.items()}
+        if not self.memory:
+            del fields["memory"]
         lines = json.dumps(fields, indent=1, allow_nan=False).encode().removeprefix(b"{\n")
         return _HEAD + digest(lines).encode() + _HEAD_END + lines
 

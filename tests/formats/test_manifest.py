@@ -54,6 +54,7 @@ class TestRoundTrip:
             metrics={"loss": 0.1, "tiny": 5e-324, "negative": -0.0},
             versions={"ckpt": "0.1", "torch": "2.8"},
             seconds={"total": 1.5},
+            memory={"snapshots": 3, "waited": 0.25},
         )
         again = Manifest.from_bytes(manifest.to_bytes(), "manifest.json")
         assert again == manifest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 import stat
 from pathlib import Path
@@ -19,6 +20,7 @@ import ckpt
 from ckpt.memory.place import MemoryPlace
 from ckpt.root.catalog import scan
 from ckpt.storage import LocalStorage
+from ckpt.tools.report import report
 
 
 class DiedError(Exception):
@@ -108,6 +110,20 @@ def test_a_run_that_died_resumes_from_memory(
     assert "resumed from memory: step 15 (root has step 10)\n" in said
     assert "a crash at step 17 cost 2 steps instead of 7\n" in said
     assert (again.restored.from_memory, again.restored.step) == (True, 15)
+
+
+def test_the_report_says_what_memory_cost_and_saved(tmp_path: Path) -> None:
+    Training(tmp_path / "root").to(17)
+    Training(tmp_path / "root").to(25, die=False)
+    text = report(tmp_path / "root")
+    assert re.search(r"(?m)^\| memory \| 4 snapshots, training waited \d+\.\d\d s in all \|$", text), text
+    assert "## Crashes\n\n- a crash at step 17 cost 2 steps instead of 7\n" in text
+
+
+def test_a_run_without_memory_has_nothing_of_it_in_its_manifests(tmp_path: Path) -> None:
+    Training(tmp_path / "root", memory_every=None).to(10)
+    assert '"memory"' not in (tmp_path / "root" / "step-00000010" / "manifest.json").read_text()
+    assert "| memory |" not in report(tmp_path / "root")
 
 
 def test_after_a_resume_from_the_root_memory_is_the_newest_again(tmp_path: Path, memory: Path, straight: str) -> None:
