@@ -20,9 +20,9 @@ from ckpt.export.push import Pusher
 from ckpt.load.load_state import LiveObjects, StateLoader
 from ckpt.load.locations import Locations
 from ckpt.load.restored import Restored
+from ckpt.memory.build import build_tier
 from ckpt.memory.resume import find_snapshots, note_load
 from ckpt.memory.source_state import has_save_hooks, without_this_save
-from ckpt.memory.tier import build_tier
 from ckpt.options import ManagerOptions
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.find import find_ranks
