@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,9 @@ from ckpt.memory.root_token import remove_token
 from ckpt.memory.tier import MemoryTier
 from ckpt.ranks.group import MAIN
 from ckpt.save.saver import Saver
+from ckpt.storage import Storage
+
+_log = logging.getLogger("ckpt")
 
 
 def build_tier(
@@ -22,9 +26,17 @@ def build_tier(
     root = saver.root
     is_main = root.ranks.rank == MAIN
     if not every:
-        root.on_hold = (lambda: remove_token(root.storage)) if is_main else None
+        root.on_hold = (lambda: _leave_snapshots(root.storage)) if is_main else None
         return None
     places = Places(root.storage, rescue, storage_options, root.hosts.separate_roots)
     tier = MemoryTier(every, root.ranks, saver, places)
     root.on_hold = tier.root_is_held if is_main else None
     return tier
+
+
+def _leave_snapshots(root: Storage) -> None:
+    if remove_token(root):
+        _log.warning(
+            "a run of %s has ended without close(), and may have left snapshots in memory that are newer than its "
+            "checkpoints. A run without memory_every does not use them, nor will a later one.", root.url,
+        )  # fmt: skip

@@ -89,9 +89,10 @@ class Meeting:
             place.remove() if self.owns_place else place.release()
 
     def leave(self) -> None:
-        """Stop living in the folder, and leave it for a restart."""
-        if self.place is not None:
-            self.place.release()
+        """Stop living in the folder, and leave it for a restart. Whoever needs it again must find it again."""
+        place, self.place, self.complete, self._is_found = self.place, None, False, False
+        if place is not None:
+            place.release()
 
     def end(self) -> None:
         """Remove the folder, and the root's token: this run needs no restart."""
@@ -99,6 +100,7 @@ class Meeting:
         if self.ranks.rank == MAIN and self._token:
             with suppress(StorageError):
                 remove_token(self.root)
+        self.leave()
 
     def _enter(self, find: Callable[[], MemoryPlace | None]) -> str:
         """Owners find their folders, and the other ranks of their hosts enter them. Returns what went wrong."""

@@ -32,13 +32,13 @@ def write_token(root: Storage) -> str:
     return token
 
 
-def remove_token(root: Storage) -> None:
-    """No folder in memory belongs to this root any more, on whatever host it is.
+def remove_token(root: Storage) -> bool:
+    """No folder in memory belongs to this root any more, on whatever host it is. Returns whether there was a token.
 
     A token that cannot be removed is said: a later run would take what is in such a folder for the newest.
     """
     if isinstance(root, Staging) or not read_token(root):
-        return
+        return False
     try:
         root.delete([TOKEN])
     except StorageError as error:
@@ -46,6 +46,7 @@ def remove_token(root: Storage) -> None:
             "%s/%s cannot be removed: %s Remove it, or a later run with memory_every may resume from snapshots in "
             "memory that are older than this run's checkpoints.", root.url, TOKEN, error,
         )  # fmt: skip
+    return True
 
 
 def identity_of(root: Storage, token: str) -> str:

@@ -150,6 +150,7 @@ class MemoryTier:
         self._close_slots()
         has_worked = self._is_settled and (self._has_trained or self.saver.has_saved)
         self.meeting.end() if has_worked and not keep else self.meeting.leave()
+        self._is_settled = self._continues = False  # the root is released: other runs may come
         if self.ranks.rank == MAIN and self.statistics.taken:
             _log.info("%s", self.statistics)
 

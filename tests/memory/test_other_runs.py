@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -109,6 +110,68 @@ class TestARunThatDied:
         with pytest.raises(DiedError):
             train()
         assert snapshots(memory) == ["step-00000003", "step-00000006"]
+
+    def test_close_once_more_leaves_them(self, tmp_path: Path, memory: Path) -> None:
+        training = Training(tmp_path / "root")
+        training.to(7)
+        training.manager.close()
+        assert snapshots(memory) == ["step-00000003", "step-00000006"]
+
+    def test_close_once_more_leaves_those_of_the_next_run(self, tmp_path: Path, memory: Path) -> None:
+        first = Training(tmp_path / "root")
+        first.to(7, die=False)
+        Training(tmp_path / "root").to(7)
+        first.manager.close()
+        assert snapshots(memory) == ["step-00000003", "step-00000006"]
+        assert (tmp_path / "root" / ".memory").exists()
+
+    def test_what_a_manager_takes_after_it_was_closed_is_in_a_folder_in_which_it_lives(
+        self, tmp_path: Path, memory: Path
+    ) -> None:
+        training = Training(tmp_path / "root")
+        training.to(7)
+        with training.manager:
+            training.one_step()
+            training.one_step()
+            assert "step-00000009" in snapshots(memory)
+            assert not any(place.is_deserted() for place in MemoryPlace.list_places())
+
+    def test_a_run_without_the_option_says_that_it_leaves_them(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        Training(tmp_path / "root").to(17)
+        for _ in range(2):
+            Training(tmp_path / "root", memory_every=None).to(18)
+        assert caplog.text.count("without memory_every") == 1
+
+    @pytest.mark.slow
+    def test_a_forked_child_that_outlives_it_is_in_nobodys_way(self, tmp_path: Path, straight: str) -> None:
+        reader, writer = os.pipe()
+        program = f"""if True:
+            import os, signal
+            from pathlib import Path
+            from tests.memory.test_resume import Training
+            training = Training(Path({str(tmp_path / "root")!r}))
+            training.manager.resume()
+            while training.manager.progress.step < 17:
+                training.one_step()
+            if not os.fork():
+                os.close(1)
+                os.read(0, 1)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+        killed = subprocess.run([sys.executable, "-c", program], stdin=reader, stdout=subprocess.PIPE, timeout=120)
+        os.close(reader)
+        try:
+            assert killed.returncode == -signal.SIGKILL
+            again = Training(tmp_path / "root")
+            assert again.to(25) == straight
+            assert again.restored.step == 15
+            assert again.manager.session.memory is not None
+            assert again.manager.session.memory.statistics.taken == 3  # steps 18, 21 and 24
+        finally:
+            os.close(writer)
 
 
 class TestAnAbandonedFuture:
