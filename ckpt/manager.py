@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
@@ -121,7 +122,7 @@ class StateManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._session.close(for_restart=error is not None and not isinstance(error, Preempted))
+            self._session.close(for_restart=_is_failure(error))
         except Exception as failure:
             if error is None:
                 raise
@@ -276,6 +277,8 @@ class StateManager:
         session.set_started()
         restored = session.load(None, strict=strict)
         session.saver.root.hold()
+        if session.memory is not None:
+            session.memory.settle()
         if restored is None and session.ranks.rank == MAIN:
             say(f"no checkpoint in {self.url}: starting afresh")
         return restored
@@ -295,10 +298,11 @@ class StateManager:
     def close(self) -> None:
         """Finish what is under way, copies to the mirror too, and let go of the root, the loaders and SIGTERM.
 
-        Snapshots in memory are removed; those of a run that an exception ends are left for a restart. A manager that is
-        used as a context does this itself. In a forked child it does nothing: all is the parent's.
+        Snapshots in memory are removed; those of a run that an exception ends, also where `finally` or `except` closes
+        it, are left for a restart. A manager that is used as a context does this itself. In a forked child it does
+        nothing: all is the parent's.
         """
-        self._session.close()
+        self._session.close(for_restart=_is_failure(sys.exc_info()[1]))
 
     def save_model(
         self,
@@ -359,3 +363,8 @@ class StateManager:
         if self._session.ranks.rank == MAIN:
             say(f"told to terminate: saved step {self._session.loop.progress.step} in {self.url}, stopping")
         raise Preempted(EXIT_STATUS)
+
+
+def _is_failure(error: BaseException | None) -> bool:
+    """Whether a run that ends with this exception is one to restart."""
+    return error is not None and not isinstance(error, Preempted)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ckpt.data import loader_hook
@@ -20,9 +21,9 @@ from ckpt.export.push import Pusher
 from ckpt.load.load_state import LiveObjects, StateLoader
 from ckpt.load.locations import Locations
 from ckpt.load.restored import Restored
+from ckpt.memory.build import build_tier
 from ckpt.memory.resume import find_snapshots, memory_facts, note_load
 from ckpt.memory.source_state import has_save_hooks, without_this_save
-from ckpt.memory.tier import build_tier
 from ckpt.options import ManagerOptions
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.find import find_ranks
@@ -116,7 +117,7 @@ class Session:
     def _build_loader(self, hosts: Hosts) -> StateLoader:
         return StateLoader(
             self.ranks,
-            Locations(self.tiers, hosts, self.options.storage_options, lambda: find_snapshots(self.memory)),
+            Locations(self.tiers, hosts, self.options.storage_options, partial(find_snapshots, self.memory)),
             LiveObjects(self.source, self.registry, self.loop),
             self.options.ranks.broadcast,
             self.saver.snapshots.paused,

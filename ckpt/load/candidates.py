@@ -19,11 +19,13 @@ MEMORY = -1  # the tier of snapshots in memory: before the root (0) and the mirr
 
 
 class Listed(TypedDict):
-    """A checkpoint in a rank's listing. `problem` says why it is not committed, if it is not."""
+    """A checkpoint in a rank's listing. `problem` says why it is not committed, if it is not, or, where it
+    `was_committed`, why its manifest cannot be read: then nothing below is known."""
 
     tier: int
     name: str
     problem: str | None
+    was_committed: bool
     sequence: int
     created: str
     step: int
@@ -83,7 +85,7 @@ def join_listings(root: Storage, name: str | None, listings: list[list[Listed]],
     With `foreign`, where there is no checkpoint of ours, the folders that Accelerate wrote.
     """
     listed = [checkpoint for listing in listings for checkpoint in listing]
-    committed, strays = _without_strays(_committed(listed))
+    committed, strays = _without_strays(listed)
     committed.sort(key=lambda found: (found["sequence"], found["created"], -found["tier"]), reverse=True)
     order = list(dict.fromkeys((checkpoint["tier"], checkpoint["name"]) for checkpoint in committed))
     if name is not None:
@@ -98,12 +100,15 @@ def join_listings(root: Storage, name: str | None, listings: list[list[Listed]],
     }
 
 
-def _without_strays(committed: list[Listed]) -> tuple[list[Listed], dict[str, str]]:
+def _without_strays(listed: list[Listed]) -> tuple[list[Listed], dict[str, str]]:
     """Without snapshots in memory that continue from what the root no longer has: somebody has removed it, to go back.
 
     A snapshot's parent is the root's checkpoint before it. If the root has a later one by now, that has the same
-    parent, or is itself newer.
+    parent, or is itself newer. One whose manifest is damaged may be the parent: nobody has removed it.
     """
+    committed = _committed(listed)
+    if any(found["was_committed"] and found["problem"] for found in listed if found["tier"] != MEMORY):
+        return committed, {}
     stored = [found for found in committed if found["tier"] != MEMORY]
     known = {key for found in stored for key in (found["id"], found["parent"])} if stored else {None}
     strays = [found for found in committed if found["tier"] == MEMORY and found["parent"] not in known]
@@ -149,6 +154,7 @@ def _listed(tier: int, checkpoint: Checkpoint, name: str | None) -> Listed:
         "tier": tier,
         "name": checkpoint.name,
         "problem": str(checkpoint.problem) if checkpoint.problem else None,
+        "was_committed": checkpoint.was_committed,
         "sequence": manifest.sequence if manifest else 0,
         "created": manifest.created if manifest else "",
         "step": manifest.step if manifest else 0,

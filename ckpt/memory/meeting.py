@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -12,12 +13,13 @@ from ckpt.errors import CkptError, StorageError
 from ckpt.memory.facts import boot_id
 from ckpt.memory.place import MemoryPlace, PlaceError, memory_directory
 from ckpt.memory.places import Places
-from ckpt.memory.root_token import TOKEN, identity_of, read_token, write_token
+from ckpt.memory.root_token import identity_of, read_token, remove_token, write_token
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts, host_name
 from ckpt.storage import Storage
 
+_log = logging.getLogger("ckpt")
 _CALL = "StateManager(..., memory_every=...)"
 
 
@@ -54,7 +56,19 @@ class Meeting:
         ids = [seen["id"] for seen in views]
         hosts = Hosts(tuple(map(ids.index, ids)), tuple(seen["name"] for seen in views))
         self.hosts = hosts if hosts.separate_roots else ONE_SHARED_ROOT
-        self._enter(lambda: self.places.find(self._identity) if self._token else None)
+        problem = self._enter(lambda: self.places.find(self._identity) if self._token else None)
+        if problem and self.ranks.rank == MAIN:
+            _log.warning("snapshots in memory are there, but cannot be used: %s", problem)
+
+    def settle(self) -> None:
+        """The root is locked, and the snapshots that were found are those that this run continues from."""
+        if self.place is not None and self.owns_place:
+            self.places.settle(self.place)
+
+    def forget(self) -> None:
+        """The root is locked, and what was found, here or on other hosts, is not what this run continues from."""
+        self.remove()
+        self._token = ""
 
     def make(self, memfd: Collection[int] = ()) -> str:
         """Make the folders that are missing. Returns why that failed, if it did.
@@ -75,16 +89,18 @@ class Meeting:
             place.remove() if self.owns_place else place.release()
 
     def leave(self) -> None:
-        """Stop living in the folder, and leave it for a restart."""
-        if self.place is not None:
-            self.place.release()
+        """Stop living in the folder, and leave it for a restart. Whoever needs it again must find it again."""
+        place, self.place, self.complete, self._is_found = self.place, None, False, False
+        if place is not None:
+            place.release()
 
     def end(self) -> None:
         """Remove the folder, and the root's token: this run needs no restart."""
         self.remove()
         if self.ranks.rank == MAIN and self._token:
             with suppress(StorageError):
-                self.root.delete([TOKEN])
+                remove_token(self.root)
+        self.leave()
 
     def _enter(self, find: Callable[[], MemoryPlace | None]) -> str:
         """Owners find their folders, and the other ranks of their hosts enter them. Returns what went wrong."""

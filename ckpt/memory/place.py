@@ -21,6 +21,7 @@ from typing import Any
 
 from ckpt.errors import StorageError
 from ckpt.memory.facts import boot_id, code_versions, digest_of, read_facts, write_facts
+from ckpt.memory.open_descriptors import OpenDescriptors
 from ckpt.util.clock import utc_now
 
 FORMAT = 1
@@ -31,6 +32,7 @@ _DIRECTORY = "/dev/shm"  # noqa: S108  (the names in it are random, and made wit
 _NAME = re.compile(r"ckpt-[0-9a-f]{32}")
 _PATIENCE = 10.0  # seconds that a run waits for somebody who looks whether anybody lives
 _PAUSE = 0.02
+_held = OpenDescriptors()  # of the locks by which this process lives somewhere
 
 
 class PlaceError(StorageError):
@@ -137,20 +139,23 @@ class MemoryPlace:
         return max(0.0, time.time() - _last_change(self.path))
 
     def hold(self) -> None:
-        """Live here, until `release` or the end of this process and of its children.
+        """Live here, until `release` or the end of this process: forked children, which may outlive it, do not.
 
         Waits for somebody who just looks whether anybody lives. Raises `PlaceError` if the folder is being removed.
         """
         if self._alive is not None:
             return
-        descriptor = _open_alive(self.path)
+        with _held.guard:
+            descriptor = _open_alive(self.path)
+            _held.add(descriptor)
         try:
             _lock_shared(descriptor, self.path)
             if not _is_same_file(descriptor, self.path / ALIVE):
                 raise PlaceError(f"{self.path} was removed just now.")
             os.utime(descriptor)
         except BaseException:
-            os.close(descriptor)
+            with _held.guard:
+                _held.close(descriptor)
             raise
         self._alive = descriptor
 
@@ -158,7 +163,8 @@ class MemoryPlace:
         """Stop living here. The folder is left for a restart."""
         descriptor, self._alive = self._alive, None
         if descriptor is not None:
-            os.close(descriptor)
+            with _held.guard:
+                _held.close(descriptor)
 
     def is_deserted(self) -> bool:
         """Whether no process of the run lives: false as long as anybody holds the folder, this process too."""

@@ -32,17 +32,22 @@ class Places:
     _said: bool = field(default=False, init=False)
 
     def find(self, identity: str) -> MemoryPlace | None:
-        """The folder that a killed run has left, with a keeper. Where that has ended, so have memfds: it is removed."""
+        """The folder that a killed run has left. Where its keeper has ended, so have memfds: it is removed."""
         place = MemoryPlace.find(identity)
         if place is None:
             return None
         if is_in_memfds(place) and living_keeper(place) is None:
             place.remove_if_deserted()
             return None
-        place.hold()
-        place.record(rescue=self._settings())
-        start_keeper(place)
         return place
+
+    def settle(self, place: MemoryPlace) -> None:
+        """Make a folder that was found this run's own: with its settings, and a keeper."""
+        try:
+            place.record(rescue=self._settings())
+        except OSError as error:
+            _log.warning("%s cannot be written: %s. Its snapshots are used all the same.", place.path, error.strerror)
+        start_keeper(place)
 
     def make(self, identity: str, *, memfd: bool = False) -> MemoryPlace:
         """A new folder, with a keeper, which with `memfd` holds the snapshots too: then there is none without it."""

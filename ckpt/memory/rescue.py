@@ -106,6 +106,7 @@ class Rescue:
     source: Storage = field(init=False)
     _began: float = field(default_factory=time.monotonic)
     _looked: float = 0.0
+    _lacks_manifests: bool = False  # the root has a checkpoint whose manifest is damaged: it may be the parent
 
     def __post_init__(self) -> None:
         self.source = slot_storage(self.place)
@@ -121,7 +122,9 @@ class Rescue:
             lock_root(target, held, to_rescue=True)
             self._look()
             self._refuse_another(target)
-            return self._rescue_newest(target, snapshots, _committed(deletion.sweep(target), target))
+            found = deletion.sweep(target)
+            self._lacks_manifests = any(checkpoint.was_committed and not checkpoint.committed for checkpoint in found)
+            return self._rescue_newest(target, snapshots, _committed(found, target))
 
     def _open_root(self) -> Storage:
         root = str(self.settings["root"])
@@ -142,7 +145,8 @@ class Rescue:
             if newest is not None and newest.sequence >= snapshot.sequence:
                 done = f"nothing to rescue: {target.url} has {newest.name}, which is as new"
                 break
-            _refuse_stray(snapshot, committed, target)
+            if not self._lacks_manifests:
+                _refuse_stray(snapshot, committed, target)
             try:
                 done = self._copy(snapshot, target)
                 break

@@ -5,11 +5,13 @@ A root that was removed and made anew has another one, or none. Imports no torch
 
 from __future__ import annotations
 
+import logging
 import secrets
 
-from ckpt.errors import AbsentError
+from ckpt.errors import AbsentError, StorageError
 from ckpt.storage import Staging, Storage, place_of
 
+_log = logging.getLogger("ckpt")
 TOKEN = ".memory"  # noqa: S105 - the name of the file
 
 
@@ -28,6 +30,23 @@ def write_token(root: Storage) -> str:
     token = secrets.token_hex(16)
     root.write(TOKEN, [token.encode()])
     return token
+
+
+def remove_token(root: Storage) -> bool:
+    """No folder in memory belongs to this root any more, on whatever host it is. Returns whether there was a token.
+
+    A token that cannot be removed is said: a later run would take what is in such a folder for the newest.
+    """
+    if isinstance(root, Staging) or not read_token(root):
+        return False
+    try:
+        root.delete([TOKEN])
+    except StorageError as error:
+        _log.warning(
+            "%s/%s cannot be removed: %s Remove it, or a later run with memory_every may resume from snapshots in "
+            "memory that are older than this run's checkpoints.", root.url, TOKEN, error,
+        )  # fmt: skip
+    return True
 
 
 def identity_of(root: Storage, token: str) -> str:

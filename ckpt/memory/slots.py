@@ -39,9 +39,12 @@ class SlotWriter(RootWriter):
     log_level: ClassVar[int] = logging.DEBUG
     main: RootWriter = field(default_factory=_no_root)
 
+    def reserve(self) -> int:
+        self.numbering.note(self.main._highest)
+        return super().reserve()
+
     def _begin(self, attempt: Attempt, paths: list[str]) -> Attempt:
         self.keep_newest()
-        self.numbering.note(self.main._highest)
         return super()._begin(attempt, paths)
 
     def keep_newest(self, count: int = 1) -> None:

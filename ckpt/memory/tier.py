@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from ckpt.errors import CkptError, FullError, RanksError
 from ckpt.memory import room
 from ckpt.memory.meeting import Meeting
 from ckpt.memory.place import PlaceError, memory_directory
 from ckpt.memory.places import Places
+from ckpt.memory.root_token import remove_token
 from ckpt.memory.slot_storage import is_in_memfds, slot_storage
 from ckpt.memory.slots import SlotSaver, SlotWriter
 from ckpt.memory.statistics import Statistics
@@ -52,6 +51,9 @@ class MemoryTier:
     _slots: SlotSaver | None = None
     _error: Exception | None = None  # of the last snapshot
     _taken_at: int | None = None  # step
+    _continues: bool = False  # whether this run continues from what is in memory
+    _is_settled: bool = False  # what was there before is this run's own, or was removed
+    _has_trained: bool = False
     _resume_at: int = 0  # the step before which nothing is tried, after the tier gave way
     _pause: int = _PAUSE
     _said: set[str] = field(default_factory=set)
@@ -85,18 +87,31 @@ class MemoryTier:
     def loaded(self, passed_over: list[str] | None) -> None:
         """A checkpoint was loaded: from memory, where these snapshots cannot be used; None if it came from elsewhere.
 
-        Then what is in memory is damaged, older, or was left on purpose: a later resume must not take it.
+        Then what is in memory is damaged, older, or was left on purpose: a later resume must not take it, once this run
+        has the root. Until then the snapshots may be those of a run that lives.
         """
-        if passed_over is not None:
-            self._damaged |= set(passed_over)
+        self._continues = passed_over is not None
+        self._damaged |= set(passed_over or ())
+        if self._is_settled and not self._continues:
+            self._close_slots()
+            self.meeting.remove()
+
+    def root_is_held(self) -> None:
+        """The main rank has locked the root: what is in memory elsewhere, and not continued from, is not the root's."""
+        if not self._continues and not self._is_settled:
+            remove_token(self.saver.root.storage)
+
+    def settle(self) -> None:
+        """This run has the root: snapshots of before are its own, or are removed. Every rank makes this call."""
+        if self._is_settled or not self._meet():
             return
-        self._meet()
-        self._close_slots()
-        self.meeting.remove()
+        self._is_settled = True
+        self.meeting.settle() if self._continues else self.meeting.forget()
 
     def stepped(self, step: int) -> None:
         """Record the step that training has reached: a restart says what the crash has cost."""
-        if self.meeting.place is not None and self.ranks.rank == MAIN:
+        self._has_trained = True
+        if self.meeting.place is not None and self._is_settled and self.ranks.rank == MAIN:
             with suppress(OSError):
                 write_step(self.meeting.place, step)
 
@@ -109,7 +124,7 @@ class MemoryTier:
         """Take a snapshot, unless that of before is under way or there is no room. Every rank makes this call."""
         began = time.monotonic()
         self._taken_at = step
-        if not self._meet():
+        if not self._meet() or not self._take_root():
             return
         verdict = self._agree(request)
         if verdict["do"] == SAVE and not self.meeting.complete:
@@ -133,12 +148,14 @@ class MemoryTier:
     def close(self, *, keep: bool) -> None:
         """End the tier: remove all that is in memory, or, with `keep`, leave it for a restart.
 
-        A restart does not wait for a snapshot of which another rank may have died.
+        So is it by whoever has only looked. A restart does not wait for a snapshot of which another rank may have died.
         """
         if keep and self._slots is not None:
             self._slots.abandon(_PATIENCE)
         self._close_slots()
-        self.meeting.leave() if keep else self.meeting.end()
+        has_worked = self._is_settled and (self._has_trained or self.saver.has_saved)
+        self.meeting.end() if has_worked and not keep else self.meeting.leave()
+        self._is_settled = self._continues = False  # the root is released: other runs may come
         if self.ranks.rank == MAIN and self.statistics.taken:
             _log.info("%s", self.statistics)
 
@@ -150,6 +167,19 @@ class MemoryTier:
             raise
         except (CkptError, OSError) as error:
             self.turn_off(str(error))
+        return not self.is_off
+
+    def _take_root(self) -> bool:
+        """Lock the root, if that is not done: its run alone has snapshots. Whether it was possible, on every rank."""
+        if not self._is_settled:
+            try:
+                self.saver.root.hold("step() (memory)", resumed=False)
+            except RanksError:
+                raise
+            except (CkptError, OSError) as error:
+                self.turn_off(str(error))
+                return False
+            self.settle()
         return not self.is_off
 
     def _agree(self, request: SaveRequest) -> Verdict:
@@ -264,14 +294,3 @@ class MemoryTier:
         self.is_off = True
         if self.ranks.rank == MAIN:
             _log.warning("the memory tier is off: %s", why)
-
-
-def build_tier(
-    saver: Saver, every: int | None, rescue: bool, storage_options: Mapping[str, Any] | None
-) -> MemoryTier | None:
-    """The memory tier beside the root of this saver, with a snapshot every so many steps; None for none."""
-    if not every:
-        return None
-    root = saver.root
-    places = Places(root.storage, rescue, storage_options, root.hosts.separate_roots)
-    return MemoryTier(every, root.ranks, saver, places)

@@ -23,6 +23,10 @@ STATE = "state.json"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,199}")
 
 
+class UncommittedError(DamagedError):
+    """There are files of a checkpoint, and no manifest."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint as it is listed. Without a manifest it is not committed or not readable: `problem` says why."""
@@ -35,6 +39,11 @@ class Checkpoint:
     @property
     def committed(self) -> bool:
         return self.manifest is not None
+
+    @property
+    def was_committed(self) -> bool:
+        """Whether it has a manifest, though it may not be readable."""
+        return self.committed or not isinstance(self.problem, MissingError | UncommittedError)
 
     @property
     def step(self) -> int | None:
@@ -91,7 +100,7 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
     if not any(True for _ in storage.list(name)):
         known = ", ".join(checkpoint.name for checkpoint in scan(storage) if checkpoint.committed) or "none"
         raise MissingError(f"there is no checkpoint {name!r} in {storage.url}. There are: {known}.")
-    raise DamagedError(f"{name} was never committed: its save was cut off before the manifest was written.")
+    raise UncommittedError(f"{name} was never committed: its save was cut off before the manifest was written.")
 
 
 def _commit_order(checkpoint: Checkpoint) -> tuple[int, str, str]:

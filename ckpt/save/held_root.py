@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ckpt.errors import VersionError
-from ckpt.formats.native.manifest import Manifest
+from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root import deletion
 from ckpt.root.lock import lock_root
 from ckpt.root.mirror import MirrorWorker
@@ -23,10 +23,16 @@ class HeldRoot:
     unreadable: Mapping[str, VersionError]  # by name: manifests of a newer version of ckpt
 
     @classmethod
-    def acquire(cls, storage: Storage, mirror: MirrorWorker | None, damaged: Collection[str]) -> HeldRoot:
+    def acquire(
+        cls,
+        storage: Storage,
+        mirror: MirrorWorker | None,
+        damaged: Collection[str],
+        on_hold: Callable[[], None] | None = None,
+    ) -> HeldRoot:
         """Lock the root and its mirror, and remove what crashed saves left. `damaged` checkpoints are not mirrored.
 
-        Refused if another run holds either of them.
+        Refused if another run holds either of them. `on_hold` is called when both are locked.
         """
         with ExitStack() as lock:  # if anything below fails, the root is released
             lock_root(storage, lock)
@@ -36,6 +42,8 @@ class HeldRoot:
             unreadable = {name: problem for name, problem in problems.items() if isinstance(problem, VersionError)}
             if mirror is not None:
                 mirror.start([manifest for manifest in committed if manifest.name not in damaged])
+            if on_hold is not None:
+                on_hold()
             return cls(lock.pop_all(), committed, unreadable)
 
     def find(self, name: str) -> Manifest | None:
@@ -52,3 +60,15 @@ class HeldRoot:
 
     def _others(self, name: str) -> list[Manifest]:
         return [manifest for manifest in self.committed if manifest.name != name]
+
+
+def files_of(storage: Storage, name: str) -> list[str]:
+    """The paths of all files in the folder of a checkpoint."""
+    return [entry.key.removeprefix(f"{name}/") for entry in storage.list(name)]
+
+
+def adopt(storage: Storage, manifest: Manifest) -> None:
+    """Write the manifest that other hosts have, before the sweep takes this host's files for leftovers."""
+    present = files_of(storage, manifest.name)
+    if FILE_NAME not in present and any(file.path in present for file in manifest.files):
+        storage.write(f"{manifest.name}/{FILE_NAME}", [manifest.to_bytes()])

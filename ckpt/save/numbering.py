@@ -6,7 +6,7 @@ import threading
 
 
 class Numbering:
-    """Hands out sequence numbers in the order in which saves begin, though several may be under way."""
+    """Hands out sequence numbers in the order in which states are captured, though several saves may be under way."""
 
     def __init__(self) -> None:
         self._last = 0

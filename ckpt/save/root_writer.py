@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from ckpt.errors import NotDurableError, StorageError
-from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
+from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.hosts import Hosts
@@ -20,7 +21,7 @@ from ckpt.root.commit import Attempt, EarlierFile, WrittenFile
 from ckpt.root.mirror import MirrorWorker
 from ckpt.root.retention import Keep
 from ckpt.save.environment import device_name, versions
-from ckpt.save.held_root import HeldRoot
+from ckpt.save.held_root import HeldRoot, adopt, files_of
 from ckpt.save.numbering import Numbering
 from ckpt.save.preconditions import refuse_foreign, refuse_to_overtake, version_to_replace
 from ckpt.storage import Staging, Storage
@@ -52,11 +53,13 @@ class RootWriter:
     linkable: dict[str, EarlierFile] = field(default_factory=dict)  # this rank's files of the last checkpoint, by name
     has_resumed: bool = False  # a save before that is refused: it would commit a fresh start next to older checkpoints
     failed_load: str = ""  # why the last load failed; until one succeeds, newer checkpoints may exist unseen
+    on_hold: Callable[[], None] | None = None  # called when the root is locked
     _held: HeldRoot | None = None
     _has_committed: bool = False
     _unsure: dict[str, Manifest] = field(default_factory=dict)  # whose commit failed, and may have taken effect
     _last_sequence: int = 0  # the highest that this run has written, or tried to
     _reserved: int = 0  # the sequence number of the save under way
+    _holding: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def owns_root(self) -> bool:
@@ -68,13 +71,12 @@ class RootWriter:
         """Whether this process has the root's lock."""
         return self._held is not None
 
-    def hold(self) -> None:
+    def hold(self, call: str = "resume()", *, resumed: bool = True) -> None:
         """Lock the root for this run and remove what a crashed run left. Every rank makes this call.
 
-        Refused if another run holds it.
-        """
-        run_on_all_ranks(self.ranks, "resume()", lambda: self._hold() if self.owns_root else None)
-        self.has_resumed = True
+        Refused if another run holds it. Without `resumed`, what is there may not have been loaded."""
+        run_on_all_ranks(self.ranks, call, lambda: self._hold() if self.owns_root else None)
+        self.has_resumed = self.has_resumed or resumed
 
     def follow(self, manifest: Manifest, damaged: Iterable[str], tier: int = 0) -> None:
         """Continue from this checkpoint, which was loaded: it is the parent of the next one.
@@ -88,18 +90,12 @@ class RootWriter:
         self.has_resumed = True
         self.damaged |= set(damaged)
         if self.hosts.separate_roots and self.owns_root and tier >= 0:
-            self._adopt(manifest)
+            adopt(self.storage, manifest)
 
     def advance(self, name: str, id: str, written: Iterable[FileRecord]) -> None:
         """Continue from the checkpoint that all ranks have just committed, of which this rank wrote these files."""
         self.linkable = {file.name: EarlierFile(name, file) for file in written}
         self.parent = id
-
-    def _adopt(self, manifest: Manifest) -> None:
-        """Write the manifest that other hosts have, before the sweep takes this host's files for leftovers."""
-        present = self.files_of(manifest.name)
-        if FILE_NAME not in present and any(file.path in present for file in manifest.files):
-            self.storage.write(f"{manifest.name}/{FILE_NAME}", [manifest.to_bytes()])
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint, unless it is being read. No save may be under way."""
@@ -123,8 +119,9 @@ class RootWriter:
         self._has_committed = False
 
     def _hold(self) -> None:
-        if self._held is None:
-            self._held = HeldRoot.acquire(self.storage, self.mirror, self.damaged)
+        with self._holding:
+            if self._held is None:
+                self._held = HeldRoot.acquire(self.storage, self.mirror, self.damaged, self.on_hold)
 
     def _release(self) -> None:
         """Release the root. What is committed there must be listed again before the next save."""
@@ -160,11 +157,14 @@ class RootWriter:
         """The manifest that was committed under that name; None on a rank that does not own the root."""
         return self._held.find(name) if self._held is not None else None
 
-    def begin(self, name: str, paths: list[str], elsewhere: Collection[str] = ()) -> Attempt:
+    def reserve(self) -> int:
+        """The sequence number of a state that is captured now, whenever it is written."""
+        return self.numbering.reserve(self._highest)
+
+    def begin(self, name: str, paths: list[str], elsewhere: Collection[str] = (), number: int = 0) -> Attempt:
         """Hold the root, refuse what must not be saved, and leave the marker of a save under way.
 
-        `elsewhere`: files of that checkpoint in the roots of other hosts.
-        """
+        `elsewhere`: files of that checkpoint in the roots of other hosts. `number`: what was reserved for it."""
 
         def begin() -> Attempt:
             self._refuse_unsafe(name)
@@ -172,7 +172,7 @@ class RootWriter:
             taken = tuple(path for path in paths if path in present or not self._is_free_in_mirror(name))
             return self._begin(Attempt(name, occupied_paths=taken), paths)
 
-        attempt, self._reserved = self._in_held_root(begin), self.numbering.reserve(self._highest)
+        attempt, self._reserved = self._in_held_root(begin), number or self.reserve()
         return attempt
 
     def join(self, attempt: Attempt, paths: list[str]) -> Attempt:
@@ -186,7 +186,7 @@ class RootWriter:
 
     def files_of(self, name: str) -> list[str]:
         """The paths of all files in the folder of a checkpoint."""
-        return [entry.key.removeprefix(f"{name}/") for entry in self.storage.list(name)]
+        return files_of(self.storage, name)
 
     def _refuse_unsafe(self, name: str) -> None:
         """Raise if a save under that name would overtake, overwrite or mix with what this run does not know."""

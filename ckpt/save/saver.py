@@ -47,6 +47,7 @@ class Saver:
         self._channel = root.ranks.channel(channel)  # saves run beside whatever else the ranks talk about
         self._queue = SaveQueue()
         self._written: Snapshot | None = None  # of the last save, in memory until the next one
+        self.has_saved = False  # or has tried to
         self._has_prefaulted = False
         self._replaced = 0  # saves
 
@@ -78,6 +79,7 @@ class Saver:
         that waits for its turn, if there is one.
         """
         self.owner.require(f"save_state({request.name!r})")
+        self.has_saved = True
         if replace and not wait:
             self._replace_waiting(request.name)
         else:

@@ -58,6 +58,7 @@ class SaveTransaction:
     documents: list[FilePlan] = field(default_factory=list)  # all that are JSON, on the main rank
     written: list[FileRecord] = field(default_factory=list)
     attended: bool = False  # training waits for it, so that live tensors are still those that were captured
+    number: int = 0  # in the sequence of all that the run captures, for its root and for memory
     _live: Result = field(default_factory=Result)
     _description: RankDescription | None = None
 
@@ -73,6 +74,7 @@ class SaveTransaction:
 
     def capture(self) -> None:
         """Capture the state as it is now."""
+        self.number = self.root.reserve()
         self._live = Result.capture(self.request.capture)
 
     def take_snapshot(self, *, wanted: bool) -> None:
@@ -222,7 +224,8 @@ class SaveTransaction:
         shared = [file.path for file in [*captured.common_files, *self.documents]]
         paths = [*shared, *(path for proposal in proposals for path in proposal["paths"])]
         present = {path for proposal in proposals for path in proposal["present"]}
-        plan: dict[str, Any] = {"attempt": asdict(self.root.begin(self.request.name, paths, present))}
+        attempt = self.root.begin(self.request.name, paths, present, self.number)
+        plan: dict[str, Any] = {"attempt": asdict(attempt)}
         if self.root.hosts.separate_roots:
             documents = {file.path: b"".join(file.pieces()).decode() for file in self.documents}
             plan |= {"paths": paths, "documents": documents}

@@ -172,6 +172,18 @@ class TestRescue:
             run(place)
         assert steps(folder) == ["step-4"]
 
+    def test_what_continues_from_a_checkpoint_whose_manifest_is_damaged_is_saved(self, folder: Path) -> None:
+        root = LocalStorage(folder)
+        save(root, "step-4", sequence=4)
+        last = save(root, "step-5", sequence=5)
+        place = deserted(folder, 9)
+        storage = slot_storage(place)
+        manifest = replace(read_manifest(storage, "step-9"), parent=last.id)
+        storage.write(f"step-9/{FILE_NAME}", [manifest.to_bytes()])
+        (folder / "step-5" / FILE_NAME).write_text("{")
+        assert run(place).startswith("rescued step-9 ")
+        assert problems(root, read_manifest(root, "step-9")) == []
+
     def test_a_root_of_a_newer_ckpt_is_left_as_it_is(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         place = deserted(folder, 9)
         with monkeypatch.context() as newer:

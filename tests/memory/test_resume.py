@@ -280,9 +280,10 @@ class TestAsIfItHadNeverBeen:
         training = Training(tmp_path / "root")
         with training.manager as manager:
             assert manager.load_state("step-00000010").step == 10
+            manager.save_state("back", wait=True)
         again = Training(tmp_path / "root")
         again.to(11)
-        assert again.restored.step == 10
+        assert (again.restored.from_memory, again.restored.name) == (False, "back")
 
 
 class TestLineage:

@@ -1,0 +1,51 @@
+"""Builds the memory tier of a manager, or what stands for it in a run without one."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from ckpt.memory.places import Places
+from ckpt.memory.root_token import remove_token
+from ckpt.memory.tier import MemoryTier
+from ckpt.ranks.group import MAIN
+from ckpt.save.saver import Saver
+from ckpt.storage import Storage
+
+_log = logging.getLogger("ckpt")
+
+
+def build_tier(
+    saver: Saver, every: int | None, rescue: bool, storage_options: Mapping[str, Any] | None
+) -> MemoryTier | None:
+    """The memory tier beside the root of this saver, with a snapshot every so many steps; None for none.
+
+    A run without one continues from the root alone: what an earlier run has left in memory is then the root's no more.
+    """
+    root = saver.root
+    is_main = root.ranks.rank == MAIN
+    if not every:
+        root.on_hold = partial(_leave_snapshots, root.storage) if is_main else None
+        return None
+    places = Places(root.storage, rescue, storage_options, root.hosts.separate_roots)
+    tier = MemoryTier(every, root.ranks, saver, places)
+    root.on_hold = partial(_tell_held, weakref.ref(tier)) if is_main else None
+    return tier
+
+
+def _tell_held(tier: weakref.ref[MemoryTier]) -> None:
+    """Without a strong reference, which would be a cycle: a root that nobody uses any more is free at once."""
+    found = tier()
+    if found is not None:
+        found.root_is_held()
+
+
+def _leave_snapshots(root: Storage) -> None:
+    if remove_token(root):
+        _log.warning(
+            "a run of %s has ended without close(), and may have left snapshots in memory that are newer than its "
+            "checkpoints. A run without memory_every does not use them, nor will a later one.", root.url,
+        )  # fmt: skip
