@@ -92,19 +92,26 @@ class Snapshots:
             return None
         copies = TensorCopies(leaves, self._release_devices(leaves.sizes))
         try:
-            with ExitStack() as stack:
-                for device in leaves.on_device:
-                    stack.enter_context(self._devices[device].ordered())
-                copies.add_on_devices()
+            self._copy_on_devices(leaves, copies)
+            self._copy_on_host(leaves, copies)
         except torch.OutOfMemoryError:
             for device in leaves.sizes:
                 self._rooms[device].overestimated(copies.size_on(device))
             copies.release()
             return None
+        except BaseException:
+            copies.release()
+            raise
+        copies.forget_sources()
+        return copies
+
+    def _copy_on_devices(self, leaves: Leaves, copies: TensorCopies) -> None:
+        with ExitStack() as stack:
+            for device in leaves.on_device:
+                stack.enter_context(self._devices[device].ordered())
+            copies.add_on_devices()
         for device, size in leaves.sizes.items():
             self._rooms[device].taken(size)
-        self._copy_on_host(leaves, copies)
-        return copies
 
     def _is_little(self, leaves: Leaves) -> bool:
         """Whether what is on the host is little, and there is memory for it; beside devices it is copied once more."""
@@ -162,12 +169,16 @@ class Snapshots:
             return Snapshot(files, on_release=copies.release)
         blocks = [replace(block, is_private=True) for block in plan_blocks(layout.on_device)]
         if self._fits(layout.size):
-            snapshot = self._fetched(layout, blocks, copies.release)
+            snapshot = self._fetched(layout, blocks, copies.release_devices)
         else:
             files = streamed_files(layout, blocks, self._fetcher)
-            snapshot = Snapshot(files, in_host_memory=False, on_release=copies.release)
+            snapshot = Snapshot(files, in_host_memory=False, on_release=lambda: self._release_copies(blocks, copies))
         copies.release_host()
         return snapshot
+
+    def _release_copies(self, blocks: list[DeviceBlock], copies: TensorCopies) -> None:
+        self._release_blocks(blocks)
+        copies.release_devices()
 
     def _has_room(self, device: torch.device, size: int) -> bool:
         return self._devices[device].can_stage and size <= self._rooms[device].measure()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -178,9 +178,18 @@ class TensorCopies:
         give_back, self._give_back = self._give_back, lambda: None
         give_back()
 
+    def forget_sources(self) -> None:
+        """Hold the live tensors no longer: all have been copied."""
+        for group in (*self.leaves.small, self.leaves.large, *chain(*self.leaves.on_device.values())):
+            group.tensors = []
+
     def release(self) -> None:
-        """Give back all memory; on devices although there are tensors that use it: none of them is read any more."""
+        """Give back all memory."""
         self.release_host()
+        self.release_devices()
+
+    def release_devices(self) -> None:
+        """Give back the memory on devices, although there are tensors that use it: none of them is read any more."""
         blocks, self._on_device = self._on_device, []
         for _, block in blocks:
             block.untyped_storage().resize_(0)

@@ -84,7 +84,9 @@ class SaveTransaction:
         """
         live: LiveState | None = self._live.value
         if wanted and live is not None:
-            self.copies = self.snapshots.copy(live.leaves)
+            copied = Result.capture(lambda: self.snapshots.copy(live.leaves))
+            self.copies = copied.value
+            self._live = self._live if copied.error is None else copied
         if self.copies is None:
             self.captured = self._live.then(lambda state: state.encode())
             self._take_encoded(wanted=wanted)

@@ -12,6 +12,7 @@ from torch import nn
 
 import ckpt
 from ckpt.save.plain_tree import NotPlainError, PlainTrees
+from ckpt.save.snapshot import Snapshots
 from ckpt.save.tensor_copies import Leaves, TensorCopies
 from ckpt.save.transaction import SaveTransaction
 from tests.helpers.places import Place
@@ -113,6 +114,40 @@ def test_what_no_file_can_hold_is_refused_by_the_call(root: Place) -> None:
         manager.register(other=Stateful({"deep": [1, {"f": print}]}))
         with pytest.raises(ckpt.UnsupportedError, match=r"other\.deep\[1\]\.f"):
             manager.save_state("a", wait=False)
+
+
+def test_what_fails_while_it_is_copied_is_raised_by_the_call_and_the_next_save_is_whole(
+    root: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(3, 3)
+    with ckpt.StateManager(root, model=model) as manager:
+        snapshots = manager.session.saver.snapshots
+        with monkeypatch.context() as patched:
+            patched.setattr(snapshots, "_copy_on_host", _fail)
+            with pytest.raises(RuntimeError, match="the device is lost"):
+                manager.save_state("a", wait=False)
+        manager.save_state("b", wait=False)
+        manager.wait()
+    assert ckpt.verify(root) == {"b": []}
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("the device is lost")
+
+
+def test_live_tensors_are_not_held_after_the_call(root: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, made = Snapshots.copy, list[TensorCopies | None]()
+
+    def copy_and_note(self: Snapshots, leaves: Leaves | None) -> TensorCopies | None:
+        made.append(copy(self, leaves))
+        return made[-1]
+
+    monkeypatch.setattr(Snapshots, "copy", copy_and_note)
+    with ckpt.StateManager(root, model=nn.Linear(3, 3)) as manager:
+        manager.save_state("a", wait=False)
+    (copies,) = made
+    assert copies is not None
+    assert [group.tensors for group in copies.leaves.small] == [[]]
 
 
 def test_tensors_that_share_memory_share_it_when_they_are_loaded(root: Place) -> None:
