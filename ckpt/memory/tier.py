@@ -17,6 +17,7 @@ from ckpt.memory.slot_storage import is_in_memfds, slot_storage
 from ckpt.memory.slots import SlotSaver, SlotWriter
 from ckpt.memory.statistics import Statistics
 from ckpt.memory.step_file import read_step, write_step
+from ckpt.memory.unsaved import warn_of_unsaved
 from ckpt.memory.verdict import GIVE_WAY, SAVE, SKIP, Verdict, View, save_unless, verdict_of
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
@@ -154,6 +155,8 @@ class MemoryTier:
             self._slots.abandon(_PATIENCE)
         self._close_slots()
         has_worked = self._is_settled and (self._has_trained or self.saver.has_saved)
+        if has_worked and not keep and self.ranks.rank == MAIN and self._taken_at is not None:
+            warn_of_unsaved(self.saver.root, self._taken_at)
         self.meeting.end() if has_worked and not keep else self.meeting.leave()
         self._is_settled = self._continues = False  # the root is released: other runs may come
         if self.ranks.rank == MAIN and self.statistics.taken:

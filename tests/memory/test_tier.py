@@ -258,6 +258,24 @@ def test_a_run_that_is_told_to_stop_saves_to_the_root_and_leaves_nothing_in_memo
     assert [found.step for found in ckpt.list_checkpoints(tmp_path / "root")] == [4]
 
 
+def test_a_run_that_ends_with_more_in_memory_than_in_the_root_says_so(
+    manager: ckpt.StateManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(manager, 4)
+    manager.close()
+    assert "the run ends with step 4 in memory alone, which is removed" in caplog.text
+    assert "is none. Call save_state() at the end" in caplog.text
+
+
+def test_a_run_that_ends_with_its_last_step_in_the_root_says_nothing(
+    manager: ckpt.StateManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(manager, 5)
+    manager.save_state(wait=True)
+    manager.close()
+    assert "in memory alone" not in caplog.text
+
+
 def test_state_that_is_saved_whole_is_taken_in_shards(tmp_path: Path, memory: Path) -> None:
     saving_whole = ckpt.SaveOptions(layout="full", background=False)
     with ckpt.StateManager(
