@@ -26,7 +26,6 @@ from ckpt.save.rank_differences import judge, refuse_to_mix
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.snapshot import Snapshot, Snapshots
 from ckpt.save.tensor_copies import TensorCopies
-from ckpt.util.gc_pause import gc_paused
 
 _log = logging.getLogger("ckpt")
 
@@ -103,9 +102,8 @@ class SaveTransaction:
 
     def _take_from_copies(self, copies: TensorCopies) -> None:
         """Encode the state with the copies in place of live tensors, and take the snapshot from them."""
-        with gc_paused():
-            self.captured = self._live.then(lambda live: live.encode(copies))
-            taken = self.captured.then(lambda state: self.snapshots.take(state.snapshot_files, copies))
+        self.captured = self._live.then(lambda live: live.encode(copies))
+        taken = self.captured.then(lambda state: self.snapshots.take(state.snapshot_files, copies))
         self._live, captured = Result(), self.captured.value
         self.snapshot, self.captured = taken.value, Result(captured, taken.error)
         if self.snapshot is None:
