@@ -256,7 +256,8 @@ def load(options: argparse.Namespace, root: Path, subject: str, metric: str) -> 
 
 def resume(state: State, root: Path, every: int | None) -> None:
     manager, _ = manager_of(state, root, every)
-    restored = manager.resume()
+    # a run that resumes without the tier would leave the snapshots for good, and the next load could not have them
+    restored = manager.resume() if every is not None else manager.load_state()
     synchronize()
     assert restored, "nothing was resumed"
     assert restored.from_memory == (every is not None), "it came from elsewhere"
