@@ -57,7 +57,7 @@ def start_keeper(place: MemoryPlace, *, memfd: bool = False, limit: int | None =
     It has a session of its own and outlives this process, its group and its terminal. With `memfd` it holds at most
     `limit` bytes for a `MemfdStorage`. What it is to rescue it reads in `run.json` when the time has come.
     """
-    if _is_off():
+    if is_turned_off():
         return None
     try:
         return require_keeper(place, memfd=memfd, limit=limit)
@@ -71,7 +71,7 @@ def start_keeper(place: MemoryPlace, *, memfd: bool = False, limit: int | None =
 
 def require_keeper(place: MemoryPlace, *, memfd: bool = False, limit: int | None = None) -> KeeperProcess:
     """As `start_keeper`, but raises a `KeeperError` if none can be started."""
-    if _is_off():
+    if is_turned_off():
         raise KeeperError(f"{KEEPER_VARIABLE}=off.")
     try:
         found = living_keeper(place) or _start(place, {"memfd": memfd, "limit": limit})
@@ -109,7 +109,8 @@ def last_log_line(place: MemoryPlace) -> str:
     return lines[-1] if lines else ""
 
 
-def _is_off() -> bool:
+def is_turned_off() -> bool:
+    """Whether the user wants no keeper."""
     return os.environ.get(KEEPER_VARIABLE, "").lower() == "off"
 
 

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import ConfigError
-from ckpt.memory.keeper_process import KeeperError, living_keeper, require_keeper, start_keeper
+from ckpt.memory.keeper_process import (
+    KEEPER_VARIABLE,
+    KeeperError,
+    is_turned_off,
+    living_keeper,
+    require_keeper,
+    start_keeper,
+)
 from ckpt.memory.place import MemoryPlace, PlaceError, memory_directory
 from ckpt.memory.rescue import rescue_settings
 from ckpt.memory.slot_storage import MEMFD, TMPFS, is_in_memfds
@@ -66,6 +73,9 @@ class Places:
     def _settings(self) -> dict[str, Any] | None:
         if not self.rescue:
             return None
+        if is_turned_off() and not self._said:
+            self._said = True
+            _log.warning("memory_rescue=True has no effect: %s=off, and nobody else rescues.", KEEPER_VARIABLE)
         try:
             return rescue_settings(self.root, self.options, separate_roots=self.separate_roots)
         except ConfigError as error:

@@ -267,6 +267,17 @@ def test_a_run_that_ends_with_more_in_memory_than_in_the_root_says_so(
     assert "is none. Call save_state() at the end" in caplog.text
 
 
+def test_a_rescue_that_nobody_can_make_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CKPT_MEMORY_KEEPER", "off")
+    with ckpt.StateManager(tmp_path / "root", model=nn.Linear(3, 3), memory_every=1, memory_rescue=True) as manager:
+        manager.resume()
+        train(manager, 2)
+        manager.save_state(wait=True)
+    assert caplog.text.count("memory_rescue=True has no effect") == 1
+
+
 def test_a_run_that_ends_with_its_last_step_in_the_root_says_nothing(
     manager: ckpt.StateManager, caplog: pytest.LogCaptureFixture
 ) -> None:
