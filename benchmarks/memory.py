@@ -249,18 +249,18 @@ def load(options: argparse.Namespace, root: Path, subject: str, metric: str) -> 
         FlashCheckpoint.find_saver()
         took = time_a_load(FlashCheckpoint, state, root.with_name("dlrover"), "", synchronize)
     else:
-        with redirect_stderr(io.StringIO()):
-            took = seconds(lambda: resume(state, root, options.every if metric == MEMORY else None))
+        with redirect_stderr(io.StringIO()) as said:
+            took = seconds(lambda: resume(state, root, options.every if metric == MEMORY else None, said))
     return took, (prints_of(state), state.groups)
 
 
-def resume(state: State, root: Path, every: int | None) -> None:
+def resume(state: State, root: Path, every: int | None, said: io.StringIO) -> None:
     manager, _ = manager_of(state, root, every)
     # a run that resumes without the tier would leave the snapshots for good, and the next load could not have them
     restored = manager.resume() if every is not None else manager.load_state()
     synchronize()
     assert restored, "nothing was resumed"
-    assert restored.from_memory == (every is not None), "it came from elsewhere"
+    assert restored.from_memory == (every is not None), f"it came from elsewhere:\n{said.getvalue()}"
     if every is None:
         manager.close()
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import mmap
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from benchmarks import compare
 from benchmarks.__main__ import main, redirected
 from benchmarks.compare import Change, changes
 from benchmarks.shared import page_cache
-from benchmarks.shared.measure import warm
+from benchmarks.shared.measure import in_a_new_process, warm
 from benchmarks.shared.plot import Line, bars, steps
 from benchmarks.shared.reference import REFERENCES, checksum
 from benchmarks.shared.report import Run, Target, header, settings_of, table, table_of_targets
@@ -252,6 +253,12 @@ class TestMeasuring:
         drawn = ElementTree.parse(path.with_name(f"{path.stem}_steps.svg"))
         assert "torch.save / torch.load (first, at once)" in "".join(drawn.getroot().itertext())
         assert list(tmp_path.iterdir()) == [tmp_path / "results"]
+
+    @pytest.mark.slow
+    def test_a_new_process_has_the_environment_of_now(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for value in ("before", "after"):
+            monkeypatch.setenv("CKPT_MEMORY_DIR", value)
+            assert in_a_new_process(os.getenv, "CKPT_MEMORY_DIR") == value
 
     @pytest.mark.slow
     def test_the_benchmark_of_memory_can_be_tried_on_a_cpu(

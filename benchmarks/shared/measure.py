@@ -68,11 +68,26 @@ CACHES: Mapping[str, Callable[[Path], None]] = {"warm": warm, "cold": cold}
 def in_a_new_process(
     do: Callable[Arguments, Returned], *arguments: Arguments.args, **named: Arguments.kwargs
 ) -> Returned:
-    """Call a function where no memory is left over from others to be used again. Slow imports are done beforehand."""
+    """Call a function where no memory is left over from others to be used again. Slow imports are done beforehand.
+
+    The new process has this one's environment: its parent was started earlier, maybe with another.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.checkpoint", "accelerate", "safetensors.torch", "ckpt.manager"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(do, *arguments, **named).result()
+        return pool.submit(_with_environment, dict(os.environ), do, *arguments, **named).result()
+
+
+def _with_environment(
+    environment: dict[str, str],
+    do: Callable[Arguments, Returned],
+    /,
+    *arguments: Arguments.args,
+    **named: Arguments.kwargs,
+) -> Returned:
+    os.environ.clear()
+    os.environ.update(environment)
+    return do(*arguments, **named)
 
 
 def settle(size: int) -> None:
