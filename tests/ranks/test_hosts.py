@@ -332,7 +332,7 @@ def _launch(nodes: list[str], folders: list[Path], *arguments: str) -> list[tupl
 
 
 @pytest.mark.timeout(800)  # six launchers, one after the other
-@pytest.mark.parametrize("mirrored", [True, False])
+@pytest.mark.parametrize("mirrored", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_two_nodes_in_namespaces_of_their_own_are_killed_and_resume(
     nodes: list[str], tmp_path: Path, mirrored: bool
 ) -> None:
