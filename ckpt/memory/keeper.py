@@ -70,7 +70,9 @@ class Keeper:
             if self._rescue.tend(time.monotonic() - self._deserted, hurry=self._hurry):
                 continue
             expired = time.monotonic() - self._deserted >= self.settings["linger"]
-            if (self._hurry or expired or not self._has(RUN)) and self._finish():
+            # what is in the root is not needed here: whoever removes it there, to go back, must not find it again
+            over = self._hurry or expired or self._rescue.has_saved or not self._has(RUN)
+            if over and self._finish():
                 return
 
     def facts(self) -> dict[str, Any]:
