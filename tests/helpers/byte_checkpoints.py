@@ -15,6 +15,8 @@ from ckpt.root.verify import problems
 from ckpt.storage import ANY, Buffer, Entry, Storage, Unfinished
 from tests.helpers.places import PassedOn
 
+MOMENT = "2026-01-01T00:00:00.000+00:00"
+
 
 def tensor_file(data: bytes) -> bytes:
     """A safetensors file of these bytes."""
@@ -34,7 +36,7 @@ def attempt_at(storage: Storage, name: str) -> Attempt:
     return Attempt(name, replaces=replaced, occupied_paths=there, expected_version=version)
 
 
-def manifest_of(attempt: Attempt, written: list[WrittenFile], *, sequence: int = 1, created: str = "") -> Manifest:
+def manifest_of(attempt: Attempt, written: list[WrittenFile], *, sequence: int = 1, created: str = MOMENT) -> Manifest:
     files = tuple(file.file for file in written)
     return Manifest(name=attempt.name, id=attempt.id, sequence=sequence, created=created, run="run", files=files)
 
