@@ -121,6 +121,17 @@ class ManagerOptions:
     follow: bool = True
     memory_every: int | None = None
     memory_rescue: bool = False
+    memory_replicas: int = 0
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """The options of the memory tier, as `build_tier` takes them."""
+        return {
+            "every": self.memory_every,
+            "storage_options": self.storage_options,
+            "rescue": self.memory_rescue,
+            "replicas": self.memory_replicas,
+        }
 
     def open_tiers(self, root: str | os.PathLike[str] | Storage) -> tuple[Storage, ...]:
         """The storages of a run: the root, and the mirror if there is one."""
@@ -227,6 +238,10 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "follow": _FLAG,
     "memory_every": (_optional(_is_count), "a number of steps, 1 or more"),
     "memory_rescue": _FLAG,
+    "memory_replicas": (
+        lambda value: value in (0, 1) and not isinstance(value, bool | float),
+        "0 or 1: how many other hosts keep a copy",
+    ),
     "layout": (lambda value: value in LAYOUTS, f"one of {', '.join(LAYOUTS)}"),
     "gradients": _MAYBE,
     "background": _FLAG,
