@@ -96,7 +96,7 @@ class Mirror(_Checked):
     keep: Keep | None = None
     bandwidth: float | str | None = None
     backlog: int = 2
-    storage_options: Mapping[str, Any] | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -115,7 +115,7 @@ class ManagerOptions:
     save_every: int | None = None
     keep: Keep | None = None
     mirror: Mirror | None = None
-    storage_options: Mapping[str, Any] | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     saving: SaveOptions = field(default_factory=SaveOptions)
     ranks: RankOptions = field(default_factory=RankOptions)
     follow: bool = True
@@ -192,10 +192,15 @@ def problems(options: Mapping[str, Any], names: Iterable[str] | None = None) -> 
     """What is wrong with options, each under the name that its user wrote."""
     shown = zip(names or options, options.items(), strict=True)
     return [
-        f"{name}={value!r} must be {_MUST_BE[option][1]}"
+        f"{name}={_quoted(option, value)} must be {_MUST_BE[option][1]}"
         for name, (option, value) in shown
         if not _MUST_BE[option][0](value)
     ]
+
+
+def _quoted(option: str, value: Any) -> str:
+    """A value in an error; of one that may hold credentials, only what it is."""
+    return f"({type(value).__name__})" if option == "storage_options" else repr(value)
 
 
 def _optional(check: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -41,6 +41,7 @@ from ckpt.formats.native.json_codecs import (
 )
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.tensor_bytes import host_bytes
+from ckpt.shown import Lines
 
 _NAME = re.compile("[^\\[\\]'\"\\s\ud800-\udfff]+")
 _RESERVED = METADATA  # no tensor of a safetensors file may have this name
@@ -192,12 +193,9 @@ def refuse(problems: Iterable[str]) -> None:
     """Raise one error that lists all values that cannot be stored, if there are any."""
     listed = tuple(problems)
     if listed:
-        lines = "\n  ".join(listed)
-        raise UnsupportedError(
-            f"nothing was saved, because these values cannot be held in a checkpoint:\n  {lines}\n"
-            "Leave them out of state_dict(), or turn them into numbers, strings, tensors, lists and dicts there.",
-            listed,
-        )
+        head = "nothing was saved, because these values cannot be held in a checkpoint:"
+        advice = "Leave them out of state_dict(), or turn them into numbers, strings, tensors, lists and dicts there."
+        raise UnsupportedError(Lines.listing(head, listed, advice), listed)
 
 
 @dataclass
