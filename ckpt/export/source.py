@@ -29,8 +29,10 @@ from ckpt.root.folder import Folder
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import problems
 from ckpt.storage import Storage
+from ckpt.util.checked_json import Rule, broken_rules, is_key, is_mapping, joined
 
 _log = logging.getLogger("ckpt")
+_INDEX_RULES = {"weight_map": Rule(is_mapping(is_key), "files by tensor")}
 
 _ACCELERATE = {"model": "pytorch_model_fsdp", "optimizer": "optimizer"}  # its folders end with the number of the object
 _KNOWN = (
@@ -103,6 +105,8 @@ def _weights(found: Folder) -> list[str]:
         return [_WHOLE] if _WHOLE in lying else lying
     where = f"{found.where}/{_INDEX}"
     index = from_json(found.opened(_INDEX).read(0, found.files[_INDEX]), where)
+    if wrong := broken_rules(index, _INDEX_RULES):
+        raise DamagedError(f"{where} is no index of safetensors files: {joined(wrong)}.")
     named = sorted(set(index["weight_map"].values()))
     missing = [path for path in named if path not in found.files]
     if missing:
