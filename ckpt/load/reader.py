@@ -199,7 +199,7 @@ class CheckpointReader:
 
     def _table(self, key: str) -> ShardTable:
         if key not in self._tables:
-            self._tables[key] = ShardTable.from_json(self._part(key)["spread"])
+            self._tables[key] = ShardTable.from_json(self._part(key)["spread"], self.manifest)
         return self._tables[key]
 
     def _decoded(self, key: str, find: Callable[[str], Any]) -> Any:
@@ -219,6 +219,7 @@ class CheckpointReader:
         if own:
             return OwnTensors.of(
                 own,
+                self.manifest,
                 self.rank,
                 lambda rank: self._files(whole_file, own_key(key, rank)),
                 lambda rank: self._files(spread_file, key, rank),
