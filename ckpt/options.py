@@ -44,7 +44,8 @@ class SaveOptions(_Checked):
     device until it is fetched, 0 for nothing; None means what training has never needed, less a reserve. `read_back`:
     whether a checkpoint in a local root is read from the disk after its commit, in the background, which proves it and
     makes a restart on this machine read it from memory; None means from 16 MB of a rank on, when memory is
-    plentiful, and not on network filesystems.
+    plentiful, and not on network filesystems. `sha256`: whether the manifest has a SHA-256 of every block beside the
+    hashes that find damage, for policies that demand it; always so where checkpoints are signed.
     """
 
     layout: str = "auto"
@@ -54,6 +55,7 @@ class SaveOptions(_Checked):
     host_memory: int | str | None = None
     device_memory: int | str | None = None
     read_back: bool | None = None
+    sha256: bool = False
 
     @property
     def host_memory_bytes(self) -> int | None:
@@ -121,6 +123,9 @@ class ManagerOptions:
     follow: bool = True
     memory_every: int | None = None
     memory_rescue: bool = False
+    sign: str | os.PathLike[str] | bool | None = field(default=None, repr=False)
+    verify_key: str | os.PathLike[str] | None = field(default=None, repr=False)
+    require_signed: bool = False
 
     def open_tiers(self, root: str | os.PathLike[str] | Storage) -> tuple[Storage, ...]:
         """The storages of a run: the root, and the mirror if there is one."""
@@ -181,7 +186,7 @@ def problems(options: Mapping[str, Any], names: Iterable[str] | None = None) -> 
     """What is wrong with options, each under the name that its user wrote."""
     shown = zip(names or options, options.items(), strict=True)
     return [
-        f"{name}={value!r} must be {_MUST_BE[option][1]}"
+        f"{name}={'...' if option in _SECRETS else repr(value)} must be {_MUST_BE[option][1]}"
         for name, (option, value) in shown
         if not _MUST_BE[option][0](value)
     ]
@@ -207,6 +212,7 @@ def _is(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
 
 
+_SECRETS = ("sign", "verify_key")  # either may be the text of a private key
 _FLAG = (_is(bool), "True or False")
 _MAYBE = (_optional(_is(bool)), "True, False or None")
 _KEEP = (_optional(_is(Keep)), "a ckpt.Keep, for example Keep(last=3)")
@@ -222,6 +228,9 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "follow": _FLAG,
     "memory_every": (_optional(_is_count), "a number of steps, 1 or more"),
     "memory_rescue": _FLAG,
+    "sign": (_optional(_is(str, os.PathLike, bool)), "a path of a PEM file, its text, or False"),
+    "verify_key": (_optional(_is(str, os.PathLike)), "a path of a PEM file, or its text"),
+    "require_signed": _FLAG,
     "layout": (lambda value: value in LAYOUTS, f"one of {', '.join(LAYOUTS)}"),
     "gradients": _MAYBE,
     "background": _FLAG,
@@ -229,6 +238,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "host_memory": (_optional(_is_size), "a size, as '8GB' or in bytes"),
     "device_memory": (_optional(_is_size), "a size, as '8GB' or in bytes"),
     "read_back": _MAYBE,
+    "sha256": _FLAG,
     "timeout": (_is_number, "a number of seconds"),
     "shared": _MAYBE,
     "broadcast": _MAYBE,

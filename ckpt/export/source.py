@@ -26,6 +26,7 @@ from ckpt.formats.pieces import PiecedTensor, check_complete
 from ckpt.root.catalog import locate, read_manifest, scan
 from ckpt.root.file_names import part_of
 from ckpt.root.folder import Folder
+from ckpt.root.trust import BELIEVES_ALL, Trust
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import problems
 from ckpt.storage import Storage
@@ -58,16 +59,20 @@ class TensorSource:
 
 @contextmanager
 def open_source(
-    source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None = None
+    source: str | os.PathLike[str],
+    part: str,
+    options: Mapping[str, Any] | None = None,
+    trust: Trust = BELIEVES_ALL,
 ) -> Iterator[TensorSource]:
     """Open a part of the checkpoint or folder at a path or URL."""
     if os.path.isfile(source):
         raise _is_a_file_error(os.fspath(source))
     found = Folder.at(source, options)
     if FILE_NAME in found.files:
-        with _checkpoint(source, part, options) as opened:
+        with _checkpoint(source, part, options, trust) as opened:
             yield opened
         return
+    trust.refuse_unsigned(os.fspath(source))
     folder = _dcp_folder(found, part)
     if folder is not None:
         yield TensorSource(_distributed(folder, part))
@@ -111,10 +116,12 @@ def _weights(found: Folder) -> list[str]:
 
 
 @contextmanager
-def _checkpoint(source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None) -> Iterator[TensorSource]:
+def _checkpoint(
+    source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None, trust: Trust
+) -> Iterator[TensorSource]:
     storage, (name,) = locate(source, options if "://" in os.fspath(source) else None)
     with storage.lock(name, shared=True):  # retention of a running job must not remove what is being read
-        manifest = read_manifest(storage, name)
+        manifest = trust.checked(read_manifest(storage, name))
         ours = _of_part(manifest, part)
         if wrong := problems(storage, ours, show=True, threads=1):
             raise DamagedError(f"{name} is damaged: {'; '.join(wrong)}.")
@@ -133,7 +140,7 @@ def _checkpoint(source: str | os.PathLike[str], part: str, options: Mapping[str,
 def _state(storage: Storage, manifest: Manifest, part: str) -> Mapping[str, Any]:
     """The entry of a part in `state.json`: everything but its tensors."""
     record = next(file for file in manifest.files if file.name == STATE)
-    file = VerifiedFile.of(storage, manifest.name, record)
+    file = VerifiedFile.of(storage, manifest.name, record, sha256=manifest.is_authentic)
     state: Mapping[str, Any] = from_json(file.read_all(), file.stored.key)["parts"].get(part, {})
     return state
 

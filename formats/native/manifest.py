@@ -14,12 +14,14 @@ never removed or given another meaning.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ckpt.errors import DamagedError, VersionError
 from ckpt.formats.native.block_hash import ALGORITHM, BLOCK_SIZE, digest
+from ckpt.formats.native.signature import Signature, split_signature
 
 FILE_NAME = "manifest.json"
 FORMAT = "ckpt"
@@ -28,6 +30,7 @@ VERSION = 1
 _HEAD = f'{{\n "digest": "{ALGORITHM}:'.encode()
 _HEAD_END = b'",\n'
 _HEX = 32
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +47,24 @@ class FileRecord:
     blocks: tuple[str, ...]
     block_size: int = BLOCK_SIZE
     head: tuple[int, str] | None = None  # length and hash of the header, which readers fetch separately
+    sha256: tuple[str, ...] = ()  # of each block, if SHA-256 was asked for or the manifest is signed
+    head_sha256: str = ""
+
+    @property
+    def has_sha256(self) -> bool:
+        """Whether every byte is covered by a SHA-256."""
+        return len(self.sha256) == len(self.blocks) and (bool(self.sha256) or not self.size)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> FileRecord:
         known = {key: value for key, value in fields.items() if key in cls.__dataclass_fields__}
         head = tuple(known["head"]) if known.get("head") else None
-        return cls(**{**known, "blocks": tuple(known["blocks"]), "head": head})
+        sha256 = _checked_sha256(known.get("sha256", ()), known.get("head_sha256", ""), known["blocks"])
+        return cls(**{**known, "blocks": tuple(known["blocks"]), "head": head, "sha256": sha256})
+
+    def to_json(self) -> dict[str, Any]:
+        fields = asdict(self)
+        return {key: value for key, value in fields.items() if value or key not in ("sha256", "head_sha256")}
 
 
 @dataclass(frozen=True)
@@ -81,6 +96,7 @@ class Manifest:
     seconds: Mapping[str, float] = field(default_factory=dict)
     hosts: tuple[Host, ...] = ()  # empty if all share one root
     memory: Mapping[str, int | float] = field(default_factory=dict)  # what the memory tier cost and saved before this
+    signature: Signature | None = None
 
     @property
     def size(self) -> int:
@@ -91,13 +107,26 @@ class Manifest:
     def step(self) -> int:
         return self.progress.get("step", 0)
 
+    @property
+    def is_authentic(self) -> bool:
+        """Whether a key that is trusted has signed it. Then every byte of its files is compared by SHA-256."""
+        return self.signature is not None and self.signature.verified
+
     def to_bytes(self) -> bytes:
-        fields = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        """The file. One that is signed is written as it was signed, whatever was replaced in this object since."""
+        signed = self.signature
+        lines = self.unsigned_bytes() if signed is None else signed.line + signed.text
+        return _HEAD + digest(lines).encode() + _HEAD_END + lines
+
+    def unsigned_bytes(self) -> bytes:
+        """What a signature covers: the lines after the digest's."""
+        fields = {"format": FORMAT, "version": VERSION, **asdict(replace(self, files=(), signature=None))}
+        fields["files"] = [file.to_json() for file in self.files]
         fields["metrics"] = {key: _json_number(value) for key, value in self.metrics.items()}
+        del fields["signature"]
         if not self.memory:
             del fields["memory"]
-        lines = json.dumps(fields, indent=1, allow_nan=False).encode().removeprefix(b"{\n")
-        return _HEAD + digest(lines).encode() + _HEAD_END + lines
+        return json.dumps(fields, indent=1, allow_nan=False).encode().removeprefix(b"{\n")
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Manifest:
@@ -107,8 +136,10 @@ class Manifest:
         if data[:start] != _HEAD + claimed + _HEAD_END or digest(lines).encode() != claimed:
             raise DamagedError(f"{where} was altered: its bytes do not match its digest.")
         try:
+            signature, lines = split_signature(lines)
             fields = json.loads(b"{" + lines)
             _check_version(fields, where)
+            fields["signature"] = replace(signature, name=fields["name"]) if signature is not None else None
             return cls(**_known(cls, fields))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{where} is no manifest of ckpt: {error}.") from error
@@ -131,6 +162,15 @@ def _known(cls: type[Manifest], fields: dict[str, Any]) -> dict[str, Any]:
     known["hosts"] = tuple(Host(host["name"], tuple(host["ranks"])) for host in known.get("hosts", ()))
     known["metrics"] = {key: float(value) for key, value in known["metrics"].items()}
     return known
+
+
+def _checked_sha256(blocks: Sequence[str], head: str, others: Sequence[str]) -> tuple[str, ...]:
+    """As many as there are other hashes, or none."""
+    if not all(isinstance(value, str) and _SHA256.fullmatch(value) for value in (*blocks, head or "0" * 64)):
+        raise ValueError("a SHA-256 is not 64 hexadecimal digits")
+    if blocks and len(blocks) != len(others):
+        raise ValueError(f"a file has {len(others)} blocks, and {len(blocks)} of them in SHA-256")
+    return tuple(blocks)
 
 
 def _json_number(value: float) -> float | str:
