@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,13 @@ import ckpt
 from ckpt.cli.main import main
 from ckpt.formats.native.block_hash import digest, sha256
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
+from ckpt.ranks import hosts as host_names
 from ckpt.root.catalog import read_manifest
 from ckpt.root.keys import find_signing_key, new_key
 from ckpt.storage import LocalStorage
 from tests.helpers.places import Place
+from tests.helpers.processes import run_ranks
+from tests.helpers.sharded import MODELS, step
 
 WEIGHTS = "model.safetensors"
 
@@ -357,16 +361,20 @@ class TestFilesAreComparedBySha256:
         self, run: Path, key: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Or its values could be altered between the two."""
-        real, reads = LocalStorage.read_into, []
+        reads: list[str] = []
 
-        def read_into(self: LocalStorage, name: str, start: int, *buffers: memoryview, again: bool = False) -> None:
-            reads.append(name)
-            real(self, name, start, *buffers, again=again)
+        def noting(real: Callable[..., Any]) -> Callable[..., Any]:
+            def read(self: LocalStorage, name: str, *args: Any, **options: Any) -> Any:
+                reads.append(name)
+                return real(self, name, *args, **options)
 
-        monkeypatch.setattr(LocalStorage, "read_into", read_into)
+            return read
+
+        monkeypatch.setattr(LocalStorage, "read", noting(LocalStorage.read))
+        monkeypatch.setattr(LocalStorage, "read_into", noting(LocalStorage.read_into))
         load(run, "b", verify_key=f"{key}.pub", require_signed=True)
-        read = [name for name in reads if name.endswith(".json")]
-        assert sorted(read) == ["b/rank-00000.json", "b/state.json"]
+        documents = [name for name in reads if name.endswith(".json") and not name.endswith(FILE_NAME)]
+        assert sorted(documents) == ["b/rank-00000.json", "b/state.json"]
 
 
 class TestOtherCommands:
@@ -449,6 +457,46 @@ class TestSha256:
         path.write_bytes(with_digest(lines))
         with pytest.raises(ckpt.DamagedError):
             load(tmp_path / "run", "a")
+
+
+def _save_sharded(rank: int, root: str, key: str, own_roots: bool) -> None:
+    """Two ranks save twice. The main rank alone has the key."""
+    with _sharded(rank, root, own_roots, sign=key if rank == 0 else False) as (manager, model):
+        manager.resume()
+        for name in ("a", "b"):
+            step(model, manager.session.registry.optimizers[0], int(name == "b"))
+            manager.save_state(name)
+
+
+def _load_sharded(rank: int, root: str, public: str, expected: str, own_roots: bool) -> None:
+    with _sharded(rank, root, own_roots, verify_key=public, require_signed=True) as (manager, _):
+        assert manager.load_state().name == expected
+        seen = manager.restored.passed_over if manager.restored else {}
+        assert ("its signature does not fit" in seen.get("b", "")) == (expected == "a")
+
+
+@contextmanager
+def _sharded(rank: int, root: str, own_roots: bool, **options: Any) -> Iterator[tuple[ckpt.StateManager, nn.Module]]:
+    model = MODELS["fsdp2"](1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if own_roots:
+        host_names.host_name = lambda: f"host-{rank}"
+    where = f"{root}/{rank}" if own_roots else root
+    ranks = ckpt.RankOptions(shared=not own_roots, timeout=60)
+    with ckpt.StateManager(where, model=model, optimizer=optimizer, ranks=ranks, **options) as manager:
+        yield manager, model
+
+
+@pytest.mark.parametrize("own_roots", [False, True], ids=["one root", "roots of their own"])
+def test_what_many_ranks_saved_is_signed_by_the_main_one_and_verified_by_all(
+    tmp_path: Path, key: str, own_roots: bool
+) -> None:
+    root, public = tmp_path / "run", f"{key}.pub"
+    run_ranks(2, _save_sharded, str(root), key, own_roots)
+    run_ranks(2, _load_sharded, str(root), public, "b", own_roots)
+    for folder in (root / "0", root / "1") if own_roots else (root,):
+        reseal(folder, "b", CHANGES["step"])
+    run_ranks(2, _load_sharded, str(root), public, "a", own_roots)
 
 
 @pytest.fixture
