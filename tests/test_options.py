@@ -25,6 +25,7 @@ NONSENSE: dict[str, Any] = {
     "follow": None,
     "memory_every": 0,
     "memory_rescue": "yes",
+    "memory_replicas": 2,
     "sign": 5,
     "verify_key": True,
     "require_signed": "yes",
