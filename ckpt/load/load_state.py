@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,8 @@ from ckpt.state.parts import Notes
 from ckpt.state.registry import StateRegistry
 from ckpt.util.console import say
 from ckpt.util.gc_pause import gc_paused
+
+_log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,15 @@ class StateLoader:
         )
         if self.ranks.rank == MAIN:
             say(str(restored))
+            self._warn_if_unsigned(choice.manifest)
         return restored
+
+    def _warn_if_unsigned(self, manifest: Manifest) -> None:
+        if self.trust.keys and not manifest.is_authentic:
+            _log.warning(
+                "%s is not signed by a key that is trusted here: whoever can write to its root may have altered it. "
+                "With require_signed=True it is refused.", manifest.name,
+            )  # fmt: skip
 
 
 def _note_loaders(reader: CheckpointReader, loaders: Iterable[str], notes: Notes) -> None:

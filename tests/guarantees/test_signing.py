@@ -243,7 +243,16 @@ class TestTampering:
         restored, value = load(run, sign=key, require_signed=True)
         assert value == 1.0
         assert "b is refused: it is not signed, and must be signed by" in restored.passed_over["b"]
-        assert load(run, sign=key)[1] == 2.0  # an older checkpoint of a run that signs only now
+
+    def test_where_none_is_required_what_is_not_signed_is_loaded_with_a_warning(
+        self, run: Path, key: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """So that a run can begin to sign."""
+        load(run, sign=key)
+        assert "is not signed" not in caplog.text
+        strip_signature(run, "b")
+        assert load(run, sign=key)[1] == 2.0
+        assert caplog.text.count("b is not signed by a key that is trusted here") == 1
 
     def test_the_signature_of_another_is_refused_where_one_is_required(
         self, run: Path, key: str, another_key: str
