@@ -98,7 +98,7 @@ class Mirror(_Checked):
     keep: Keep | None = None
     bandwidth: float | str | None = None
     backlog: int = 2
-    storage_options: Mapping[str, Any] | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -117,7 +117,7 @@ class ManagerOptions:
     save_every: int | None = None
     keep: Keep | None = None
     mirror: Mirror | None = None
-    storage_options: Mapping[str, Any] | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     saving: SaveOptions = field(default_factory=SaveOptions)
     ranks: RankOptions = field(default_factory=RankOptions)
     follow: bool = True

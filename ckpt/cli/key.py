@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from ckpt.cli.output import echo
+
 
 @click.group()
 def key() -> None:
@@ -17,6 +19,6 @@ def new(path: str) -> None:
     from ckpt.root.keys import find_verify_keys, new_key, shown
 
     public = new_key(path)
-    click.echo(f"{path}: keep it secret, and give it to the run: StateManager(sign={path!r}) or CKPT_SIGN_KEY")
-    click.echo(f"{public}: give it to whoever loads: --key, verify_key= or CKPT_VERIFY_KEY")
-    click.echo(f"named {shown(find_verify_keys(public))} in messages")
+    echo(f"{path}: keep it secret, and give it to the run: StateManager(sign={path!r}) or CKPT_SIGN_KEY")
+    echo(f"{public}: give it to whoever loads: --key, verify_key= or CKPT_VERIFY_KEY")
+    echo(f"named {shown(find_verify_keys(public))} in messages")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from ckpt.cli.output import echo
+
 
 @click.command()
 @click.argument("source")
@@ -32,4 +34,4 @@ def merge(
         require_signed=key is not None,
     )
     for url in found:
-        click.echo(url)
+        echo(url)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from ckpt.cli.output import echo
+
 
 @click.command()
 @click.argument("source")
@@ -23,4 +25,4 @@ def pull(source: str, destination: str, step: int | None, revision: str | None, 
     from ckpt.tools.pull import pull
 
     signed = key is not None
-    click.echo(pull(source, destination, step=step, revision=revision, verify_key=key, require_signed=signed))
+    echo(pull(source, destination, step=step, revision=revision, verify_key=key, require_signed=signed))

@@ -17,10 +17,11 @@ from ckpt.export.folders import belongs_beside
 from ckpt.export.rank_variants import is_own_file, merged
 from ckpt.formats.foreign import dcp
 from ckpt.formats.foreign.wrapper_prefixes import unwrapped
-from ckpt.formats.native.documents import STATE, from_json
+from ckpt.formats.native.documents import STATE, from_json, parts_in
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.native.pieced import pieced
+from ckpt.formats.native.shard_table import ShardTable
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.pieces import PiecedTensor, check_complete
 from ckpt.root.catalog import locate, read_manifest, scan
@@ -32,6 +33,7 @@ from ckpt.root.verify import problems
 from ckpt.storage import Storage
 
 _log = logging.getLogger("ckpt")
+_FEW = 10
 
 _ACCELERATE = {"model": "pytorch_model_fsdp", "optimizer": "optimizer"}  # its folders end with the number of the object
 _KNOWN = (
@@ -77,7 +79,7 @@ def open_source(
     if folder is not None:
         yield TensorSource(_distributed(folder, part))
     elif weights := _weights(found):
-        files = (TensorFile.open(found.opened(path), f"{found.where}/{path}") for path in weights)
+        files = (TensorFile.open(found.opened(path), f"{found.where}/{path}", found.files[path]) for path in weights)
         yield TensorSource(
             pieced(files), beside={path: found.reader(path) for path in found.files if belongs_beside(path)}
         )
@@ -130,24 +132,39 @@ def _checkpoint(
         state = _state(storage, manifest, part)
         if "differs" in state:
             of_ranks = pieced(_tensor_file(storage, name, file) for file in _own_files(manifest, part))
-            tensors = merged(f"{name}: {part}", tensors, of_ranks, state["differs"]["tensors"])
+            tensors = merged(f"{name}: {part}", tensors, of_ranks, state["differs"].get("tensors", {}))
         check_complete(tensors, name)
-        aliases = state.get("spread", {}).get("aliases", {})  # tied tensors, which are in no file
-        tensors |= {alias: tensors[first] for alias, first in aliases.items()}
+        if "spread" in state:
+            table = ShardTable.from_json(state["spread"], manifest)
+            _check_table(tensors, table, f"{name}: {part}")
+            tensors |= {alias: tensors[first] for alias, first in table.aliases.items()}  # tied: they are in no file
         yield TensorSource(tensors, state.get("about", {}), manifest)
+
+
+def _check_table(tensors: Mapping[str, PiecedTensor], table: ShardTable, where: str) -> None:
+    """Refuse files that hold other tensors than the checkpoint's table of shards says."""
+    found = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    wrong = [name for name, spec in table.tensors.items() if found.get(name) != (spec.dtype, spec.shape)]
+    wrong += [alias for alias, first in table.aliases.items() if first not in tensors]
+    if wrong:
+        listed = ", ".join(sorted(wrong)[:_FEW])
+        raise DamagedError(f"{where} is damaged: its files do not hold what its table of shards says: {listed}.")
 
 
 def _state(storage: Storage, manifest: Manifest, part: str) -> Mapping[str, Any]:
     """The entry of a part in `state.json`: everything but its tensors."""
-    record = next(file for file in manifest.files if file.name == STATE)
+    record = next((file for file in manifest.files if file.name == STATE), None)
+    if record is None:
+        raise DamagedError(f"{manifest.name} is damaged: it lists no {STATE}.")
     file = VerifiedFile.of(storage, manifest.name, record, sha256=manifest.is_authentic)
-    state: Mapping[str, Any] = from_json(file.read_all(), file.stored.key)["parts"].get(part, {})
+    document = from_json(file.read_all(), file.stored.key)
+    state: Mapping[str, Any] = parts_in(document, "parts", file.stored.key).get(part, {})
     return state
 
 
 def _tensor_file(storage: Storage, name: str, file: FileRecord) -> TensorFile:
     stored = VerifiedFile.of(storage, name, file).stored  # every byte was verified before
-    return TensorFile.open(stored, stored.key)
+    return TensorFile.open(stored, stored.key, file.size)
 
 
 def _own_files(manifest: Manifest, part: str) -> list[FileRecord]:

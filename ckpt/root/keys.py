@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.errors import ConfigError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.native.signature import Signature, short
+from ckpt.storage.local.regular_file import open_regular
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -23,7 +23,7 @@ SIGN_VARIABLE = "CKPT_SIGN_KEY"
 VERIFY_VARIABLE = "CKPT_VERIFY_KEY"
 
 _BEGIN, _END = "-----BEGIN ", "-----END "
-_LARGEST = 1 << 16  # bytes of a key file
+_LARGEST = 1 << 16  # bytes of a key file: more are not read
 _OTHERS = 0o077  # rights of the group and of everybody
 
 KeySource = str | os.PathLike[str]
@@ -148,7 +148,7 @@ def _read(source: KeySource | bool, what: str, *, private: bool) -> str:
     if _BEGIN in text:
         return text
     try:
-        descriptor = os.open(text, os.O_RDONLY | os.O_NONBLOCK)
+        descriptor = open_regular(text)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no path"
         raise ConfigError(f"{what} must be the path of a PEM file, or its text, but cannot be read: {why}.") from None
@@ -159,10 +159,7 @@ def _read(source: KeySource | bool, what: str, *, private: bool) -> str:
 
 
 def _read_file(descriptor: int, path: str, *, private: bool) -> bytes:
-    about = os.fstat(descriptor)
-    if not stat.S_ISREG(about.st_mode) or about.st_size > _LARGEST:
-        raise ConfigError(f"{path} is no key: a key is a regular file of a few lines.")
-    data = os.read(descriptor, _LARGEST)
+    about, data = os.fstat(descriptor), os.read(descriptor, _LARGEST)
     if about.st_mode & _OTHERS and (private or b"PRIVATE" in data):
         raise ConfigError(
             f"{path} is a private key that others may read or write (mode {about.st_mode & 0o777:04o}): it proves "

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ckpt.errors import DamagedError, VersionError
+from ckpt.errors import DamagedError, UnsupportedError, VersionError
 from ckpt.formats.native.block_hash import ALGORITHM, BLOCK_SIZE, digest
+from ckpt.formats.native.manifest_schema import LARGEST_VERSION, manifest_problems
 from ckpt.formats.native.signature import Signature, split_signature
+from ckpt.util.checked_json import is_count, joined, parse_json, shown
 
 FILE_NAME = "manifest.json"
 FORMAT = "ckpt"
@@ -30,7 +32,7 @@ VERSION = 1
 _HEAD = f'{{\n "digest": "{ALGORITHM}:'.encode()
 _HEAD_END = b'",\n'
 _HEX = 32
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+_VERSION = re.compile(r"[\w.+-]{1,40}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +60,8 @@ class FileRecord:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> FileRecord:
         known = {key: value for key, value in fields.items() if key in cls.__dataclass_fields__}
-        head = tuple(known["head"]) if known.get("head") else None
-        sha256 = _checked_sha256(known.get("sha256", ()), known.get("head_sha256", ""), known["blocks"])
+        head = tuple(known["head"]) if known.get("head") is not None else None
+        sha256 = tuple(known.get("sha256", ()))
         return cls(**{**known, "blocks": tuple(known["blocks"]), "head": head, "sha256": sha256})
 
     def to_json(self) -> dict[str, Any]:
@@ -122,10 +124,12 @@ class Manifest:
         """What a signature covers: the lines after the digest's."""
         fields = {"format": FORMAT, "version": VERSION, **asdict(replace(self, files=(), signature=None))}
         fields["files"] = [file.to_json() for file in self.files]
-        fields["metrics"] = {key: _json_number(value) for key, value in self.metrics.items()}
+        fields["metrics"] = {str(key): _json_number(value) for key, value in self.metrics.items()}
         del fields["signature"]
         if not self.memory:
             del fields["memory"]
+        if wrong := manifest_problems(fields, BLOCK_SIZE):  # it would be committed, and refused by every reader
+            raise UnsupportedError(f"{self.name} cannot be saved: {joined(wrong)}.", tuple(wrong))
         return json.dumps(fields, indent=1, allow_nan=False).encode().removeprefix(b"{\n")
 
     @classmethod
@@ -137,40 +141,46 @@ class Manifest:
             raise DamagedError(f"{where} was altered: its bytes do not match its digest.")
         try:
             signature, lines = split_signature(lines)
-            fields = json.loads(b"{" + lines)
+            fields = parse_json(b"{" + lines)
             _check_version(fields, where)
-            fields["signature"] = replace(signature, name=fields["name"]) if signature is not None else None
-            return cls(**_known(cls, fields))
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            _refuse(manifest_problems(fields, BLOCK_SIZE))
+        except ValueError as error:
             raise DamagedError(f"{where} is no manifest of ckpt: {error}.") from error
+        fields["signature"] = replace(signature, name=fields["name"]) if signature is not None else None
+        return cls(**_known(cls, fields))
 
 
 def _check_version(fields: Mapping[str, Any], where: str) -> None:
-    if fields["format"] != FORMAT:
-        raise ValueError(f"its format is {fields['format']!r}")
-    if fields["version"] > VERSION:
-        writer = fields.get("versions", {}).get("ckpt", "?")
+    if fields.get("format") != FORMAT:
+        raise ValueError(f"its format is {shown(fields.get('format'))}")
+    version: Any = fields.get("version")
+    versions = fields.get("versions")
+    if not is_count(version, 1, LARGEST_VERSION):
+        raise ValueError(f"its version is {shown(version)}")
+    if version > VERSION:
+        writer = versions.get("ckpt") if isinstance(versions, dict) else None
         raise VersionError(
-            f"{where} has format version {fields['version']}, written by ckpt {writer}; this ckpt reads up to "
-            f"{VERSION}. Upgrade with 'pip install -U torch-ckpt', or load an older checkpoint by its name."
+            f"{where} has format version {version}, written by ckpt {writer if _is_version(writer) else '?'}; this "
+            f"ckpt reads up to {VERSION}. Upgrade with 'pip install -U torch-ckpt', or load an older checkpoint by its "
+            "name."
         )
+
+
+def _is_version(text: object) -> bool:
+    return isinstance(text, str) and _VERSION.fullmatch(text) is not None
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ValueError(joined(problems))
 
 
 def _known(cls: type[Manifest], fields: dict[str, Any]) -> dict[str, Any]:
     known = {key: value for key, value in fields.items() if key in cls.__dataclass_fields__}
     known["files"] = tuple(FileRecord.from_json(file) for file in known["files"])
     known["hosts"] = tuple(Host(host["name"], tuple(host["ranks"])) for host in known.get("hosts", ()))
-    known["metrics"] = {key: float(value) for key, value in known["metrics"].items()}
+    known["metrics"] = {key: float(value) for key, value in known.get("metrics", {}).items()}
     return known
-
-
-def _checked_sha256(blocks: Sequence[str], head: str, others: Sequence[str]) -> tuple[str, ...]:
-    """As many as there are other hashes, or none."""
-    if not all(isinstance(value, str) and _SHA256.fullmatch(value) for value in (*blocks, head or "0" * 64)):
-        raise ValueError("a SHA-256 is not 64 hexadecimal digits")
-    if blocks and len(blocks) != len(others):
-        raise ValueError(f"a file has {len(others)} blocks, and {len(blocks)} of them in SHA-256")
-    return tuple(blocks)
 
 
 def _json_number(value: float) -> float | str:
