@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Advance = Callable[[float], None]
 
-# SHA-256 takes a core for 0.2 to 2 GB/s, and training needs cores too: half of those of this rank, and at most four
+# SHA-256 takes a core for 0.4 GB/s and more, and training needs cores too: half of those of this rank, at most four
 _RANKS_HERE = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 _WORTH_THREADS = 4 << 20  # bytes
 _SHA256_THREADS = min(4, max(1, (os.cpu_count() or 1) // (2 * _RANKS_HERE)))

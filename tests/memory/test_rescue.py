@@ -124,7 +124,7 @@ class TestRescue:
 
     def test_a_signed_snapshot_whose_paths_are_taken_is_refused(self, folder: Path, tmp_path: Path) -> None:
         place, _ = self.signed_place(folder, tmp_path)
-        save(LocalStorage(folder), "step-9", sequence=5)
+        save(LocalStorage(folder), "step-9", sequence=5)  # with a state.json too
         with pytest.raises(RefusedError, match="a signed snapshot keeps its paths"):
             run(place)
         assert read_manifest(LocalStorage(folder), "step-9").sequence == 5
@@ -136,7 +136,7 @@ class TestRescue:
         assert signing is not None
         place = create_place(folder, rescue={})
         storage, attempt = slot_storage(place), Attempt("step-9", sha256=True)
-        written = byte_checkpoints.begin_and_write(storage, attempt, FILES)
+        written = byte_checkpoints.begin_and_write(storage, attempt, {"state.json": b"{}"})
         attempt.commit(storage, signing.sign(byte_checkpoints.manifest_of(attempt, written, sequence=9)), {})
         place.release()
         return place, public
