@@ -323,13 +323,12 @@ def test_a_forked_child_that_outlives_the_run_does_not_live_there() -> None:
 
 def test_a_root_that_was_removed_under_a_run_and_made_anew_still_knows_its_snapshots(tmp_path: Path) -> None:
     training = Training(tmp_path / "root")
-    with pytest.raises(DiedError), training.manager as manager:
-        manager.resume()
-        for step in range(1, 25):
-            if step == 12:
-                shutil.rmtree(tmp_path / "root")
-            training.one_step()
-        raise DiedError
+    training.manager.resume()
+    for step in range(1, 25):
+        if step == 12:
+            shutil.rmtree(tmp_path / "root")
+        training.one_step()
+    training.manager.__exit__(DiedError, DiedError(), None)
     again = Training(tmp_path / "root")
     again.to(25)
     assert (again.restored.from_memory, again.restored.step) == (True, 24)
