@@ -10,6 +10,7 @@ CkptError
 ├── CheckpointError        something is wrong with a checkpoint
 │   ├── MissingError       there is none by that name (also a LookupError)
 │   ├── DamagedError       uncommitted, truncated, altered, or a file is missing
+│   │   └── UntrustedError not signed by a key that is trusted, or altered since
 │   └── VersionError       written by a newer ckpt
 ├── StorageError           bytes could not be read or written (also an OSError)
 │   ├── AbsentError        no such key
@@ -79,6 +80,10 @@ class MissingError(CheckpointError, LookupError):
 
 class DamagedError(CheckpointError):
     """A checkpoint that was never committed, or is truncated, altered or lacks a file."""
+
+
+class UntrustedError(DamagedError):
+    """A checkpoint that no trusted key has signed, where that is required, or that was altered since it was signed."""
 
 
 class VersionError(CheckpointError):

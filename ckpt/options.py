@@ -5,9 +5,8 @@ from __future__ import annotations
 import difflib
 import math
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from ckpt.errors import ConfigError
@@ -15,6 +14,7 @@ from ckpt.root.open import open_tiers
 from ckpt.root.retention import Keep
 from ckpt.save.capture import LAYOUTS
 from ckpt.storage import Staging, Storage
+from ckpt.util.old_options import OLD, merged, warn_of
 from ckpt.util.sizes import parse_size
 
 _BUSY = ("wait", "skip", "replace")
@@ -44,7 +44,8 @@ class SaveOptions(_Checked):
     device until it is fetched, 0 for nothing; None means what training has never needed, less a reserve. `read_back`:
     whether a checkpoint in a local root is read from the disk after its commit, in the background, which proves it and
     makes a restart on this machine read it from memory; None means from 16 MB of a rank on, when memory is
-    plentiful, and not on network filesystems.
+    plentiful, and not on network filesystems. `sha256`: whether the manifest has a SHA-256 of every block beside the
+    hashes that find damage, for policies that demand it; always so where checkpoints are signed.
     """
 
     layout: str = "auto"
@@ -54,6 +55,7 @@ class SaveOptions(_Checked):
     host_memory: int | str | None = None
     device_memory: int | str | None = None
     read_back: bool | None = None
+    sha256: bool = False
 
     @property
     def host_memory_bytes(self) -> int | None:
@@ -121,6 +123,9 @@ class ManagerOptions:
     follow: bool = True
     memory_every: int | None = None
     memory_rescue: bool = False
+    sign: str | os.PathLike[str] | bool | None = field(default=None, repr=False)
+    verify_key: str | os.PathLike[str] | None = field(default=None, repr=False)
+    require_signed: bool = False
     memory_replicas: int = 0
 
     @property
@@ -151,16 +156,16 @@ def resolve_options(options: Mapping[str, Any], what: str = "StateManager") -> M
     given = {name: value for name, value in options.items() if name in new and (value is not None or name == "follow")}
     if isinstance(given.get("mirror"), str | os.PathLike | Storage):
         given["mirror"] = Mirror(given["mirror"])
-    refuse(what, [*problems(given), *problems({_OLD[name][1]: value for name, value in old.items()}, old)])
+    refuse(what, [*problems(given), *problems({OLD[name][1]: value for name, value in old.items()}, old)])
     if old:
-        _warn_of(old)
-        given |= {into: _merged(into, given.get(into), old) for into in {_OLD[name][0] for name in old}}
+        warn_of(old, _CLASSES)
+        given |= {into: merged(into, given.get(into), old, _CLASSES) for into in {OLD[name][0] for name in old}}
     return ManagerOptions(**given)
 
 
 def known_options() -> set[str]:
     """The names of all options, also those that are spelled otherwise now."""
-    return {*(option.name for option in fields(ManagerOptions)), *_OLD}
+    return {*(option.name for option in fields(ManagerOptions)), *OLD}
 
 
 def refuse(what: str, wrong: Collection[str]) -> None:
@@ -175,7 +180,7 @@ def refuse_unknown(what: str, names: Iterable[str], known: Collection[str]) -> N
     if unknown:
         raise UnknownOptionError(
             f"{what} has no option {', '.join(_with_nearest(name, known) for name in unknown)}. "
-            f"It has: {', '.join(sorted(set(known) - _OLD.keys()))}."
+            f"It has: {', '.join(sorted(set(known) - OLD.keys()))}."
         )
 
 
@@ -192,10 +197,15 @@ def problems(options: Mapping[str, Any], names: Iterable[str] | None = None) -> 
     """What is wrong with options, each under the name that its user wrote."""
     shown = zip(names or options, options.items(), strict=True)
     return [
-        f"{name}={'(not shown)' if option in _SECRET else repr(value)} must be {_MUST_BE[option][1]}"
+        f"{name}={_quoted(option, value)} must be {_MUST_BE[option][1]}"
         for name, (option, value) in shown
         if not _MUST_BE[option][0](value)
     ]
+
+
+def _quoted(option: str, value: Any) -> str:
+    """A value in an error; of one that may hold credentials, only what it is."""
+    return f"({type(value).__name__})" if option in _SECRETS else repr(value)
 
 
 def _optional(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -218,12 +228,12 @@ def _is(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, kinds)
 
 
+_SECRETS = ("storage_options", "sign", "verify_key")  # a key may be given as its text
 _FLAG = (_is(bool), "True or False")
 _MAYBE = (_optional(_is(bool)), "True, False or None")
 _KEEP = (_optional(_is(Keep)), "a ckpt.Keep, for example Keep(last=3)")
 _WHERE = (_is(str, os.PathLike, Storage), "a path, a URL or a storage")
 _SETTINGS = (_optional(_is(Mapping)), "a dict of what the storage of a URL takes")
-_SECRET = ("storage_options",)  # may hold credentials
 _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "save_every": (_optional(_is_count), "a number of steps, 1 or more"),
     "keep": _KEEP,
@@ -234,6 +244,9 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "follow": _FLAG,
     "memory_every": (_optional(_is_count), "a number of steps, 1 or more"),
     "memory_rescue": _FLAG,
+    "sign": (_optional(_is(str, os.PathLike, bool)), "a path of a PEM file, its text, or False"),
+    "verify_key": (_optional(_is(str, os.PathLike)), "a path of a PEM file, or its text"),
+    "require_signed": _FLAG,
     "memory_replicas": (
         lambda value: value in (0, 1) and not isinstance(value, bool | float),
         "0 or 1: how many other hosts keep a copy",
@@ -245,6 +258,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "host_memory": (_optional(_is_size), "a size, as '8GB' or in bytes"),
     "device_memory": (_optional(_is_size), "a size, as '8GB' or in bytes"),
     "read_back": _MAYBE,
+    "sha256": _FLAG,
     "timeout": (_is_number, "a number of seconds"),
     "shared": _MAYBE,
     "broadcast": _MAYBE,
@@ -254,38 +268,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "backlog": (_is_count, "a number of checkpoints, 1 or more"),
 }
 
-# keywords of StateManager in version 0.1: the argument, and the field of its option object, that replace each
-_OLD = {
-    **{name: ("saving", name) for name in ("layout", "gradients", "background", "when_busy", "host_memory")},
-    **{name: ("ranks", name) for name in ("timeout", "shared", "broadcast", "handle_sigterm")},
-    **{f"mirror_{name}": ("mirror", name) for name in ("keep", "bandwidth", "backlog")},
-}
 _CLASSES = {"saving": SaveOptions, "ranks": RankOptions, "mirror": Mirror}
-
-
-def _merged(into: str, given: Any, old: Mapping[str, Any]) -> Any:
-    """An option object with the old keywords that belong to it. Not beside one that was given."""
-    values = {_OLD[name][1]: value for name, value in old.items() if _OLD[name][0] == into}
-    if into == "mirror":
-        return None if given is None else replace(given, **values)
-    if given is not None:
-        names = ", ".join(name for name in old if _OLD[name][0] == into)
-        refuse("StateManager", [f"{names} cannot be given beside {into}=: say it there"])
-    return _CLASSES[into](**values)
-
-
-def _warn_of(old: Mapping[str, Any]) -> None:
-    by_object: dict[str, list[str]] = {}
-    for name, value in old.items():
-        into, option = _OLD[name]
-        by_object.setdefault(into, []).append(f"{option}={value!r}")
-    new = ", ".join(f"{into}=ckpt.{_CLASSES[into].__name__}({', '.join(said)})" for into, said in by_object.items())
-    warnings.warn(
-        f"StateManager({'=, '.join(old)}=) is spelled {new.replace('Mirror(', 'Mirror(url, ')} now. "
-        "Version 0.2 no longer knows the old spelling.",
-        DeprecationWarning,
-        stacklevel=4,
-    )
 
 
 def required_root(root: Any) -> Any:

@@ -26,11 +26,14 @@ NONSENSE: dict[str, Any] = {
     "memory_every": 0,
     "memory_rescue": "yes",
     "memory_replicas": 2,
+    "sign": 5,
+    "verify_key": True,
+    "require_signed": "yes",
 }
 ONCE_KEYWORDS: dict[str, Any] = {
     "layout": "whole", "gradients": "yes", "background": 1, "when_busy": "later", "host_memory": "8 elephants",
 }  # fmt: skip
-NONSENSE_OF_SAVES: dict[str, Any] = {**ONCE_KEYWORDS, "device_memory": "much", "read_back": "maybe"}
+NONSENSE_OF_SAVES: dict[str, Any] = {**ONCE_KEYWORDS, "device_memory": "much", "read_back": "maybe", "sha256": "yes"}
 NONSENSE_OF_RANKS: dict[str, Any] = {"timeout": float("nan"), "shared": "no", "broadcast": 0, "handle_sigterm": None}
 OLD: dict[str, Any] = {
     **ONCE_KEYWORDS,

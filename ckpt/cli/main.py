@@ -13,6 +13,7 @@ import click
 from ckpt.cli.convert import convert
 from ckpt.cli.demo import demo
 from ckpt.cli.diff import diff
+from ckpt.cli.key import key
 from ckpt.cli.ls import ls
 from ckpt.cli.memory import memory
 from ckpt.cli.merge import merge
@@ -62,5 +63,5 @@ def main() -> None:
     """Checkpoints of training runs: list, verify, compare, prune, publish, convert."""
 
 
-for _command in (convert, demo, diff, ls, memory, merge, prune, pull, push, report, selftest, show, verify):
+for _command in (convert, demo, diff, key, ls, memory, merge, prune, pull, push, report, selftest, show, verify):
     main.add_command(_command)

@@ -28,6 +28,7 @@ from ckpt.formats.pieces import PiecedTensor, check_complete
 from ckpt.root.catalog import MARKER, UncommittedError, locate, read_manifest, scan
 from ckpt.root.file_names import part_of
 from ckpt.root.folder import Folder
+from ckpt.root.trust import BELIEVES_ALL, Trust
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import problems
 from ckpt.storage import Storage
@@ -61,16 +62,20 @@ class TensorSource:
 
 @contextmanager
 def open_source(
-    source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None = None
+    source: str | os.PathLike[str],
+    part: str,
+    options: Mapping[str, Any] | None = None,
+    trust: Trust = BELIEVES_ALL,
 ) -> Iterator[TensorSource]:
     """Open a part of the checkpoint or folder at a path or URL."""
     if os.path.isfile(source):
         raise _is_a_file_error(os.fspath(source))
     found = Folder.at(source, options)
     if FILE_NAME in found.files:
-        with _checkpoint(source, part, options) as opened:
+        with _checkpoint(source, part, options, trust) as opened:
             yield opened
         return
+    trust.refuse_unsigned(os.fspath(source))
     folder = _dcp_folder(found, part)
     if folder is not None:
         yield TensorSource(_distributed(folder, part))
@@ -120,10 +125,12 @@ def _weights(found: Folder) -> dict[str, PiecedTensor]:
 
 
 @contextmanager
-def _checkpoint(source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None) -> Iterator[TensorSource]:
+def _checkpoint(
+    source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None, trust: Trust
+) -> Iterator[TensorSource]:
     storage, (name,) = locate(source, options if "://" in os.fspath(source) else None)
     with storage.lock(name, shared=True):  # retention of a running job must not remove what is being read
-        manifest = read_manifest(storage, name)
+        manifest = trust.checked(read_manifest(storage, name))
         ours = _of_part(manifest, part)
         if wrong := problems(storage, ours, show=True, threads=1):
             raise DamagedError(f"{name} is damaged: {'; '.join(wrong)}.")
@@ -156,7 +163,7 @@ def _state(storage: Storage, manifest: Manifest, part: str) -> Mapping[str, Any]
     record = next((file for file in manifest.files if file.name == STATE), None)
     if record is None:
         raise DamagedError(f"{manifest.name} is damaged: it lists no {STATE}.")
-    file = VerifiedFile.of(storage, manifest.name, record)
+    file = VerifiedFile.of(storage, manifest.name, record, sha256=manifest.is_authentic)
     document = from_json(file.read_all(), file.stored.key)
     state: Mapping[str, Any] = parts_in(document, "parts", file.stored.key).get(part, {})
     return state

@@ -164,8 +164,11 @@ class CheckpointReader:
             verify(mine, self.manifest.name, advance)
 
     def read_live(self, *, verified: bool) -> None:
-        """Read the transfers into memory that is in use, verifying them on the way if they have not been `verified`."""
-        self._read(self._live, read if verified else read_verified)
+        """Read the transfers into memory that is in use, verifying them on the way if they have not been `verified`.
+
+        Of what is signed they are verified again: whoever can write to the root may have altered it in between.
+        """
+        self._read(self._live, read if verified and not self.manifest.is_authentic else read_verified)
         self._live = []
 
     def _read(self, transfers: list[Transfer], how: Callable[..., None]) -> None:
@@ -256,7 +259,7 @@ class CheckpointReader:
 
     def _file(self, name: str) -> VerifiedFile:
         record = self._records[name]
-        return VerifiedFile.of(self._storage, self.manifest.name, record)
+        return VerifiedFile.of(self._storage, self.manifest.name, record, sha256=self.manifest.is_authentic)
 
     def _asked_for(self, transfer: Transfer) -> None:
         self._asked.append(transfer)

@@ -256,7 +256,7 @@ class MemoryTier:
             writer = SlotWriter(
                 slot_storage(place), self.ranks, hosts=self.hosts, numbering=main.numbering, has_resumed=True, main=main
             )
-            writer.damaged = self._damaged
+            writer.damaged, writer.seal = self._damaged, main.seal
             self._slots = SlotSaver(writer, self.saver.snapshots, read_back=False, channel="memory")
             self._slots.compared = self.compared
             self._slots.after_commit = lambda name: self.replicas.exchange(name, place)
