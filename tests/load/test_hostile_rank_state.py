@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import ckpt
 from ckpt.errors import DamagedError
@@ -23,9 +23,13 @@ from tests.helpers.forgery import alter_json
 Change = Callable[[dict[str, Any]], Any]
 
 
+def twelve() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(12)), batch_size=2, shuffle=True)
+
+
 def loop(root: Path, steps: int) -> None:
     """Trains that many steps; saves after each but the first."""
-    model, loader = nn.Linear(2, 2), DataLoader(list(range(12)), batch_size=2, shuffle=True)
+    model, loader = nn.Linear(2, 2), twelve()
     with ckpt.StateManager(root, model=model, dataloader=loader) as manager:
         for _ in manager.epochs(1):
             for step, _ in enumerate(manager.batches(loader)):
@@ -84,7 +88,7 @@ CHANGES: dict[str, Change] = {
 def test_an_altered_rank_document_is_damage_and_the_older_checkpoint_is_taken(root: Path, change: Change) -> None:
     alter_json(root / "step-00000003" / rank_document(0), lambda document: change(document) and None)
     model, before = nn.Linear(2, 2), random.getstate()
-    loader = DataLoader(list(range(12)), batch_size=2, shuffle=True)
+    loader = twelve()
     kept = model.weight.detach().clone()
     with ckpt.StateManager(root, model=model, dataloader=loader) as manager:
         with pytest.raises(DamagedError, match=r"step-00000003/rank-00000\.json"):
@@ -99,7 +103,7 @@ def test_an_altered_rank_document_is_damage_and_the_older_checkpoint_is_taken(ro
 
 
 def numpy_state(**changes: Any) -> dict[str, Any]:
-    state: dict[str, Any] = np.random.RandomState(0).get_state(legacy=False)  # type: ignore[assignment]
+    state: dict[str, Any] = np.random.RandomState(0).get_state(legacy=False)
     return {**state, "state": {**state["state"], **changes}}
 
 
