@@ -5,6 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+_KINDS: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "bool": (bool,),
+    "str": (str,),
+    "list[Any]": (list,),
+    "dict[str, Any]": (dict,),
+    "dict[str, str]": (dict,),
+}
+
+
+def _is_too_large(value: Any) -> bool:
+    return type(value) is int and not 0 <= value < 1 << 63
+
 
 @dataclass
 class Position:
@@ -33,6 +47,15 @@ class Position:
     layout: dict[str, Any] = field(default_factory=dict)  # how the epoch was divided: `Layout`
     sampler_size: int | None = None  # how many samples the sampler gives one rank
     contents: dict[str, str] = field(default_factory=dict)  # digests of what a stream handed out in this epoch
+
+    @classmethod
+    def check(cls, saved: dict[str, Any]) -> None:
+        """Raise `ValueError` for saved fields of other types than a save gives them."""
+        for known in fields(cls):
+            value = saved.get(known.name)
+            kinds = _KINDS.get(str(known.type), (object,))
+            if known.name in saved and ((type(value) not in kinds and kinds != (object,)) or _is_too_large(value)):
+                raise ValueError(f"{known.name} is {str(value)[:80]}")
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> Position:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from ckpt.data.epoch_layout import Layout
 from ckpt.data.epoch_loaders import UnclaimedPositions
 from ckpt.data.loop import Loop
+from ckpt.data.position import Position
 from ckpt.data.progress import Progress
 from ckpt.errors import StateError
+from ckpt.formats.damage import damage_reported
+from ckpt.formats.native.json_codecs import of_type
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.accelerate_reader import folder_of
 from ckpt.load.locations import Locations
@@ -19,6 +24,7 @@ from ckpt.load.restored import Restored, restored_from
 from ckpt.load.select import Candidate, Choice, Selection, choose
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
+from ckpt.state import rng
 from ckpt.state.objects import ObjectSource
 from ckpt.state.parts import Notes
 from ckpt.state.registry import StateRegistry
@@ -66,6 +72,7 @@ class StateLoader:
             verify_before_overwrite=verify_before_overwrite,
             broadcast=self.broadcast,
             on_first_write=self._set_half_loaded,
+            check=self._check_rank_state,
         )
         with ExitStack() as held:
             held.enter_context(self.ranks.working())
@@ -114,10 +121,24 @@ class StateLoader:
         self.live.source.before_load(folder_of(candidate.storage, candidate.manifest))
         self.live.registry.refresh()
 
+    def _check_rank_state(self, reader: CheckpointReader) -> None:
+        """Refuse state of a rank that could not be restored, before anything is changed."""
+        with damage_reported(reader.manifest.name, "checkpoint with a rank's state that ckpt writes"):
+            state, saved = reader.state, reader.state["generators"]
+            rng.check(state["rng"])
+            for key, generator in self.live.registry.generators.items():
+                if key in saved:
+                    rng.check_one(generator, saved[key])
+            for position in state["loaders"].values():
+                _check_position(position)
+            of_type(dict, state.get("source", {}))
+            of_type(dict, state.get("loop", {}))
+
     def _restore_rank_state(self, reader: CheckpointReader, notes: Notes) -> None:
         """Restore this rank's own state: generators, and the positions of its loaders."""
         source, loop = self.live.source, self.live.loop
-        source.go_back(reader.state.get("source", {}))
+        with damage_reported(reader.manifest.name, "checkpoint with state of what prepared the objects"):
+            source.go_back(reader.state.get("source", {}))
         rewind = rewinder(reader, self.ranks, self.live.registry.generators, notes)
         rewind()
         if reader.manifest.origin:
@@ -138,6 +159,14 @@ class StateLoader:
         if self.ranks.rank == MAIN:
             say(str(restored))
         return restored
+
+
+def _check_position(position: dict[str, Any]) -> None:
+    Position.check(position)
+    Layout(**position.get("layout", {}))
+    for state in (position.get("rng"), position.get("rng_ahead")):
+        if state:
+            rng.check(state)
 
 
 def _note_loaders(reader: CheckpointReader, loaders: Iterable[str], notes: Notes) -> None:

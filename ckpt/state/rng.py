@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from typing import Any
 
 import torch
 import xxhash
+
+_ACCELERATORS = ("cuda", "xpu", "mps")
 
 
 def capture() -> dict[str, Any]:
@@ -46,6 +49,38 @@ def restore(state: dict[str, Any]) -> None:
                 module.set_rng_state(device_state, index)
             else:
                 module.set_rng_state(device_state)
+
+
+def check(state: dict[str, Any]) -> None:
+    """Raise, whatever error it is, for a state that `restore` would not accept. Changes no generator that is in use."""
+    random.Random().setstate(state["python"])  # noqa: S311  # takes a state, and draws nothing
+    torch.Generator().set_state(state["torch"])
+    if "numpy" in state:
+        _check_numpy(state["numpy"])
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.RandomState(0).set_state(state["numpy"])
+    for kind in _ACCELERATORS:
+        if any(device_state.dtype != torch.uint8 for device_state in state.get(kind, [])):
+            raise ValueError(f"the state of a generator of {kind} is no bytes")
+
+
+def check_one(generator: Any, state: Any) -> None:
+    """The same for `restore_one`."""
+    if isinstance(generator, torch.Generator):
+        torch.Generator(generator.device).set_state(state)
+    elif isinstance(generator, random.Random):
+        random.Random().setstate(state)  # noqa: S311  # as above
+    else:
+        _check_numpy(state)
+        restore_one(copy.deepcopy(generator), state)
+
+
+def _check_numpy(state: dict[str, Any]) -> None:
+    """NumPy itself does not check where in its numbers a generator is, and would read beyond them."""
+    places = {"pos": (state["state"].get("pos", 0), 624), "buffer_pos": (state.get("buffer_pos", 0), 4)}
+    for name, (place, most) in places.items():
+        if not 0 <= int(place) <= most:
+            raise ValueError(f"a generator of NumPy has {name} {place}")
 
 
 def derive(state: dict[str, Any], rank: int) -> None:
@@ -92,7 +127,7 @@ def restore_one(generator: Any, state: Any) -> None:
 
 
 def _accelerators() -> dict[str, Any]:
-    modules = {kind: getattr(torch, kind, None) for kind in ("cuda", "xpu", "mps")}
+    modules = {kind: getattr(torch, kind, None) for kind in _ACCELERATORS}
     return {kind: module for kind, module in modules.items() if module is not None and module.is_available()}
 
 
