@@ -13,7 +13,7 @@ MATRIX := guarantees/resume_matrix load/world_size state/save_and_load data/resu
 FAST := not slow and not gpu and not ranks
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo check test coverage test-s3 lint format kills memory-kills faults campaign mutants fuzz bench clean
+.PHONY: demo check test test-all coverage test-s3 lint format kills memory-kills faults campaign mutants fuzz bench clean
 
 demo: $(READY)
 	$(BIN)/ckpt demo
@@ -22,9 +22,14 @@ demo: $(READY)
 check: lint
 	$(PYTEST) -m '$(FAST)'
 
-# MARKS='slow or gpu or ranks' runs what `make check` leaves out
+# MARKS='(slow or gpu or ranks) and not long' runs what `make check` leaves out
+test: MARKS ?= not long
 test: $(READY)
-	$(PYTEST) $(if $(MARKS),-m '$(MARKS)')
+	$(PYTEST) -m '$(MARKS)' --durations 20 --durations-min 15
+
+# with the variations that take minutes
+test-all: $(READY)
+	$(PYTEST)
 
 # the tests of `make check`, and the share of lines that they run; MARKS='' takes all tests, without their processes
 coverage: MARKS ?= $(FAST)

@@ -22,8 +22,10 @@ from benchmarks.compare import spelled
 from benchmarks.shared.report import Run, parser, table
 from benchmarks.shared.results import Samples
 from ckpt.formats.layout import Box, Layout
+from ckpt.formats.native.block_hash import BLOCK_SIZE
 from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.formats.native.shard_table import ShardTable, build_table, written_by
+from ckpt.util.clock import utc_now
 
 SHAPES = [(4096 + 64 * index, 2) for index in range(12)]  # about as many as a transformer has
 
@@ -62,15 +64,16 @@ def plan_a_load(table: ShardTable, rank: int, ranks: int) -> float:
 def commit(ranks: int) -> tuple[float, int, int]:
     """Of two files of each rank, as the main rank receives them: seconds, peak memory and size of the manifest."""
     blocks = tuple("0" * 32 for _ in range(40))  # 1.3 GB each
+    size = len(blocks) * BLOCK_SIZE
     reports = [
-        json.dumps([asdict(FileRecord(name=f"{part}/{rank:05d}", path=f"{part}/{rank:05d}", size=1, blocks=blocks))
+        json.dumps([asdict(FileRecord(name=f"{part}/{rank:05d}", path=f"{part}/{rank:05d}", size=size, blocks=blocks))
                     for part in ("model", "optimizer")])
         for rank in range(ranks)
     ]  # fmt: skip
     tracemalloc.start()
     began = time.perf_counter()
     files = tuple(FileRecord(**record) for report in reports for record in json.loads(report))
-    data = Manifest(name="x", id="x", sequence=1, created="", run="", files=files).to_bytes()
+    data = Manifest(name="x", id="x", sequence=1, created=utc_now(), run="", files=files).to_bytes()
     Manifest.from_bytes(data, "x")
     seconds = time.perf_counter() - began
     memory = tracemalloc.get_traced_memory()[1]

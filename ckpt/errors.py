@@ -27,9 +27,14 @@ Preempted (a SystemExit)   training was told to stop; the state has been saved
 
 from __future__ import annotations
 
+from ckpt.shown import shown
+
 
 class CkptError(Exception):
-    """The root of every error that ckpt raises on purpose."""
+    """The root of every error that ckpt raises on purpose. Its message is escaped, and holds no secret."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(shown(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(CkptError, ValueError):
@@ -49,7 +54,7 @@ class UnsupportedError(StateError):
 
     def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.problems = problems
+        self.problems = tuple(map(shown, problems))
 
 
 class MismatchError(StateError):
@@ -57,7 +62,7 @@ class MismatchError(StateError):
 
     def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.problems = problems
+        self.problems = tuple(map(shown, problems))
 
 
 class MetricError(StateError):

@@ -63,6 +63,7 @@ class StateManager:
     `memory_every`: steps between snapshots in the memory of the hosts, which outlive a killed process: a restart on the
     same machines resumes from there, and loses that many steps at most. They are removed when the run has ended, and
     after an hour where nobody restarts it. `memory_rescue`: whether the newest is then saved to the root.
+    `memory_replicas=1`: the next host keeps a copy, with which the loss of a machine is cured from memory too.
 
     `storage_options`: credentials, endpoint and the like for a root that is a URL, as fsspec's filesystem for it takes
     them; what the environment or a profile says need not be given. A remote root is tried out at once, by writing a few
@@ -93,10 +94,11 @@ class StateManager:
         follow: bool = True,
         memory_every: int | None = None,
         memory_rescue: bool = False,
+        memory_replicas: int = 0,
         **old_spellings: Any,
     ) -> None:
         given = {"save_every": save_every, "keep": keep, "mirror": mirror, "storage_options": storage_options}
-        memory = {"memory_every": memory_every, "memory_rescue": memory_rescue}
+        memory = {"memory_every": memory_every, "memory_rescue": memory_rescue, "memory_replicas": memory_replicas}
         others = {"saving": saving, "ranks": ranks, "follow": follow, **memory, **old_spellings}
         options = resolve_options({**given, **others})
         source = find_source(

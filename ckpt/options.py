@@ -96,7 +96,7 @@ class Mirror(_Checked):
     keep: Keep | None = None
     bandwidth: float | str | None = None
     backlog: int = 2
-    storage_options: Mapping[str, Any] | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -115,12 +115,23 @@ class ManagerOptions:
     save_every: int | None = None
     keep: Keep | None = None
     mirror: Mirror | None = None
-    storage_options: Mapping[str, Any] | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     saving: SaveOptions = field(default_factory=SaveOptions)
     ranks: RankOptions = field(default_factory=RankOptions)
     follow: bool = True
     memory_every: int | None = None
     memory_rescue: bool = False
+    memory_replicas: int = 0
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """The options of the memory tier, as `build_tier` takes them."""
+        return {
+            "every": self.memory_every,
+            "storage_options": self.storage_options,
+            "rescue": self.memory_rescue,
+            "replicas": self.memory_replicas,
+        }
 
     def open_tiers(self, root: str | os.PathLike[str] | Storage) -> tuple[Storage, ...]:
         """The storages of a run: the root, and the mirror if there is one."""
@@ -181,10 +192,15 @@ def problems(options: Mapping[str, Any], names: Iterable[str] | None = None) -> 
     """What is wrong with options, each under the name that its user wrote."""
     shown = zip(names or options, options.items(), strict=True)
     return [
-        f"{name}={value!r} must be {_MUST_BE[option][1]}"
+        f"{name}={_quoted(option, value)} must be {_MUST_BE[option][1]}"
         for name, (option, value) in shown
         if not _MUST_BE[option][0](value)
     ]
+
+
+def _quoted(option: str, value: Any) -> str:
+    """A value in an error; of one that may hold credentials, only what it is."""
+    return f"({type(value).__name__})" if option == "storage_options" else repr(value)
 
 
 def _optional(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -222,6 +238,10 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "follow": _FLAG,
     "memory_every": (_optional(_is_count), "a number of steps, 1 or more"),
     "memory_rescue": _FLAG,
+    "memory_replicas": (
+        lambda value: value in (0, 1) and not isinstance(value, bool | float),
+        "0 or 1: how many other hosts keep a copy",
+    ),
     "layout": (lambda value: value in LAYOUTS, f"one of {', '.join(LAYOUTS)}"),
     "gradients": _MAYBE,
     "background": _FLAG,

@@ -65,7 +65,7 @@ class Session:
         writer = RootWriter(self.storage, self.ranks, self.keep, self.mirror, hosts)
         snapshots = Snapshots(options.saving.host_memory_bytes, options.saving.device_memory_bytes)
         self.saver = Saver(writer, snapshots, options.saving.read_back)
-        self.memory = build_tier(self.saver, options.memory_every, options.memory_rescue, options.storage_options)
+        self.memory = build_tier(self.saver, **options.memory)
         self.pusher = Pusher(self.ranks)
         self.preemption = Preemption(self.ranks)
         self.loop = Loop(self.ranks, source.loaders, follow=options.follow, others=not accelerated)

@@ -14,11 +14,11 @@ import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats.layout import Box
+from ckpt.formats.strides import Sizes, is_dense, reach, widest
 from ckpt.formats.tensor_bytes import host_bytes, movable, narrowed
 from ckpt.formats.transfers import ByteReader
 
 SLAB = 8 << 20  # bytes: fits a CPU cache between reading and writing, and is large enough for one request
-Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Region:
         self._fill(self.start + steps * self.dtype.itemsize, target)
 
     def _fill(self, start: int, target: torch.Tensor) -> None:
-        span = _span(target.shape, self.strides)
-        dense = _is_dense(target.shape, self.strides)
+        span = reach(target.shape, self.strides)
+        dense = is_dense(target.shape, self.strides)
         if dense and target.is_contiguous():
             self.reader.read_into(start, host_bytes(target))
         elif span * self.dtype.itemsize <= SLAB:
@@ -50,31 +50,11 @@ class Region:
             self._fill_halves(start, target)
 
     def _fill_halves(self, start: int, target: torch.Tensor) -> None:
-        dim = max(range(target.dim()), key=lambda dim: (target.shape[dim] - 1) * self.strides[dim])
+        dim = widest(target.shape, self.strides)
         half = target.shape[dim] // 2
         self._fill(start, target.narrow(dim, 0, half))
         later = start + half * self.strides[dim] * self.dtype.itemsize
         self._fill(later, target.narrow(dim, half, target.shape[dim] - half))
-
-
-def _span(sizes: Sizes, strides: Sizes) -> int:
-    """The number of elements from the first to the last one of a strided box, inclusive."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-
-
-def _is_dense(sizes: Sizes, strides: Sizes) -> bool:
-    """Whether the elements are contiguous in row-major order."""
-    expected = 1
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def dense_strides(sizes: Sizes) -> Sizes:
-    """The strides of a contiguous tensor."""
-    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 @dataclass(frozen=True)

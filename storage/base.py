@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from ckpt.errors import ConfigError, ConflictError, LockedError
+from ckpt.errors import ConfigError, ConflictError, DamagedError, LockedError
+from ckpt.util.checked_json import is_relative
 
 Buffer = bytes | bytearray | memoryview
 ANY = "*"  # any version, or none
+LARGEST_DOCUMENT = 64 << 20  # bytes: the manifest of a checkpoint of 50 TB has no more
 
 
 @dataclass(frozen=True)
@@ -212,13 +213,17 @@ class Objects(Protocol):
         """Abort unfinished writes below a prefix that began at least `age` seconds ago."""
 
 
-_SEGMENT = re.compile(r"[^/\\\0]+")
+def read_document(storage: Storage, key: str, most: int = LARGEST_DOCUMENT) -> bytes:
+    """All bytes of a small object: a manifest, a marker. Of a larger one no more than `most` are ever read."""
+    data = storage.read(key, 0, most + 1)
+    if len(data) > most:
+        raise DamagedError(f"{key} is damaged: it has more than {most} bytes, and ckpt writes no such file.")
+    return data
 
 
 def check_key(key: str) -> str:
     """Return `key` if it is valid: it cannot lead out of the root."""
-    segments = key.split("/")
-    if any(segment in (".", "..") or not _SEGMENT.fullmatch(segment) for segment in segments):
+    if not is_relative(key):
         raise ConfigError(
             f"{key!r} is not a key: it must be names joined by '/', without '.', '..', backslashes or empty names."
         )

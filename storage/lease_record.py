@@ -7,12 +7,14 @@ import threading
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any, TypedDict
 from urllib.parse import quote
 
-from ckpt.util.process_identity import Identity, process_identity, start_time
+from ckpt.util.checked_json import Rule, broken_rules, is_text, parse_json
+from ckpt.util.process_identity import Identity, is_identity, process_identity, start_time
 
 FOLDER = ".locks"
+LARGEST = 64 << 10  # bytes of a record
 
 holders_here: set[str] = set()  # ids of the leases that this process holds or acquires
 
@@ -24,6 +26,23 @@ class Record(TypedDict):
     process: Identity
     holder: str  # id of the lease
     sign: str  # random, so that every renewal is a new version of the object
+
+
+_RULES = {
+    "note": Rule(is_text, "text"),
+    "process": Rule(is_identity, "the identity of a process"),
+    "holder": Rule(is_text, "text"),
+}
+
+
+def parse_record(data: bytes) -> Record | None:
+    """The record in an object; None if it is anything else, which no holder has written."""
+    try:
+        record: Any = parse_json(data) if len(data) <= LARGEST else None
+    except ValueError:
+        return None
+    valid: Record | None = None if broken_rules(record, _RULES) else record
+    return valid
 
 
 @dataclass

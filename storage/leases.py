@@ -21,12 +21,14 @@ from contextlib import contextmanager, suppress
 from ckpt.errors import AbsentError, ConflictError, DeniedError, LockedError, StorageError
 from ckpt.storage.base import Objects
 from ckpt.storage.lease_record import (
+    LARGEST,
     Lease,
     Record,
     exclusive_path,
     has_ended,
     holders_here,
     new_shared_path,
+    parse_record,
     shared_folder,
 )
 
@@ -180,12 +182,9 @@ class Leases:
         """
         version = self._objects.version(path)
         try:
-            record: Record = json.loads(self._objects.get(path))
+            return version, parse_record(self._objects.get(path, 0, LARGEST + 1))
         except AbsentError:
             return None, None
-        except ValueError:
-            return version, None
-        return version, record
 
     def _has_expired(self, path: str, version: str | None) -> bool:
         """Whether this process has known the same version of an object for longer than a living holder leaves it."""

@@ -28,8 +28,10 @@ _numbers = itertools.count()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if not ON_S3 and metafunc.definition.get_closest_marker("also_on_s3"):
-        metafunc.parametrize("root", ["folder", "s3"], indirect=True)
+    mark = metafunc.definition.get_closest_marker("also_on_s3")
+    if not ON_S3 and mark is not None:
+        on_s3 = pytest.param("s3", marks=[pytest.mark.long] if mark.kwargs.get("long") else [])
+        metafunc.parametrize("root", ["folder", on_s3], indirect=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,6 +25,7 @@ NONSENSE: dict[str, Any] = {
     "follow": None,
     "memory_every": 0,
     "memory_rescue": "yes",
+    "memory_replicas": 2,
 }
 ONCE_KEYWORDS: dict[str, Any] = {
     "layout": "whole", "gradients": "yes", "background": 1, "when_busy": "later", "host_memory": "8 elephants",

@@ -15,6 +15,7 @@ from ckpt.cli.diff import diff
 from ckpt.cli.ls import ls
 from ckpt.cli.memory import memory
 from ckpt.cli.merge import merge
+from ckpt.cli.output import echo_error
 from ckpt.cli.prune import prune
 from ckpt.cli.pull import pull
 from ckpt.cli.push import push
@@ -23,7 +24,6 @@ from ckpt.cli.selftest import selftest
 from ckpt.cli.show import show
 from ckpt.cli.verify import verify
 from ckpt.errors import CkptError
-from ckpt.util.console import one_line
 from ckpt.version import __version__
 
 
@@ -34,7 +34,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except CkptError as error:
-            click.echo(f"ckpt: {one_line(str(error))}", err=True)
+            echo_error(error)
             ctx.exit(1)
 
 

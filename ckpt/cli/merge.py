@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from ckpt.cli.output import echo
+
 
 @click.command()
 @click.argument("source")
@@ -20,4 +22,4 @@ def merge(source: str, destination: str, dtype: str | None, max_shard_size: str 
     from ckpt.export.merge import merge
 
     for url in merge(source, destination, dtype=dtype, max_shard_size=max_shard_size, part=part):
-        click.echo(url)
+        echo(url)

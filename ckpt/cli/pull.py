@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from ckpt.cli.output import echo
+
 
 @click.command()
 @click.argument("source")
@@ -21,4 +23,4 @@ def pull(source: str, destination: str, step: int | None, revision: str | None) 
     """
     from ckpt.tools.pull import pull
 
-    click.echo(pull(source, destination, step=step, revision=revision))
+    echo(pull(source, destination, step=step, revision=revision))

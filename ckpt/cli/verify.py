@@ -5,10 +5,12 @@ from __future__ import annotations
 import click
 
 from ckpt.cli.ls import listed_hosts, without_name
+from ckpt.cli.output import Styled, echo
 from ckpt.errors import MissingError
 from ckpt.root import catalog
 from ckpt.root import verify as verifying
 from ckpt.root.verify import Verification, files_on_other_hosts
+from ckpt.shown import shown
 from ckpt.storage import Storage
 from ckpt.util.console import format_size, one_line
 
@@ -24,7 +26,7 @@ def verify(url: str) -> None:
     storage, names, pointed_at = catalog.resolve(url)
     if not names:
         raise MissingError(f"there are no checkpoints in {url}.")
-    width = max(len(name) for name in names)
+    width = max(len(shown(name)) for name in names)
     verdicts = [_show_verdict(storage, name, width) for name in names]
     if any(verdict.is_fault or (pointed_at and verdict.state != verifying.INTACT) for verdict in verdicts):
         raise click.exceptions.Exit(1)
@@ -34,8 +36,7 @@ def _show_verdict(storage: Storage, name: str, width: int) -> Verification:
     """Verify a checkpoint and print its line."""
     found = verifying.verify_checkpoint(storage, name)
     colour = "red" if found.is_fault else "green" if found.state == verifying.INTACT else "yellow"
-    about = one_line(_about(storage, found))
-    click.echo(f"{name:<{width}}  {click.style(found.state, fg=colour)}  {about}")
+    echo(f"{shown(name):<{width}}  ", Styled(found.state, colour), f"  {one_line(_about(storage, found))}")
     return found
 
 

@@ -24,6 +24,7 @@ from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts, find_hosts, may_have_separate_roots
 from ckpt.root.catalog import locate
+from ckpt.shown import Lines
 from ckpt.state.model import ModelPart, tensors_in
 from ckpt.state.objects import ManagedObjects
 from ckpt.state.registry import StateRegistry
@@ -163,8 +164,8 @@ def _load_folder(
         misfits = _misfits(wanted, saved)
         if strict and misfits:
             lines = [f"{name}: {why}" for name, why in sorted(misfits.items())]
-            listed = "\n  ".join(lines)
-            raise MismatchError(f"{shown} does not fit the model; nothing was changed:\n  {listed}", tuple(lines))
+            head = f"{shown} does not fit the model; nothing was changed:"
+            raise MismatchError(Lines.listing(head, lines), tuple(lines))
         fitting = {name for name in wanted if name in saved and name not in misfits}
         for name in fitting:
             _fill(wanted[name], saved[name], rank)

@@ -72,7 +72,7 @@ def open_source(
     if folder is not None:
         yield TensorSource(_distributed(folder, part))
     elif weights := _weights(found):
-        files = (TensorFile.open(found.opened(path), f"{found.where}/{path}") for path in weights)
+        files = (TensorFile.open(found.opened(path), f"{found.where}/{path}", found.files[path]) for path in weights)
         yield TensorSource(
             pieced(files), beside={path: found.reader(path) for path in found.files if belongs_beside(path)}
         )
@@ -140,7 +140,7 @@ def _state(storage: Storage, manifest: Manifest, part: str) -> Mapping[str, Any]
 
 def _tensor_file(storage: Storage, name: str, file: FileRecord) -> TensorFile:
     stored = VerifiedFile.of(storage, name, file).stored  # every byte was verified before
-    return TensorFile.open(stored, stored.key)
+    return TensorFile.open(stored, stored.key, file.size)
 
 
 def _own_files(manifest: Manifest, part: str) -> list[FileRecord]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,8 +14,11 @@ from transformers.trainer_utils import get_last_checkpoint
 from ckpt.errors import ConfigError, DamagedError, MismatchError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.integrations.trainer_state import PART
+from ckpt.load.candidates import list_memory
 from ckpt.load.reader import CheckpointReader
-from ckpt.load.select import Choice, Selection, choose
+from ckpt.load.select import Choice, MemoryTier, Selection, choose
+from ckpt.memory.build import build_tier
+from ckpt.memory.resume import find_snapshots
 from ckpt.options import ManagerOptions
 from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
 from ckpt.ranks.find import find_ranks
@@ -22,6 +26,8 @@ from ckpt.ranks.group import Ranks
 from ckpt.root import catalog
 from ckpt.root.folder import open_url
 from ckpt.root.verify import problems
+from ckpt.save.root_writer import RootWriter
+from ckpt.save.saver import Saver
 from ckpt.storage import Storage, place_of
 
 _FILE = "trainer_state.json"
@@ -31,10 +37,12 @@ class ResumeSource:
     """Chooses what a Trainer resumes from, and holds the lock on a checkpoint in the root until it has been loaded.
 
     `name`: the checkpoint in the root that was chosen; None for a folder of the Trainer's, or a fresh start.
+    `in_memory`: whether it is a snapshot in memory, newer than all in the root.
     """
 
     def __init__(self, options: ManagerOptions, tiers: tuple[Storage, ...]) -> None:
         self.name: str | None = None
+        self.in_memory = False
         self._options = options
         self._tiers = tiers
         self._storage = tiers[0]
@@ -45,9 +53,11 @@ class ResumeSource:
         `stack`, which has nothing but the Trainer's state."""
         name = self._name_of(resume) if isinstance(resume, str) else None
         choice = self._find(name) if resume is True or name else None
-        self.name = choice.manifest.name if choice else None
+        self.name, self.in_memory = (choice.manifest.name, choice.in_memory) if choice else (None, False)
         if choice is None:
             _refuse_to_overtake(self._storage, self._ranks())
+            if resume is not True:
+                self._refuse_to_leave_snapshots()
             return _last_of_trainer(output_dir) if resume is True else resume
         folder = stack.enter_context(TemporaryDirectory(prefix="ckpt-"))
         TrainerState(**choice.ready).save_to_json(str(Path(folder, _FILE)))
@@ -70,6 +80,7 @@ class ResumeSource:
     def _find(self, name: str | None) -> Choice[dict[str, Any]] | None:
         """The checkpoint of that name, or the newest intact one. Its lock is held until `release`."""
         ranks = self._ranks()
+        memory = self._snapshots(ranks) if name is None else None
         with ranks.working():
             return choose(
                 Selection(
@@ -77,8 +88,29 @@ class ResumeSource:
                     ranks=ranks,
                     prepare=lambda candidate: _verified_state(candidate.storage, ranks, candidate.manifest),
                     name=name,
+                    memory=memory,
                 ),
                 self._held,
+            )
+
+    def _snapshots(self, ranks: Ranks) -> MemoryTier | None:
+        """What a run before this one has left in memory. The manager that loads it is not there yet."""
+        tier = build_tier(Saver(RootWriter(self._storage, ranks)), **self._options.memory)
+        if tier is None:
+            return None
+        self._held.callback(lambda: tier.close(keep=True))
+        return find_snapshots(tier)
+
+    def _refuse_to_leave_snapshots(self) -> None:
+        """Refuse a fresh start beside what a killed run has left in memory: its manager would resume from there."""
+        ranks = self._ranks()
+        memory = self._snapshots(ranks)
+        mine = Result([found["name"] for found in list_memory(memory.storage)] if memory is not None else [])
+        there = decide_together(ranks, "train() (memory)", mine, lambda each: sorted({*chain(*each)}))
+        if there:
+            raise ConfigError(
+                f"a run of {self._storage.url} has left {there[-1]} in memory, and this run begins afresh. Call "
+                f"train(resume_from_checkpoint=True), or remove what is there: ckpt memory clear {self._storage.url}"
             )
 
     def _ranks(self) -> Ranks:

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
-from ckpt.errors import ConfigError, Preempted
+from ckpt.errors import ConfigError, MissingError, Preempted
 from ckpt.export.load_model import load_checkpoint_model
 from ckpt.integrations.epoch_start import EpochStart
 from ckpt.integrations.trainer_resume import ResumeSource
@@ -32,8 +32,6 @@ from ckpt.storage import Storage
 _log = logging.getLogger("ckpt")
 _DECIDED_ELSEWHERE = {"self", "root", "save_every", "accelerator", "follow", *KINDS}  # by the Trainer and its arguments
 
-_NOT_YET = {"memory_every", "memory_rescue"}
-
 
 class CkptCallback(TrainerCallback):  # type: ignore[misc]
     """Lets a Trainer save and resume through ckpt: atomically, verified, and while training continues.
@@ -43,8 +41,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
 
     When to save and what to keep is set by the Trainer's arguments as usual: `save_strategy`, `save_steps`,
     `save_total_limit`, `load_best_model_at_end`. The Trainer writes no checkpoints of its own. `options` are those of
-    `StateManager`: `keep`, `mirror`, `storage_options`, `saving`, `ranks`. For a trainer that is built already:
-    `CkptCallback("runs/mrpc").attach(trainer)`.
+    `StateManager`: `keep`, `mirror`, `storage_options`, `saving`, `ranks`, `memory_every`, `memory_rescue`,
+    `memory_replicas`. For a trainer that is built already: `CkptCallback("runs/mrpc").attach(trainer)`.
 
     `resume_from_checkpoint` may also be the name of a checkpoint, or a folder that a Trainer without this callback
     wrote. As long as the root has no checkpoint, True means the last of those folders in `output_dir`.
@@ -75,6 +73,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             "_load_rng_state": self._unless_ours("_load_rng_state", self._load_rng_state),
             "_load_best_model": self._load_best_model,
             "_run_epoch": self._run_epoch,
+            "_maybe_log_save_evaluate": self._log_save_evaluate,
         }
         _refuse_unsupported(trainer, ours)
         self._trainer = trainer
@@ -154,6 +153,9 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             saving=given.saving,
             ranks=given.ranks,
             follow=False,  # the Trainer finds its place in the data itself
+            memory_every=given.memory_every,
+            memory_rescue=given.memory_rescue,
+            memory_replicas=given.memory_replicas,
         )
         self._manager.session.unmanaged.quiet = True  # what is saved, and when, is for its arguments to say
         self._start = EpochStart()
@@ -162,17 +164,32 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         return self._manager
 
     def _save(self, model: nn.Module, trial: Any = None) -> None:
-        trainer, manager, part = self._trainer, self._manager, self._part
-        assert manager is not None
-        assert part is not None
-        state = trainer.state
-        trainer.store_flos()
-        part.gather()
-        self._start.prepare_save()
-        manager.progress.step, manager.progress.epoch = state.global_step, int(state.epoch)
+        state, manager = self._trainer.state, self._prepare_save()
         self._saved.add(_name(state.global_step))
         self._name_the_best(state)
         manager.save_state(_name(state.global_step), metrics=logged_metrics(state))
+
+    def _prepare_save(self) -> StateManager:
+        """Bring everything to the step that was just made, as a checkpoint is to have it."""
+        trainer, manager, part = self._trainer, self._manager, self._part
+        assert manager is not None
+        assert part is not None
+        trainer.store_flos()
+        part.gather()
+        self._start.prepare_save()
+        manager.progress.step, manager.progress.epoch = trainer.state.global_step, int(trainer.state.epoch)
+        return manager
+
+    def _log_save_evaluate(self, *given: Any, **named: Any) -> Any:
+        """After the step is logged, evaluated and maybe saved, take it into memory where that is due."""
+        result = self._own["_maybe_log_save_evaluate"](*given, **named)
+        session = self._manager.session if self._manager is not None else None
+        if session is not None and session.memory is not None:
+            session.memory.stepped(session.loop.progress.step)
+            if session.is_snapshot_due:
+                self._prepare_save()
+                session.save_to_memory()
+        return result
 
     def _name_the_best(self, state: TrainerState) -> None:
         best = _name(state.best_global_step or 0)
@@ -198,8 +215,11 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         """
         assert self._source.name is not None
         before = rng.capture()
-        restored = self._open().load_state(self._source.name)
+        manager = self._open()
+        restored = manager.resume() if self._source.in_memory else manager.load_state(self._source.name)
         rng.restore(before)
+        if restored is None or restored.name != self._source.name:
+            raise MissingError(f"{self._source.name} was removed while it was being loaded. Start the training again.")
         assert self._part is not None
         self._start.loaded(restored.skipped)
         self._part.report_step_size(restored)
@@ -233,16 +253,11 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
 
 def _refuse_foreign_options(options: Mapping[str, Any]) -> None:
     """Refuse options of a manager that the Trainer and its arguments decide, and those that do not exist."""
-    taken = {option.name for option in fields(ManagerOptions)} - _DECIDED_ELSEWHERE - _NOT_YET
+    taken = {option.name for option in fields(ManagerOptions)} - _DECIDED_ELSEWHERE
     if decided := sorted(options.keys() & _DECIDED_ELSEWHERE):
         raise ConfigError(
             f"CkptCallback has no option {', '.join(decided)}. It takes {', '.join(sorted(taken))}; the rest is for "
             "the Trainer and its TrainingArguments to say."
-        )
-    if memory := sorted(options.keys() & _NOT_YET):
-        raise ConfigError(
-            f"CkptCallback has no option {', '.join(memory)}: a Trainer does not resume from memory yet. Write the "
-            "loop with Accelerate and StateManager, or leave it out."
         )
     refuse_unknown("CkptCallback", options, known_options() - _DECIDED_ELSEWHERE)
 

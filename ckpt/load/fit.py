@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from ckpt.errors import CkptError, MismatchError, StateError
 from ckpt.load.reader import CheckpointReader
+from ckpt.shown import Lines
 from ckpt.state.parts import WHOLE_PART, Part
 
 Misfits = Mapping[str, Mapping[str, str]]  # what does not fit and why, by part and key; WHOLE_PART for all of a part
@@ -74,12 +75,9 @@ def _counts(reader: CheckpointReader, parts: Mapping[str, Part], key: str) -> st
 def _require_fit(reader: CheckpointReader, misfits: Misfits) -> None:
     problems = [_where(part, key) + why for part, keys in misfits.items() for key, why in sorted(keys.items())]
     if problems:
-        lines = "\n  ".join(problems)
-        raise MismatchError(
-            f"{reader.manifest.name} does not fit the live objects; nothing was changed:\n  {lines}\n"
-            "Build the objects as they were when it was saved, or use strict=False to restore what fits.",
-            tuple(problems),
-        )
+        head = f"{reader.manifest.name} does not fit the live objects; nothing was changed:"
+        advice = "Build the objects as they were when it was saved, or use strict=False to restore what fits."
+        raise MismatchError(Lines.listing(head, problems, advice), tuple(problems))
 
 
 def _where(part: str, key: str) -> str:

@@ -29,6 +29,7 @@ from ckpt.ranks.hosts import Hosts
 from ckpt.root import catalog
 from ckpt.root.verify import size_problems
 from ckpt.storage import Storage
+from ckpt.storage.base import read_document
 
 
 class Verdict(TypedDict):
@@ -119,7 +120,7 @@ def _manifest_text(root: Storage, name: str) -> str | None:
     """The bytes of the manifest in this host's root, as text; None if there is none, or a damaged one."""
     try:
         catalog.read_manifest(root, name)
-        return root.read(f"{name}/{FILE_NAME}").decode()
+        return read_document(root, f"{name}/{FILE_NAME}").decode()
     except (CheckpointError, AbsentError):
         return None
 

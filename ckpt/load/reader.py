@@ -9,8 +9,9 @@ from functools import cached_property, partial
 from typing import Any
 
 from ckpt.errors import DamagedError
+from ckpt.formats.damage import damage_reported
 from ckpt.formats.layout import Box, Layout, is_sharded, layout_of, local_tensor
-from ckpt.formats.native.documents import STATE, decode_inline, from_json, rank_document
+from ckpt.formats.native.documents import INLINE, STATE, decode_inline, from_json, parts_in, rank_document
 from ckpt.formats.native.json_values import Decoder
 from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.native.shard_table import ShardedTensors, ShardTable
@@ -52,16 +53,26 @@ class CheckpointReader:
         self._read_documents()
 
     def _read_documents(self) -> None:
-        self.parts = self._document(STATE)["parts"]
+        self.parts = parts_in(self._document(STATE), "parts", self._where(STATE))
         # a rank that was not there when it was saved reads the main rank's document
         was_there = self.rank < self.manifest.world_size
-        document = self._document(rank_document(self.rank if was_there else 0))
-        self.own = document["own"] if was_there else {}
-        self.state = {key: decode_inline(value) for key, value in document["state"].items()}
+        name = rank_document(self.rank if was_there else 0)
+        document = self._document(name)
+        self.own = parts_in(document, "own", self._where(name)) if was_there else {}
+        self.state = self._decoded_state(document, name)
 
     def rank_state(self, rank: int) -> dict[str, Any]:
         """Another rank's own state."""
-        return {key: decode_inline(value) for key, value in self._document(rank_document(rank))["state"].items()}
+        name = rank_document(rank)
+        return self._decoded_state(self._document(name), name)
+
+    def _decoded_state(self, document: Any, name: str) -> dict[str, Any]:
+        where = self._where(name)
+        with damage_reported(where, INLINE):
+            return {key: decode_inline(value, where) for key, value in document["state"].items()}
+
+    def _where(self, name: str) -> str:
+        return f"{self.manifest.name}/{name}"
 
     def has(self, key: str) -> bool:
         """Whether the checkpoint has such a part for this rank."""
@@ -190,7 +201,7 @@ class CheckpointReader:
         return self._tables[key]
 
     def _decoded(self, key: str, find: Callable[[str], Any]) -> Any:
-        return Decoder(find).decode((self._own(key) or self._part(key))["state"])
+        return Decoder(find, self._where(key)).decode((self._own(key) or self._part(key))["state"])
 
     def _part(self, key: str) -> Any:
         """A part as all ranks had it, or the main rank; what no other rank had, as this rank had it."""
@@ -238,7 +249,7 @@ class CheckpointReader:
 
     def _tensor_file(self, name: str) -> TensorFile:
         file = self._file(name)
-        return TensorFile.open(file, file.stored.key, self._asked_for)
+        return TensorFile.open(file, file.stored.key, file.record.size, self._asked_for)
 
     def _file(self, name: str) -> VerifiedFile:
         record = self._records[name]

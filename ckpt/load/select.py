@@ -17,6 +17,7 @@ from ckpt.load.inspection import Inspection
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
+from ckpt.shown import Lines
 from ckpt.storage import Storage
 
 _RESCANS = 5
@@ -144,10 +145,10 @@ def _nothing_intact(selection: Selection[T], passed_over: Mapping[str, str]) -> 
     if selection.name:
         why = passed_over[selection.name]
         return f"{why} Load another one, or load_state() without a name for the newest intact one."
-    lines = "\n  ".join(passed_over.values())
-    return (
-        f"no checkpoint in {' or '.join(storage.url for storage in selection.tiers)} is intact, so nothing was loaded:"
-        f"\n  {lines}\nRestore one from a backup, or start anew in another root."
+    return Lines.listing(
+        f"no checkpoint in {' or '.join(storage.url for storage in selection.tiers)} is intact, so nothing was loaded:",
+        passed_over.values(),
+        "Restore one from a backup, or start anew in another root.",
     )
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from ckpt.memory.places import Places
+from ckpt.memory.replicas import Replicas
 from ckpt.memory.root_token import remove_token
 from ckpt.memory.tier import MemoryTier
 from ckpt.ranks.group import MAIN
@@ -19,7 +20,7 @@ _log = logging.getLogger("ckpt")
 
 
 def build_tier(
-    saver: Saver, every: int | None, rescue: bool, storage_options: Mapping[str, Any] | None
+    saver: Saver, every: int | None, storage_options: Mapping[str, Any] | None, *, rescue: bool, replicas: int
 ) -> MemoryTier | None:
     """The memory tier beside the root of this saver, with a snapshot every so many steps; None for none.
 
@@ -31,7 +32,7 @@ def build_tier(
         root.on_hold = partial(_leave_snapshots, root.storage) if is_main else None
         return None
     places = Places(root.storage, rescue, storage_options, root.hosts.separate_roots)
-    tier = MemoryTier(every, root.ranks, saver, places)
+    tier = MemoryTier(every, root.ranks, saver, places, Replicas(root.ranks, replicas))
     root.on_hold = partial(_tell_held, weakref.ref(tier)) if is_main else None
     return tier
 

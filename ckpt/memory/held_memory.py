@@ -17,7 +17,7 @@ from ckpt.errors import CkptError, LockedError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.memory.keeper_process import KeeperProcess, last_log_line, living_keeper
 from ckpt.memory.place import ALIVE, MemoryPlace
-from ckpt.memory.slot_storage import is_in_memfds, slot_storage
+from ckpt.memory.slot_storage import REPLICA, is_in_memfds, slot_storage
 from ckpt.root.catalog import scan
 from ckpt.storage import open_storage, place_of
 
@@ -107,7 +107,7 @@ def _snapshots(place: MemoryPlace) -> Iterator[Manifest]:
 def _size(place: MemoryPlace) -> int:
     storage = slot_storage(place)
     if not is_in_memfds(place):
-        return sum(_sizes(place.slots))
+        return sum(_sizes(place.slots)) + sum(_sizes(place.path / REPLICA))
     with suppress(CkptError):
         return sum(entry.size for entry in storage.list())
     return 0

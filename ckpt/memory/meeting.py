@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import CkptError, StorageError
+from ckpt.memory import room
 from ckpt.memory.facts import boot_id
 from ckpt.memory.place import MemoryPlace, PlaceError, memory_directory
 from ckpt.memory.places import Places
 from ckpt.memory.root_token import identity_of, read_token, remove_token, write_token
+from ckpt.memory.slot_storage import is_in_memfds, replica_storage, slot_storage
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts, host_name
@@ -81,6 +83,16 @@ class Meeting:
         if problem and had is None and self.place is not None:
             self.remove()
         return problem
+
+    def measure_room(self) -> room.Room:
+        """The room for snapshots on this host, of which its folder has taken some."""
+        place = self.place
+        if place is None:
+            return room.measure(memory_directory(), 0, memfd=True)
+        if not place.is_there:
+            raise PlaceError(f"{place.path} was removed.")
+        taken = sum(entry.size for found in (slot_storage, replica_storage) for entry in found(place).list())
+        return room.measure(place.path, taken, memfd=is_in_memfds(place))
 
     def remove(self) -> None:
         """Remove this host's folder. Ranks that do not own it only leave."""

@@ -11,6 +11,7 @@ from ckpt.storage import Storage
 from ckpt.storage.local.volatile import VolatileStorage
 
 TMPFS, MEMFD = "tmpfs", "memfd"  # the fact `storage` in run.json
+REPLICA = "replica"  # the folder of a place with the snapshots of another host
 
 
 def slot_storage(place: MemoryPlace | None) -> Storage:
@@ -21,6 +22,11 @@ def slot_storage(place: MemoryPlace | None) -> Storage:
     if place is None:
         return VolatileStorage(memory_directory() / "ckpt-none")
     return MemfdStorage(place.path) if is_in_memfds(place) else VolatileStorage(place.slots)
+
+
+def replica_storage(place: MemoryPlace) -> Storage:
+    """The snapshots of another host that this one keeps, as a root of checkpoints."""
+    return VolatileStorage(place.path / REPLICA)
 
 
 def is_in_memfds(place: MemoryPlace) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -91,6 +91,7 @@ class SlotSaver(Saver):
     """Saves into memory. An error waits for the next snapshot; the memory of a snapshot is free when it is written."""
 
     written_size: int | None = None  # bytes of the last snapshot that this rank wrote
+    after_commit: Callable[[str], None] | None = None  # called with the name of a snapshot, before the next one
 
     def _capture(self, request: SaveRequest, *, snapshot: bool) -> SaveTransaction:
         """Training does not wait until a snapshot is written: without room for a copy of the state, it fails."""
@@ -106,6 +107,8 @@ class SlotSaver(Saver):
             self.written_size = sum(file.size for file in save.written)
         finally:
             self._release_written()
+        if self.after_commit is not None and self.root.owns_root:
+            self.after_commit(save.request.name)
 
     def _after_failure(self, name: str, error: Exception) -> None:
         self.root.abandon(name, error)

@@ -37,9 +37,8 @@ def crash_facts(crashed_at: int | None, resumed_at: int, root_step: int | None) 
 
 def saving_of(facts: Mapping[str, int | float]) -> str:
     """What the crash in these facts has cost; empty if there is none."""
-    if "crashed_at" not in facts:
-        return ""
-    return saving(*(int(facts[key]) for key in ("crashed_at", "resumed_at", "root_step")))
+    steps = [facts[key] for key in ("crashed_at", "resumed_at", "root_step") if key in facts]
+    return saving(*map(int, steps)) if len(steps) == 3 else ""
 
 
 def saving(crashed_at: int | None, resumed_at: int, root_step: int | None) -> str:

@@ -8,16 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ckpt.errors import CkptError, FullError, RanksError
-from ckpt.memory import room
 from ckpt.memory.meeting import Meeting
-from ckpt.memory.place import PlaceError, memory_directory
+from ckpt.memory.notices import report_off_until, warn_left_out, warn_of_unsaved
+from ckpt.memory.place import MemoryPlace, PlaceError
 from ckpt.memory.places import Places
+from ckpt.memory.replicas import Replicas
 from ckpt.memory.root_token import remove_token
-from ckpt.memory.slot_storage import is_in_memfds, slot_storage
+from ckpt.memory.slot_storage import slot_storage
 from ckpt.memory.slots import SlotSaver, SlotWriter
 from ckpt.memory.statistics import Statistics
 from ckpt.memory.step_file import read_step, write_step
-from ckpt.memory.unsaved import warn_of_unsaved
 from ckpt.memory.verdict import GIVE_WAY, SAVE, SKIP, Verdict, View, save_unless, verdict_of
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
@@ -38,14 +38,15 @@ class MemoryTier:
     """Takes a snapshot of the state into memory every `every` steps, and finds those that a killed run has left.
 
     `saver`: that of the root, whose writer numbers both and whose snapshot memory both use. `places`: finds and
-    makes the folder of this host. Whatever goes wrong here is one line in the log, and never an error of the training,
-    except that a rank is gone.
+    makes the folder of this host. `replicas`: the copies that hosts keep of each other's snapshots. Whatever goes wrong
+    here is one line in the log, and never an error of the training, except that a rank is gone.
     """
 
     every: int
     ranks: Ranks
     saver: Saver
     places: Places
+    replicas: Replicas
     statistics: Statistics = field(default_factory=Statistics)
     compared: ComparisonHistory = field(default_factory=ComparisonHistory)
     crashed_at: int | None = None  # the step that the run before had reached
@@ -59,6 +60,7 @@ class MemoryTier:
     _pause: int = _PAUSE
     _said: set[str] = field(default_factory=set)
     _damaged: set[str] = field(default_factory=set)
+    _has_received: bool = False  # a snapshot from another host
     is_off: bool = False
 
     def __post_init__(self) -> None:
@@ -79,6 +81,7 @@ class MemoryTier:
         self.wait()
         if not self._meet():
             return None
+        self._has_received |= self.replicas.restore(self.hosts, self.meeting.place, self._make_missing)
         place = self.meeting.place
         if place is not None and self.ranks.rank == MAIN:
             self.crashed_at = read_step(place)
@@ -153,10 +156,13 @@ class MemoryTier:
         """
         if keep and self._slots is not None:
             self._slots.abandon(_PATIENCE)
+            self.replicas.close()
         self._close_slots()
         has_worked = self._is_settled and (self._has_trained or self.saver.has_saved)
         if has_worked and not keep and self.ranks.rank == MAIN and self._taken_at is not None:
             warn_of_unsaved(self.saver.root, self._taken_at)
+        if self._has_received and not self._is_settled:  # only to look: the other host has it as well
+            self.meeting.remove()
         self.meeting.end() if has_worked and not keep else self.meeting.leave()
         self._is_settled = self._continues = False  # the root is released: other runs may come
         if self.ranks.rank == MAIN and self.statistics.taken:
@@ -188,8 +194,10 @@ class MemoryTier:
     def _agree(self, request: SaveRequest) -> Verdict:
         """What all ranks do, as the main rank decides from what each of them sees."""
         view = self._view(request)
-        call = f"step() (memory, {request.name})"
-        verdict: Verdict = decide_together(self.ranks, call, Result(view), lambda views: verdict_of(views, self.hosts))
+        call, copies = f"step() (memory, {request.name})", bool(self.replicas.count and not self.replicas.is_off)
+        verdict: Verdict = decide_together(
+            self.ranks, call, Result(view), lambda views: verdict_of(views, self.hosts, copies)
+        )
         return verdict
 
     def _view(self, request: SaveRequest) -> View:
@@ -198,7 +206,7 @@ class MemoryTier:
             self._check()
             view["busy"] = self.busy
             view["size"] = self._size_of(request)
-            view["room"] = self._room() if self.meeting.owns_place else None
+            view["room"] = self.meeting.measure_room() if self.meeting.owns_place else None
         except Exception as error:  # of any kind: the others must learn of it
             self._error = error
         if self._error is not None:
@@ -214,13 +222,11 @@ class MemoryTier:
             except Exception as error:
                 self._error = error
 
-    def _room(self) -> room.Room:
-        place = self.meeting.place
-        if place is not None and not place.is_there:
-            raise PlaceError(f"{place.path} was removed.")
-        used = sum(entry.size for entry in slot_storage(place).list()) if place is not None else 0
-        folder, may_grow = (memory_directory(), True) if place is None else (place.path, is_in_memfds(place))
-        return room.measure(folder, used, memfd=may_grow)
+    def _make_missing(self) -> MemoryPlace | None:
+        problem = self.meeting.make()
+        if problem:
+            raise PlaceError(problem)
+        return self.meeting.place
 
     def _settle_in(self, verdict: Verdict) -> Verdict:
         """Make the folders that are missing, on all hosts."""
@@ -233,6 +239,7 @@ class MemoryTier:
         return save_unless(why)
 
     def _begin(self, request: SaveRequest) -> None:
+        self.replicas.prepare(self.hosts)
         try:
             slots = self._open_slots()
             self.saver.release_idle()
@@ -257,6 +264,7 @@ class MemoryTier:
             writer.damaged = self._damaged
             self._slots = SlotSaver(writer, self.saver.snapshots, read_back=False, channel="memory")
             self._slots.compared = self.compared
+            self._slots.after_commit = lambda name: self.replicas.exchange(name, place)
         return self._slots
 
     def _close_slots(self) -> None:
@@ -270,10 +278,7 @@ class MemoryTier:
         self.statistics.skipped += 1
         if self.ranks.rank == MAIN and "skip" not in self._said:
             self._said.add("skip")
-            _log.warning(
-                "a snapshot in memory is left out, as the one before is still being written: memory_every=%d is more "
-                "often than this machine can. Further ones are counted.", self.every,
-            )  # fmt: skip
+            warn_left_out(self.every)
 
     def _give_way(self, verdict: Verdict, step: int) -> None:
         """Try again later. The same on every rank."""
@@ -285,12 +290,8 @@ class MemoryTier:
         self._resume_at = step + self._pause * self.every
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
         if self.ranks.rank == MAIN:
-            level = logging.INFO if "room" in self._said else logging.WARNING
+            report_off_until(self._resume_at, verdict["why"], again="room" in self._said)
             self._said.add("room")
-            _log.log(
-                level, "the memory tier is off until step %d: %s. Training and the root are not affected.",
-                self._resume_at, verdict["why"].rstrip("."),
-            )  # fmt: skip
 
     def turn_off(self, why: str) -> None:
         """Take no more snapshots, and say why. The same on every rank."""

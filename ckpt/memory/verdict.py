@@ -34,8 +34,8 @@ class Verdict(TypedDict):
     memfd: list[int]
 
 
-def verdict_of(views: list[View], hosts: Hosts) -> Verdict:
-    """On the main rank: from the views of all ranks."""
+def verdict_of(views: list[View], hosts: Hosts, copies: bool = False) -> Verdict:
+    """On the main rank: from the views of all ranks. `copies`: each host keeps those of the host before it too."""
     errors = dict.fromkeys(view["error"] for view in views if view["error"])
     if errors:
         return {"do": GIVE_WAY, "why": "; ".join(errors), "free": any(view["full"] for view in views), "memfd": []}
@@ -43,6 +43,9 @@ def verdict_of(views: list[View], hosts: Hosts) -> Verdict:
         return {"do": SKIP, "why": "", "free": False, "memfd": []}
     measured = {owner: view["room"] for owner, view in enumerate(views) if view["room"] is not None}
     sizes = {owner: _sizes(owner, views, hosts) for owner in measured}
+    if copies and hosts.separate_roots:
+        ring = sorted(sizes)
+        sizes = {owner: sizes[owner] + sizes[ring[at - 1]] for at, owner in enumerate(ring)}
     lacking = (room.problem(found, sizes[owner], str(memory_directory())) for owner, found in measured.items())
     small = [owner for owner, found in measured.items() if room.exceeds_tmpfs(found, sizes[owner])]
     return save_unless("; ".join(filter(None, lacking)), small)

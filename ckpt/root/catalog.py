@@ -16,6 +16,8 @@ from typing import Any
 from ckpt.errors import AbsentError, CheckpointError, ConfigError, DamagedError, MissingError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.storage import HubStorage, Storage, open_storage
+from ckpt.storage.base import read_document
+from ckpt.util.checked_json import is_relative
 
 LOCK = ".lock"  # in a root: locked by the run that writes to it
 MARKER = ".saving"  # in a checkpoint's folder while it is being saved or removed
@@ -69,7 +71,7 @@ def scan(storage: Storage) -> list[Checkpoint]:
     for entry in storage.list():
         name, _, file = entry.key.partition("/")
         files[name].add(file)
-    names = [name for name, inside in files.items() if inside & {FILE_NAME, MARKER, STATE}]
+    names = [name for name, inside in files.items() if inside & {FILE_NAME, MARKER, STATE} and is_relative(name)]
     return sorted((find(storage, name) for name in names), key=_commit_order, reverse=True)
 
 
@@ -92,7 +94,7 @@ def find(storage: Storage, name: str) -> Checkpoint:
 def read_manifest(storage: Storage, name: str) -> Manifest:
     where = f"{name}/{FILE_NAME}"
     try:
-        manifest = Manifest.from_bytes(storage.read(where), where)
+        manifest = Manifest.from_bytes(read_document(storage, where), where)
     except AbsentError:
         pass
     else:

@@ -47,7 +47,7 @@ def remove_uncommitted(storage: Storage, name: str) -> None:
         return
     checkpoint = find(storage, name)
     listed = {file.path for file in checkpoint.manifest.files} if checkpoint.manifest else set()
-    stray = [path for path in _marked_files(storage, name) if path not in listed]
+    stray = [path for path in _marked_files(storage, name) if path not in {*listed, FILE_NAME}]
     if checkpoint.manifest is None and _has_manifest(storage, name):
         return
     try:

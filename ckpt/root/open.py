@@ -13,6 +13,7 @@ from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root.catalog import STATE
 from ckpt.root.folder import open_url
 from ckpt.storage import Staging, Storage, open_storage, place_of
+from ckpt.storage.base import read_document
 
 _log = logging.getLogger("ckpt")
 
@@ -68,7 +69,7 @@ def parent_instead(url: str) -> str:
 
 def _is_checkpoint(storage: Storage) -> bool:
     try:
-        Manifest.from_bytes(storage.read(FILE_NAME), FILE_NAME)
+        Manifest.from_bytes(read_document(storage, FILE_NAME), FILE_NAME)
     except AbsentError:
         return False
     except VersionError:

@@ -17,18 +17,29 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
-from ckpt.errors import AbsentError, ConflictError, LockedError
+from ckpt.errors import AbsentError, ConflictError, DamagedError, LockedError
 from ckpt.root.catalog import MARKER
 from ckpt.storage import Entry, Storage
-from ckpt.storage.base import check_key
+from ckpt.storage.base import read_document
+from ckpt.util.checked_json import Rule, broken_rules, is_key, is_list, is_moment, is_text, joined, parse_json
 from ckpt.util.clock import utc_now
-from ckpt.util.process_identity import process_identity, start_time
+from ckpt.util.process_identity import is_identity, process_identity, start_time
 
 _log = logging.getLogger("ckpt")
 _PATIENCE = 60.0  # seconds that a save waits for a removal of the checkpoint that it replaces
 _PAUSE = 0.05
 _ATTEMPTS = 20  # to write a marker while other processes write one
 DAY = 24 * 3600.0
+_LARGEST = 16 << 20  # bytes: the names of a hundred thousand files
+_KEYS = Rule(is_list(is_key), "a list of relative paths, without '..'")
+_RULES = {
+    "files": _KEYS,
+    "replaces": _KEYS,
+    "id": Rule(is_text, "text", required=False),
+    "since": Rule(lambda value: value == "" or is_moment(value), "a time with its zone, in ISO 8601", required=False),
+    "removing": Rule(lambda value: isinstance(value, bool), "true or false", required=False),
+    "writer": Rule(is_identity, "the identity of a process", required=False),
+}
 
 
 @dataclass(frozen=True)
@@ -114,32 +125,38 @@ def marker_and_version(storage: Storage, name: str) -> tuple[SaveMarker | None, 
     """The marker in a checkpoint's folder, and the version to write over: None if there is none."""
     key = f"{name}/{MARKER}"
     try:
-        storage.read(key)
+        read_document(storage, key, _LARGEST)
     except AbsentError:  # the usual case, for which one request is enough
         return None, None
+    except DamagedError:
+        pass
     version = storage.version(key)  # before the content: the write then notices a change in between
     return read_marker(storage, name), version
 
 
 def read_marker(storage: Storage, name: str) -> SaveMarker | None:
     """The marker in a checkpoint's folder; None if there is none, or none that ckpt wrote."""
+    where = f"{name}/{MARKER}"
     try:
-        marker = json.loads(storage.read(f"{name}/{MARKER}"))
-        files = tuple(check_key(path) for path in [*marker["files"], *marker["replaces"]])
-        return SaveMarker(
-            files,
-            id=str(marker.get("id", "")),
-            since=str(marker.get("since", "")),
-            removing=bool(marker.get("removing")),
-            writer=tuple(marker.get("writer", ())),
-        )
+        marker = parse_json(read_document(storage, where, _LARGEST))
+        problems = broken_rules(marker, _RULES)
     except AbsentError:
         return None
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, DamagedError) as error:
+        problems = [str(error)]
+    if problems:
         _log.warning(
-            "%s/%s/%s is no save marker that ckpt can read: files that it may list are kept", storage.url, name, MARKER
-        )
+            "%s/%s is no save marker that ckpt can read: %s. Files that it may list are kept.",
+            storage.url, where, joined(problems).rstrip("."),
+        )  # fmt: skip
         return None
+    return SaveMarker(
+        (*marker["files"], *marker["replaces"]),
+        id=marker.get("id", ""),
+        since=marker.get("since", ""),
+        removing=marker.get("removing", False),
+        writer=tuple(marker.get("writer", ())),
+    )
 
 
 def marked_names(entries: Iterable[Entry]) -> list[str]:

@@ -14,7 +14,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt.errors import AbsentError, CheckpointError, LockedError, StorageError, shows_damage
+from ckpt.errors import AbsentError, CheckpointError, DamagedError, LockedError, StorageError, shows_damage
+from ckpt.formats.native.header import SUFFIX, Header
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Host, Manifest
 from ckpt.root import catalog
 from ckpt.root.file_names import rank_of
@@ -145,7 +146,7 @@ def lock_patiently(storage: Storage, name: str, held: ExitStack) -> None:
 
 
 def problems(storage: Storage, manifest: Manifest, *, show: bool = False, threads: int | None = None) -> list[str]:
-    """Everything that is wrong with a checkpoint's files: sizes first, then every byte against its hash.
+    """Everything that is wrong with a checkpoint's files: sizes, then every byte against its hash, then headers.
 
     Every thread holds a buffer of a few megabytes; None means as many threads as suit the storage.
     """
@@ -155,7 +156,19 @@ def problems(storage: Storage, manifest: Manifest, *, show: bool = False, thread
     files = [VerifiedFile.of(storage, manifest.name, file) for file in manifest.files]
     blocks = [(file, index) for file in files for index in range(len(file.record.blocks))]
     with progress_bar(f"verifying {manifest.name}", manifest.size, in_bytes=True, show=show) as advance:
-        return altered_blocks(blocks, advance, threads)
+        return altered_blocks(blocks, advance, threads) or _header_problems(files)
+
+
+def _header_problems(files: Iterable[VerifiedFile]) -> list[str]:
+    """Files whose headers claim other bytes than they have: whoever alters a file can make its hashes anew."""
+    wrong = []
+    for file in files:
+        if file.record.name.endswith(SUFFIX):
+            try:
+                Header.read(file.stored, file.stored.key, file.record.size)
+            except DamagedError as error:
+                wrong.append(str(error).rstrip("."))
+    return wrong
 
 
 def size_problems(storage: Storage, manifest: Manifest) -> list[str]:

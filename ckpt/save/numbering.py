@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from ckpt.formats.native.manifest_schema import LARGEST_SEQUENCE
+
 
 class Numbering:
     """Hands out sequence numbers in the order in which states are captured, though several saves may be under way."""
@@ -20,5 +22,10 @@ class Numbering:
     def reserve(self, known: int) -> int:
         """The next number, above `known` and above all that were handed out."""
         with self._guard:
-            self._last = 1 + max(self._last, known)
+            self._last = next_sequence(max(self._last, known))
             return self._last
+
+
+def next_sequence(known: int) -> int:
+    """The number after `known`. At the end of all numbers it is `known` again, and the time of the commit decides."""
+    return min(known + 1, LARGEST_SEQUENCE)

@@ -22,7 +22,7 @@ from ckpt.root.mirror import MirrorWorker
 from ckpt.root.retention import Keep
 from ckpt.save.environment import device_name, versions
 from ckpt.save.held_root import HeldRoot, adopt, files_of
-from ckpt.save.numbering import Numbering
+from ckpt.save.numbering import Numbering, next_sequence
 from ckpt.save.preconditions import refuse_foreign, refuse_to_overtake, version_to_replace
 from ckpt.storage import Staging, Storage
 from ckpt.storage.base import LostError
@@ -225,7 +225,7 @@ class RootWriter:
         manifest = Manifest(
             name=attempt.name,
             id=attempt.id,
-            sequence=max(self._reserved, 1 + self._highest),
+            sequence=max(self._reserved, next_sequence(self._highest)),
             created=utc_now(),
             run=self.run,
             parent=self.parent,

@@ -27,6 +27,7 @@ from ckpt.root.catalog import check_name, find
 from ckpt.root.file_names import whole_file
 from ckpt.root.folder import Folder
 from ckpt.save.root_writer import RootWriter
+from ckpt.shown import Lines
 from ckpt.storage import open_storage
 from ckpt.tools.export_accelerate import export
 
@@ -47,7 +48,7 @@ class Converted:
         lines = [f"{self.url}: {', '.join(self.parts)}"]
         for title, table in (("approximated", self.approximated), ("skipped", self.skipped)):
             lines += [f"  {title:<13} {what}: {why}" for what, why in table.items()]
-        return "\n".join(lines)
+        return Lines.of(lines)
 
 
 def convert(

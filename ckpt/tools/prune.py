@@ -134,8 +134,11 @@ class Plan:
         return {leftover.name: leftover.size for leftover in self.leftovers if leftover.name not in spared}
 
     def _clean(self, leftover: Leftover, spared: dict[str, str]) -> None:
-        mark = read_marker(self.storage, leftover.name) if leftover.marked else None
+        if not leftover.marked:
+            return
+        mark = read_marker(self.storage, leftover.name)
         if mark is None:
+            spared[leftover.name] = "has a save marker that ckpt cannot read, or was removed meanwhile"
             return
         if mark.age < self.grace:
             spared[leftover.name] = "was written again meanwhile"

@@ -173,7 +173,9 @@ class _Contents:
 
     def _headers(self, files: list[FileRecord]) -> dict[str, dict[str, Outline]]:
         def header(file: FileRecord) -> dict[str, Outline]:
-            return self._try_read(lambda: outlines(self._open(file), f"{self.manifest.name}/{file.path}")) or {}
+            return (
+                self._try_read(lambda: outlines(self._open(file), f"{self.manifest.name}/{file.path}", file.size)) or {}
+            )
 
         with ThreadPoolExecutor(reader_threads([self.storage])) as pool:
             return dict(zip([file.name for file in files], pool.map(header, files), strict=True))

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 Identity = list[str | int | None]  # as in JSON: boot id, inode of the PID namespace, process id, start time
+
+
+def is_identity(value: Any) -> bool:
+    """Whether a value from a document is what `process_identity` gives; also empty, where the system has no /proc."""
+    if not isinstance(value, list) or len(value) not in (0, 4):
+        return False
+    kinds = (str, int, int, str | None)
+    return all(isinstance(item, kind) for item, kind in zip(value, kinds, strict=False))
 
 
 def process_identity(process: int) -> Identity:

@@ -156,9 +156,7 @@ class AccelerateCheckpoint:
         return shards
 
     def _tensor_file(self, path: str) -> TensorFile:
-        file = TensorFile.open(self.folder.opened(path), f"{self.folder.where}/{path}")
-        self.folder.check({path: max((entry.stop for entry in file.stored.values()), default=0)})
-        return file
+        return TensorFile.open(self.folder.opened(path), f"{self.folder.where}/{path}", self.folder.files[path])
 
     def _values(self, path: str) -> Any:
         return read_values(self.folder.opened(path), 0, self.folder.files[path], f"{self.folder.where}/{path}")

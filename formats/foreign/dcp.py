@@ -15,11 +15,12 @@ import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats.foreign.pickle_reader import Described, read_pickle
-from ckpt.formats.foreign.torch_save import DTYPES, find_tensor
+from ckpt.formats.foreign.torch_save import DTYPES, find_tensor, stored_dtype
 from ckpt.formats.foreign.torch_values import read_values
 from ckpt.formats.layout import Box
 from ckpt.formats.native import dtypes
-from ckpt.formats.pieces import Piece, PiecedTensor, Sizes, check_complete
+from ckpt.formats.pieces import Piece, PiecedTensor, check_complete
+from ckpt.formats.strides import Sizes, checked_shape, checked_sizes
 from ckpt.formats.transfers import ByteReader
 
 METADATA = ".metadata"
@@ -184,7 +185,7 @@ def _stored(keys: Keys, state: Mapping[str, Any], chunks: Mapping[Sizes, Mapping
     """A tensor with its chunks. A chunk without a file is left out, so that it counts as missing."""
     boxes = {box.offsets: box for box in map(_box, state["chunks"]) if not box.is_empty}
     listed = [_chunk(box, chunks[offsets]) for offsets, box in boxes.items() if offsets in chunks]
-    return StoredTensor(keys, DTYPES[state["properties"].state[0].name], _sizes(state["size"]), tuple(listed))
+    return StoredTensor(keys, stored_dtype(state["properties"].state[0].name), _sizes(state["size"]), tuple(listed))
 
 
 def _box(chunk: Described) -> Box:
@@ -199,7 +200,7 @@ def _place(info: Mapping[str, Any]) -> tuple[str, int, int]:
     """A file, and the start and length of a range in it."""
     if info.get("transform_descriptors"):
         raise ValueError(f"{info['relative_path']} is transformed by {info['transform_descriptors']}; only plain ones")
-    start, length = _checked((info["offset"], info["length"]))
+    start, length = checked_sizes((info["offset"], info["length"]))
     return str(info["relative_path"]), start, length
 
 
@@ -221,14 +222,7 @@ def _values(storage: Mapping[Described, Described]) -> dict[str, Mapping[str, An
 def _sizes(size: Described) -> Sizes:
     if size.name != _SIZE:
         raise ValueError(f"{size.name} stands where a size should")
-    return _checked(size.arguments[0])
-
-
-def _checked(values: Iterable[Any]) -> Sizes:
-    listed = tuple(values)
-    if any(type(value) is not int or not 0 <= value < 1 << 63 for value in listed):
-        raise ValueError(f"{listed!r} are no sizes or offsets")
-    return listed
+    return checked_shape(size.arguments[0])
 
 
 def _dtype_and_shape(dtype: torch.dtype, shape: Sizes) -> str:

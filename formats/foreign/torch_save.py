@@ -13,6 +13,7 @@ import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats.foreign.pickle_reader import PERSISTENT, Described, read_pickle
+from ckpt.formats.native import dtypes
 from ckpt.formats.pieces import Region
 from ckpt.formats.transfers import ByteReader
 
@@ -130,7 +131,12 @@ def _dtype(storage: str, rest: list[Any], *, typed: bool) -> torch.dtype:
         if any(rest):
             raise ValueError("it is conjugated or negated when it is used")
         return _STORAGES[storage]
-    return DTYPES[rest[0].name]
+    return stored_dtype(rest[0].name)
+
+
+def stored_dtype(name: str) -> torch.dtype:
+    """The dtype of a tensor by its name in a pickle: `torch.float32`."""
+    return dtypes.by_name(dtypes.name_of(DTYPES[name]))
 
 
 def _checked(first: Any, sizes: Any, strides: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

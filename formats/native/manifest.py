@@ -14,12 +14,15 @@ never removed or given another meaning.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ckpt.errors import DamagedError, VersionError
+from ckpt.errors import DamagedError, UnsupportedError, VersionError
 from ckpt.formats.native.block_hash import ALGORITHM, BLOCK_SIZE, digest
+from ckpt.formats.native.manifest_schema import LARGEST_VERSION, manifest_problems
+from ckpt.util.checked_json import is_count, joined, parse_json, shown
 
 FILE_NAME = "manifest.json"
 FORMAT = "ckpt"
@@ -28,6 +31,7 @@ VERSION = 1
 _HEAD = f'{{\n "digest": "{ALGORITHM}:'.encode()
 _HEAD_END = b'",\n'
 _HEX = 32
+_VERSION = re.compile(r"[\w.+-]{1,40}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +52,7 @@ class FileRecord:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> FileRecord:
         known = {key: value for key, value in fields.items() if key in cls.__dataclass_fields__}
-        head = tuple(known["head"]) if known.get("head") else None
+        head = tuple(known["head"]) if known.get("head") is not None else None
         return cls(**{**known, "blocks": tuple(known["blocks"]), "head": head})
 
 
@@ -93,9 +97,11 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         fields = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        fields["metrics"] = {key: _json_number(value) for key, value in self.metrics.items()}
+        fields["metrics"] = {str(key): _json_number(value) for key, value in self.metrics.items()}
         if not self.memory:
             del fields["memory"]
+        if wrong := manifest_problems(fields, BLOCK_SIZE):  # it would be committed, and refused by every reader
+            raise UnsupportedError(f"{self.name} cannot be saved: {joined(wrong)}.", tuple(wrong))
         lines = json.dumps(fields, indent=1, allow_nan=False).encode().removeprefix(b"{\n")
         return _HEAD + digest(lines).encode() + _HEAD_END + lines
 
@@ -107,29 +113,44 @@ class Manifest:
         if data[:start] != _HEAD + claimed + _HEAD_END or digest(lines).encode() != claimed:
             raise DamagedError(f"{where} was altered: its bytes do not match its digest.")
         try:
-            fields = json.loads(b"{" + lines)
+            fields = parse_json(b"{" + lines)
             _check_version(fields, where)
-            return cls(**_known(cls, fields))
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            _refuse(manifest_problems(fields, BLOCK_SIZE))
+        except ValueError as error:
             raise DamagedError(f"{where} is no manifest of ckpt: {error}.") from error
+        return cls(**_known(cls, fields))
 
 
 def _check_version(fields: Mapping[str, Any], where: str) -> None:
-    if fields["format"] != FORMAT:
-        raise ValueError(f"its format is {fields['format']!r}")
-    if fields["version"] > VERSION:
-        writer = fields.get("versions", {}).get("ckpt", "?")
+    if fields.get("format") != FORMAT:
+        raise ValueError(f"its format is {shown(fields.get('format'))}")
+    version: Any = fields.get("version")
+    versions = fields.get("versions")
+    if not is_count(version, 1, LARGEST_VERSION):
+        raise ValueError(f"its version is {shown(version)}")
+    if version > VERSION:
+        writer = versions.get("ckpt") if isinstance(versions, dict) else None
         raise VersionError(
-            f"{where} has format version {fields['version']}, written by ckpt {writer}; this ckpt reads up to "
-            f"{VERSION}. Upgrade with 'pip install -U torch-ckpt', or load an older checkpoint by its name."
+            f"{where} has format version {version}, written by ckpt {writer if _is_version(writer) else '?'}; this "
+            f"ckpt reads up to {VERSION}. Upgrade with 'pip install -U torch-ckpt', or load an older checkpoint by its "
+            "name."
         )
+
+
+def _is_version(text: object) -> bool:
+    return isinstance(text, str) and _VERSION.fullmatch(text) is not None
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ValueError(joined(problems))
 
 
 def _known(cls: type[Manifest], fields: dict[str, Any]) -> dict[str, Any]:
     known = {key: value for key, value in fields.items() if key in cls.__dataclass_fields__}
     known["files"] = tuple(FileRecord.from_json(file) for file in known["files"])
     known["hosts"] = tuple(Host(host["name"], tuple(host["ranks"])) for host in known.get("hosts", ()))
-    known["metrics"] = {key: float(value) for key, value in known["metrics"].items()}
+    known["metrics"] = {key: float(value) for key, value in known.get("metrics", {}).items()}
     return known
 
 

@@ -11,7 +11,8 @@ from ckpt.errors import DamagedError
 from ckpt.formats.layout import Box
 from ckpt.formats.native.header import is_bare
 from ckpt.formats.native.tensor_file import TensorFile
-from ckpt.formats.pieces import Piece, PiecedTensor, Region, Sizes, dense_strides
+from ckpt.formats.pieces import Piece, PiecedTensor, Region
+from ckpt.formats.strides import Sizes, dense_strides
 
 _FoundPiece = tuple[torch.dtype, Sizes, Piece]  # dtype and shape of the full tensor, and one of its pieces
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from ckpt.errors import AbsentError, ConfigError, StorageError, TruncatedError
-from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, below, changed, check_key
+from ckpt.storage.base import ANY, LARGEST_DOCUMENT, Buffer, Entry, Unfinished, below, changed, check_key
 from ckpt.storage.deprecated import FormerName
 from ckpt.storage.hub.errors import translated_errors
 from ckpt.storage.hub.pending import Pending, Receipt
@@ -136,7 +136,8 @@ class HubStorage:
         self.settle()
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        fresh = start == 0 and stop is None  # a whole small file, such as a manifest, must not be outdated
+        # a whole small file, such as a manifest, must not be outdated
+        fresh = start == 0 and (stop is None or stop > LARGEST_DOCUMENT)
         commit, found = self._found(key, fresh=fresh)
         stop = found.size if stop is None else min(stop, found.size)
         return self._repo.read(found.path, commit, start, stop) if start < stop else b""

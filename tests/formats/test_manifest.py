@@ -4,11 +4,12 @@ import dataclasses
 import json
 import math
 import random
+from typing import Any
 
 import pytest
 import xxhash
 
-from ckpt.errors import DamagedError, VersionError
+from ckpt.errors import DamagedError, UnsupportedError, VersionError
 from ckpt.formats.native import manifest as manifests
 from ckpt.formats.native.block_hash import BLOCK_SIZE, BlockHasher, digest
 from ckpt.formats.native.manifest import FileRecord, Manifest
@@ -44,7 +45,7 @@ class TestRoundTrip:
             created="2025-01-01T00:00:00.000+00:00",
             run="run",
             files=(
-                FileRecord(name="model.safetensors", path="model.5f.safetensors", size=1 << 40, blocks=("a", "b")),
+                FileRecord(name="model.safetensors", path="model.5f.safetensors", size=1 << 26, blocks=("a", "b")),
                 FileRecord(name="empty.json", path="empty.json", size=0, blocks=(), block_size=16),
             ),
             world_size=8,
@@ -60,7 +61,7 @@ class TestRoundTrip:
         assert again == manifest
         assert again.to_bytes() == manifest.to_bytes()
         assert all(isinstance(file, FileRecord) for file in again.files)
-        assert (again.step, again.size) == (500, 1 << 40)
+        assert (again.step, again.size) == (500, 1 << 26)
         assert math.copysign(1, again.metrics["negative"]) == -1
 
     def test_what_is_not_given_has_a_default(self) -> None:
@@ -127,6 +128,136 @@ class TestDamage:
     def test_bytes_that_match_their_digest_and_are_no_manifest_are_damaged(self, lines: bytes) -> None:
         with pytest.raises(DamagedError, match=r"step/manifest\.json is no manifest of ckpt"):
             Manifest.from_bytes(signed(lines), "step/manifest.json")
+
+
+BAD_FIELDS: list[tuple[str, Any]] = [
+    ("name", 5),
+    ("name", "\ud800"),
+    ("id", "../../x"),
+    ("id", ""),
+    ("sequence", "a"),
+    ("sequence", -1),
+    ("sequence", True),
+    ("sequence", 2**53),
+    ("sequence", 10**400),
+    ("created", "yesterday"),
+    ("created", "2025-01-01T00:00:00"),
+    ("run", ["r"]),
+    ("run", "x" * 5000),
+    ("files", None),
+    ("files", ["model.safetensors"]),
+    ("world_size", 0),
+    ("layout", None),
+    ("parent", 3),
+    ("progress", {"step": "7"}),
+    ("progress", {"step": -1}),
+    ("progress", [1]),
+    ("metrics", {"loss": "low"}),
+    ("metrics", {"loss": 10**400}),
+    ("metrics", {"loss\0": 1.0}),
+    ("versions", {"ckpt": 1}),
+    ("hardware", {}),
+    ("seconds", {"total": "long"}),
+    ("seconds", {"total": 10**309}),
+    ("hosts", "all"),
+    ("hosts", [{"name": "a"}]),
+    ("hosts", [{"name": "a", "ranks": [-1]}]),
+    ("memory", {"waited": None}),
+]
+BAD_FILE_FIELDS: list[tuple[str, Any]] = [
+    ("path", "../outside"),
+    ("path", "/etc/passwd"),
+    ("path", "a/./b"),
+    ("path", "a\\b"),
+    ("path", "a\0b"),
+    ("path", ""),
+    ("path", 7),
+    ("path", "manifest.json"),
+    ("path", ".saving"),
+    ("name", "../outside"),
+    ("size", -1),
+    ("size", 1.5),
+    ("size", 2**63),
+    ("block_size", 0),
+    ("block_size", -1),
+    ("block_size", 2**40),
+    ("block_size", None),
+    ("blocks", []),
+    ("blocks", ["ab", "ab"]),
+    ("blocks", ["not a hash"]),
+    ("blocks", [5]),
+    ("blocks", {"ab": 1}),
+    ("head", [1]),
+    ("head", [4, "ab"]),
+    ("head", [0, "ab"]),
+    ("head", [2, None]),
+    ("head", "ab"),
+]
+
+
+class TestSchema:
+    """A digest that is right proves nothing: whoever alters a manifest makes its digest anew."""
+
+    @pytest.mark.parametrize(("field", "value"), BAD_FIELDS)
+    def test_a_field_that_makes_no_sense_is_named(self, field: str, value: Any) -> None:
+        with pytest.raises(DamagedError, match=rf"step/manifest\.json is no manifest of ckpt: .*{field.rstrip('s')}"):
+            Manifest.from_bytes(altered(SMALL, **{field: value}), "step/manifest.json")
+
+    @pytest.mark.parametrize(("field", "value"), BAD_FILE_FIELDS)
+    def test_a_field_of_a_file_that_makes_no_sense_is_named(self, field: str, value: Any) -> None:
+        file = {**dataclasses.asdict(SMALL.files[0]), field: value}
+        with pytest.raises(DamagedError, match=r"is no manifest of ckpt: file .*(block|hash|head|size|path|name)"):
+            Manifest.from_bytes(altered(SMALL, files=[file]), "step/manifest.json")
+
+    @pytest.mark.parametrize("field", ["name", "id", "sequence", "created", "run", "files"])
+    def test_a_missing_field_is_named(self, field: str) -> None:
+        lines = b"{" + SMALL.to_bytes().split(b"\n", 2)[2]
+        left = {name: value for name, value in json.loads(lines).items() if name != field}
+        with pytest.raises(DamagedError, match=f"{field} is missing"):
+            Manifest.from_bytes(signed(json.dumps(left).encode().removeprefix(b"{")), "manifest.json")
+
+    @pytest.mark.parametrize("field", ["name", "path"])
+    def test_two_files_of_one_name_or_path_are_refused(self, field: str) -> None:
+        first = dataclasses.asdict(SMALL.files[0])
+        second = {**first, "name": "other", "path": "other", field: first[field]}
+        with pytest.raises(DamagedError, match=f"'m' is the {field} of 2 files"):
+            Manifest.from_bytes(altered(SMALL, files=[first, second]), "manifest.json")
+
+    def test_every_offender_is_named_at_once_and_of_many_the_first(self) -> None:
+        with pytest.raises(DamagedError) as raised:
+            Manifest.from_bytes(altered(SMALL, sequence="a", run=1, progress=2), "manifest.json")
+        assert all(f"{field} is " in str(raised.value) for field in ("sequence", "run", "progress"))
+        files = [{"path": f"{number}"} for number in range(1000)]
+        with pytest.raises(DamagedError, match="and 2992 more") as raised:
+            Manifest.from_bytes(altered(SMALL, files=files), "manifest.json")
+        assert len(str(raised.value)) < 2000
+
+    def test_what_was_altered_is_shown_escaped_and_short(self) -> None:
+        with pytest.raises(DamagedError) as raised:
+            Manifest.from_bytes(altered(SMALL, created="\x1b[2J\n" + "x" * 10_000), "manifest.json")
+        assert str(raised.value).isprintable()
+        assert len(str(raised.value)) < 300
+
+    @pytest.mark.parametrize(
+        "value", [b"[" * 200_000, b'{"a":' * 200_000, b"NaN", b"-Infinity", b"1" * 5000, b'"\xff"', b"1e", b"{"]
+    )
+    def test_json_that_is_too_deep_or_none_is_damaged(self, value: bytes) -> None:
+        with pytest.raises(DamagedError, match="is no manifest of ckpt"):
+            Manifest.from_bytes(signed(b'"format": "ckpt", "version": 1, "x": ' + value + b"}"), "manifest.json")
+
+    @pytest.mark.parametrize("version", [0, -1, True, 1.0, None, "2", 10**7])
+    def test_a_version_that_is_none_is_damage_and_no_newer_format(self, version: object) -> None:
+        with pytest.raises(DamagedError, match="its version is"):
+            Manifest.from_bytes(altered(SMALL, version=version), "manifest.json")
+
+    def test_the_writer_of_a_newer_format_is_shown_only_if_it_is_a_version(self) -> None:
+        for versions in ({"ckpt": "9\x1b[2J"}, {"ckpt": ["9"]}, ["ckpt"], None):
+            with pytest.raises(VersionError, match=r"written by ckpt \?;"):
+                Manifest.from_bytes(altered(SMALL, version=99, versions=versions), "manifest.json")
+
+    def test_what_no_reader_would_accept_is_not_written(self) -> None:
+        with pytest.raises(UnsupportedError, match="step-00000002 cannot be saved: metrics is a dict and must be"):
+            dataclasses.replace(SMALL, metrics={"\ud800": 1.0}).to_bytes()
 
 
 class TestVersions:

@@ -13,8 +13,9 @@ from ckpt.formats.layout import Box, Layout
 from ckpt.formats.native.shard_table import ShardedTensors, ShardSpec, ShardTable, build_table, written_by
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.native.tensor_file_plan import plan_file
-from ckpt.formats.pieces import Piece, PiecedTensor, Region, dense_strides
+from ckpt.formats.pieces import Piece, PiecedTensor, Region
 from ckpt.formats.state import Shard
+from ckpt.formats.strides import dense_strides
 from ckpt.formats.tensor_bytes import narrowed
 from tests.helpers.file_in_memory import FileInMemory
 
@@ -40,7 +41,7 @@ def files(table: ShardTable, layout: Layout) -> dict[int, list[TensorFile]]:
         mine = written_by(table, {"weight": WHOLE}, rank)
         pieces = {name: Shard(piece_of(layout, rank), shard.shape, shard.offsets) for name, shard in mine.items()}
         data = b"".join(plan_file("model.safetensors", pieces).pieces())
-        found[rank] = [TensorFile.open(FileInMemory(data), f"rank {rank}")] if pieces else []
+        found[rank] = [TensorFile.open(FileInMemory(data), f"rank {rank}", len(data))] if pieces else []
     return found
 
 

@@ -127,7 +127,9 @@ def tensors(example: Example, checkpoint: str, names: tuple[str, ...] = TENSORS)
     return {name: (example.root / checkpoint / name).read_bytes() for name in names}
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["alone", "torchrun"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(1, id="alone", marks=pytest.mark.long), pytest.param(2, id="torchrun")]
+)
 def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Example:
     """A training that nobody interrupts."""
     example = training(tmp_path_factory.mktemp("straight"), request.param)
@@ -194,7 +196,14 @@ def course(folder: Path, world_size: int) -> Example:
     return Example(folder, "accelerate_loop.py", (*losses, *accumulating), world_size, launcher)
 
 
-@pytest.mark.parametrize("world_size", [0, 1, 2], ids=["plain", "accelerate-1", "accelerate-2"])
+@pytest.mark.parametrize(
+    "world_size",
+    [
+        pytest.param(0, id="plain", marks=pytest.mark.long),
+        pytest.param(1, id="accelerate-1", marks=pytest.mark.long),
+        pytest.param(2, id="accelerate-2"),
+    ],
+)
 def test_the_loop_of_the_course_killed_and_started_again_equals_one_that_was_not(
     tmp_path: Path, world_size: int
 ) -> None:

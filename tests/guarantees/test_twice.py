@@ -15,6 +15,7 @@ from ckpt.root.copy import Copies
 from ckpt.root.save_marker import mark_save, read_marker
 from ckpt.save.transaction import merge_reports
 from ckpt.storage import MemoryStorage, Storage, open_storage
+from ckpt.util.clock import utc_now
 from tests.helpers.places import Place, committed
 
 
@@ -96,7 +97,7 @@ def test_a_copy_is_committed_only_when_all_hosts_have_sent_their_files(anywhere:
     common = "state.json"
     files = [stored(storage, common, f"model/{host:05d}.safetensors") for host, storage in enumerate(hosts)]
     manifest = Manifest(
-        name="a", id="id", sequence=1, created="now", run="run", files=(files[0][0], files[0][1], files[1][1])
+        name="a", id="id", sequence=1, created=utc_now(), run="run", files=(files[0][0], files[0][1], files[1][1])
     )
     copies = [Copies(near, far, has_all_files=False, is_leader=host == 0) for host, near in enumerate(hosts)]
     for host, one in enumerate(copies):

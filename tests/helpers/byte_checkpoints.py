@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
@@ -13,7 +15,16 @@ from ckpt.root.verify import problems
 from ckpt.storage import ANY, Buffer, Entry, Storage, Unfinished
 from tests.helpers.places import PassedOn
 
-FILES = {"model.safetensors": b"weights" * 100, "state.json": b"{}"}
+MOMENT = "2026-01-01T00:00:00.000+00:00"
+
+
+def tensor_file(data: bytes) -> bytes:
+    """A safetensors file of these bytes."""
+    header = json.dumps({"bytes": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}).encode()
+    return struct.pack("<Q", len(header)) + header + data
+
+
+FILES = {"model.safetensors": tensor_file(b"weights" * 100), "state.json": b"{}"}
 
 
 def attempt_at(storage: Storage, name: str) -> Attempt:
@@ -25,7 +36,7 @@ def attempt_at(storage: Storage, name: str) -> Attempt:
     return Attempt(name, replaces=replaced, occupied_paths=there, expected_version=version)
 
 
-def manifest_of(attempt: Attempt, written: list[WrittenFile], *, sequence: int = 1, created: str = "") -> Manifest:
+def manifest_of(attempt: Attempt, written: list[WrittenFile], *, sequence: int = 1, created: str = MOMENT) -> Manifest:
     files = tuple(file.file for file in written)
     return Manifest(name=attempt.name, id=attempt.id, sequence=sequence, created=created, run="run", files=files)
 

@@ -103,7 +103,23 @@ def names(root: Path) -> list[str]:
     return [found.name for found in ckpt.list_checkpoints(root) if found.committed]
 
 
-def train(rank: int, folder: str, world_size: int, killed_at: int) -> None:
+def killed_with(callback: Any, step: int) -> Any:
+    """Killed after a step, when the snapshot of the step before is in memory."""
+    from transformers import TrainerCallback
+
+    class Killed(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            Path(args.output_dir, "..", "began").write_text(str(state.global_step))
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == step:
+                callback._manager.session.memory.wait()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return Killed()
+
+
+def train(rank: int, folder: str, world_size: int, killed_at: int, **options: Any) -> None:
     """Train, resuming if there is something to resume, until the end or the kill."""
     if world_size > 1:
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
@@ -114,8 +130,9 @@ def train(rank: int, folder: str, world_size: int, killed_at: int) -> None:
         "load_best_model_at_end": True,
         "save_total_limit": 2,
     }
-    callbacks = (kept(Path(folder, "root"), ranks=ckpt.RankOptions(timeout=60)), signalling(killed_at, signal.SIGKILL))
-    run = trainer(Path(folder), *callbacks, world_size=world_size, **evaluated)
+    ours = kept(Path(folder, "root"), ranks=ckpt.RankOptions(timeout=60), **options)
+    killed = killed_with(ours, killed_at) if options else signalling(killed_at, signal.SIGKILL)
+    run = trainer(Path(folder), ours, killed, world_size=world_size, **evaluated)
     run.train(resume_from_checkpoint=True)
     Path(folder, f"log-{rank}").write_text(json.dumps(logged(run.state.log_history), sort_keys=True))
     Path(folder, f"weights-{rank}").write_text(exact(run.model.state_dict()))
@@ -144,6 +161,45 @@ def test_a_trainer_that_was_killed_and_resumes_equals_one_that_was_not(tmp_path:
         files = [folder / "root" / f"step-{STEPS:08d}" / name for folder in (straight, killed)]
         assert files[0].read_bytes() == files[1].read_bytes()
     assert list((killed / "output").glob("*")) == []  # the Trainer wrote nothing of its own
+
+
+def train_in_memory(rank: int, folder: str, world_size: int, killed_at: int) -> None:
+    os.environ["CKPT_MEMORY_DIR"] = folder
+    train(rank, folder, world_size, killed_at, memory_every=2)
+
+
+def train_in_memory_and_be_killed(rank: int, straight: str, killed: str, world_size: int) -> None:
+    train_in_memory(rank, straight, world_size, -1)
+    seed_everything(rank)
+    train_in_memory(rank, killed, world_size, 11)
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_one_that_was_killed_resumes_from_memory_as_if_it_were_not(tmp_path: Path, world_size: int) -> None:
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    for folder in (straight, killed):
+        folder.mkdir()
+    both = (str(straight), str(killed), world_size)
+    assert run_ranks(world_size, train_in_memory_and_be_killed, *both) == [-signal.SIGKILL] * world_size
+    assert names(killed / "root")[0] in ("step-00000006", "step-00000009")
+    assert run_ranks(world_size, train_in_memory, str(killed), world_size, -1) == [0] * world_size
+    assert (killed / "began").read_text() == "10"
+    results = [f"{kind}-{rank}" for kind in ("log", "weights") for rank in range(world_size)]
+    assert [name for name in results if (killed / name).read_bytes() != (straight / name).read_bytes()] == []
+    assert not list(tmp_path.glob("*/ckpt-*")), "something is left in memory"
+
+
+def test_a_fresh_start_beside_what_is_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path))
+    assert run_ranks(1, train_in_memory_alone, str(tmp_path)) == [-signal.SIGKILL]
+    with pytest.raises(ckpt.ConfigError, match="has left step-00000002 in memory, and this run begins afresh"):
+        trainer(tmp_path, kept(tmp_path / "root", memory_every=2)).train()
+
+
+def train_in_memory_alone(rank: int, folder: str) -> None:
+    os.environ["CKPT_MEMORY_DIR"] = folder
+    ours = kept(Path(folder, "root"), memory_every=2)
+    trainer(Path(folder), ours, killed_with(ours, 3), save_steps=100).train()
 
 
 @pytest.fixture
@@ -281,11 +337,3 @@ def test_a_checkpoint_of_another_loop_is_refused_by_name(tmp_path: Path) -> None
         manager.save_state("mine")
     with pytest.raises(ckpt.MismatchError, match="mine has no trainer_state"):
         trainer(tmp_path, kept(tmp_path / "root")).train(resume_from_checkpoint=True)
-
-
-@pytest.mark.parametrize("option", [{"memory_every": 10}, {"memory_rescue": True}])
-def test_snapshots_in_memory_are_refused_as_long_as_a_trainer_cannot_resume_from_them(
-    tmp_path: Path, option: dict[str, Any]
-) -> None:
-    with pytest.raises(ckpt.ConfigError, match="a Trainer does not resume from memory yet"):
-        kept(tmp_path, **option)

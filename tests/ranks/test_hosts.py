@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +19,7 @@ from torch import nn
 import ckpt
 from ckpt.cli.main import main
 from ckpt.ranks import hosts as host_names
+from tests.helpers.namespaces import Node, cabled_nodes, ends_of
 from tests.helpers.processes import run_ranks
 from tests.helpers.sharded import MODELS, state, step
 
@@ -281,60 +280,25 @@ dist.destroy_process_group()
 """
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
 @pytest.fixture
-def nodes() -> Iterator[list[str]]:
-    """Two network namespaces with a cable between them: as far from each other as two hosts."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and iproute2")
-    names = [f"ckpt-{os.getpid()}-{end}" for end in "ab"]
-    try:
-        try:
-            for name in names:
-                _ip("netns", "add", name)
-            cable = [f"ck{os.getpid() % 100_000}{end}" for end in "ab"]
-            _ip("link", "add", cable[0], "netns", names[0], "type", "veth", "peer", "name", cable[1], "netns", names[1])
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-        for number, (name, end) in enumerate(zip(names, cable, strict=True), 1):
-            _ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", end)
-            _ip("-n", name, "link", "set", end, "up")
-            _ip("-n", name, "link", "set", "lo", "up")
-        yield [f"{name}:{end}" for name, end in zip(names, cable, strict=True)]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+def nodes() -> Iterator[list[Node]]:
+    with cabled_nodes() as found:
+        yield found
 
 
-def _launch(nodes: list[str], folders: list[Path], *arguments: str) -> list[tuple[int, str]]:
-    jobs = []
-    for number, (node, folder) in enumerate(zip(nodes, folders, strict=True)):
-        name, _, interface = node.partition(":")
+def _launch(nodes: list[Node], folders: list[Path], *arguments: str) -> list[tuple[int, str]]:
+    script = folders[0].parent / "script.py"
+    script.write_text(SCRIPT)
+    for folder in folders:
         folder.mkdir(exist_ok=True)
-        command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
-        command += ["--nproc-per-node=1", f"--node-rank={number}", "--master-addr=10.77.0.1", "--master-port=29511"]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1"}
-        script = folder.parent / "script.py"
-        script.write_text(SCRIPT)
-        jobs.append(
-            subprocess.Popen(
-                [*command, str(script), *arguments], cwd=folder, env=environment, stderr=subprocess.PIPE, text=True
-            )
-        )
-    try:
-        return [(job.wait(240), job.stderr.read() if job.stderr else "") for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
+    jobs = [node.launch(script, *arguments, cwd=folder) for node, folder in zip(nodes, folders, strict=True)]
+    return ends_of(jobs)
 
 
 @pytest.mark.timeout(800)  # six launchers, one after the other
-@pytest.mark.parametrize("mirrored", [True, False])
+@pytest.mark.parametrize("mirrored", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_two_nodes_in_namespaces_of_their_own_are_killed_and_resume(
-    nodes: list[str], tmp_path: Path, mirrored: bool
+    nodes: list[Node], tmp_path: Path, mirrored: bool
 ) -> None:
     mirror = str(tmp_path / "mirror") if mirrored else ""
     folders = [tmp_path / "a", tmp_path / "b"]

@@ -33,8 +33,8 @@ class TestListing:
         assert names(storage) == ["a", "z", "m"]
 
     def test_of_equal_sequences_the_later_one_comes_first(self, storage: Storage) -> None:
-        for name, created in (("a", "2024-01-02"), ("b", "2024-01-03"), ("c", "2024-01-01")):
-            manifest = replace(save(storage, name, sequence=7), created=created)
+        for name, day in (("a", "02"), ("b", "03"), ("c", "01")):
+            manifest = replace(save(storage, name, sequence=7), created=f"2024-01-{day}T00:00:00.000+00:00")
             storage.write(f"{name}/{FILE_NAME}", [manifest.to_bytes()])
         assert names(storage) == ["b", "a", "c"]
 

@@ -242,7 +242,7 @@ def _lines(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.also_on_s3
+@pytest.mark.also_on_s3(long=True)
 def test_verify_beside_a_run_that_saves_and_lets_go_gives_no_false_alarm(root: Place) -> None:
     with running(_save_and_keep_two, root) as run:
         _until_committed(root, 1, run)
@@ -255,7 +255,7 @@ def test_verify_beside_a_run_that_saves_and_lets_go_gives_no_false_alarm(root: P
     assert intact(root)
 
 
-@pytest.mark.also_on_s3
+@pytest.mark.also_on_s3(long=True)
 def test_pull_beside_a_run_that_saves_and_lets_go_is_not_aborted(root: Place, tmp_path: Path) -> None:
     pulls = 0
     with running(_save_and_keep_two, root) as run:

@@ -281,7 +281,7 @@ def test_an_unsupported_value_is_refused_at_once(root: Place) -> None:
 @pytest.mark.slow
 def test_every_kept_checkpoint_is_the_state_at_its_step(root: Place) -> None:
     """Many steps, a save at each, with second saves, edits in place and exceptions in between."""
-    rng, last = random.Random(1), 50
+    rng, last = random.Random(1), 20
     run = Run(1)
     states: dict[str, str] = {}
     with run.manager(root, keep=ckpt.Keep(last=last)) as manager:

@@ -18,6 +18,7 @@ from ckpt.ranks.hosts import Hosts
 from ckpt.root.catalog import find
 from ckpt.save.root_writer import RootWriter
 from ckpt.storage import ANY, Buffer, Storage, open_storage
+from tests.helpers.byte_checkpoints import MOMENT
 from tests.helpers.places import PassedOn
 
 SECONDS = dict.fromkeys(("blocked", "copied", "written", "total"), 0.0)
@@ -186,7 +187,7 @@ class TestOvertaking:
 
     def test_the_newest_of_the_mirror_counts_though_the_root_is_empty(self, tmp_path: Path) -> None:
         class Copied:
-            newest = Manifest(name="copied", id="id", sequence=7, created="now", run="run", files=())
+            newest = Manifest(name="copied", id="id", sequence=7, created=MOMENT, run="run", files=())
 
             def start(self, newest_first: list[Manifest]) -> None: ...
 
@@ -197,7 +198,7 @@ class TestOvertaking:
     def test_a_name_that_another_run_has_written_meanwhile_is_kept(self, tmp_path: Path) -> None:
         writer = writer_of(tmp_path)
         save(writer, "a")
-        theirs = Manifest(name="b", id="theirs", sequence=9, created="now", run="theirs", files=())
+        theirs = Manifest(name="b", id="theirs", sequence=9, created=MOMENT, run="theirs", files=())
         writer.storage.write(f"b/{FILE_NAME}", [theirs.to_bytes()])
         with pytest.raises(ckpt.ConflictError, match="b was saved by another run meanwhile, and is kept"):
             save(writer, "b")

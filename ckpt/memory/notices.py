@@ -1,4 +1,4 @@
-"""Says what is lost when a run ends with snapshots in memory that are newer than its last checkpoint."""
+"""What the memory tier says: snapshots left out, a tier that gives way, and what is lost at the end of a run."""
 
 from __future__ import annotations
 
@@ -23,3 +23,17 @@ def warn_of_unsaved(root: RootWriter, taken_at: int) -> None:
                 "the run ends with step %s in memory alone, which is removed: the newest checkpoint in %s is %s. Call "
                 "save_state() at the end of the training.", f"{taken_at:,}", root.storage.url, there,
             )  # fmt: skip
+
+
+def warn_left_out(every: int) -> None:
+    """Once: the snapshot before is still being written, or copied to the next host."""
+    _log.warning(
+        "a snapshot in memory is left out, as the one before is still being written: memory_every=%d is more often "
+        "than this machine can. Further ones are counted.", every,
+    )  # fmt: skip
+
+
+def report_off_until(step: int, why: str, *, again: bool) -> None:
+    """The tier gives way to the training. A warning the first time."""
+    text = "the memory tier is off until step %d: %s. Training and the root are not affected."
+    _log.log(logging.INFO if again else logging.WARNING, text, step, why.rstrip("."))

@@ -1,0 +1,204 @@
+"""Snapshots that the next host keeps too: the loss of a machine is cured from memory."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt.memory.host_link import Pace, bandwidth
+from ckpt.memory.replica_plan import SLOT, Held, Transfer, plan_transfers
+from ckpt.memory.slot_storage import REPLICA
+from tests.helpers.namespaces import Node, cabled_nodes, ends_of
+from tests.memory.host_jobs import Job
+
+
+@pytest.fixture
+def straight(tmp_path: Path) -> list[str]:
+    (tmp_path / "straight").mkdir()
+    return Job(tmp_path / "straight", 0, 0, 0, sharded=True).to(12, None)
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_host_that_was_replaced_has_its_part_back_from_the_next_one(
+    tmp_path: Path, straight: list[str], lost: int
+) -> None:
+    job = Job(tmp_path, 0, 1, 2, sharded=True, memory_replicas=1)
+    job.to(9, None)
+    job.replace_host(lost)
+    assert job.to(12, (True, 8)) == straight
+
+
+def test_two_hosts_that_were_replaced_make_all_take_the_roots(tmp_path: Path, straight: list[str]) -> None:
+    job = Job(tmp_path, 0, 1, 2, sharded=True, memory_replicas=1)
+    job.to(9, None)
+    job.replace_host(0)
+    job.replace_host(1)
+    assert job.to(12, (False, 5)) == straight
+
+
+def test_without_copies_the_loss_of_a_host_makes_all_take_the_roots(tmp_path: Path, straight: list[str]) -> None:
+    job = Job(tmp_path, 0, 1, 2, sharded=True)
+    job.to(9, None)
+    job.replace_host(1)
+    assert job.to(12, (False, 5)) == straight
+
+
+def test_what_every_rank_has_comes_back_from_any_host(tmp_path: Path) -> None:
+    (tmp_path / "straight").mkdir()
+    straight = Job(tmp_path / "straight", 0, 0, 0).to(12, None)
+    job = Job(tmp_path, 0, 1, 2)
+    job.to(9, None)
+    job.replace_host(0)
+    job.replace_host(1)
+    assert job.to(12, (True, 8)) == straight
+
+
+def test_a_damaged_copy_makes_all_take_the_roots(tmp_path: Path, straight: list[str]) -> None:
+    job = Job(tmp_path, 0, 1, 2, sharded=True, memory_replicas=1)
+    job.to(9, None)
+    job.replace_host(1)
+    for file in job.memories[2].glob("ckpt-*/replica/*/model/*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    assert job.to(12, (False, 5)) == straight
+
+
+def test_after_a_replacement_the_next_loss_is_cured_too(tmp_path: Path, straight: list[str]) -> None:
+    job = Job(tmp_path, 0, 1, 2, sharded=True, memory_replicas=1)
+    job.to(7, None)
+    job.replace_host(1)
+    job.to(9, (True, 6))
+    job.replace_host(2)
+    assert job.to(12, (True, 8)) == straight
+
+
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+import ckpt
+
+root, state, last, expected = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = fully_shard(nn.Linear(30, 30))
+optimizer = torch.optim.AdamW(model.parameters())
+with ckpt.StateManager(root, model=model, optimizer=optimizer, memory_every=2, memory_replicas=1) as manager:
+    restored = manager.resume()
+    assert (restored.step if restored else 0) == expected, restored
+    while manager.progress.step < last:
+        optimizer.zero_grad()
+        model(torch.ones(3, 30)).pow(2).mean().backward()
+        optimizer.step()
+        manager.step()
+        manager.session.memory.wait()
+    if last < 12:
+        os._exit(9)
+    torch.save([value.to_local() for value in model.state_dict().values()], f"{state}-{dist.get_rank()}")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[Node]]:
+    with cabled_nodes() as found:
+        yield found
+
+
+@pytest.mark.timeout(600)
+def test_a_machine_that_is_gone_is_replaced_by_another_which_has_the_snapshot_from_its_neighbour(
+    nodes: list[Node], tmp_path: Path
+) -> None:
+    script, states = tmp_path / "script.py", tmp_path / "states"
+    script.write_text(SCRIPT)
+    states.mkdir()
+
+    def run(name: str, last: int, expected: int) -> list[int]:
+        jobs = []
+        for node in nodes:
+            memory = tmp_path / f"memory-{name}-{node.number}"
+            memory.mkdir(exist_ok=True)
+            arguments = (str(tmp_path / name), str(states / name), str(last), str(expected))
+            environment = {"CKPT_MEMORY_DIR": str(memory)}
+            jobs.append(node.launch(script, *arguments, cwd=tmp_path, environment=environment))
+        ended = ends_of(jobs)
+        assert all(status == 0 for status, _ in ended) or last < 12, "\n".join(text for _, text in ended)
+        return [status for status, _ in ended]
+
+    run("straight", 12, 0)
+    run("replaced", 7, 0)
+    shutil.rmtree(tmp_path / "memory-replaced-1")
+    run("replaced", 12, 6)
+    for rank in range(2):
+        ours, straight = (torch.load(states / f"{name}-{rank}") for name in ("replaced", "straight"))
+        assert all(map(torch.equal, ours, straight))
+    assert not list(tmp_path.glob("memory-*/*")), "something is left in memory"
+
+
+def held(owner: int, place: str, sequence: int, *parts: int) -> Held:
+    """What a host has of a snapshot of three ranks: the file that all have, and those of some ranks."""
+    ranks = {"state": None, **{f"rank-{rank}": rank for rank in range(3)}}
+    return Held(
+        owner,
+        place,
+        f"id-{sequence}",
+        f"step-{sequence}",
+        sequence,
+        3,
+        ["state", *(f"rank-{part}" for part in parts)],
+        ranks,
+    )
+
+
+HOSTS = {0: (0,), 1: (1,), 2: (2,)}
+ALL_OWN = [held(rank, SLOT, 8, rank) for rank in range(3)]
+
+
+class TestPlan:
+    def test_nothing_is_sent_where_every_host_has_its_own(self) -> None:
+        assert plan_transfers(ALL_OWN, HOSTS, 3) == []
+
+    def test_a_host_that_lacks_it_has_it_from_the_one_that_keeps_it(self) -> None:
+        assert plan_transfers([*ALL_OWN[:2], held(0, REPLICA, 8, 2)], HOSTS, 3) == [Transfer(0, REPLICA, "step-8", 2)]
+
+    def test_hosts_whose_ranks_have_changed_places_send_each_other_their_own(self) -> None:
+        swapped = [held(0, SLOT, 8, 1), held(1, SLOT, 8, 0), ALL_OWN[2]]
+        assert plan_transfers(swapped, HOSTS, 3) == [Transfer(1, SLOT, "step-8", 0), Transfer(0, SLOT, "step-8", 1)]
+
+    def test_the_newest_that_all_can_have_is_taken(self) -> None:
+        older = [held(rank, SLOT, 6, rank) for rank in range(2)]
+        assert plan_transfers([*ALL_OWN[:2], *older, held(0, REPLICA, 6, 2)], HOSTS, 3) == [
+            Transfer(0, REPLICA, "step-6", 2)
+        ]
+
+    def test_nothing_is_sent_where_a_part_is_nowhere(self) -> None:
+        assert plan_transfers(ALL_OWN[:2], HOSTS, 3) == []
+
+    def test_another_number_of_ranks_needs_every_file(self) -> None:
+        assert plan_transfers(ALL_OWN, {0: (0,), 1: (1,)}, 2) == []
+        whole = held(2, REPLICA, 8, 0, 1, 2)
+        assert plan_transfers([*ALL_OWN, whole], {0: (0,)}, 1) == [Transfer(2, REPLICA, "step-8", 0)]
+
+
+class TestPace:
+    def test_transfers_are_no_faster_than_allowed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        now = [0.0]
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+        pace = Pace(100.0)
+        for _ in range(10):
+            pace.wait(50)
+        assert now[0] == pytest.approx(5, abs=0.02)
+
+    @pytest.mark.parametrize(("given", "bytes_per_second"), [("500MB", 500e6), ("", 1e9), ("fast", 1e9)])
+    def test_it_can_be_chosen(self, monkeypatch: pytest.MonkeyPatch, given: str, bytes_per_second: float) -> None:
+        monkeypatch.setenv("CKPT_MEMORY_BANDWIDTH", given)
+        assert bandwidth() == bytes_per_second
