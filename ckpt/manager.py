@@ -224,9 +224,8 @@ class StateManager:
             session.memory.stepped(session.loop.progress.step)
         session.metrics = checked_metrics(metrics)
         stop = self.told_to_stop()  # from the first step on: only then is there somebody to answer it
-        if stop or session.is_save_due:
-            self.save_state(wait=True if stop else None)
-        elif session.is_snapshot_due:
+        saved = self.save_state(wait=True if stop else None) if stop or session.is_save_due else None
+        if saved is None and session.is_snapshot_due:  # also where a save was left out
             session.save_to_memory()
         if stop:
             self._stop()

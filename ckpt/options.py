@@ -192,15 +192,10 @@ def problems(options: Mapping[str, Any], names: Iterable[str] | None = None) -> 
     """What is wrong with options, each under the name that its user wrote."""
     shown = zip(names or options, options.items(), strict=True)
     return [
-        f"{name}={_quoted(option, value)} must be {_MUST_BE[option][1]}"
+        f"{name}={'(not shown)' if option in _SECRET else repr(value)} must be {_MUST_BE[option][1]}"
         for name, (option, value) in shown
         if not _MUST_BE[option][0](value)
     ]
-
-
-def _quoted(option: str, value: Any) -> str:
-    """A value in an error; of one that may hold credentials, only what it is."""
-    return f"({type(value).__name__})" if option == "storage_options" else repr(value)
 
 
 def _optional(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -228,6 +223,7 @@ _MAYBE = (_optional(_is(bool)), "True, False or None")
 _KEEP = (_optional(_is(Keep)), "a ckpt.Keep, for example Keep(last=3)")
 _WHERE = (_is(str, os.PathLike, Storage), "a path, a URL or a storage")
 _SETTINGS = (_optional(_is(Mapping)), "a dict of what the storage of a URL takes")
+_SECRET = ("storage_options",)  # may hold credentials
 _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "save_every": (_optional(_is_count), "a number of steps, 1 or more"),
     "keep": _KEEP,

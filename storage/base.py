@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -223,11 +224,20 @@ def read_document(storage: Storage, key: str, most: int = LARGEST_DOCUMENT) -> b
 
 def check_key(key: str) -> str:
     """Return `key` if it is valid: it cannot lead out of the root."""
-    if not is_relative(key):
+    if not is_relative(key) or not _is_encodable(key):
         raise ConfigError(
             f"{key!r} is not a key: it must be names joined by '/', without '.', '..', backslashes or empty names."
         )
     return key
+
+
+def _is_encodable(key: str) -> bool:
+    """Whether a key can be the name of a file."""
+    try:
+        os.fsencode(key)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def below(key: str, prefix: str) -> bool:

@@ -5,6 +5,7 @@ Imports no torch, so that it starts at once: commands that need it import it whe
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import click
@@ -15,7 +16,7 @@ from ckpt.cli.diff import diff
 from ckpt.cli.ls import ls
 from ckpt.cli.memory import memory
 from ckpt.cli.merge import merge
-from ckpt.cli.output import echo_error
+from ckpt.cli.output import echo, echo_error
 from ckpt.cli.prune import prune
 from ckpt.cli.pull import pull
 from ckpt.cli.push import push
@@ -25,6 +26,9 @@ from ckpt.cli.show import show
 from ckpt.cli.verify import verify
 from ckpt.errors import CkptError
 from ckpt.version import __version__
+
+FAULT = 70  # the exit status of EX_SOFTWARE: an error inside the program
+_OF_CLICK = (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError)
 
 
 class _Commands(click.Group):
@@ -36,6 +40,20 @@ class _Commands(click.Group):
         except CkptError as error:
             echo_error(error)
             ctx.exit(1)
+        except _OF_CLICK:
+            raise
+        except Exception as error:  # a mistake in ckpt, or in a library that it uses
+            echo(_fault(error), err=True)
+            ctx.exit(FAULT)
+
+
+def _fault(error: Exception) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"ckpt: {type(error).__name__}: {error} ({place.filename}, line {place.lineno}). This is a fault of ckpt "
+        f"{__version__}, not of yours: please report this line and the command. https://pypi.org/project/torch-ckpt/ "
+        "says where."
+    )
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

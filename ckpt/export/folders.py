@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ckpt.errors import ConfigError, LockedError, StorageError
@@ -21,6 +23,7 @@ from ckpt.util.fork_safety import OwnerProcess
 _WEIGHTS = re.compile(r"((?:adapter_)?model)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
 
 _WEIGHT_SUFFIXES = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+_OLD = ".old"  # in the name of a folder while another one replaces it
 _PREFIX, _UNLOCKED_PREFIX = "ckpt-push-", ".ckpt-push-"
 
 
@@ -34,28 +37,23 @@ def atomic_folder(path: str | os.PathLike[str], *, over: bool = False) -> Iterat
     """Yield a temporary folder that is renamed to `path` on success, and removed on an error.
 
     An existing folder is refused or, with `over`, replaced; files in it that the new one does not have are kept, except
-    weights of an older model. The name of the temporary folder begins with a dot: the next call removes what a killed
-    process left.
+    weights of an older model. The temporary folder has a name that nobody can guess, which begins with a dot; the next
+    call removes what a killed process left.
     """
     final = Path(os.path.abspath(path))
     if os.path.lexists(final) and not over:
         raise ConfigError(f"{os.fspath(path)} is there already, and is kept as it is. Choose another destination.")
     if final.is_symlink() or (final.exists() and not final.is_dir()):
         raise ConfigError(f"{os.fspath(path)} is not a directory of its own. Choose another place for the model.")
-    new = final.with_name(f".{final.name}{TEMPORARY}")
     with _as_storage_error(final):
-        new.mkdir(parents=True, exist_ok=True)
-        with _locked(new):
-            try:
-                _recover(final)
-                _empty(new)
-                yield new
-                _carry_over(final, new)
-                sync_directory(new)
-                _swap_in(new, final)
-                sync_directory(final.parent)
-            finally:
-                shutil.rmtree(new, ignore_errors=True)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with _new_sibling(final) as new:
+            _clear_up(final, new, recover=over)
+            yield new
+            _carry_over(final, new)
+            sync_directory(new)
+            _swap_in(new, final)
+            sync_directory(final.parent)
 
 
 def refuse_checkpoints(directory: Path) -> None:
@@ -74,51 +72,89 @@ def _as_storage_error(path: Path) -> Iterator[None]:
         raise StorageError(f"could not write {path}: {error.strerror or error}.") from error
 
 
+def _sibling(final: Path, kind: str = "") -> Path:
+    """A path beside a folder that nobody can guess, and that `_siblings` finds."""
+    return final.with_name(f".{final.name}{kind}.{secrets.token_hex(6)}{TEMPORARY}")
+
+
+def _siblings(final: Path, kind: str = "") -> list[Path]:
+    """The directories that earlier calls of this user made beside a folder; whatever else has such a name is not ours.
+
+    The oldest comes first.
+    """
+    name = re.compile(rf"\.{re.escape(final.name + kind)}\.[0-9a-f]{{12}}{re.escape(TEMPORARY)}")
+    with os.scandir(final.parent) as entries:
+        named = [entry for entry in entries if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]
+    found = [(entry.stat(follow_symlinks=False), Path(entry.path)) for entry in named]
+    return [path for status, path in sorted(found, key=lambda each: each[0].st_mtime) if status.st_uid == os.geteuid()]
+
+
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder: two processes would remove each other's files."""
+def _new_sibling(final: Path) -> Iterator[Path]:
+    """A new directory beside a folder, locked while it is used, and removed unless it gets another name."""
+    new = _sibling(final)
+    os.mkdir(new)  # never what is there already
+    with ExitStack() as held:
+        held.callback(shutil.rmtree, new, ignore_errors=True)
+        try:
+            held.enter_context(LocalStorage(final.parent).lock(new.name))
+        except LockedError:
+            raise _written_by_another(final) from None
+        yield new
+
+
+def _clear_up(final: Path, own: Path, *, recover: bool) -> None:
+    """Remove what killed processes left beside a folder. Two at work on it would remove each other's files."""
+    for left in _siblings(final):
+        if left != own and not _remove_unlocked(left):
+            raise _written_by_another(final)
+    for old in reversed(_siblings(final, _OLD)) if recover else ():
+        if not os.path.lexists(final):  # killed between the two renames that replace it
+            os.rename(old, final)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _written_by_another(final: Path) -> LockedError:
+    return LockedError(f"another process is writing {final}. Wait until it has ended.")
+
+
+def _remove_unlocked(folder: Path) -> bool:
+    """Remove a directory unless somebody holds it. Returns whether nobody does."""
     try:
-        with LocalStorage(folder.parent).lock(folder.name):
-            yield
-    except LockedError:
-        raise LockedError(f"another process is writing {folder}. Wait until it has ended.") from None
-
-
-def _empty(folder: Path) -> None:
-    for entry in os.scandir(folder):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
-        else:
-            os.unlink(entry.path)
-
-
-def _set_aside_path(final: Path) -> Path:
-    """The path to which a folder is renamed while another replaces it."""
-    return final.with_name(f".{final.name}.old{TEMPORARY}")
-
-
-def _recover(final: Path) -> None:
-    """Undo a replacement that a kill interrupted between its two renames."""
-    old = _set_aside_path(final)
-    if old.exists() and not os.path.lexists(final):
-        os.rename(old, final)
-    shutil.rmtree(old, ignore_errors=True)
+        held = _try_lock(folder)
+    except FileNotFoundError:
+        return True
+    except OSError:  # without locks, nobody can tell: it is left
+        return True
+    if held is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+    return held is not None
 
 
 def _swap_in(new: Path, final: Path) -> None:
-    """Rename `new` to `final`; a folder that was there is removed afterwards."""
-    old = _set_aside_path(final)
+    """Rename `new` to `final`; a folder that is there is renamed before, and removed afterwards."""
+    aside: list[Path] = []
     try:
-        os.rename(final, old)
-    except FileNotFoundError:
-        os.rename(new, final)
-        return
-    try:
-        os.rename(new, final)
+        while not _is_renamed(new, final):
+            aside.append(_sibling(final, _OLD))
+            os.rename(final, aside[-1])
     except BaseException:
-        os.rename(old, final)
+        if aside and not os.path.lexists(final):
+            os.rename(aside[-1], final)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    for old in aside:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_renamed(new: Path, final: Path) -> bool:
+    try:
+        os.rename(new, final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return False
+    return True
 
 
 def _carry_over(directory: Path, new: Path) -> None:
@@ -146,7 +182,9 @@ def scratch_folder() -> Iterator[Path]:
     """A temporary directory, removed when the context ends. Those that killed processes left are removed, too."""
     _remove_abandoned(Path(tempfile.gettempdir()))
     new = Path(tempfile.mkdtemp(prefix=_UNLOCKED_PREFIX))
-    held = _try_lock(new)
+    held = None
+    with suppress(OSError):  # without locks, nobody removes it either
+        held = _try_lock(new)
     owner = OwnerProcess()
     folder = new.with_name(_PREFIX + new.name.removeprefix(_UNLOCKED_PREFIX))
     try:
@@ -160,23 +198,22 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _try_lock(folder: Path) -> int | None:
-    """Lock a directory until the descriptor is closed or this process ends. None if it is locked, or cannot be."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    """Lock a directory until the descriptor is closed or this process ends. None if it is locked."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         os.close(descriptor)
         return None
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor
 
 
 def _remove_abandoned(top: Path) -> None:
     """Remove the scratch directories of processes that were killed: models are large, and nothing else removes them."""
     for folder in top.glob(f"{_PREFIX}*"):
-        try:
-            held = _try_lock(folder)
-        except OSError:  # another user's, or removed meanwhile
-            continue
-        if held is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(held)
+        with suppress(OSError):  # removed meanwhile, or there are no locks
+            if os.lstat(folder).st_uid == os.geteuid():
+                _remove_unlocked(folder)

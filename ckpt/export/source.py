@@ -17,10 +17,11 @@ from ckpt.export.folders import belongs_beside
 from ckpt.export.rank_variants import is_own_file, merged
 from ckpt.formats.foreign import dcp
 from ckpt.formats.foreign.wrapper_prefixes import unwrapped
-from ckpt.formats.native.documents import STATE, from_json
+from ckpt.formats.native.documents import STATE, from_json, parts_in
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.native.pieced import pieced
+from ckpt.formats.native.shard_table import ShardTable
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.pieces import PiecedTensor, check_complete
 from ckpt.root.catalog import locate, read_manifest, scan
@@ -29,8 +30,11 @@ from ckpt.root.folder import Folder
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import problems
 from ckpt.storage import Storage
+from ckpt.util.checked_json import Rule, broken_rules, is_key, is_mapping, joined
 
 _log = logging.getLogger("ckpt")
+_INDEX_RULES = {"weight_map": Rule(is_mapping(is_key), "files by tensor")}
+_FEW = 10
 
 _ACCELERATE = {"model": "pytorch_model_fsdp", "optimizer": "optimizer"}  # its folders end with the number of the object
 _KNOWN = (
@@ -103,6 +107,8 @@ def _weights(found: Folder) -> list[str]:
         return [_WHOLE] if _WHOLE in lying else lying
     where = f"{found.where}/{_INDEX}"
     index = from_json(found.opened(_INDEX).read(0, found.files[_INDEX]), where)
+    if wrong := broken_rules(index, _INDEX_RULES):
+        raise DamagedError(f"{where} is no index of safetensors files: {joined(wrong)}.")
     named = sorted(set(index["weight_map"].values()))
     missing = [path for path in named if path not in found.files]
     if missing:
@@ -123,18 +129,33 @@ def _checkpoint(source: str | os.PathLike[str], part: str, options: Mapping[str,
         state = _state(storage, manifest, part)
         if "differs" in state:
             of_ranks = pieced(_tensor_file(storage, name, file) for file in _own_files(manifest, part))
-            tensors = merged(f"{name}: {part}", tensors, of_ranks, state["differs"]["tensors"])
+            tensors = merged(f"{name}: {part}", tensors, of_ranks, state["differs"].get("tensors", {}))
         check_complete(tensors, name)
-        aliases = state.get("spread", {}).get("aliases", {})  # tied tensors, which are in no file
-        tensors |= {alias: tensors[first] for alias, first in aliases.items()}
+        if "spread" in state:
+            table = ShardTable.from_json(state["spread"], manifest)
+            _check_table(tensors, table, f"{name}: {part}")
+            tensors |= {alias: tensors[first] for alias, first in table.aliases.items()}  # tied: they are in no file
         yield TensorSource(tensors, state.get("about", {}), manifest)
+
+
+def _check_table(tensors: Mapping[str, PiecedTensor], table: ShardTable, where: str) -> None:
+    """Refuse files that hold other tensors than the checkpoint's table of shards says."""
+    found = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    wrong = [name for name, spec in table.tensors.items() if found.get(name) != (spec.dtype, spec.shape)]
+    wrong += [alias for alias, first in table.aliases.items() if first not in tensors]
+    if wrong:
+        listed = ", ".join(sorted(wrong)[:_FEW])
+        raise DamagedError(f"{where} is damaged: its files do not hold what its table of shards says: {listed}.")
 
 
 def _state(storage: Storage, manifest: Manifest, part: str) -> Mapping[str, Any]:
     """The entry of a part in `state.json`: everything but its tensors."""
-    record = next(file for file in manifest.files if file.name == STATE)
+    record = next((file for file in manifest.files if file.name == STATE), None)
+    if record is None:
+        raise DamagedError(f"{manifest.name} is damaged: it lists no {STATE}.")
     file = VerifiedFile.of(storage, manifest.name, record)
-    state: Mapping[str, Any] = from_json(file.read_all(), file.stored.key)["parts"].get(part, {})
+    document = from_json(file.read_all(), file.stored.key)
+    state: Mapping[str, Any] = parts_in(document, "parts", file.stored.key).get(part, {})
     return state
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ckpt.formats.native.documents import decode_inline, encode_inline
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.reader import CheckpointReader
 from ckpt.load.select import Selection, choose
+from ckpt.memory.place import SLOTS, MemoryPlace
 from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import MAIN, Ranks, SingleProcess
 from ckpt.root import catalog
@@ -67,7 +69,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
                 Selection(
                     tiers=(storage,),
                     ranks=SingleProcess(),
-                    prepare=lambda candidate: _verify(storage, candidate.manifest),
+                    prepare=lambda candidate: verify(storage, candidate.manifest),
                 ),
                 held,
             )
@@ -81,9 +83,8 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
             raise ConfigError("CkptIO takes no storage_options: the path says where a checkpoint goes.")
         root, name = _split_path(path)
         self._finish_saves()
-        facts = {"progress": _progress(checkpoint).to_json(), "metrics": {}}
-        request = SaveRequest(catalog.check_name(name), lambda: _capture(checkpoint), facts)
-        self._saver(root).save(request, wait=not self._background)
+        request = request_of(catalog.check_name(name), checkpoint)
+        self.saver_of(open_storage(root)).save(request, wait=not self._background)
 
     def load_checkpoint(
         self, path: str | os.PathLike[str], map_location: Any | None = None, weights_only: bool | None = None
@@ -103,7 +104,8 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
                 held,
             )
         assert choice is not None  # with a name, a missing checkpoint is an error
-        self._saver(root).root.follow(choice.manifest, ())
+        if not _is_in_memory(root):  # then CkptMemory has the folder's saver continue from it
+            self.saver_of(storage).root.follow(choice.manifest, ())
         return choice.ready
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -119,8 +121,8 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
             saver.close()
         self._savers.clear()
 
-    def _saver(self, root: str) -> Saver:
-        storage = open_storage(root)
+    def saver_of(self, storage: Storage) -> Saver:
+        """The saver of a folder of checkpoints, of which there is one."""
         place = place_of(storage)
         if place not in self._savers:
             # Lightning decides what to resume from, and may start afresh in the same folder; only its main rank saves
@@ -134,7 +136,7 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         paths, self._to_remove = self._to_remove, []
         for path in paths:
             root, name = _split_path(path)
-            self._saver(root).root.remove(name)
+            self.saver_of(open_storage(root)).root.remove(name)
 
 
 class CkptGenerators(Callback):  # type: ignore[misc]
@@ -194,6 +196,12 @@ class Weights(Entry):
     """The model's weights: the name of this class in a manifest marks a part to be renamed on load."""
 
 
+def request_of(name: str, checkpoint: dict[str, Any]) -> SaveRequest:
+    """The save of one of Lightning's checkpoints under a name."""
+    facts = {"progress": _progress(checkpoint).to_json(), "metrics": {}}
+    return SaveRequest(name, lambda: _capture(checkpoint), facts)
+
+
 def _capture(checkpoint: dict[str, Any]) -> LiveState:
     entries: dict[Any, Entry] = {key: Entry(value) for key, value in checkpoint.items()}
     if _WEIGHTS in checkpoint and _MODEL not in checkpoint:
@@ -241,6 +249,12 @@ def _split_path(path: str | os.PathLike[str]) -> tuple[str, str]:
     return root or "/", name
 
 
-def _verify(storage: Storage, manifest: Manifest) -> None:
+def _is_in_memory(root: str) -> bool:
+    """Whether a folder of checkpoints is that of a run in memory."""
+    return Path(root).name == SLOTS and MemoryPlace.open(Path(root).parent) is not None
+
+
+def verify(storage: Storage, manifest: Manifest) -> None:
+    """Raise if a checkpoint is damaged."""
     if wrong := problems(storage, manifest, show=True):
         raise DamagedError(f"{manifest.name} is damaged: {'; '.join(wrong)}.")

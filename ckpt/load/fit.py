@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
-from ckpt.errors import CkptError, MismatchError, StateError
+from ckpt.errors import MismatchError
 from ckpt.load.reader import CheckpointReader
 from ckpt.shown import Lines
+from ckpt.state.load_errors import naming_part
 from ckpt.state.parts import WHOLE_PART, Part
 
 Misfits = Mapping[str, Mapping[str, str]]  # what does not fit and why, by part and key; WHOLE_PART for all of a part
@@ -32,17 +32,6 @@ def from_main_rank(reader: CheckpointReader, parts: Mapping[str, Part]) -> dict[
             saved_by = reader.manifest.world_size
             found[key] = f"each of the {saved_by} ranks that saved it had its own; all have the main rank's now"
     return found
-
-
-@contextmanager
-def naming_part(key: str) -> Iterator[None]:
-    """Turns an error of a managed object, of whatever class, into a `StateError` that names its part."""
-    try:
-        yield
-    except CkptError:
-        raise
-    except Exception as error:
-        raise StateError(f"{key} did not take its state back: {type(error).__name__}: {error}") from error
 
 
 def _misfits(reader: CheckpointReader, parts: Mapping[str, Part], key: str, part: Part) -> dict[str, str]:

@@ -19,6 +19,7 @@ from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.transfers import Transfer
 from ckpt.load.broadcast import Broadcasts
 from ckpt.load.part_tensors import OwnTensors, PartTensors, WholeTensors
+from ckpt.load.rank_state import check_rank_state
 from ckpt.load.verified_read import read, read_verified, verify
 from ckpt.ranks.group import MAIN
 from ckpt.root.file_names import own_key, spread_file, whole_file
@@ -69,7 +70,8 @@ class CheckpointReader:
     def _decoded_state(self, document: Any, name: str) -> dict[str, Any]:
         where = self._where(name)
         with damage_reported(where, INLINE):
-            return {key: decode_inline(value, where) for key, value in document["state"].items()}
+            state = {key: decode_inline(value, where) for key, value in document["state"].items()}
+        return check_rank_state(state, where)
 
     def _where(self, name: str) -> str:
         return f"{self.manifest.name}/{name}"
@@ -197,7 +199,7 @@ class CheckpointReader:
 
     def _table(self, key: str) -> ShardTable:
         if key not in self._tables:
-            self._tables[key] = ShardTable.from_json(self._part(key)["spread"])
+            self._tables[key] = ShardTable.from_json(self._part(key)["spread"], self.manifest)
         return self._tables[key]
 
     def _decoded(self, key: str, find: Callable[[str], Any]) -> Any:
@@ -217,6 +219,7 @@ class CheckpointReader:
         if own:
             return OwnTensors.of(
                 own,
+                self.manifest,
                 self.rank,
                 lambda rank: self._files(whole_file, own_key(key, rank)),
                 lambda rank: self._files(spread_file, key, rank),

@@ -9,16 +9,30 @@ import json
 import os
 import platform
 import secrets
-import stat
 from collections.abc import Mapping
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ckpt.storage.local.regular_file import open_regular
+from ckpt.util.checked_json import Rule, broken_rules, is_count, is_finite, is_mapping, is_text, parse_json
 from ckpt.version import __version__
 
 _MOST_FACTS = 64 << 10  # bytes
+_RESCUE = {
+    "root": Rule(is_text, "text"),
+    "after": Rule(is_finite, "a number of seconds"),
+    "deadline": Rule(is_finite, "a number of seconds"),
+}
+_RULES = {
+    "format": Rule(is_count, "a number"),
+    "uid": Rule(is_count, "a number"),
+    "created": Rule(is_text, "text"),
+    "root_sha256": Rule(is_text, "text"),
+    "versions": Rule(is_mapping(is_text), "names with text"),
+    "rescue": Rule(lambda value: value is None or not broken_rules(value, _RESCUE), "settings", required=False),
+}
 
 
 def boot_id() -> str:
@@ -43,18 +57,18 @@ def digest_of(root_identity: str) -> str:
 def read_facts(path: Path) -> dict[str, Any] | None:
     """The facts in a regular file of this user's; None if it is anything else."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         return None
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_size > _MOST_FACTS:
+        if status.st_uid != os.getuid() or status.st_size > _MOST_FACTS:
             return None
         try:
-            facts = json.loads(file.read())
+            facts: Any = parse_json(file.read(_MOST_FACTS))
         except ValueError:
             return None
-    return facts if isinstance(facts, dict) else None
+    return None if broken_rules(facts, _RULES) else dict(facts)
 
 
 def write_facts(path: Path, facts: Mapping[str, Any]) -> None:

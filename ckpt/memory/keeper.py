@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import signal
+import stat
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ _TOUCH = 60.0  # seconds between two notes that the run lives
 _RETRY = 30.0  # seconds between two attempts to rescue
 _GRACE = 10.0  # seconds after its deadline until the rescue is killed
 _LOOKS = 3
+_MOST_FACTS = 64 << 10  # characters
 
 
 class Taken(Exception):  # noqa: N818 - not a failure
@@ -70,17 +72,19 @@ class Keeper:
             if self._rescue.tend(time.monotonic() - self._deserted, hurry=self._hurry):
                 continue
             expired = time.monotonic() - self._deserted >= self.settings["linger"]
-            if (self._hurry or expired or not self._has(RUN)) and self._finish():
+            # what is in the root is not needed here: whoever removes it there, to go back, must not find it again
+            over = self._hurry or expired or self._rescue.has_saved or not self._has(RUN)
+            if over and self._finish():
                 return
 
     def facts(self) -> dict[str, Any]:
         """What the run says of itself now: a restart may have changed it."""
         try:
             with open(self._open(RUN, os.O_RDONLY)) as file:
-                facts: dict[str, Any] = json.load(file)
-        except (OSError, ValueError):
-            return {}
-        return facts
+                facts = json.loads(file.read(_MOST_FACTS))
+        except (OSError, ValueError, RecursionError):
+            facts = None
+        return facts if isinstance(facts, dict) else {}
 
     def log(self, text: str) -> None:
         """Add a line to the log in the folder."""
@@ -160,8 +164,13 @@ class Keeper:
         return True
 
     def _open(self, name: str, flags: int) -> int:
-        flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        return os.open(name, flags, 0o600, dir_fd=self._folder)
+        """A regular file of the folder with no other name: whatever else is there is neither waited for nor written."""
+        descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=self._folder)
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            os.close(descriptor)
+            raise OSError(f"{name} is no file of this folder alone")
+        return descriptor
 
 
 class RescueProcess:
@@ -191,16 +200,14 @@ class RescueProcess:
 
     def _is_due(self, deserted: float, *, hurry: bool) -> bool:
         wanted = self._keeper.facts().get("rescue")
-        if not wanted:
-            return False
-        after = min(float(wanted["after"]), self._keeper.settings["linger"])
-        return hurry or (deserted >= after and time.monotonic() >= self._not_before)
+        after = min(float(wanted["after"]), self._keeper.settings["linger"]) if wanted else 0.0
+        return bool(wanted) and (hurry or (deserted >= after and time.monotonic() >= self._not_before))
 
     def _start(self) -> None:
         """SIGTERM is blocked in it from its first instruction: it ends by itself, or at its deadline."""
         path = os.pathsep.join(filter(None, [self._keeper.settings["library"], os.environ.get("PYTHONPATH")]))
         log = f"{self._keeper.path}/{LOG}"
-        append = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        append = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             self._child = os.posix_spawn(
                 sys.executable,

@@ -16,6 +16,7 @@ from typing import Any
 from ckpt.errors import StorageError
 from ckpt.memory import keeper
 from ckpt.memory.place import MemoryPlace, linger_seconds
+from ckpt.storage.local.regular_file import open_regular
 from ckpt.util.process_identity import start_time
 
 _log = logging.getLogger("ckpt")
@@ -86,7 +87,7 @@ def require_keeper(place: MemoryPlace, *, memfd: bool = False, limit: int | None
 def living_keeper(place: MemoryPlace) -> KeeperProcess | None:
     """The keeper that has the folder's lock; None if none has."""
     try:
-        descriptor = os.open(place.path / keeper.LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_regular(place.path / keeper.LOCK, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
@@ -101,7 +102,7 @@ def living_keeper(place: MemoryPlace) -> KeeperProcess | None:
 def last_log_line(place: MemoryPlace) -> str:
     """The last line of the keeper's log; empty if it has none."""
     try:
-        descriptor = os.open(place.path / keeper.LOG, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_regular(place.path / keeper.LOG, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         return ""
     with open(descriptor, errors="replace") as file:

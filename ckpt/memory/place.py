@@ -22,6 +22,7 @@ from typing import Any
 from ckpt.errors import StorageError
 from ckpt.memory.facts import boot_id, code_versions, digest_of, read_facts, write_facts
 from ckpt.memory.open_descriptors import OpenDescriptors
+from ckpt.storage.local.regular_file import open_regular
 from ckpt.util.clock import utc_now
 
 FORMAT = 1
@@ -235,7 +236,7 @@ def _last_change(folder: Path) -> float:
 
 def _open_alive(folder: Path) -> int:
     try:
-        return os.open(folder / ALIVE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_regular(folder / ALIVE, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError as error:
         raise PlaceError(f"{folder} cannot be entered: {error.strerror or error}.") from error
 

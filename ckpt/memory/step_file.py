@@ -6,15 +6,17 @@ import os
 from contextlib import suppress
 
 from ckpt.memory.place import MemoryPlace
+from ckpt.storage.local.regular_file import has_one_name, open_regular
 
 STEP = "step"
 
 
 def write_step(place: MemoryPlace, step: int) -> None:
     """Record the step that training has reached."""
-    descriptor = os.open(place.path / STEP, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = open_regular(place.path / STEP, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        os.pwrite(descriptor, b"%020d" % step, 0)
+        if has_one_name(descriptor):
+            os.pwrite(descriptor, b"%020d" % step, 0)
     finally:
         os.close(descriptor)
 
@@ -22,7 +24,7 @@ def write_step(place: MemoryPlace, step: int) -> None:
 def read_step(place: MemoryPlace) -> int | None:
     """The step that the run before had reached; None if it has recorded none."""
     with suppress(OSError, ValueError):
-        descriptor = os.open(place.path / STEP, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = open_regular(place.path / STEP, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             return int(os.read(descriptor, 20))
         finally:

@@ -17,7 +17,7 @@ from ckpt.errors import AbsentError, CheckpointError, ConfigError, DamagedError,
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.storage import HubStorage, Storage, open_storage
 from ckpt.storage.base import read_document
-from ckpt.util.checked_json import is_relative
+from ckpt.util.checked_json import is_key
 
 LOCK = ".lock"  # in a root: locked by the run that writes to it
 MARKER = ".saving"  # in a checkpoint's folder while it is being saved or removed
@@ -71,7 +71,7 @@ def scan(storage: Storage) -> list[Checkpoint]:
     for entry in storage.list():
         name, _, file = entry.key.partition("/")
         files[name].add(file)
-    names = [name for name, inside in files.items() if inside & {FILE_NAME, MARKER, STATE} and is_relative(name)]
+    names = [name for name, inside in files.items() if inside & {FILE_NAME, MARKER, STATE} and is_key(name)]
     return sorted((find(storage, name) for name in names), key=_commit_order, reverse=True)
 
 

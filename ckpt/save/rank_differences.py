@@ -12,6 +12,7 @@ from typing import Any
 
 from ckpt.errors import RanksError
 from ckpt.formats.layout import Layout
+from ckpt.formats.layout_json import layout_from_json
 from ckpt.formats.native import dtypes
 from ckpt.formats.native.shard_table import EVERY, ShardSpec, ShardTable, disagreements
 from ckpt.ranks.group import MAIN
@@ -151,7 +152,7 @@ class Verdict:
         """The layout of a tensor on the ranks that it is sharded over; None if it is a plain one."""
         narrow = self.details[rank]["layouts"].get(key, {}).get(name)
         if narrow is not None:
-            return Layout.from_json(narrow)
+            return layout_from_json(narrow)
         return None if entry.layout.is_replicated else entry.layout
 
 

@@ -21,6 +21,7 @@ from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.state import FilePlan
 from ckpt.load.accelerate_state import UNKNOWN_PROGRESS, AccelerateState, ForeignPart
+from ckpt.memory.root_token import remove_token
 from ckpt.ranks.group import SingleProcess
 from ckpt.root import deletion
 from ckpt.root.catalog import check_name, find
@@ -101,6 +102,7 @@ def _require_accelerate(folder: Folder) -> None:
 
 def _write(writer: RootWriter, name: str, files: list[FilePlan], world_size: int) -> None:
     writer.hold()
+    remove_token(writer.storage)  # what a run has left in memory does not continue from what is written now
     if find(writer.storage, name).committed:
         raise ConfigError(f"{writer.storage.url} has a checkpoint {name!r} already. Choose another name=.")
     began = time.monotonic()

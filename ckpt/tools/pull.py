@@ -19,6 +19,7 @@ from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root import catalog
 from ckpt.root.verify import verify
 from ckpt.storage import HubStorage, open_storage
+from ckpt.storage.base import LARGEST_DOCUMENT
 from ckpt.storage.hub.download import fetched, unreachable
 from ckpt.storage.hub.repo import HubRepo
 from ckpt.tools.transfer import transfer
@@ -109,7 +110,8 @@ def _checkpoint(repo: HubRepo, top: str, step: int, offline: TransientError | No
 def _manifest(path: Path) -> Manifest | None:
     """The manifest at a path; None if it is another tool's file of that name, or damaged."""
     try:
-        return Manifest.from_bytes(path.read_bytes(), path.as_posix())
+        with path.open("rb") as file:
+            return Manifest.from_bytes(file.read(LARGEST_DOCUMENT), path.as_posix())
     except CheckpointError:
         return None
 

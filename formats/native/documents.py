@@ -21,7 +21,7 @@ from ckpt.formats.tensor_bytes import host_bytes, on_host
 
 STATE = "state.json"
 INLINE = "state that ckpt writes"
-_PART_FIELDS = {"spread": dict, "differs": dict, "about": dict, "plain": list}
+_PART_FIELDS: dict[str, type[Any]] = {"spread": dict, "differs": dict, "about": dict, "plain": list}
 
 
 def rank_document(rank: int) -> str:

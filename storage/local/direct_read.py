@@ -13,6 +13,7 @@ import os
 import threading
 from contextlib import suppress
 
+from ckpt.storage.local.regular_file import open_regular
 from ckpt.util.aligned_memory import ALIGNMENT, O_DIRECT, allocate_aligned, copy_bytes
 
 _CACHESTAT = 451  # the same on every architecture; since Linux 6.5
@@ -42,7 +43,7 @@ def read_scattered(path: str, start: int, buffers: list[memoryview], *, cached: 
     With `cached`, all is read through the page cache.
     """
     left = [buffer for buffer in buffers if len(buffer)]
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_regular(path)
     try:
         size = sum(map(len, left))
         if size >= _WORTH_IT and not cached and not _is_cached(descriptor, start, size):
@@ -59,7 +60,7 @@ def read_scattered(path: str, start: int, buffers: list[memoryview], *, cached: 
 
 def evict(path: str) -> None:
     """Drop the clean pages of a file from the page cache, where the system can."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = open_regular(path)
     try:
         with suppress(AttributeError, OSError):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -77,7 +78,7 @@ def _is_cached(descriptor: int, start: int, size: int) -> bool:
 def _past_cache(path: str, start: int, left: list[memoryview]) -> tuple[int, list[memoryview]]:
     """Read aligned blocks with direct I/O. Stops where that is refused, or the file ends."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | O_DIRECT)
+        descriptor = open_regular(path, os.O_RDONLY | O_DIRECT)
     except OSError:
         return start, left
     bounce = _bounce()

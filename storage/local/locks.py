@@ -16,6 +16,7 @@ from pathlib import Path
 from ckpt.errors import LockedError, StorageError
 from ckpt.storage.base import LostError
 from ckpt.storage.local.durable_directories import NO_LOCKS, make_directories
+from ckpt.storage.local.regular_file import NotRegularError, has_one_name, open_regular
 
 _log = logging.getLogger("ckpt")
 
@@ -37,6 +38,12 @@ class HeldLock:
         except (FileNotFoundError, NotADirectoryError):
             return False
         return os.path.samestat(there, os.fstat(self.descriptor))
+
+    def write_note(self, text: str) -> None:
+        """Replace the note. A file with a second name is somebody else's too: it is locked, and not written to."""
+        if has_one_name(self.descriptor):
+            os.ftruncate(self.descriptor, 0)
+            os.pwrite(self.descriptor, text.encode(), 0)
 
 
 class LocalLocks:
@@ -68,8 +75,7 @@ class LocalLocks:
         if held.noted:
             self._exclusive.append(held)
             try:
-                os.ftruncate(held.descriptor, 0)
-                os.pwrite(held.descriptor, note.encode(), 0)
+                held.write_note(note)
             except BaseException:
                 self.release(held)
                 raise
@@ -90,7 +96,7 @@ class LocalLocks:
         if held.noted:
             self._exclusive.remove(held)
             with suppress(OSError):
-                os.ftruncate(held.descriptor, 0)  # the next holder may leave no note
+                held.write_note("")  # the next holder may leave none
         with suppress(OSError):  # not empty any more
             if held.made and held.is_in_place():
                 held.path.rmdir()
@@ -124,7 +130,7 @@ class LocalLocks:
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
-            holder = "" if path.is_dir() else os.pread(descriptor, 4096, 0).decode(errors="replace")
+            holder = _note_in(descriptor)
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise LockedError(f"{self._shown}/{key} is held: {holder or 'by somebody else.'}") from None
             if made:
@@ -142,14 +148,39 @@ class LocalLocks:
         """A descriptor of the file or folder to lock, and whether the folder was created for it."""
         if _is_lock_file(path) and not shared and not path.is_dir():
             make_directories(path.parent, self._root)
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), False
+            return self._lock_file(path), False
         made = False
         if not shared and not path.exists():
             make_directories(path.parent, self._root)
             with suppress(FileExistsError):
                 path.mkdir()
                 made = True
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC), made
+        return _file_or_folder(path), made
+
+    def _lock_file(self, path: Path) -> int:
+        try:
+            return open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        except NotRegularError as error:
+            shown = f"{self._shown}/{path.relative_to(self._root)}"
+            raise StorageError(
+                f"could not lock {shown}: {error.strerror}, and not of ckpt. Remove it, then try again."
+            ) from None
+
+
+def _file_or_folder(path: Path) -> int:
+    """A descriptor to lock. Whatever is neither a file nor a folder, such as a named pipe, is as good as absent."""
+    try:
+        return open_regular(path)
+    except IsADirectoryError:
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _note_in(descriptor: int) -> str:
+    """The note of a holder; empty if it has none. The bytes of a file with a second name are not shown to anybody."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        return ""
+    return os.pread(descriptor, 4096, 0).decode(errors="replace")
 
 
 def close(descriptor: int) -> None:

@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import secrets
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import accumulate
 from pathlib import Path
 
 from ckpt.errors import ConfigError, NotDurableError, StorageError, TruncatedError
-from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed, check_key
+from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed
 from ckpt.storage.deprecated import FormerName
 from ckpt.storage.local.direct_read import evict, read_scattered
 from ckpt.storage.local.durable_directories import make_directories, sync_directory
 from ckpt.storage.local.locks import LocalLocks, locked_directory
-from ckpt.storage.local.system_errors import NOTHING_THERE, translated
+from ckpt.storage.local.regular_file import not_regular, open_regular
+from ckpt.storage.local.system_errors import NOTHING_THERE, is_nothing_there, translated
+from ckpt.storage.local.tree import Tree
 from ckpt.storage.local.write_group import WriteGroup, write_file
 
 TEMPORARY = ".ckpt-tmp"
 _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
 _COPIED_AT_ONCE = 8 << 20
-_SNAPSHOT = re.compile(r"(.*/models--[^/]+)/snapshots/[0-9a-f]{40}(?:/.*)?")
 
 
 class LocalStorage:
@@ -38,10 +37,7 @@ class LocalStorage:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(os.path.abspath(os.fspath(root)))
         self._shown = os.path.normpath(os.fspath(root))
-        # a snapshot in Hugging Face's cache is made of links to the blobs of its repository
-        snapshot = _SNAPSHOT.fullmatch(str(self._root))
-        self._bounds = snapshot.group(1) if snapshot else str(self._root)
-        self._size = os.stat if snapshot else os.lstat
+        self._tree = Tree(self._root, self._shown)
         if os.path.exists(self._root) and not os.path.isdir(self._root):
             raise ConfigError(f"{self._shown} is a file. The root of checkpoints must be a directory: choose another.")
         self._locks = LocalLocks(self._root, self._shown)
@@ -107,9 +103,11 @@ class LocalStorage:
         with self._translated_errors("read", key):
             try:
                 status = os.stat(path)
-            except NOTHING_THERE:
-                return None
-        if stat.S_ISDIR(status.st_mode):
+            except OSError as error:
+                if is_nothing_there(error):
+                    return None
+                raise
+        if not stat.S_ISREG(status.st_mode):
             return None
         return f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
 
@@ -117,7 +115,8 @@ class LocalStorage:
         """A hard link: the bytes are stored once, until the last of their names is removed."""
         there = self._path(source, followed=True)
         with self._translated_errors("read", source):
-            os.stat(there)
+            if not stat.S_ISREG(os.stat(there).st_mode):
+                raise not_regular(there)
         try:
             self._make(target, lambda path: os.link(os.path.realpath(there), path))
         except StorageError as error:
@@ -169,14 +168,18 @@ class LocalStorage:
             os.replace(temporary, self._path(key))
 
     def _pieces(self, key: str) -> Iterator[bytes]:
-        with self._translated_errors("read", key), open(self._path(key, followed=True), "rb", buffering=0) as file:
+        with self._translated_errors("read", key), open(self._open_to_read(key), "rb", buffering=0) as file:
             while piece := file.read(_COPIED_AT_ONCE):
                 yield piece
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        with self._translated_errors("read", key), open(self._path(key, followed=True), "rb") as file:
+        with self._translated_errors("read", key), open(self._open_to_read(key), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
             file.seek(start)
-            return file.read(-1 if stop is None else max(0, stop - start))
+            return file.read(-1 if stop is None else max(0, min(stop, size) - start))
+
+    def _open_to_read(self, key: str) -> int:
+        return open_regular(self._path(key, followed=True))
 
     def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
         with self._translated_errors("read", key):
@@ -192,12 +195,12 @@ class LocalStorage:
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         with self._translated_errors("list", prefix):
-            for folder, names in self._walk(prefix):
-                for name in names:
-                    path = os.path.join(folder, name)
-                    with suppress(FileNotFoundError):  # removed while we walk
-                        if not name.endswith(TEMPORARY):
-                            yield Entry(path[len(str(self._root)) + 1 :], self._size(path).st_size)
+            for folder, names in self._tree.walk(prefix):
+                for path in (os.path.join(folder, name) for name in names if not name.endswith(TEMPORARY)):
+                    with suppress(*NOTHING_THERE):  # removed while we walk
+                        status = self._tree.status(path)
+                        if stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
+                            yield Entry(path[len(str(self._root)) + 1 :], status.st_size)
 
     def delete(self, keys: Iterable[str]) -> None:
         self._locks.confirm()
@@ -212,7 +215,7 @@ class LocalStorage:
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
         with self._translated_errors("list", prefix):
-            for folder, names in self._walk(prefix):
+            for folder, names in self._tree.walk(prefix):
                 for path in (os.path.join(folder, name) for name in names if name.endswith(TEMPORARY)):
                     with suppress(FileNotFoundError):  # finished while we walk
                         status = os.lstat(path)
@@ -245,30 +248,7 @@ class LocalStorage:
                 self._locks.release(held)
 
     def _path(self, key: str, *, followed: bool = False) -> Path:
-        """The path of `key`. Unless it is `followed`, a symbolic link of that name is itself replaced or removed."""
-        path = self._root / check_key(key)
-        words = key.split("/") if followed else key.split("/")[:-1]
-        if self._has_links(words) and not self._is_below(os.path.realpath(path if followed else path.parent)):
-            raise ConfigError(f"{self._shown}/{key} leads out of the root through a symbolic link. It is not touched.")
-        return path
-
-    def _has_links(self, words: Iterable[str]) -> bool:
-        return any(os.path.islink(path) for path in accumulate(words, "{}/{}".format, initial=str(self._root)))
-
-    def _is_below(self, real: str) -> bool:
-        root = os.path.realpath(self._bounds)
-        return os.path.commonpath([root, real]) == root
-
-    def _walk(self, prefix: str) -> Iterator[tuple[str, Iterable[str]]]:
-        """The folders below `prefix`, deepest first, with the names of their files. An unreadable one is an error."""
-
-        def failed(error: OSError) -> None:
-            if not isinstance(error, NOTHING_THERE):  # or a run would start anew beside its checkpoints
-                raise error
-
-        top = self._path(prefix, followed=True) if prefix else self._root
-        for folder, _, names in os.walk(top, topdown=False, onerror=failed):
-            yield folder, names
+        return self._tree.path(key, followed=followed)
 
     def _drop_empty(self, folder: Path) -> None:
         while folder != self._root and self._root in folder.parents:

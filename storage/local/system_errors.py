@@ -7,8 +7,10 @@ import os
 from pathlib import Path
 
 from ckpt.errors import AbsentError, DeniedError, FullError, StorageError, TransientError
+from ckpt.storage.local.regular_file import NotRegularError
 
-NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, NotRegularError)
+_NOWHERE = {errno.ENAMETOOLONG, errno.ELOOP}  # no file can be there
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 # errors that do not mean the bytes are gone: a failing disk, an unreachable server, a limit of this process
@@ -19,14 +21,20 @@ _PASSING = {
 }  # fmt: skip
 
 
+def is_nothing_there(error: OSError) -> bool:
+    """Whether an error says that there is no file under a name, and can be none."""
+    return isinstance(error, NOTHING_THERE) or error.errno in _NOWHERE
+
+
 def translated(error: OSError, verb: str, where: str, root: Path, shown: str) -> StorageError:
     """The error of a storage for one of the system, which was met on the attempt to `verb` what is at `where`.
 
     `shown`: the root, as the user wrote it.
     """
     begin = f"could not {verb} {where}: {error.strerror or error}."
-    if isinstance(error, NOTHING_THERE) and verb != "write":
-        return AbsentError(f"{where} does not exist.")
+    if is_nothing_there(error) and verb != "write":
+        known = isinstance(error, NotRegularError) or error.errno in _NOWHERE
+        return AbsentError(f"{where} is no object: {error.strerror}." if known else f"{where} does not exist.")
     if error.errno in _FULL:
         return FullError(f"{begin} {_advice_on_room(root)}")
     if error.errno in _DENIED:

@@ -11,7 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt.storage.base import Buffer, StablePieces
+from ckpt.storage.local.regular_file import NotRegularError, has_one_name, not_regular, open_regular
 from ckpt.storage.local.storage import TEMPORARY, LocalStorage
+from ckpt.storage.local.system_errors import NOTHING_THERE
 from ckpt.util.worker_thread import WorkerThread
 
 _CHUNK = 16 << 20
@@ -61,9 +63,9 @@ class VolatileStorage(LocalStorage):
         """A file to write to: the spare whose size is nearest, or a new one."""
         for _, spare in sorted(self._spares(), key=lambda found: abs(found[0] - size)) if size else ():
             if size >= _WORTH_RECYCLING:
-                with suppress(FileNotFoundError):  # another rank of this host has taken it
+                with suppress(*NOTHING_THERE):  # another rank of this host has taken it, or it is none of ours
                     os.rename(spare, path)
-                    return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                    return _reopened(path)
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
     def _spares(self) -> list[tuple[int, Path]]:
@@ -72,6 +74,19 @@ class VolatileStorage(LocalStorage):
         except OSError:
             return []
         return [(int(found.group(1)), self._root / name) for name in names if (found := _SPARE.fullmatch(name))]
+
+
+def _reopened(path: Path) -> int:
+    """A spare, to write to. What has a second name is not overwritten: it is removed, and the next one is taken."""
+    try:
+        descriptor = open_regular(path, os.O_WRONLY | os.O_NOFOLLOW)
+        if has_one_name(descriptor):
+            return descriptor
+        os.close(descriptor)
+        raise not_regular(path)
+    except NotRegularError:
+        path.unlink()
+        raise
 
 
 def _write_in_turn(descriptor: int, pieces: Iterable[Buffer]) -> int:

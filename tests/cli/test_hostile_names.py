@@ -21,7 +21,7 @@ from ckpt.export.card import Training, known_fields, render
 from ckpt.export.metric_plot import draw
 from ckpt.formats.native.manifest import FILE_NAME, Host, Manifest
 
-EVIL = "\x1b[2J\x1b]0;owned\x07\u202e\n![x](http://evil.example/p.png)|<img src=x>\udcff"
+EVIL = "\x1b[2J\x1b]0;owned\x07\u202e\n![x](http://evil.example/p.png)|<img src=x>"
 ACTS = ("\x1b", "\x07", "\u202e", "\udcff")
 
 
@@ -29,7 +29,7 @@ class Own:
     """An object whose state has tensors and values under such names."""
 
     def __init__(self) -> None:
-        self.state: dict[str, Any] = {EVIL.replace("\udcff", ""): torch.ones(2), "plain": 1}
+        self.state: dict[str, Any] = {EVIL: torch.ones(2), "plain": 1}
 
     def state_dict(self) -> dict[str, Any]:
         return self.state

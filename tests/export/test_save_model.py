@@ -78,7 +78,7 @@ def test_the_folder_is_replaced_as_a_whole_and_files_of_the_users_own_stay(tmp_p
 
 
 def test_what_a_kill_left_is_cleared_away_and_a_folder_that_was_aside_comes_back(tmp_path: Path) -> None:
-    new, old = tmp_path / ".out.ckpt-tmp", tmp_path / ".out.old.ckpt-tmp"
+    new, old = (tmp_path / f".out{kind}.{'0' * 12}.ckpt-tmp" for kind in ("", ".old"))
     (new / "below").mkdir(parents=True)
     (new / "below" / "half").touch()
     old.mkdir()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch import nn
 import ckpt
 from ckpt.cli.main import main
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
+from tests.helpers.time_limit import time_limit
 
 Harm = Callable[[Path], None]
 
@@ -76,6 +80,42 @@ MARKERS: dict[str, Harm] = {
 }
 
 
+def replace_by(make: Callable[[Path], None], name: str) -> Harm:
+    """Put something else in place of a file of the newest checkpoint."""
+
+    def harm(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+
+    return harm
+
+
+def listen(path: Path) -> None:
+    """A socket in the file system, which is left there when it is closed."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        here = os.open(path.parent, os.O_RDONLY)
+        listener.bind(f"/proc/self/fd/{here}/{path.name}")  # a path may be too long for an address
+        os.close(here)
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def lead_out(path: Path) -> None:
+    path.symlink_to(path.parents[2] / "victim")
+
+
+NO_FILES: dict[str, Callable[[Path], None]] = {
+    "a named pipe": os.mkfifo,
+    "a socket": listen,
+    "a folder": Path.mkdir,
+    "a link to itself": loop,
+    "a link that leads out": lead_out,
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+}
+
+
 class Root:
     """A root with an intact checkpoint, `old`, and a newer one, `new`, that somebody has harmed."""
 
@@ -127,6 +167,12 @@ class Root:
         assert ckpt.verify(self.path)["more"] == []
 
 
+@pytest.fixture(autouse=True)
+def within_a_minute() -> Iterator[None]:
+    with time_limit(60):
+        yield
+
+
 @pytest.mark.parametrize("kind", MANIFESTS)
 def test_a_manifest_that_somebody_has_altered_and_sealed_again(tmp_path: Path, kind: str) -> None:
     root = Root(tmp_path)
@@ -139,6 +185,48 @@ def test_a_save_marker_that_somebody_has_written(tmp_path: Path, kind: str) -> N
     root = Root(tmp_path)
     MARKERS[kind](root.path / "new")
     root.check(tmp_path, usable="new")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((FILE_NAME, kind) for kind in NO_FILES),
+        *((name, "a named pipe") for name in ("state.json", "model.safetensors", "rank-00000.json")),
+        ("model.safetensors", "a link that leads out"),
+    ],
+)
+def test_something_that_is_no_file_in_place_of_a_file(tmp_path: Path, name: str, kind: str) -> None:
+    root = Root(tmp_path)
+    replace_by(NO_FILES[kind], name)(root.path / "new")
+    root.check(tmp_path)
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_something_that_is_no_file_in_place_of_a_save_marker(tmp_path: Path, kind: str) -> None:
+    root = Root(tmp_path)
+    replace_by(NO_FILES[kind], ".saving")(root.path / "new")
+    root.check(tmp_path, usable="new")
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_something_that_is_no_folder_in_place_of_a_checkpoint(tmp_path: Path, kind: str) -> None:
+    root = Root(tmp_path)
+    shutil.rmtree(root.path / "new")
+    NO_FILES[kind](root.path / "new")
+    root.check(tmp_path)
+    with ckpt.StateManager(root.path, model=nn.Linear(2, 2)) as manager, pytest.raises(ckpt.CkptError):
+        manager.load_state("new")
+
+
+@pytest.mark.parametrize("name", ["a\\b", "\udce9", "with\nlines", "x" * 255, "..x", " ", "-rf"])
+def test_names_that_no_checkpoint_has(tmp_path: Path, name: str) -> None:
+    root = Root(tmp_path)
+    os.rename(root.path / "new", root.path / name)
+    root.run("ls")
+    found = {checkpoint.name for checkpoint in ckpt.list_checkpoints(root.path) if checkpoint.committed}
+    assert "old" in found
+    with ckpt.StateManager(root.path, model=nn.Linear(2, 2)) as manager:
+        assert manager.resume() is not None
 
 
 def test_of_a_manifest_with_too_many_bytes_a_bounded_part_is_read(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ def _sealed(checkpoint: Path, file: FileRecord) -> FileRecord:
 def alter_json(path: Path, change: Callable[[Any], Any]) -> None:
     """Change the JSON of a document in place, and seal the checkpoint in whose folder it is."""
     data = json.loads(path.read_bytes())
-    changed = change(data)
-    path.write_text(json.dumps(data if changed is None else changed))
+    change(data)
+    path.write_text(json.dumps(data))
     reseal(path.parent)
 
 

@@ -97,8 +97,12 @@ class TestBothWays:
         assert case.run(load_ours, root, "checkpoint_3", out=tmp_path / "named") == case.saved
 
     def test_converted_it_loads_the_same_and_is_intact(self, case: Case, tmp_path: Path) -> None:
+        (tmp_path / "root").mkdir()
+        token = tmp_path / "root" / ".memory"
+        token.write_text("0" * 32)  # a run of this root has left snapshots in memory
         converted = ckpt.convert(case.folder, tmp_path / "root")
         assert converted.url == str(tmp_path / "root" / "checkpoint_3")
+        assert not token.exists()  # which do not continue from this
         assert ckpt.verify(tmp_path / "root") == {"checkpoint_3": []}
         (found,) = ckpt.list_checkpoints(tmp_path / "root")
         assert found.manifest is not None
