@@ -33,6 +33,11 @@ class Region:
     sizes: Sizes
     strides: Sizes
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensor in memory."""
+        return math.prod(self.sizes) * self.dtype.itemsize
+
     def read_into(self, offsets: Sizes, target: torch.Tensor) -> None:
         """Fill `target` with the box of its shape that begins at `offsets`. Uses at most `SLAB` bytes of memory."""
         steps = sum(offset * stride for offset, stride in zip(offsets, self.strides, strict=True))

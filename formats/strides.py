@@ -18,7 +18,8 @@ def checked_sizes(values: Iterable[object]) -> Sizes:
     listed = []
     for value in values:
         if type(value) is not int or not 0 <= value < _SIZE_LIMIT:
-            raise ValueError(f"{values!r} are no sizes or offsets")
+            shown = value if isinstance(value, int | float) else f"a {type(value).__name__}"
+            raise ValueError(f"there are no sizes or offsets such as {shown}")
         listed.append(value)
     return tuple(listed)
 

@@ -16,6 +16,7 @@ from ckpt.errors import ConfigError, DamagedError, MissingError
 from ckpt.export.folders import belongs_beside
 from ckpt.export.rank_variants import is_own_file, merged
 from ckpt.formats.foreign import dcp
+from ckpt.formats.foreign.weight_index import read_weight_map, tensors_of
 from ckpt.formats.foreign.wrapper_prefixes import unwrapped
 from ckpt.formats.native.documents import STATE, from_json, parts_in
 from ckpt.formats.native.header import SUFFIX
@@ -24,16 +25,14 @@ from ckpt.formats.native.pieced import pieced
 from ckpt.formats.native.shard_table import ShardTable
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.pieces import PiecedTensor, check_complete
-from ckpt.root.catalog import locate, read_manifest, scan
+from ckpt.root.catalog import MARKER, UncommittedError, locate, read_manifest, scan
 from ckpt.root.file_names import part_of
 from ckpt.root.folder import Folder
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import problems
 from ckpt.storage import Storage
-from ckpt.util.checked_json import Rule, broken_rules, is_key, is_mapping, joined
 
 _log = logging.getLogger("ckpt")
-_INDEX_RULES = {"weight_map": Rule(is_mapping(is_key), "files by tensor")}
 _FEW = 10
 
 _ACCELERATE = {"model": "pytorch_model_fsdp", "optimizer": "optimizer"}  # its folders end with the number of the object
@@ -75,10 +74,13 @@ def open_source(
     folder = _dcp_folder(found, part)
     if folder is not None:
         yield TensorSource(_distributed(folder, part))
-    elif weights := _weights(found):
-        files = (TensorFile.open(found.opened(path), f"{found.where}/{path}", found.files[path]) for path in weights)
+    elif {MARKER, STATE} & found.files.keys():
+        raise UncommittedError(
+            f"{found.where} was never committed: its save was cut off before the manifest was written. Take another."
+        )
+    elif any(path.endswith(SUFFIX) and "/" not in path for path in found.files):
         yield TensorSource(
-            pieced(files), beside={path: found.reader(path) for path in found.files if belongs_beside(path)}
+            _weights(found), beside={path: found.reader(path) for path in found.files if belongs_beside(path)}
         )
     else:
         raise _unreadable_error(found)
@@ -100,20 +102,21 @@ def _unreadable_error(found: Folder) -> Exception:
     return ConfigError(f"{where} is of no kind that can be read. That would be {_KNOWN}.")
 
 
-def _weights(found: Folder) -> list[str]:
-    """The safetensors files of a folder: those that its index names, or `model.safetensors`, or all."""
-    if _INDEX not in found.files:
-        lying = [path for path in found.files if path.endswith(SUFFIX) and "/" not in path]
-        return [_WHOLE] if _WHOLE in lying else lying
-    where = f"{found.where}/{_INDEX}"
-    index = from_json(found.opened(_INDEX).read(0, found.files[_INDEX]), where)
-    if wrong := broken_rules(index, _INDEX_RULES):
-        raise DamagedError(f"{where} is no index of safetensors files: {joined(wrong)}.")
-    named = sorted(set(index["weight_map"].values()))
-    missing = [path for path in named if path not in found.files]
-    if missing:
-        raise DamagedError(f"{where} names files that are not there: {', '.join(missing)}. Copy all of them there.")
-    return named
+def _weights(found: Folder) -> dict[str, PiecedTensor]:
+    """The tensors in the safetensors of a folder: those that its index names, or `model.safetensors`, or all."""
+    weight_map: dict[str, str] = {}
+    paths = [path for path in found.files if path.endswith(SUFFIX) and "/" not in path]
+    if _INDEX in found.files:
+        where = f"{found.where}/{_INDEX}"
+        weight_map = read_weight_map(found.opened(_INDEX).read(0, found.files[_INDEX]), where)
+        paths = sorted(set(weight_map.values()))
+        missing = [path for path in paths if path not in found.files]
+        if missing:
+            raise DamagedError(f"{where} names files that are not there: {', '.join(missing)}. Copy all of them there.")
+    elif _WHOLE in paths:
+        paths = [_WHOLE]
+    files = {path: TensorFile.open(found.opened(path), f"{found.where}/{path}", found.files[path]) for path in paths}
+    return tensors_of(files, weight_map, found.where)
 
 
 @contextmanager
