@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 
 import torch
 
@@ -15,13 +16,14 @@ from ckpt.formats.tensor_bytes import movable
 _HEADS = ("lm_head", "embed_out", "output", "output_layer", "output_projection", "proj_out", "decoder")
 _EMBEDDINGS = ("embed", "wte", "shared")
 _SHARED = "shared"
+_MOST_PAIRS = 1000  # models have a few; the names of a hostile one could be compared forever
 
 
 def tied(tensors: Mapping[str, PiecedTensor]) -> dict[str, str]:
     """Names of duplicates that need not be written, each with the name that is."""
     found = same_place(tensors)
     left = {name: tensor for name, tensor in tensors.items() if name not in found}
-    for kept, other in _candidates(left):
+    for kept, other in islice(_candidates(left), _MOST_PAIRS):
         if kept not in found and other not in found and _equal(left[kept], left[other]):
             found[other] = kept
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -9,7 +10,7 @@ from ckpt.errors import ConfigError
 
 # added by torch.compile, FullyShardedDataParallel and checkpoint_wrapper
 _INSIDE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_OUTSIDE = "module."  # added by DistributedDataParallel
+_REPEATED = re.compile(r"(?:module\.)*")  # added by DistributedDataParallel
 
 
 def unwrapped(names: Iterable[str], *, outside: bool = True) -> dict[str, str]:
@@ -18,10 +19,16 @@ def unwrapped(names: Iterable[str], *, outside: bool = True) -> dict[str, str]:
     `outside`: whether it is removed at all.
     """
     bare = {name: _without_inner(name) for name in names}
-    while bare and outside and all(name.startswith(_OUTSIDE) for name in bare.values()):
-        bare = {name: stripped.removeprefix(_OUTSIDE) for name, stripped in bare.items()}
+    if bare and outside:
+        length = min(_length_outside(name) for name in bare.values())
+        bare = {name: stripped[length:] for name, stripped in bare.items()}
     _check_distinct(bare)
     return bare
+
+
+def _length_outside(name: str) -> int:
+    found = _REPEATED.match(name)
+    return found.end() if found else 0
 
 
 def _without_inner(name: str) -> str:

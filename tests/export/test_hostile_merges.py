@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import ckpt
 from ckpt.errors import CkptError, DamagedError
+from ckpt.formats.foreign.wrapper_prefixes import unwrapped
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -194,3 +195,16 @@ class TestFoldersOfDcp:
 
         self._alter(folder, alter)
         refused(folder, ".")
+
+
+def test_names_of_many_wrappers_are_unwrapped_at_once() -> None:
+    deep = "module." * 100_000
+    assert unwrapped([f"{deep}a", f"{deep}module.b"]) == {f"{deep}a": "a", f"{deep}module.b": "module.b"}
+    assert unwrapped(["module.a", "b"]) == {"module.a": "module.a", "b": "b"}
+
+
+def test_names_that_all_could_be_tied_are_not_compared_forever(tmp_path: Path) -> None:
+    names = [f"m{n}.{kind}.weight" for n in range(1000) for kind in ("embed", "lm_head")]
+    (tmp_path / "model").mkdir()
+    safetensors.torch.save_file({name: torch.zeros(0, 2) for name in names}, tmp_path / "model" / "model.safetensors")
+    assert len(merged(tmp_path / "model")) == 2000
