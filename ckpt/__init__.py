@@ -11,6 +11,8 @@ import pkgutil
 from importlib import import_module
 from typing import Any
 
+from ckpt.shown import install_log_filter
+
 
 def _read_homes() -> dict[str, str]:
     """The module of every public name."""
@@ -19,6 +21,7 @@ def _read_homes() -> dict[str, str]:
     return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
+install_log_filter()
 _HOMES = _read_homes()
 __all__ = sorted(_HOMES)
 

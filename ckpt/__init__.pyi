@@ -22,6 +22,7 @@ from ckpt.errors import StorageError as StorageError
 from ckpt.errors import TransientError as TransientError
 from ckpt.errors import TruncatedError as TruncatedError
 from ckpt.errors import UnsupportedError as UnsupportedError
+from ckpt.errors import UntrustedError as UntrustedError
 from ckpt.errors import VersionError as VersionError
 from ckpt.export.load_model import load_model as load_model
 from ckpt.export.merge import merge as merge

@@ -10,6 +10,7 @@ CkptError
 ├── CheckpointError        something is wrong with a checkpoint
 │   ├── MissingError       there is none by that name (also a LookupError)
 │   ├── DamagedError       uncommitted, truncated, altered, or a file is missing
+│   │   └── UntrustedError not signed by a key that is trusted, or altered since
 │   └── VersionError       written by a newer ckpt
 ├── StorageError           bytes could not be read or written (also an OSError)
 │   ├── AbsentError        no such key
@@ -27,9 +28,14 @@ Preempted (a SystemExit)   training was told to stop; the state has been saved
 
 from __future__ import annotations
 
+from ckpt.shown import shown
+
 
 class CkptError(Exception):
-    """The root of every error that ckpt raises on purpose."""
+    """The root of every error that ckpt raises on purpose. Its message is escaped, and holds no secret."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(shown(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(CkptError, ValueError):
@@ -49,7 +55,7 @@ class UnsupportedError(StateError):
 
     def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.problems = problems
+        self.problems = tuple(map(shown, problems))
 
 
 class MismatchError(StateError):
@@ -57,7 +63,7 @@ class MismatchError(StateError):
 
     def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.problems = problems
+        self.problems = tuple(map(shown, problems))
 
 
 class MetricError(StateError):
@@ -74,6 +80,10 @@ class MissingError(CheckpointError, LookupError):
 
 class DamagedError(CheckpointError):
     """A checkpoint that was never committed, or is truncated, altered or lacks a file."""
+
+
+class UntrustedError(DamagedError):
+    """A checkpoint that no trusted key has signed, where that is required, or that was altered since it was signed."""
 
 
 class VersionError(CheckpointError):

@@ -73,6 +73,11 @@ class StateManager:
     `follow`: whether a plain `for` over a DataLoader that the training takes its batches from continues where it
     stopped, after `resume` or `load_state`. Say False where the script finds its place in the data itself.
 
+    `sign`: an Ed25519 private key, as the path of a PEM file or its text, that signs every checkpoint; None means that
+    of the environment variable CKPT_SIGN_KEY, if it is set, and False none. `verify_key`: public keys (several in one
+    file), or CKPT_VERIFY_KEY; the own one counts too. What they have signed is compared by SHA-256 when it is loaded.
+    `require_signed`: refuse whatever none of them has signed; `resume` passes over it like a damaged one.
+
     Other keywords are spellings of version 0.1 (`timeout=`, `layout=`, ...): they work, with a `DeprecationWarning`.
     """
 
@@ -96,11 +101,15 @@ class StateManager:
         memory_every: int | None = None,
         memory_rescue: bool = False,
         memory_replicas: int = 0,
+        sign: str | os.PathLike[str] | bool | None = None,
+        verify_key: str | os.PathLike[str] | None = None,
+        require_signed: bool = False,
         **old_spellings: Any,
     ) -> None:
         given = {"save_every": save_every, "keep": keep, "mirror": mirror, "storage_options": storage_options}
         memory = {"memory_every": memory_every, "memory_rescue": memory_rescue, "memory_replicas": memory_replicas}
-        others = {"saving": saving, "ranks": ranks, "follow": follow, **memory, **old_spellings}
+        keys = {"sign": sign, "verify_key": verify_key, "require_signed": require_signed}
+        others = {"saving": saving, "ranks": ranks, "follow": follow, **memory, **keys, **old_spellings}
         options = resolve_options({**given, **others}, root=root)
         source = find_source(
             accelerator, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, dataloader=dataloader
@@ -225,9 +234,8 @@ class StateManager:
             session.memory.stepped(session.loop.progress.step)
         session.metrics = checked_metrics(metrics)
         stop = self.told_to_stop()  # from the first step on: only then is there somebody to answer it
-        if stop or session.is_save_due:
-            self.save_state(wait=True if stop else None)
-        elif session.is_snapshot_due:
+        saved = self.save_state(wait=True if stop else None) if stop or session.is_save_due else None
+        if saved is None and session.is_snapshot_due:  # also where a save was left out
             session.save_to_memory()
         if stop:
             self._stop()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from ckpt.errors import ConfigError
@@ -15,6 +14,7 @@ from ckpt.root.retention import Keep
 from ckpt.save.capture import LAYOUTS
 from ckpt.storage import Staging, Storage
 from ckpt.util import option_values as check
+from ckpt.util.old_options import OLD, merged, warn_of
 from ckpt.util.sizes import parse_size
 
 _BUSY = ("wait", "skip", "replace")
@@ -44,7 +44,8 @@ class SaveOptions(_Checked):
     device until it is fetched, 0 for nothing; None means what training has never needed, less a reserve. `read_back`:
     whether a checkpoint in a local root is read from the disk after its commit, in the background, which proves it and
     makes a restart on this machine read it from memory; None means from 16 MB of a rank on, when memory is
-    plentiful, and not on network filesystems.
+    plentiful, and not on network filesystems. `sha256`: whether the manifest has a SHA-256 of every block beside the
+    hashes that find damage, for policies that demand it; always so where checkpoints are signed.
     """
 
     layout: str = "auto"
@@ -54,6 +55,7 @@ class SaveOptions(_Checked):
     host_memory: int | str | None = None
     device_memory: int | str | None = None
     read_back: bool | None = None
+    sha256: bool = False
 
     @property
     def host_memory_bytes(self) -> int | None:
@@ -100,7 +102,7 @@ class Mirror(_Checked):
     keep: Keep | None = None
     bandwidth: float | str | None = None
     backlog: int = 2
-    storage_options: Mapping[str, Any] | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -119,12 +121,15 @@ class ManagerOptions:
     save_every: int | None = None
     keep: Keep | None = None
     mirror: Mirror | None = None
-    storage_options: Mapping[str, Any] | None = None
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     saving: SaveOptions = field(default_factory=SaveOptions)
     ranks: RankOptions = field(default_factory=RankOptions)
     follow: bool = True
     memory_every: int | None = None
     memory_rescue: bool = False
+    sign: str | os.PathLike[str] | bool | None = field(default=None, repr=False)
+    verify_key: str | os.PathLike[str] | None = field(default=None, repr=False)
+    require_signed: bool = False
     memory_replicas: int = 0
 
     @property
@@ -158,19 +163,17 @@ def resolve_options(options: Mapping[str, Any], what: str = "StateManager", *, r
     given = {name: value for name, value in options.items() if name in new and (value is not None or name == "follow")}
     if _is_place(given.get("mirror")):
         given["mirror"] = Mirror(given["mirror"])
-    refuse(
-        what,
-        [*problems({"root": root, **given}), *problems({_OLD[name][1]: value for name, value in old.items()}, old)],
-    )
+    wrong_old = problems({OLD[name][1]: value for name, value in old.items()}, old)
+    refuse(what, [*problems({"root": root, **given}), *wrong_old])
     if old:
-        _warn_of(old)
-        given |= {into: _merged(into, given.get(into), old) for into in {_OLD[name][0] for name in old}}
+        warn_of(old, _CLASSES)
+        given |= {into: merged(into, given.get(into), old, _CLASSES) for into in {OLD[name][0] for name in old}}
     return ManagerOptions(**given)
 
 
 def known_options() -> set[str]:
     """The names of all options, also those that are spelled otherwise now."""
-    return {*(option.name for option in fields(ManagerOptions)), *_OLD}
+    return {*(option.name for option in fields(ManagerOptions)), *OLD}
 
 
 def refuse(what: str, wrong: Collection[str]) -> None:
@@ -185,7 +188,7 @@ def refuse_unknown(what: str, names: Iterable[str], known: Collection[str]) -> N
     if unknown:
         raise UnknownOptionError(
             f"{what} has no option {', '.join(_with_nearest(name, known) for name in unknown)}. "
-            f"It has: {', '.join(sorted(set(known) - _OLD.keys()))}."
+            f"It has: {', '.join(sorted(set(known) - OLD.keys()))}."
         )
 
 
@@ -202,16 +205,22 @@ def problems(options: Mapping[str, Any], names: Iterable[str] | None = None) -> 
     """What is wrong with options, each under the name that its user wrote."""
     shown = zip(names or options, options.items(), strict=True)
     return [
-        f"{name}={check.kind_of(value) if option in _SECRET else check.said(value)} must be {_MUST_BE[option][1]}"
+        f"{name}={_quoted(option, value)} must be {_MUST_BE[option][1]}"
         for name, (option, value) in shown
         if not _MUST_BE[option][0](value)
     ]
+
+
+def _quoted(option: str, value: Any) -> str:
+    """A value in an error; of one that may hold credentials, only what it is."""
+    return f"({type(value).__name__})" if option in _SECRETS else check.said(value)
 
 
 def _is_place(value: Any) -> bool:
     return isinstance(value, Storage) or check.is_path(value)
 
 
+_SECRETS = ("storage_options", "sign", "verify_key")  # a key may be given as its text
 _FLAG = (check.is_kind(bool), "True or False")
 _MAYBE = (check.optional(check.is_kind(bool)), "True, False or None")
 _KEEP = (check.optional(check.is_kind(Keep)), "a ckpt.Keep, for example Keep(last=3)")
@@ -229,6 +238,9 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "follow": _FLAG,
     "memory_every": _STEPS,
     "memory_rescue": _FLAG,
+    "sign": (check.optional(check.is_kind(str, os.PathLike, bool)), "a path of a PEM file, its text, or False"),
+    "verify_key": (check.optional(check.is_kind(str, os.PathLike)), "a path of a PEM file, or its text"),
+    "require_signed": _FLAG,
     "memory_replicas": (
         lambda value: check.is_count(value, 0) and value <= 1,
         "0 or 1: how many other hosts keep a copy",
@@ -240,6 +252,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "host_memory": _SIZE,
     "device_memory": _SIZE,
     "read_back": _MAYBE,
+    "sha256": _FLAG,
     "timeout": (check.is_seconds, "a number of seconds, up to ten years"),
     "shared": _MAYBE,
     "broadcast": _MAYBE,
@@ -248,40 +261,8 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bandwidth": (check.optional(check.is_rate), "bytes per second, as '50MB'"),
     "backlog": (check.is_count, "a number of checkpoints, 1 or more"),
 }
-_SECRET = ("storage_options",)  # not shown, whatever they are
 
-# keywords of StateManager in version 0.1: the argument, and the field of its option object, that replace each
-_OLD = {
-    **{name: ("saving", name) for name in ("layout", "gradients", "background", "when_busy", "host_memory")},
-    **{name: ("ranks", name) for name in ("timeout", "shared", "broadcast", "handle_sigterm")},
-    **{f"mirror_{name}": ("mirror", name) for name in ("keep", "bandwidth", "backlog")},
-}
 _CLASSES = {"saving": SaveOptions, "ranks": RankOptions, "mirror": Mirror}
-
-
-def _merged(into: str, given: Any, old: Mapping[str, Any]) -> Any:
-    """An option object with the old keywords that belong to it. Not beside one that was given."""
-    values = {_OLD[name][1]: value for name, value in old.items() if _OLD[name][0] == into}
-    if into == "mirror":
-        return None if given is None else replace(given, **values)
-    if given is not None:
-        names = ", ".join(name for name in old if _OLD[name][0] == into)
-        refuse("StateManager", [f"{names} cannot be given beside {into}=: say it there"])
-    return _CLASSES[into](**values)
-
-
-def _warn_of(old: Mapping[str, Any]) -> None:
-    by_object: dict[str, list[str]] = {}
-    for name, value in old.items():
-        into, option = _OLD[name]
-        by_object.setdefault(into, []).append(f"{option}={value!r}")
-    new = ", ".join(f"{into}=ckpt.{_CLASSES[into].__name__}({', '.join(said)})" for into, said in by_object.items())
-    warnings.warn(
-        f"StateManager({'=, '.join(old)}=) is spelled {new.replace('Mirror(', 'Mirror(url, ')} now. "
-        "Version 0.2 no longer knows the old spelling.",
-        DeprecationWarning,
-        stacklevel=4,
-    )
 
 
 def required_root(root: Any) -> Any:

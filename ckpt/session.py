@@ -34,6 +34,7 @@ from ckpt.root.catalog import check_name, manifests_of_run
 from ckpt.root.copy import Copies
 from ckpt.root.mirror import MirrorWorker
 from ckpt.root.open import refuse_checkpoint, try_out_tiers
+from ckpt.root.trust import open_keys
 from ckpt.save.capture import StateCapture
 from ckpt.save.environment import device_name, versions
 from ckpt.save.live_state import LiveState
@@ -58,11 +59,12 @@ class Session:
         self.options = options
         self.source = source
         self.keep = source.keep if options.keep is None else options.keep
+        seal, self.trust = open_keys(options, sha256=options.saving.sha256)
         self.tiers = options.open_tiers(root)
         self.storage = self.tiers[0]
         hosts = self._meet_ranks()
         self.mirror = self._build_mirror(hosts)
-        writer = RootWriter(self.storage, self.ranks, self.keep, self.mirror, hosts)
+        writer = RootWriter(self.storage, self.ranks, self.keep, self.mirror, hosts, seal=seal)
         snapshots = Snapshots(options.saving.host_memory_bytes, options.saving.device_memory_bytes)
         self.saver = Saver(writer, snapshots, options.saving.read_back)
         self.memory = build_tier(self.saver, **options.memory)
@@ -108,11 +110,8 @@ class Session:
 
     def _build_registry(self) -> StateRegistry:
         asked = self.options.saving.gradients
-        return StateRegistry(
-            self.source.find,
-            (self.loop.watch,),
-            gradients=(self.source.gradients or None) if asked is None else asked,
-        )
+        gradients = (self.source.gradients or None) if asked is None else asked
+        return StateRegistry(self.source.find, (self.loop.watch,), gradients=gradients)
 
     def _build_loader(self, hosts: Hosts) -> StateLoader:
         return StateLoader(
@@ -122,6 +121,7 @@ class Session:
             self.options.ranks.broadcast,
             self.saver.snapshots.paused,
             self.saver.root.follow,
+            self.trust,
         )
 
     def _follow_loaders(self) -> None:

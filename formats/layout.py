@@ -131,13 +131,6 @@ class Layout:
     def to_json(self) -> dict[str, Any]:
         return {"mesh": list(self.mesh), "ranks": list(self.ranks), "placements": list(self.placements)}
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Layout:
-        placements = tuple(fields["placements"])
-        if not all(map(_PLACEMENT.fullmatch, placements)):
-            raise ValueError(f"unknown placements {placements}")
-        return cls(tuple(fields["mesh"]), tuple(fields["ranks"]), placements)
-
 
 @lru_cache(maxsize=100_000)
 def _box(layout: Layout, shape: tuple[int, ...], coordinate: tuple[int, ...]) -> Box:

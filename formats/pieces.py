@@ -14,11 +14,12 @@ import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats.layout import Box
+from ckpt.formats.strides import Sizes, is_dense, reach, widest
 from ckpt.formats.tensor_bytes import host_bytes, movable, narrowed
+from ckpt.formats.tiling import Fault, find_fault, part_of_box
 from ckpt.formats.transfers import ByteReader
 
 SLAB = 8 << 20  # bytes: fits a CPU cache between reading and writing, and is large enough for one request
-Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,19 @@ class Region:
     sizes: Sizes
     strides: Sizes
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensor in memory."""
+        return math.prod(self.sizes) * self.dtype.itemsize
+
     def read_into(self, offsets: Sizes, target: torch.Tensor) -> None:
         """Fill `target` with the box of its shape that begins at `offsets`. Uses at most `SLAB` bytes of memory."""
         steps = sum(offset * stride for offset, stride in zip(offsets, self.strides, strict=True))
         self._fill(self.start + steps * self.dtype.itemsize, target)
 
     def _fill(self, start: int, target: torch.Tensor) -> None:
-        span = _span(target.shape, self.strides)
-        dense = _is_dense(target.shape, self.strides)
+        span = reach(target.shape, self.strides)
+        dense = is_dense(target.shape, self.strides)
         if dense and target.is_contiguous():
             self.reader.read_into(start, host_bytes(target))
         elif span * self.dtype.itemsize <= SLAB:
@@ -50,31 +56,11 @@ class Region:
             self._fill_halves(start, target)
 
     def _fill_halves(self, start: int, target: torch.Tensor) -> None:
-        dim = max(range(target.dim()), key=lambda dim: (target.shape[dim] - 1) * self.strides[dim])
+        dim = widest(target.shape, self.strides)
         half = target.shape[dim] // 2
         self._fill(start, target.narrow(dim, 0, half))
         later = start + half * self.strides[dim] * self.dtype.itemsize
         self._fill(later, target.narrow(dim, half, target.shape[dim] - half))
-
-
-def _span(sizes: Sizes, strides: Sizes) -> int:
-    """The number of elements from the first to the last one of a strided box, inclusive."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-
-
-def _is_dense(sizes: Sizes, strides: Sizes) -> bool:
-    """Whether the elements are contiguous in row-major order."""
-    expected = 1
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def dense_strides(sizes: Sizes) -> Sizes:
-    """The strides of a contiguous tensor."""
-    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 @dataclass(frozen=True)
@@ -120,12 +106,12 @@ class PiecedTensor:
         """The full tensor in boxes of at most `limit` elements, in the order of its bytes."""
         return _slabs(self.box, max(1, limit))
 
-    def holes(self) -> list[Box]:
-        """The boxes that no piece covers: data that is missing."""
-        missing = [self.box] if self.size else []
-        for piece in self.pieces:
-            missing = [rest for box in missing for rest in _without(box, piece.box)]
-        return missing
+    def fault(self) -> Fault | None:
+        """The first part of the tensor that no piece covers, or several: data that is missing, or ambiguous.
+
+        Copies of a piece count once.
+        """
+        return find_fault({piece.box for piece in self.pieces}, self.box)
 
 
 def _slabs(box: Box, limit: int) -> Iterator[Box]:
@@ -137,40 +123,12 @@ def _slabs(box: Box, limit: int) -> Iterator[Box]:
     dim = next(dim for dim, size in enumerate(box.sizes) if size > 1)
     rows = max(1, limit // math.prod(box.sizes[dim + 1 :]))
     for first in range(0, box.sizes[dim], rows):
-        yield from _slabs(_slice(box, dim, first, min(rows, box.sizes[dim] - first)), limit)
-
-
-def _without(box: Box, taken: Box) -> Iterator[Box]:
-    """The part of a box outside another one: for each dimension the slice before it and the slice after it."""
-    overlap = box.overlap(taken)
-    if overlap is None:
-        yield box
-        return
-    for dim, (start, _, length) in enumerate(overlap):
-        stop = start + length
-        for first, count in ((0, start), (stop, box.sizes[dim] - stop)):
-            if count:
-                yield _slice(box, dim, first, count)
-        box = _slice(box, dim, start, length)
-
-
-def _slice(box: Box, dim: int, start: int, length: int) -> Box:
-    """The part of a box within a range of one dimension. `start` counts from the beginning of the box."""
-    offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
-    return Box(offsets, (*box.sizes[:dim], length, *box.sizes[dim + 1 :]))
+        yield from _slabs(part_of_box(box, dim, first, min(rows, box.sizes[dim] - first)), limit)
 
 
 def check_complete(tensors: dict[str, PiecedTensor], where: str) -> None:
-    """Raise one error that names every tensor with missing pieces."""
-    found = {name: holes for name, tensor in tensors.items() if (holes := tensor.holes())}
+    """Raise one error that names every tensor that lacks something, or has it twice."""
+    found = {name: fault for name, tensor in tensors.items() if (fault := tensor.fault())}
     if found:
-        listed = "; ".join(
-            f"{name} {list(tensors[name].shape)} lacks {_as_index(holes[0])}" for name, holes in found.items()
-        )
+        listed = "; ".join(f"{name} {list(tensors[name].shape)} {fault}" for name, fault in found.items())
         raise DamagedError(f"{where} is incomplete: {listed}. Is the file of a rank missing, or was its save cut off?")
-
-
-def _as_index(box: Box) -> str:
-    """A box as an index expression: `[0:4, 8:16]`."""
-    ranges = (f"{offset}:{offset + size}" for offset, size in zip(box.offsets, box.sizes, strict=True))
-    return f"[{', '.join(ranges)}]"

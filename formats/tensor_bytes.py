@@ -6,10 +6,12 @@ import ctypes
 
 import torch
 
+from ckpt.errors import UnsupportedError
+
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, without a copy. The view keeps the tensor alive."""
-    size = tensor.numel() * tensor.element_size()
+    size = memory_size(tensor)
     if not size:
         return memoryview(bytearray())
     array = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
@@ -17,8 +19,20 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
+def memory_size(tensor: torch.Tensor) -> int:
+    """The bytes of a contiguous tensor, which its storage has been checked to hold."""
+    size, there = tensor.nbytes, tensor.untyped_storage().nbytes()
+    if size and tensor.storage_offset() * tensor.element_size() + size > there:
+        raise UnsupportedError(
+            f"a tensor of {tensor.dtype} and shape {list(tensor.shape)} has {there} bytes of memory, not the {size} of "
+            "its elements: ckpt neither reads nor writes it. Convert it to another dtype."
+        )
+    return size
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a dense tensor on any device, as a flat tensor of bytes."""
+    memory_size(tensor)
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ckpt.errors import ConfigError, SchemeError
+from ckpt.shown import masked_url, remember_secrets
 from ckpt.storage.base import Storage
 from ckpt.storage.deprecated import accept_near
 from ckpt.storage.hub.storage import HubStorage
@@ -42,11 +43,12 @@ def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Stor
         return _open_path(url, **options)
     scheme, rest = match.group(1).lower(), match.group(2)
     factory = _factory(scheme, url)
-    if re.match(r"[^/]*:[^/]*@", rest):
+    if masked_url(url) != url:
         raise ConfigError(
-            f"{_masked(url)} has a name and a password in it, and URLs are shown in logs. Give credentials in the "
-            "environment, in a profile, or in storage_options."
+            f"{masked_url(url)} has a password, a token or a signature in it, and URLs are shown in logs. Give "
+            "credentials in the environment, in a profile, or in storage_options."
         )
+    remember_secrets(options)
     storage = factory(rest, **options)
     accept_near(storage)
     return storage
@@ -128,11 +130,6 @@ def _factory(scheme: str, url: str) -> Callable[..., Storage]:
         return factory
     known = ", ".join(["a plain path", *(f"{name}://" for name in sorted({*_BUILT_IN, *installed}))])
     raise SchemeError(
-        f"no storage serves {scheme}:// (in {_masked(url)!r}). Known here: {known}. For another one, install a package "
-        f"that provides it through the entry point group {ENTRY_POINTS!r}."
+        f"no storage serves {scheme}:// (in {masked_url(url)!r}). Known here: {known}. For another one, install a "
+        f"package that provides it through the entry point group {ENTRY_POINTS!r}."
     )
-
-
-def _masked(url: str) -> str:
-    """A URL without user name and password."""
-    return re.sub(r"//[^/]*@", "//***@", url)

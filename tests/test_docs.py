@@ -15,6 +15,7 @@ GENERATED = ("campaign.md", "mutants.md")
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in GENERATED),
 ]
 FOLDERS = "ckpt|formats|storage|tests|docs|benchmarks|examples"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from ckpt.cli.output import echo
+
 
 @click.command()
 @click.argument("source")
@@ -24,4 +26,4 @@ def convert(source: str, destination: str, to: str, name: str | None) -> None:
     """
     from ckpt.tools.convert import convert
 
-    click.echo(convert(source, destination, to=to, name=name))
+    echo(str(convert(source, destination, to=to, name=name)))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import click
 
+from ckpt.cli.output import echo, echo_error, echo_json
 from ckpt.errors import CkptError
-from ckpt.util.console import format_table, one_line
+from ckpt.util.console import format_table
 
 if TYPE_CHECKING:
     from ckpt.tools.diff import Difference
@@ -30,16 +30,16 @@ def diff(first: str, second: str, part: str | None, as_json: bool) -> None:
     try:
         found = diff(first, second, part=part)
     except CkptError as error:
-        click.echo(f"ckpt: {one_line(str(error))}", err=True)
+        echo_error(error)
         raise click.exceptions.Exit(2) from None
     if as_json:
-        click.echo(json.dumps(found.to_json(), indent=1, allow_nan=False))
+        echo_json(found.to_json())
     elif not found:
-        click.echo("There is no difference.")
+        echo("There is no difference.")
     else:
         rows = [_row(difference) for difference in found.differences]
         for line in format_table(("", first, second, "elements", "at most by"), rows, ("elements",)):
-            click.echo(line)
+            echo(line)
     if found:
         raise click.exceptions.Exit(1)
 

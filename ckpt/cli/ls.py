@@ -9,11 +9,13 @@ from functools import partial
 
 import click
 
+from ckpt.cli.output import echo
 from ckpt.errors import MissingError, StorageError, shows_damage
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root import catalog
 from ckpt.root.catalog import Checkpoint
 from ckpt.root.verify import files_on_other_hosts, problems, size_problems, without_other_hosts
+from ckpt.shown import shown
 from ckpt.storage import Storage, open_storage
 from ckpt.util.console import format_age, format_number, format_size, format_table, one_line
 
@@ -34,10 +36,10 @@ def show_checkpoints(root: str, *, verify: bool = False) -> None:
     storage, found = _checkpoints(root)
     if not found:
         catalog.check_exists(storage)
-        click.echo(f"There are no checkpoints in {root}.")
+        echo(f"There are no checkpoints in {root}.")
         return
     _show_table([_row(storage, checkpoint, verify=verify) for checkpoint in found])
-    click.echo("every byte checked" if verify else "sizes checked; --verify reads every byte")
+    echo("every byte checked" if verify else "sizes checked; --verify reads every byte")
 
 
 def _checkpoints(root: str) -> tuple[Storage, list[Checkpoint]]:
@@ -93,7 +95,7 @@ def _show_table(rows: Sequence[Sequence[str]]) -> None:
         _show_on_terminal(rows)
     else:
         for line in format_table(_COLUMNS, rows, _RIGHT_ALIGNED):
-            click.echo(line)
+            echo(line)
 
 
 def _show_on_terminal(rows: Sequence[Sequence[str]]) -> None:
@@ -111,7 +113,7 @@ def _show_on_terminal(rows: Sequence[Sequence[str]]) -> None:
             overflow="fold",
         )
     for row in rows:
-        *cells, intact = map(Text, row)
+        *cells, intact = (Text(shown(cell)) for cell in row)
         intact.stylize("green" if intact.plain.startswith("yes") else "red")
         table.add_row(*cells, intact)
     Console().print(table)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
+from ckpt.cli.output import echo, echo_json
 from ckpt.errors import LockedError
 from ckpt.memory.held_memory import HeldMemory, list_memory, memory_of
 from ckpt.util.console import format_age, format_duration, format_size, format_table, one_line
@@ -24,12 +23,12 @@ def ls(as_json: bool) -> None:
     """List what your runs hold in memory here, the newest first."""
     found = list_memory()
     if as_json:
-        click.echo(json.dumps([held.to_json() for held in found], indent=1, allow_nan=False))
+        echo_json([held.to_json() for held in found])
     elif not found:
-        click.echo("Nothing is held in memory on this machine.")
+        echo("Nothing is held in memory on this machine.")
     else:
         for line in format_table(_COLUMNS, [_row(held) for held in found], ("step", "size", "age")):
-            click.echo(line)
+            echo(line)
 
 
 @memory.command()
@@ -44,7 +43,7 @@ def clear(root: str | None, everything: bool) -> None:
         raise click.UsageError("name the ROOT whose memory is to be removed, or give --all.")
     found = list_memory() if root is None else memory_of(root)
     if not found:
-        click.echo("Nothing is held in memory on this machine" + (f" for {root}." if root else "."))
+        echo("Nothing is held in memory on this machine" + (f" for {root}." if root else "."))
     refused = [why for held in found if (why := _clear(held))]
     if refused:
         raise LockedError(" ".join(refused))
@@ -56,7 +55,7 @@ def _clear(held: HeldMemory) -> str:
         held.clear()
     except LockedError as error:
         return str(error)
-    click.echo(f"removed {format_size(held.size)} from memory: {held.root}, {_steps(held)}")
+    echo(f"removed {format_size(held.size)} from memory: {held.root}, {_steps(held)}")
     return ""
 
 

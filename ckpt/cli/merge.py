@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from ckpt.cli.output import echo
+
 
 @click.command()
 @click.argument("source")
@@ -11,7 +13,10 @@ import click
 @click.option("--dtype", help="Cast floating point tensors: bfloat16, float16, float32, ...")
 @click.option("--max-shard-size", help="Beyond this, write shards and an index: 5GB, 500MiB, ...")
 @click.option("--part", default="model", show_default=True, help="Which part of the checkpoint.")
-def merge(source: str, destination: str, dtype: str | None, max_shard_size: str | None, part: str) -> None:
+@click.option("--key", metavar="PATH", help="Refuse what this key (PEM, public or private) has not signed.")
+def merge(
+    source: str, destination: str, dtype: str | None, max_shard_size: str | None, part: str, key: str | None
+) -> None:
     """Merge the sharded checkpoint at SOURCE into one safetensors file.
 
     SOURCE is a checkpoint of ckpt, a folder of torch.distributed.checkpoint, or what Accelerate saves under FSDP.
@@ -19,5 +24,14 @@ def merge(source: str, destination: str, dtype: str | None, max_shard_size: str 
     """
     from ckpt.export.merge import merge
 
-    for url in merge(source, destination, dtype=dtype, max_shard_size=max_shard_size, part=part):
-        click.echo(url)
+    found = merge(
+        source,
+        destination,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        part=part,
+        verify_key=key,
+        require_signed=key is not None,
+    )
+    for url in found:
+        echo(url)

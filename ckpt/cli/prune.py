@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import click
 
+from ckpt.cli.output import echo
 from ckpt.root.retention import Keep
 from ckpt.storage import open_storage
 from ckpt.tools.prune import Plan, Pruned
@@ -58,7 +59,7 @@ def prune(
     keep = _rules(mode, last=keep_last, best=keep_best, metric=metric, every=keep_every)
     plan = Plan.of(open_storage(root), keep, grace, verify=verify)
     for line in _lines(plan.outcome, grace):
-        click.echo(line)
+        echo(line)
     if dry_run or not (plan.outcome.removed or plan.outcome.swept):
         return
     if not yes and not sys.stdin.isatty():
@@ -71,8 +72,8 @@ def prune(
     done = plan.carry_out()
     for name in (*plan.outcome.removed, *plan.outcome.swept):
         if name in done.spared:
-            click.echo(f"{name} is kept: {one_line(done.spared[name])}")
-    click.echo(f"removed {_total(done)}")
+            echo(f"{name} is kept: {one_line(done.spared[name])}")
+    echo(f"removed {_total(done)}")
 
 
 def _rules(mode: str, **given: int | str | None) -> Keep | None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import click
 
+from ckpt.cli.output import echo
+
 
 @click.command()
 @click.argument("source")
 @click.argument("destination")
 @click.option("--step", type=int, help="Only the checkpoint of this step, to resume from.")
 @click.option("--revision", help="Of a repository: a branch, a tag or a commit.")
-def pull(source: str, destination: str, step: int | None, revision: str | None) -> None:
+@click.option("--key", metavar="PATH", help="Refuse what this key (PEM, public or private) has not signed.")
+def pull(source: str, destination: str, step: int | None, revision: str | None, key: str | None) -> None:
     """Copy SOURCE to DESTINATION, verified.
 
     SOURCE is a repository on the Hub (user/repo, or hub://user/repo@revision/path for a part of it) or any other URL
@@ -21,4 +24,5 @@ def pull(source: str, destination: str, step: int | None, revision: str | None) 
     """
     from ckpt.tools.pull import pull
 
-    click.echo(pull(source, destination, step=step, revision=revision))
+    signed = key is not None
+    echo(pull(source, destination, step=step, revision=revision, verify_key=key, require_signed=signed))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from ckpt.cli.output import echo
+
 
 @click.command()
 @click.argument("source")
@@ -54,4 +56,4 @@ def push(
         beside=beside,
         card={"license": license} if card and license else card,
     )
-    click.echo(url)
+    echo(url)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from ckpt.cli.output import echo
+from ckpt.errors import StorageError
 from ckpt.tools.report import report as render
 
 
@@ -21,5 +23,12 @@ def report(root: str, output: Path | None) -> None:
     if output is None:
         click.echo(text, nl=False)
     else:
+        _write(output, text)
+        echo(str(output))
+
+
+def _write(output: Path, text: str) -> None:
+    try:
         output.write_text(text, encoding="utf-8")
-        click.echo(str(output))
+    except OSError as error:
+        raise StorageError(f"{output} cannot be written: {error.strerror}.") from error

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from datetime import datetime
 
 import click
 
+from ckpt.cli.output import Line, Styled, echo, echo_json
 from ckpt.formats.native.manifest import Manifest
 from ckpt.tools.show import CheckpointSummary, PartSummary, summarize
 from ckpt.util.console import format_age, format_number, format_size, format_table, one_line
@@ -27,22 +27,27 @@ def show(url: str, tensors: bool, as_json: bool) -> None:
     """
     summary = summarize(url)
     if as_json:
-        click.echo(json.dumps(summary.to_json(tensors=tensors), indent=1, allow_nan=False))
+        echo_json(summary.to_json(tensors=tensors))
     else:
-        for line in _lines(summary, tensors=tensors):
-            click.echo(line)
+        for line in _heading(summary):
+            echo(*line)
+        for text in _tables(summary, tensors=tensors):
+            echo(text)
     if summary.problems:
         raise click.exceptions.Exit(1)
 
 
-def _lines(summary: CheckpointSummary, *, tensors: bool) -> Iterator[str]:
+def _heading(summary: CheckpointSummary) -> Iterator[Line]:
     for name, why in summary.skipped.items():
-        yield click.style(f"{name} is skipped: {one_line(why)}", fg="red")
-    yield click.style(summary.url, bold=True)
+        yield (Styled(f"{name} is skipped: {one_line(why)}", "red"),)
+    yield (Styled(summary.url, bold=True),)
     facts = list(_facts(summary))
     width = max(len(name) for name, _ in facts)
-    for name, text in facts:
-        yield f"  {name:<{width}}  {text}"
+    for name, about in facts:
+        yield f"  {name:<{width}}  ", *((about,) if isinstance(about, str) else about)
+
+
+def _tables(summary: CheckpointSummary, *, tensors: bool) -> Iterator[str]:
     yield ""
     columns = ("part", "class", "tensors", "elements", "dtypes", "size")
     yield from format_table(columns, [_row(part) for part in summary.parts], ("tensors", "elements", "size"))
@@ -57,7 +62,7 @@ def _lines(summary: CheckpointSummary, *, tensors: bool) -> Iterator[str]:
         yield from _tensors(summary)
 
 
-def _facts(summary: CheckpointSummary) -> Iterator[tuple[str, str]]:
+def _facts(summary: CheckpointSummary) -> Iterator[tuple[str, str | Line]]:
     manifest = summary.manifest
     saved = datetime.fromisoformat(manifest.created).astimezone()
     yield "saved", f"{saved:%Y-%m-%d %H:%M:%S %Z}, {format_age(manifest.created)} ago"
@@ -79,10 +84,10 @@ def _facts(summary: CheckpointSummary) -> Iterator[tuple[str, str]]:
     yield "versions", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()) or "not known"
 
 
-def _intact(summary: CheckpointSummary) -> str:
+def _intact(summary: CheckpointSummary) -> Line:
     if summary.problems:
-        return click.style(f"NO: {one_line('; '.join(summary.problems))}", fg="red")
-    return click.style("yes", fg="green") + ", by size; 'ckpt verify' reads every byte"
+        return (Styled(f"NO: {one_line('; '.join(summary.problems))}", "red"),)
+    return Styled("yes", "green"), ", by size; 'ckpt verify' reads every byte"
 
 
 def _saved_by(manifest: Manifest) -> str:

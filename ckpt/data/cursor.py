@@ -14,6 +14,7 @@ from ckpt.data.loader_info import Loader, Stateful, goes_by_index, keeper_of, si
 from ckpt.data.position import Position
 from ckpt.data.prefetch import reads_per_batch
 from ckpt.state import rng, samplers
+from ckpt.state.load_errors import naming_part
 
 # Called when a saved position is reached: whether the epoch was finished there, and the global generators from before
 # the loader was taken back to the start of the epoch.
@@ -81,7 +82,8 @@ class Cursor:
         rng.restore(position.rng)
         self.set_generators(position.generators)
         for sampler, state in zip(stateful_samplers(self.loader), position.samplers, strict=False):
-            sampler.load_state_dict(state)
+            with naming_part(type(sampler).__name__):
+                sampler.load_state_dict(state)
 
     def _capture_start(self) -> None:
         position = self.position
@@ -135,7 +137,8 @@ class Cursor:
     def restore_keeper(self) -> None:
         keeper = self.keeper
         if keeper is not None and self.position.state is not None:
-            keeper.load_state_dict(self.position.state)
+            with naming_part(type(keeper).__name__):
+                keeper.load_state_dict(self.position.state)
 
     def set_generators(self, states: list[Any]) -> None:
         for generator, state in zip(samplers.generators(self.loader), states, strict=False):

@@ -11,6 +11,7 @@ from typing import Any
 from ckpt.errors import ConfigError
 from ckpt.export.metric_plot import Points
 from ckpt.formats.native.manifest import Manifest
+from ckpt.shown import markdown, shown
 
 CARD, CURVE = "README.md", "training-curve.svg"
 BEGIN = "<!-- ckpt writes this section anew with every push: what you change in it is lost -->"
@@ -77,7 +78,7 @@ def known_fields(about: Mapping[str, Any], training: Training | None) -> dict[st
     config = about.get("config", {})
     base = next((str(adapter.get("base_model_name_or_path") or "") for adapter in adapters), about.get("base", ""))
     words = [*config.get("architectures", ()), *(str(adapter.get("task_type")) for adapter in adapters)]
-    measured = [name for name in training.metrics if name != "loss"] if training else []
+    measured = [shown(name) for name in training.metrics if name != "loss"] if training else []
     fields = {
         "library_name": "peft" if adapters else "transformers" if config else None,
         "base_model": base if _is_on_the_hub(base) else None,
@@ -141,7 +142,7 @@ def _merged(front: str, known: Mapping[str, Any], given: Mapping[str, Any]) -> s
 def _section(training: Training | None, *, curve: bool) -> str:
     if training is None:
         return "Published with [ckpt](https://pypi.org/project/torch-ckpt/)."
-    rows = "\n".join(f"| {name} | {value} |" for name, value in _rows(training))
+    rows = "\n".join(f"| {markdown(name)} | {markdown(value)} |" for name, value in _rows(training))
     picture = f"\n\n![metrics by step]({CURVE})" if curve else ""
     return f"## Training\n\n| | |\n|---|---|\n{rows}{picture}"
 
@@ -149,16 +150,11 @@ def _section(training: Training | None, *, curve: bool) -> str:
 def _rows(training: Training) -> list[tuple[str, str]]:
     progress = training.progress
     counted = [(word, f"{progress[key]:,}") for key, word in _COUNTERS.items() if progress.get(key)]
-    measured = [(table_cell(name), f"{value:.4g}") for name, value in training.metrics.items()]
+    measured = [(name, f"{value:.4g}") for name, value in training.metrics.items()]
     ranks = f"{training.world_size} ranks, {training.hardware}" if training.world_size > 1 else training.hardware
     versions = ", ".join(f"{name} {version}" for name, version in training.versions.items())
     rest = [("hardware", ranks), ("versions", versions), *training.lineage.items()]
-    return [*counted, *measured, *((name, table_cell(value)) for name, value in rest if value)]
+    return [*counted, *measured, *((name, value) for name, value in rest if value)]
 
 
 _COUNTERS = {"step": "steps", "epoch": "epochs", "samples": "samples"}
-
-
-def table_cell(text: str) -> str:
-    """Text without the characters that would end a cell of a Markdown table, or begin a tag."""
-    return re.sub(r"[|<>\r\n]", " ", text)

@@ -24,6 +24,9 @@ from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts, find_hosts, may_have_separate_roots
 from ckpt.root.catalog import locate
+from ckpt.root.keys import KeySource
+from ckpt.root.trust import BELIEVES_ALL, Trust, open_trust
+from ckpt.shown import Lines
 from ckpt.state.model import ModelPart, tensors_in
 from ckpt.state.objects import ManagedObjects
 from ckpt.state.registry import StateRegistry
@@ -44,6 +47,8 @@ def load_model(
     strict: bool = True,
     storage_options: Mapping[str, Any] | None = None,
     timeout: float = 300.0,
+    verify_key: KeySource | None = None,
+    require_signed: bool = False,
 ) -> dict[str, str]:
     """Load a model's tensors, and return what was skipped or is not exactly as it was saved, with the reasons.
 
@@ -55,7 +60,9 @@ def load_model(
     from Hugging Face's cache, where a published model, or what was pulled, is. With `strict` everything must fit, or
     nothing is changed. What is not on a local disk is read once, and verified on the way: if it is damaged, the model
     holds a part of it already. `storage_options` are for a URL, as for `StateManager`: `{"token": ...}` for the Hub.
+    So are `verify_key` and `require_signed`, with which files without a manifest are refused.
     """
+    trust = open_trust(verify_key, required=require_signed)
     shown = os.fspath(source)
     ranks = find_ranks(f"load {shown}", timeout)
     call = f"load_model({shown!r})"
@@ -64,7 +71,8 @@ def load_model(
         options = storage_options if where == shown else None
         storage, names = run_on_all_ranks(ranks, call, lambda: locate(where, options))
         if names:
-            return _load_checkpoint(storage, names, ranks, ModelPart(part, model), strict=strict)
+            return _load_checkpoint(storage, names, ranks, ModelPart(part, model), trust, strict=strict)
+        trust.refuse_unsigned(shown)
         skipped: dict[str, str] = run_on_all_ranks(
             ranks, call, lambda: _load_folder(where, shown, options, ModelPart(part, model), ranks.rank, strict=strict)
         )
@@ -73,7 +81,9 @@ def load_model(
     return dict(skipped)
 
 
-def load_checkpoint_model(storage: Storage, name: str | None, model: nn.Module, *, timeout: float = 300.0) -> Restored:
+def load_checkpoint_model(
+    storage: Storage, name: str | None, model: nn.Module, *, timeout: float = 300.0, trust: Trust = BELIEVES_ALL
+) -> Restored:
     """Load the model of a checkpoint, by its name or the newest intact one. Prints and returns what was restored.
 
     For integrations that have a root already: everything must fit, nothing is changed before all of it is verified,
@@ -83,7 +93,7 @@ def load_checkpoint_model(storage: Storage, name: str | None, model: nn.Module, 
     hosts = find_hosts(ranks, storage, shared=None)
     request = _model_request(ranks, ModelPart("model", model), strict=True, verify_before_overwrite=True)
     with ranks.working(), gc_paused():
-        choice = _choose_and_restore(request, storage, name, hosts, foreign=True)
+        choice = _choose_and_restore(request, storage, name, hosts, foreign=True, trust=trust)
     restored = restored_from(choice, ("model",))
     if ranks.rank == MAIN:
         say(str(restored))
@@ -111,11 +121,11 @@ def _has_checkpoints(storage: Storage) -> bool:
 
 
 def _load_checkpoint(
-    storage: Storage, names: list[str], ranks: Ranks, part: ModelPart, *, strict: bool
+    storage: Storage, names: list[str], ranks: Ranks, part: ModelPart, trust: Trust, *, strict: bool
 ) -> dict[str, str]:
     """From a checkpoint of ours: the named one, or the newest intact one of a root."""
     request = _model_request(ranks, part, strict=strict, verify_before_overwrite=storage.is_local)
-    choice = _choose_and_restore(request, storage, names[0] if len(names) == 1 else None)
+    choice = _choose_and_restore(request, storage, names[0] if len(names) == 1 else None, trust=trust)
     if ranks.rank == MAIN:
         say(f"loaded {part.key} of {storage.url}/{choice.manifest.name}")
     noted = {**choice.ready.notes.skipped, **choice.ready.notes.approximated}
@@ -137,6 +147,7 @@ def _choose_and_restore(
     hosts: Hosts = ONE_SHARED_ROOT,
     *,
     foreign: bool = False,
+    trust: Trust = BELIEVES_ALL,
 ) -> Choice[Restoration]:
     selection = Selection(
         tiers=(storage,),
@@ -145,6 +156,7 @@ def _choose_and_restore(
         name=name,
         hosts=hosts,
         foreign=foreign,
+        trust=trust,
     )
     with ExitStack() as held:
         choice = choose(selection, held)
@@ -164,8 +176,8 @@ def _load_folder(
         misfits = _misfits(wanted, saved)
         if strict and misfits:
             lines = [f"{name}: {why}" for name, why in sorted(misfits.items())]
-            listed = "\n  ".join(lines)
-            raise MismatchError(f"{shown} does not fit the model; nothing was changed:\n  {listed}", tuple(lines))
+            head = f"{shown} does not fit the model; nothing was changed:"
+            raise MismatchError(Lines.listing(head, lines), tuple(lines))
         fitting = {name for name in wanted if name in saved and name not in misfits}
         for name in fitting:
             _fill(wanted[name], saved[name], rank)

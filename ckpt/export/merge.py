@@ -19,6 +19,8 @@ from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.state import FilePlan
 from ckpt.root.folder import open_url
+from ckpt.root.keys import KeySource
+from ckpt.root.trust import open_trust
 from ckpt.storage import Storage
 from ckpt.util.console import progress_bar
 from ckpt.util.option_values import path_text
@@ -32,6 +34,8 @@ def merge(
     max_shard_size: int | str | None = None,
     part: str = "model",
     storage_options: Mapping[str, Any] | None = None,
+    verify_key: KeySource | None = None,
+    require_signed: bool = False,
 ) -> list[str]:
     """Write the tensors of a checkpoint as one safetensors file, and return the URLs of what was written.
 
@@ -39,11 +43,12 @@ def merge(
     folder of safetensors. Beyond `max_shard_size` (bytes, or `"5GB"`) the output is shards and
     `model.safetensors.index.json`. Floating point tensors are cast to `dtype`. Tied weights are written once. Less than
     256 MB are held in memory, and the output appears only when it is complete. Either side may be a URL;
-    `storage_options` are for both.
+    `storage_options` are for both. `verify_key` and `require_signed` are those of the manager.
     """
     output = _Destination.parse(destination, storage_options)
     options = ExportOptions.parse(dtype, max_shard_size)
-    with open_source(source, part, storage_options) as opened:
+    trust = open_trust(verify_key, required=require_signed)
+    with open_source(source, part, storage_options, trust) as opened:
         tensors = opened.tensors
         files = plan_files(
             output.name, tensors, tied(tensors), dtype=options.dtype, max_shard_size=options.max_shard_size

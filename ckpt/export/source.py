@@ -16,22 +16,26 @@ from ckpt.errors import ConfigError, DamagedError, MissingError
 from ckpt.export.folders import belongs_beside
 from ckpt.export.rank_variants import is_own_file, merged
 from ckpt.formats.foreign import dcp
+from ckpt.formats.foreign.weight_index import read_weight_map, tensors_of
 from ckpt.formats.foreign.wrapper_prefixes import unwrapped
-from ckpt.formats.native.documents import STATE, from_json
+from ckpt.formats.native.documents import STATE, from_json, parts_in
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.native.pieced import pieced
+from ckpt.formats.native.shard_table import ShardTable
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.pieces import PiecedTensor, check_complete
-from ckpt.root.catalog import locate, read_manifest, scan
+from ckpt.root.catalog import MARKER, UncommittedError, locate, read_manifest, scan
 from ckpt.root.file_names import part_of
 from ckpt.root.folder import Folder
+from ckpt.root.trust import BELIEVES_ALL, Trust
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import problems
 from ckpt.storage import Storage
 from ckpt.util.option_values import path_text, said
 
 _log = logging.getLogger("ckpt")
+_FEW = 10
 
 _ACCELERATE = {"model": "pytorch_model_fsdp", "optimizer": "optimizer"}  # its folders end with the number of the object
 _KNOWN = (
@@ -59,7 +63,10 @@ class TensorSource:
 
 @contextmanager
 def open_source(
-    source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None = None
+    source: str | os.PathLike[str],
+    part: str,
+    options: Mapping[str, Any] | None = None,
+    trust: Trust = BELIEVES_ALL,
 ) -> Iterator[TensorSource]:
     """Open a part of the checkpoint or folder at a path or URL."""
     if os.path.isfile(path_text(source, "the source")):
@@ -68,16 +75,20 @@ def open_source(
         raise ConfigError(f"part={said(part)} must be the name of a part.")
     found = Folder.at(source, options)
     if FILE_NAME in found.files:
-        with _checkpoint(source, part, options) as opened:
+        with _checkpoint(source, part, options, trust) as opened:
             yield opened
         return
+    trust.refuse_unsigned(os.fspath(source))
     folder = _dcp_folder(found, part)
     if folder is not None:
         yield TensorSource(_distributed(folder, part))
-    elif weights := _weights(found):
-        files = (TensorFile.open(found.opened(path), f"{found.where}/{path}") for path in weights)
+    elif {MARKER, STATE} & found.files.keys():
+        raise UncommittedError(
+            f"{found.where} was never committed: its save was cut off before the manifest was written. Take another."
+        )
+    elif any(path.endswith(SUFFIX) and "/" not in path for path in found.files):
         yield TensorSource(
-            pieced(files), beside={path: found.reader(path) for path in found.files if belongs_beside(path)}
+            _weights(found), beside={path: found.reader(path) for path in found.files if belongs_beside(path)}
         )
     else:
         raise _unreadable_error(found)
@@ -99,25 +110,30 @@ def _unreadable_error(found: Folder) -> Exception:
     return ConfigError(f"{where} is of no kind that can be read. That would be {_KNOWN}.")
 
 
-def _weights(found: Folder) -> list[str]:
-    """The safetensors files of a folder: those that its index names, or `model.safetensors`, or all."""
-    if _INDEX not in found.files:
-        lying = [path for path in found.files if path.endswith(SUFFIX) and "/" not in path]
-        return [_WHOLE] if _WHOLE in lying else lying
-    where = f"{found.where}/{_INDEX}"
-    index = from_json(found.opened(_INDEX).read(0, found.files[_INDEX]), where)
-    named = sorted(set(index["weight_map"].values()))
-    missing = [path for path in named if path not in found.files]
-    if missing:
-        raise DamagedError(f"{where} names files that are not there: {', '.join(missing)}. Copy all of them there.")
-    return named
+def _weights(found: Folder) -> dict[str, PiecedTensor]:
+    """The tensors in the safetensors of a folder: those that its index names, or `model.safetensors`, or all."""
+    weight_map: dict[str, str] = {}
+    paths = [path for path in found.files if path.endswith(SUFFIX) and "/" not in path]
+    if _INDEX in found.files:
+        where = f"{found.where}/{_INDEX}"
+        weight_map = read_weight_map(found.opened(_INDEX).read(0, found.files[_INDEX]), where)
+        paths = sorted(set(weight_map.values()))
+        missing = [path for path in paths if path not in found.files]
+        if missing:
+            raise DamagedError(f"{where} names files that are not there: {', '.join(missing)}. Copy all of them there.")
+    elif _WHOLE in paths:
+        paths = [_WHOLE]
+    files = {path: TensorFile.open(found.opened(path), f"{found.where}/{path}", found.files[path]) for path in paths}
+    return tensors_of(files, weight_map, found.where)
 
 
 @contextmanager
-def _checkpoint(source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None) -> Iterator[TensorSource]:
+def _checkpoint(
+    source: str | os.PathLike[str], part: str, options: Mapping[str, Any] | None, trust: Trust
+) -> Iterator[TensorSource]:
     storage, (name,) = locate(source, options if "://" in os.fspath(source) else None)
     with storage.lock(name, shared=True):  # retention of a running job must not remove what is being read
-        manifest = read_manifest(storage, name)
+        manifest = trust.checked(read_manifest(storage, name))
         ours = _of_part(manifest, part)
         if wrong := problems(storage, ours, show=True, threads=1):
             raise DamagedError(f"{name} is damaged: {'; '.join(wrong)}.")
@@ -126,24 +142,39 @@ def _checkpoint(source: str | os.PathLike[str], part: str, options: Mapping[str,
         state = _state(storage, manifest, part)
         if "differs" in state:
             of_ranks = pieced(_tensor_file(storage, name, file) for file in _own_files(manifest, part))
-            tensors = merged(f"{name}: {part}", tensors, of_ranks, state["differs"]["tensors"])
+            tensors = merged(f"{name}: {part}", tensors, of_ranks, state["differs"].get("tensors", {}))
         check_complete(tensors, name)
-        aliases = state.get("spread", {}).get("aliases", {})  # tied tensors, which are in no file
-        tensors |= {alias: tensors[first] for alias, first in aliases.items()}
+        if "spread" in state:
+            table = ShardTable.from_json(state["spread"], manifest)
+            _check_table(tensors, table, f"{name}: {part}")
+            tensors |= {alias: tensors[first] for alias, first in table.aliases.items()}  # tied: they are in no file
         yield TensorSource(tensors, state.get("about", {}), manifest)
+
+
+def _check_table(tensors: Mapping[str, PiecedTensor], table: ShardTable, where: str) -> None:
+    """Refuse files that hold other tensors than the checkpoint's table of shards says."""
+    found = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    wrong = [name for name, spec in table.tensors.items() if found.get(name) != (spec.dtype, spec.shape)]
+    wrong += [alias for alias, first in table.aliases.items() if first not in tensors]
+    if wrong:
+        listed = ", ".join(sorted(wrong)[:_FEW])
+        raise DamagedError(f"{where} is damaged: its files do not hold what its table of shards says: {listed}.")
 
 
 def _state(storage: Storage, manifest: Manifest, part: str) -> Mapping[str, Any]:
     """The entry of a part in `state.json`: everything but its tensors."""
-    record = next(file for file in manifest.files if file.name == STATE)
-    file = VerifiedFile.of(storage, manifest.name, record)
-    state: Mapping[str, Any] = from_json(file.read_all(), file.stored.key)["parts"].get(part, {})
+    record = next((file for file in manifest.files if file.name == STATE), None)
+    if record is None:
+        raise DamagedError(f"{manifest.name} is damaged: it lists no {STATE}.")
+    file = VerifiedFile.of(storage, manifest.name, record, sha256=manifest.is_authentic)
+    document = from_json(file.read_all(), file.stored.key)
+    state: Mapping[str, Any] = parts_in(document, "parts", file.stored.key).get(part, {})
     return state
 
 
 def _tensor_file(storage: Storage, name: str, file: FileRecord) -> TensorFile:
     stored = VerifiedFile.of(storage, name, file).stored  # every byte was verified before
-    return TensorFile.open(stored, stored.key)
+    return TensorFile.open(stored, stored.key, file.size)
 
 
 def _own_files(manifest: Manifest, part: str) -> list[FileRecord]:

@@ -31,6 +31,7 @@ from ckpt.save.live_state import LiveState
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
 from ckpt.save.transaction import SaveRequest
+from ckpt.shown import Lines
 from ckpt.state import rng
 from ckpt.state.objects import is_part_name
 from ckpt.state.parts import ObjectPart, SavedTensor
@@ -212,11 +213,11 @@ def _capture(checkpoint: dict[str, Any]) -> LiveState:
     try:
         return StateCapture(SingleProcess(), "full").capture(parts, {}, {})
     except UnsupportedError as error:
-        raise UnsupportedError(
-            f"{error}\nLightning took this from hparams, a callback, or on_save_checkpoint: give plain values there "
-            "(str(...), dict(...), OmegaConf.to_container(...)), or save_hyperparameters(ignore=...).",
-            error.problems,
-        ) from error
+        advice = (
+            "Lightning took this from hparams, a callback, or on_save_checkpoint: give plain values there (str(...), "
+            "dict(...), OmegaConf.to_container(...)), or save_hyperparameters(ignore=...)."
+        )
+        raise UnsupportedError(Lines.of([str(error), advice]), error.problems) from error
 
 
 def _read(reader: CheckpointReader, place: Callable[[SavedTensor], Any]) -> dict[str, Any]:

@@ -246,7 +246,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self._manager.wait()
         best = self._trainer.state.best_model_checkpoint.rpartition("/")[2]
         if best in self._saved:
-            load_checkpoint_model(self._storage, best, self._trainer.model)
+            trust = self._manager.session.trust
+            load_checkpoint_model(self._storage, best, self._trainer.model, trust=trust)
         else:
             self._own["_load_best_model"]()
 

@@ -16,6 +16,7 @@ from ckpt.formats.layout import Box
 from ckpt.formats.native.json_values import Encoder, refuse
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.tensor_bytes import narrowed
+from ckpt.load.rank_state import check_rank_state
 from ckpt.root.folder import Folder
 from ckpt.state.deepspeed.engine import KEY
 from ckpt.state.objects import KINDS
@@ -72,7 +73,7 @@ class AccelerateState:
         _, number = split_name(self.name)
         saves = 0 if number is None else 1 + number
         source = {"step": states.get("step", 0), "sync_gradients": True, "saves": saves, "loaders": {}}
-        return {"rng": rng, "generators": {}, "loaders": {}, "source": source}
+        return check_rank_state({"rng": rng, "generators": {}, "loaders": {}, "source": source}, self.name)
 
 
 def kind_of(key: str) -> str:

@@ -59,9 +59,8 @@ class Broadcasts:
         return nullcontext() if self.group is None else self.group.phase()
 
     def _broadcast_file(self, file: VerifiedFile) -> _BroadcastFile:
-        return _BroadcastFile(
-            file.stored, file.record, group=self.group, source=self.readers[file.stored.key], rank=self.rank
-        )
+        source = self.readers[file.stored.key]
+        return _BroadcastFile(file.stored, file.record, file.sha256, group=self.group, source=source, rank=self.rank)
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
-from ckpt.errors import CkptError, MismatchError, StateError
+from ckpt.errors import MismatchError
 from ckpt.load.reader import CheckpointReader
+from ckpt.shown import Lines
+from ckpt.state.load_errors import naming_part
 from ckpt.state.parts import WHOLE_PART, Part
 
 Misfits = Mapping[str, Mapping[str, str]]  # what does not fit and why, by part and key; WHOLE_PART for all of a part
@@ -31,17 +32,6 @@ def from_main_rank(reader: CheckpointReader, parts: Mapping[str, Part]) -> dict[
             saved_by = reader.manifest.world_size
             found[key] = f"each of the {saved_by} ranks that saved it had its own; all have the main rank's now"
     return found
-
-
-@contextmanager
-def naming_part(key: str) -> Iterator[None]:
-    """Turns an error of a managed object, of whatever class, into a `StateError` that names its part."""
-    try:
-        yield
-    except CkptError:
-        raise
-    except Exception as error:
-        raise StateError(f"{key} did not take its state back: {type(error).__name__}: {error}") from error
 
 
 def _misfits(reader: CheckpointReader, parts: Mapping[str, Part], key: str, part: Part) -> dict[str, str]:
@@ -74,12 +64,9 @@ def _counts(reader: CheckpointReader, parts: Mapping[str, Part], key: str) -> st
 def _require_fit(reader: CheckpointReader, misfits: Misfits) -> None:
     problems = [_where(part, key) + why for part, keys in misfits.items() for key, why in sorted(keys.items())]
     if problems:
-        lines = "\n  ".join(problems)
-        raise MismatchError(
-            f"{reader.manifest.name} does not fit the live objects; nothing was changed:\n  {lines}\n"
-            "Build the objects as they were when it was saved, or use strict=False to restore what fits.",
-            tuple(problems),
-        )
+        head = f"{reader.manifest.name} does not fit the live objects; nothing was changed:"
+        advice = "Build the objects as they were when it was saved, or use strict=False to restore what fits."
+        raise MismatchError(Lines.listing(head, problems, advice), tuple(problems))
 
 
 def _where(part: str, key: str) -> str:

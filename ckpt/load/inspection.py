@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
 from ckpt.errors import (
@@ -18,6 +18,7 @@ from ckpt.errors import (
     MissingError,
     StorageError,
     TransientError,
+    UntrustedError,
     shows_damage,
 )
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
@@ -27,19 +28,21 @@ from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.hosts import Hosts
 from ckpt.root import catalog
+from ckpt.root.trust import Trust
 from ckpt.root.verify import size_problems
 from ckpt.storage import Storage
 from ckpt.storage.base import read_document
 
 
 class Verdict(TypedDict):
-    """Why a checkpoint cannot be used: gone since it was listed, unreadable now, locked by another process, or, if
-    none of these, damaged."""
+    """Why a checkpoint cannot be used: gone since it was listed, unreadable now, locked by another process, not signed
+    by a key that is trusted, or, if none of these, damaged."""
 
     text: str
     vanished: bool
     unreached: bool
     busy: bool
+    untrusted: bool
 
 
 @dataclass
@@ -48,6 +51,7 @@ class Inspection:
 
     ranks: Ranks
     call: str
+    trust: Trust = field(default_factory=Trust)
     vanished: bool = field(default=False, init=False)
 
     def complete(self, storage: Storage, name: str, held: ExitStack) -> Manifest:
@@ -56,14 +60,15 @@ class Inspection:
         `held` receives its lock, against removal.
         """
         found: list[Manifest] = []
-        verdict = Result.capture(lambda: _inspect(storage, name, held, found))
+        verdict = Result.capture(lambda: _inspect(storage, name, held, found, self.trust))
         problem: Verdict | None = decide_together(self.ranks, self.call, verdict, _joined)
         if problem is None:
             return found[0]
         self.vanished = self.vanished or problem["vanished"]
         if problem["unreached"]:
             raise TransientError(problem["text"])
-        raise (LockedError if problem["busy"] else DamagedError)(problem["text"])
+        damaged = UntrustedError if problem["untrusted"] else DamagedError
+        raise (LockedError if problem["busy"] else damaged)(problem["text"])
 
     def complete_per_host(
         self, tiers: Sequence[Storage], hosts: Hosts, name: str, held: ExitStack
@@ -71,24 +76,27 @@ class Inspection:
         """A manifest that some host has, and the storage in which this rank finds the files that it needs."""
         keeps = hosts.owns_root(self.ranks.rank)
         text = Result.capture(lambda: _manifest_text(tiers[0], name) if keeps else None)
-        manifest = Manifest.from_bytes(decide_together(self.ranks, self.call, text, _newest).encode(), name)
-        storage = Result.capture(lambda: per_host.storage_for_rank(tiers, manifest, self.ranks, held))
+        found = Manifest.from_bytes(decide_together(self.ranks, self.call, text, _newest).encode(), name)
+        checked = Result.capture(lambda: self.trust.checked(replace(found, name=name)))
+        storage = checked.then(lambda manifest: per_host.storage_for_rank(tiers, manifest, self.ranks, held))
         missing = storage.then(lambda found: found if isinstance(found, list) else [])
         problem = decide_together(self.ranks, self.call, missing, lambda each: per_host.problem(name, hosts, each))
         if problem:
             raise DamagedError(problem)
-        return manifest, storage.value
+        return checked.value, storage.value
 
 
-def _inspect(storage: Storage, name: str, held: ExitStack, found: list[Manifest]) -> Verdict | None:
+def _inspect(storage: Storage, name: str, held: ExitStack, found: list[Manifest], trust: Trust) -> Verdict | None:
     """What is wrong with a checkpoint, as this rank sees it; None if nothing is, and its manifest is in `found`."""
     try:
         if name:
             held.enter_context(storage.lock(name, shared=True))
-        manifest = read_any(storage, name)
+        manifest = trust.checked(read_any(storage, name))
         wrong = size_problems(storage, manifest)
     except LockedError as error:
         return _verdict(f"{name} is being removed or cleaned up by another process: {error}", busy=True)
+    except UntrustedError as error:
+        return _verdict(str(error), untrusted=True)
     except (DamagedError, StorageError) as error:
         gone = isinstance(error, AbsentError)  # removed since it was listed
         return _verdict(str(error), vanished=gone, unreached=not shows_damage(error))
@@ -98,8 +106,10 @@ def _inspect(storage: Storage, name: str, held: ExitStack, found: list[Manifest]
     return _verdict(f"{name} is damaged: {'; '.join(wrong)}.") if wrong else None
 
 
-def _verdict(text: str, *, vanished: bool = False, unreached: bool = False, busy: bool = False) -> Verdict:
-    return {"text": text, "vanished": vanished, "unreached": unreached, "busy": busy}
+def _verdict(
+    text: str, *, vanished: bool = False, unreached: bool = False, busy: bool = False, untrusted: bool = False
+) -> Verdict:
+    return {"text": text, "vanished": vanished, "unreached": unreached, "busy": busy, "untrusted": untrusted}
 
 
 def _joined(verdicts: list[Verdict | None]) -> Verdict | None:
@@ -113,6 +123,7 @@ def _joined(verdicts: list[Verdict | None]) -> Verdict | None:
         "vanished": any(verdict["vanished"] for verdict in bad),
         "unreached": any(verdict["unreached"] for verdict in bad),
         "busy": any(verdict["busy"] for verdict in bad),
+        "untrusted": all(verdict["untrusted"] for verdict in bad),
     }
 
 

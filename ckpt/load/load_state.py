@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
@@ -19,11 +20,14 @@ from ckpt.load.restored import Restored, restored_from
 from ckpt.load.select import Candidate, Choice, Selection, choose
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
+from ckpt.root.trust import Trust
 from ckpt.state.objects import ObjectSource
 from ckpt.state.parts import Notes
 from ckpt.state.registry import StateRegistry
 from ckpt.util.console import say
 from ckpt.util.gc_pause import gc_paused
+
+_log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,8 @@ class StateLoader:
 
     `broadcast`: whether ranks of a host read for each other; if None, where the storage is not local. `pause_staging`:
     a context in which staging memory is not prefaulted, so that reading does not compete with it. `follow`: called with
-    the manifest that later saves continue from, the names of damaged checkpoints, and the tier that has it. A load
-    that failed half-way is remembered, until another one has succeeded.
+    the manifest that later saves continue from, the names of damaged checkpoints, and the tier that has it. `trust`:
+    whose signatures are believed. A load that failed half-way is remembered, until another one has succeeded.
     """
 
     ranks: Ranks
@@ -51,6 +55,7 @@ class StateLoader:
     broadcast: bool | None
     pause_staging: Callable[[], AbstractContextManager[None]]
     follow: Callable[[Manifest, Iterable[str], int], None]
+    trust: Trust = field(default_factory=Trust)
     _half_loaded: str | None = field(default=None, init=False)
 
     def load(self, name: str | None, *, strict: bool, verify_before_overwrite: bool) -> Restored | None:
@@ -100,6 +105,7 @@ class StateLoader:
             hosts=locations.hosts,
             foreign=True,
             memory=locations.memory() if name is None else None,
+            trust=self.trust,
         )
 
     def _prepare(self, candidate: Candidate, request: RestoreRequest) -> Restoration:
@@ -137,7 +143,15 @@ class StateLoader:
         )
         if self.ranks.rank == MAIN:
             say(str(restored))
+            self._warn_if_unsigned(choice.manifest)
         return restored
+
+    def _warn_if_unsigned(self, manifest: Manifest) -> None:
+        if self.trust.keys and not manifest.is_authentic:
+            _log.warning(
+                "%s is not signed by a key that is trusted here: whoever can write to its root may have altered it. "
+                "With require_signed=True it is refused.", manifest.name,
+            )  # fmt: skip
 
 
 def _note_loaders(reader: CheckpointReader, loaders: Iterable[str], notes: Notes) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats.layout import Box
+from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.native.shard_table import ShardedTensors, ShardTable
 from ckpt.formats.native.tensor_file import TensorFile
 
@@ -61,16 +62,17 @@ class OwnTensors:
     def of(
         cls,
         entry: Mapping[str, Any],
+        manifest: Manifest,
         rank: int,
         own_files: Callable[[int], list[TensorFile]],
         piece_files: Callable[[int], list[TensorFile]],
         common: Callable[[], PartTensors],
     ) -> OwnTensors:
         """`own_files` and `piece_files` open the files of a rank; `common` gives the tensors of all ranks."""
-        table = ShardTable.from_json(entry["spread"]) if "spread" in entry else ShardTable({})
+        table = ShardTable.from_json(entry["spread"], manifest) if "spread" in entry else ShardTable({})
         pieces = ShardedTensors(table, lambda owner: [*own_files(owner), *piece_files(owner)], rank)
-        files = own_files(rank) if entry["plain"] else []
-        return cls(frozenset(entry["plain"]), files, pieces, common, table.aliases)
+        plain = frozenset(entry.get("plain", ()))
+        return cls(plain, own_files(rank) if plain else [], pieces, common, table.aliases)
 
     def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         return self._holder(name).about(self._name(name))

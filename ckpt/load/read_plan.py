@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from ckpt.errors import DamagedError
 from ckpt.formats.tensor_bytes import as_bytes, host_bytes
 from ckpt.formats.transfers import Transfer
 from ckpt.root.verified_file import VerifiedFile
@@ -105,6 +106,10 @@ def plan_reads(transfers: Iterable[Transfer]) -> list[BlockRead]:
 
 def _blocks_of_file(destinations: list[Destination]) -> Iterator[BlockRead]:
     file: VerifiedFile = destinations[0].transfer.reader
+    if any(destination.transfer.stop > file.record.size for destination in destinations):
+        raise DamagedError(
+            f"{file.stored.key} has {file.record.size} bytes: it ends before tensors that it should hold."
+        )
     by_block: dict[int, list[Segment]] = defaultdict(list)
     for destination in sorted(destinations, key=lambda destination: destination.transfer.start):
         for index, segment in _segments(destination, file.record.block_size):

@@ -9,8 +9,9 @@ from functools import cached_property, partial
 from typing import Any
 
 from ckpt.errors import DamagedError
+from ckpt.formats.damage import damage_reported
 from ckpt.formats.layout import Box, Layout, is_sharded, layout_of, local_tensor
-from ckpt.formats.native.documents import STATE, decode_inline, from_json, rank_document
+from ckpt.formats.native.documents import INLINE, STATE, decode_inline, from_json, parts_in, rank_document
 from ckpt.formats.native.json_values import Decoder
 from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.native.shard_table import ShardedTensors, ShardTable
@@ -18,6 +19,7 @@ from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.transfers import Transfer
 from ckpt.load.broadcast import Broadcasts
 from ckpt.load.part_tensors import OwnTensors, PartTensors, WholeTensors
+from ckpt.load.rank_state import check_rank_state
 from ckpt.load.verified_read import read, read_verified, verify
 from ckpt.ranks.group import MAIN
 from ckpt.root.file_names import own_key, spread_file, whole_file
@@ -52,16 +54,27 @@ class CheckpointReader:
         self._read_documents()
 
     def _read_documents(self) -> None:
-        self.parts = self._document(STATE)["parts"]
+        self.parts = parts_in(self._document(STATE), "parts", self._where(STATE))
         # a rank that was not there when it was saved reads the main rank's document
         was_there = self.rank < self.manifest.world_size
-        document = self._document(rank_document(self.rank if was_there else 0))
-        self.own = document["own"] if was_there else {}
-        self.state = {key: decode_inline(value) for key, value in document["state"].items()}
+        name = rank_document(self.rank if was_there else 0)
+        document = self._document(name)
+        self.own = parts_in(document, "own", self._where(name)) if was_there else {}
+        self.state = self._decoded_state(document, name)
 
     def rank_state(self, rank: int) -> dict[str, Any]:
         """Another rank's own state."""
-        return {key: decode_inline(value) for key, value in self._document(rank_document(rank))["state"].items()}
+        name = rank_document(rank)
+        return self._decoded_state(self._document(name), name)
+
+    def _decoded_state(self, document: Any, name: str) -> dict[str, Any]:
+        where = self._where(name)
+        with damage_reported(where, INLINE):
+            state = {key: decode_inline(value, where) for key, value in document["state"].items()}
+        return check_rank_state(state, where)
+
+    def _where(self, name: str) -> str:
+        return f"{self.manifest.name}/{name}"
 
     def has(self, key: str) -> bool:
         """Whether the checkpoint has such a part for this rank."""
@@ -151,8 +164,11 @@ class CheckpointReader:
             verify(mine, self.manifest.name, advance)
 
     def read_live(self, *, verified: bool) -> None:
-        """Read the transfers into memory that is in use, verifying them on the way if they have not been `verified`."""
-        self._read(self._live, read if verified else read_verified)
+        """Read the transfers into memory that is in use, verifying them on the way if they have not been `verified`.
+
+        Of what is signed they are verified again: whoever can write to the root may have altered it in between.
+        """
+        self._read(self._live, read if verified and not self.manifest.is_authentic else read_verified)
         self._live = []
 
     def _read(self, transfers: list[Transfer], how: Callable[..., None]) -> None:
@@ -186,11 +202,11 @@ class CheckpointReader:
 
     def _table(self, key: str) -> ShardTable:
         if key not in self._tables:
-            self._tables[key] = ShardTable.from_json(self._part(key)["spread"])
+            self._tables[key] = ShardTable.from_json(self._part(key)["spread"], self.manifest)
         return self._tables[key]
 
     def _decoded(self, key: str, find: Callable[[str], Any]) -> Any:
-        return Decoder(find).decode((self._own(key) or self._part(key))["state"])
+        return Decoder(find, self._where(key)).decode((self._own(key) or self._part(key))["state"])
 
     def _part(self, key: str) -> Any:
         """A part as all ranks had it, or the main rank; what no other rank had, as this rank had it."""
@@ -206,6 +222,7 @@ class CheckpointReader:
         if own:
             return OwnTensors.of(
                 own,
+                self.manifest,
                 self.rank,
                 lambda rank: self._files(whole_file, own_key(key, rank)),
                 lambda rank: self._files(spread_file, key, rank),
@@ -238,11 +255,11 @@ class CheckpointReader:
 
     def _tensor_file(self, name: str) -> TensorFile:
         file = self._file(name)
-        return TensorFile.open(file, file.stored.key, self._asked_for)
+        return TensorFile.open(file, file.stored.key, file.record.size, self._asked_for)
 
     def _file(self, name: str) -> VerifiedFile:
         record = self._records[name]
-        return VerifiedFile.of(self._storage, self.manifest.name, record)
+        return VerifiedFile.of(self._storage, self.manifest.name, record, sha256=self.manifest.is_authentic)
 
     def _asked_for(self, transfer: Transfer) -> None:
         self._asked.append(transfer)

@@ -58,6 +58,13 @@ class Replicas:
         try:
             text = self.storage.read(f"{self.manifest.name}/{self._records[STATE].path}")
             parts = json.loads(text)["parts"].items()
-            return {key: ShardTable.from_json(part["spread"]) for key, part in parts if "spread" in part}
-        except (CkptError, ValueError, LookupError, TypeError):  # the load itself will say what is wrong
+            return {key: ShardTable.from_json(part["spread"], self.manifest) for key, part in parts if "spread" in part}
+        except (
+            CkptError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ):  # the load itself will say what is wrong
             return {}

@@ -14,12 +14,13 @@ from ckpt.formats.native.manifest import Manifest
 from ckpt.load.accelerate_reader import open_any
 from ckpt.load.accelerate_state import UNKNOWN_PROGRESS
 from ckpt.load.broadcast import planned_broadcasts
-from ckpt.load.fit import Misfits, find_misfits, from_main_rank, naming_part
+from ckpt.load.fit import Misfits, find_misfits, from_main_rank
 from ckpt.load.reader import CheckpointReader
 from ckpt.load.select import Candidate
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import Ranks
 from ckpt.state import rng
+from ckpt.state.load_errors import naming_part
 from ckpt.state.parts import WHOLE_PART, GradientsPart, Notes, OwnPart, Part, Place
 from ckpt.state.registry import StateRegistry
 from ckpt.storage import Storage

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt.data.progress import Progress
+from ckpt.shown import Lines
 
 if TYPE_CHECKING:
     from ckpt.load.restore import Restoration
@@ -70,7 +71,7 @@ class Restored:
             lines += [
                 f"  {title:<13} {why if why.startswith(what) else f'{what}: {why}'}" for what, why in table.items()
             ]
-        return "\n".join(lines)
+        return Lines.of(lines)
 
 
 def restored_from(

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from ckpt.errors import DamagedError, LockedError, StorageError, shows_damage
+from ckpt.errors import DamagedError, LockedError, StorageError, UntrustedError, shows_damage
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.accelerate_reader import folder_of
 from ckpt.load.candidates import MEMORY, Candidates, Listed, in_memory, join_listings, list_memory, list_tiers
@@ -17,6 +17,8 @@ from ckpt.load.inspection import Inspection
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
+from ckpt.root.trust import Trust
+from ckpt.shown import Lines
 from ckpt.storage import Storage
 
 _RESCANS = 5
@@ -56,6 +58,7 @@ class Selection(Generic[T]):
     where they have roots of their own, a checkpoint that one of them knows to be committed is committed, and each rank
     must find what it needs in its own host's root, or in the tier behind it. `foreign`: where there is no checkpoint of
     ours, the newest that Accelerate wrote. `memory`: a tier before the root, of which nothing is ever an error.
+    `trust`: whose signatures are believed; one that is refused is passed over like a damaged one.
     """
 
     tiers: Sequence[Storage]
@@ -65,6 +68,7 @@ class Selection(Generic[T]):
     hosts: Hosts = ONE_SHARED_ROOT
     foreign: bool = False
     memory: MemoryTier | None = None
+    trust: Trust = field(default_factory=Trust)
 
     @property
     def call(self) -> str:
@@ -137,17 +141,18 @@ def choose(selection: Selection[T], held: ExitStack) -> Choice[T] | None:
             rescans += 1
         else:
             break
-    raise DamagedError(_nothing_intact(selection, search.passed_over))
+    kind = UntrustedError if search.all_untrusted else DamagedError
+    raise kind(_nothing_intact(selection, search.passed_over))
 
 
 def _nothing_intact(selection: Selection[T], passed_over: Mapping[str, str]) -> str:
     if selection.name:
         why = passed_over[selection.name]
         return f"{why} Load another one, or load_state() without a name for the newest intact one."
-    lines = "\n  ".join(passed_over.values())
-    return (
-        f"no checkpoint in {' or '.join(storage.url for storage in selection.tiers)} is intact, so nothing was loaded:"
-        f"\n  {lines}\nRestore one from a backup, or start anew in another root."
+    return Lines.listing(
+        f"no checkpoint in {' or '.join(storage.url for storage in selection.tiers)} is intact, so nothing was loaded:",
+        passed_over.values(),
+        "Restore one from a backup, or start anew in another root.",
     )
 
 
@@ -157,7 +162,7 @@ class _Search(Generic[T]):
     def __init__(
         self, selection: Selection[T], held: ExitStack, passed_over: dict[str, str], root_step: int | None
     ) -> None:
-        self.inspection = Inspection(selection.ranks, selection.call)
+        self.inspection = Inspection(selection.ranks, selection.call, selection.trust)
         self.passed_over = passed_over
         self.busy: LockedError | None = None  # another process is removing or cleaning the next candidate
         self._selection = selection
@@ -165,6 +170,12 @@ class _Search(Generic[T]):
         self._root_step = root_step
         self._unreached: dict[str, StorageError] = {}
         self._damaged: set[str] = set()
+        self._untrusted: set[str] = set()
+
+    @property
+    def all_untrusted(self) -> bool:
+        """Whether nothing is wrong with any of them but who has signed it."""
+        return self._untrusted >= self.passed_over.keys()
 
     def first_intact(self, order: list[tuple[int, str]]) -> Choice[T] | None:
         for tier, name in order:
@@ -228,6 +239,8 @@ class _Search(Generic[T]):
             return
         if isinstance(error, StorageError) and not shows_damage(error):
             self._unreached[name] = error
+        elif isinstance(error, UntrustedError):
+            self._untrusted.add(name)  # its bytes may be as good as ever: retention does not take it for damaged
         elif tier == 0 and (was_found or not self._selection.hosts.separate_roots):
             self._damaged.add(name)
         why = f"in {self._selection.tiers[tier].url}: {error}" if tier else str(error)

@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from ckpt.errors import DamagedError
-from ckpt.formats.native.block_hash import BlockHasher
 from ckpt.formats.tensor_bytes import host_bytes
 from ckpt.formats.transfers import Transfer
 from ckpt.load.pinned_buffer import PinnedBuffer
@@ -101,7 +100,7 @@ class _ThreadBuffers:
 
 
 def _read_and_verify(block: BlockRead, buffers: _ThreadBuffers) -> str | None:
-    hasher = BlockHasher(block.file.record.block_size)
+    hasher = block.file.hasher()
     for start, stop, segments in block.windows():
         for data in _read_window(block, start, stop, segments, buffers):
             hasher.update(data)

@@ -16,6 +16,7 @@ from typing import Any
 from ckpt.errors import StorageError
 from ckpt.memory import keeper
 from ckpt.memory.place import MemoryPlace, linger_seconds
+from ckpt.root.keys import SIGN_VARIABLE
 from ckpt.storage.local.regular_file import open_regular
 from ckpt.util.process_identity import start_time
 
@@ -127,6 +128,7 @@ def _start(place: MemoryPlace, options: dict[str, Any]) -> KeeperProcess:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
         text=True,
+        env={name: value for name, value in os.environ.items() if name != SIGN_VARIABLE},  # it outlives the run
     )
     try:
         printed, _ = process.communicate(timeout=_PATIENCE)

@@ -84,6 +84,11 @@ class Meeting:
             self.remove()
         return problem
 
+    def renew_token(self) -> None:
+        """On the main rank: write the token again where it is gone. A later run would not find the snapshots."""
+        if self._token and read_token(self.root) != self._token:
+            write_token(self.root, self._token)
+
     def measure_room(self) -> room.Room:
         """The room for snapshots on this host, of which its folder has taken some."""
         place = self.place

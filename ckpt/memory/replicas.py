@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpt.errors import CkptError, RanksError
 from ckpt.memory.host_link import HostLink, LinkError, remove_files
+from ckpt.memory.meeting import Meeting
 from ckpt.memory.place import MemoryPlace
 from ckpt.memory.replica_plan import SLOT, Held, Transfer, plan_transfers
 from ckpt.memory.slot_storage import REPLICA, is_in_memfds, replica_storage, slot_storage
@@ -76,24 +76,24 @@ class Replicas:
         _keep_newest(storage)
         link.receive(storage, previous)
 
-    def restore(self, hosts: Hosts, place: MemoryPlace | None, make: Callable[[], MemoryPlace | None]) -> bool:
+    def restore(self, meeting: Meeting) -> bool:
         """Give each host what it lacks of the newest snapshot, if other hosts have it. Every rank makes this call.
 
-        `make`: makes the folders that are missing. Returns whether this host has received something.
+        Folders that are missing are made. Returns whether this host has received something.
         """
-        transfers = self._plan(hosts, place)
+        hosts = meeting.hosts
+        transfers = self._plan(hosts, meeting.place)
         if not transfers:
             return False
         try:
-            place = make()
+            problem = meeting.make()
             self._connect(hosts)
         except RanksError:
             raise
         except (CkptError, OSError) as error:
-            problem = Result({"problem": str(error)})
-        else:
-            problem = Result({"problem": self._carry_out(transfers, place)})
-        problems = decide_together(self.ranks, _CALL, problem, lambda each: [one["problem"] for one in each])
+            problem = str(error)
+        problem = problem or self._carry_out(transfers, meeting.place)
+        problems = decide_together(self.ranks, _CALL, Result(problem), lambda each: each)
         self._report(hosts, transfers, next(filter(None, problems), ""))
         if any(problems):  # what was sent, and not taken, may still be on its way
             self._link, self._owners = None, ()

@@ -191,6 +191,7 @@ class Rescue:
     def _send(self, snapshot: Manifest, files: tuple[FileRecord, ...], target: Storage) -> None:
         """Write the files under paths that are free, then the manifest."""
         attempt = _attempt(snapshot, target)
+        _refuse_other_paths(snapshot, attempt, target)
         attempt.begin(target, [file.path for file in files])
         attempt = replace(attempt, expected_version=target.version(f"{snapshot.name}/{FILE_NAME}"))
         with target.grouped() if isinstance(target, Grouping) else nullcontext():
@@ -250,7 +251,17 @@ def _attempt(snapshot: Manifest, target: Storage) -> Attempt:
     return Attempt(snapshot.name, replaces=replaced, occupied_paths=there, id=snapshot.id)
 
 
+def _refuse_other_paths(snapshot: Manifest, attempt: Attempt, target: Storage) -> None:
+    """Refuse a signed snapshot whose paths are taken: others would need another signature, and nobody has the key."""
+    if snapshot.signature is not None and any(attempt.path_for(file.path) != file.path for file in snapshot.files):
+        raise RefusedError(f"{target.url} has files in {snapshot.name} already, and a signed snapshot keeps its paths.")
+
+
 def _as_saved(snapshot: Manifest, attempt: Attempt, settings: Mapping[str, Any]) -> Manifest:
+    """The manifest in the root. One that was signed when the snapshot was taken is kept as it is: nobody has the key
+    here."""
+    if snapshot.signature is not None:
+        return snapshot
     files = tuple(replace(file, path=attempt.path_for(file.path)) for file in snapshot.files)
     return replace(snapshot, files=files, hosts=snapshot.hosts if settings.get("separate_roots") else ())
 

@@ -25,9 +25,9 @@ def read_token(root: Storage) -> str:
         return ""
 
 
-def write_token(root: Storage) -> str:
-    """Give a root a new token, and return it."""
-    token = secrets.token_hex(16)
+def write_token(root: Storage, token: str = "") -> str:
+    """Give a root this token or a new one, and return it."""
+    token = token or secrets.token_hex(16)
     root.write(TOKEN, [token.encode()])
     return token
 

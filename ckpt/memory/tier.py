@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from ckpt.errors import CkptError, FullError, RanksError
 from ckpt.memory.meeting import Meeting
 from ckpt.memory.notices import report_off_until, warn_left_out, warn_of_unsaved
-from ckpt.memory.place import MemoryPlace, PlaceError
 from ckpt.memory.places import Places
 from ckpt.memory.replicas import Replicas
 from ckpt.memory.root_token import remove_token
@@ -81,7 +80,7 @@ class MemoryTier:
         self.wait()
         if not self._meet():
             return None
-        self._has_received |= self.replicas.restore(self.hosts, self.meeting.place, self._make_missing)
+        self._has_received |= self.replicas.restore(self.meeting)
         place = self.meeting.place
         if place is not None and self.ranks.rank == MAIN:
             self.crashed_at = read_step(place)
@@ -102,7 +101,9 @@ class MemoryTier:
 
     def root_is_held(self) -> None:
         """The main rank has locked the root: what is in memory elsewhere, and not continued from, is not the root's."""
-        if not self._continues and not self._is_settled:
+        if self._is_settled:
+            self.meeting.renew_token()  # the root was removed under this run, and made anew
+        elif not self._continues:
             remove_token(self.saver.root.storage)
 
     def settle(self) -> None:
@@ -222,12 +223,6 @@ class MemoryTier:
             except Exception as error:
                 self._error = error
 
-    def _make_missing(self) -> MemoryPlace | None:
-        problem = self.meeting.make()
-        if problem:
-            raise PlaceError(problem)
-        return self.meeting.place
-
     def _settle_in(self, verdict: Verdict) -> Verdict:
         """Make the folders that are missing, on all hosts."""
         try:
@@ -261,7 +256,7 @@ class MemoryTier:
             writer = SlotWriter(
                 slot_storage(place), self.ranks, hosts=self.hosts, numbering=main.numbering, has_resumed=True, main=main
             )
-            writer.damaged = self._damaged
+            writer.damaged, writer.seal = self._damaged, main.seal
             self._slots = SlotSaver(writer, self.saver.snapshots, read_back=False, channel="memory")
             self._slots.compared = self.compared
             self._slots.after_commit = lambda name: self.replicas.exchange(name, place)

@@ -10,6 +10,7 @@ from typing import Any
 from ckpt import errors
 from ckpt.errors import CkptError, RanksError
 from ckpt.ranks.group import MAIN, Ranks
+from ckpt.shown import Lines, shown
 
 
 class FollowingError(RanksError):
@@ -45,7 +46,7 @@ class Result:
         if self.error is None:
             return json.dumps({"call": call, "value": self.value})
         ours = isinstance(self.error, CkptError)
-        text = str(self.error) if ours else f"{type(self.error).__name__}: {self.error}"
+        text = str(self.error) if ours else shown(f"{type(self.error).__name__}: {self.error}")
         follows = isinstance(self.error, FollowingError)
         return json.dumps({"call": call, "kind": _kind(self.error), "text": text, "follows": follows})
 
@@ -126,5 +127,6 @@ def _kind(error: Exception) -> str:
 
 
 def _make_error(kind: str, text: str) -> CkptError:
-    made: CkptError = getattr(errors, kind, CkptError)(text)
+    """An error of another rank; `to_json` has made its text fit to be shown."""
+    made: CkptError = getattr(errors, kind, CkptError)(Lines(text))
     return made

@@ -6,14 +6,14 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt.errors import NotDurableError, StorageError
-from ckpt.formats.native.block_hash import BlockHasher, digest
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.root.catalog import find
 from ckpt.root.deletion import remove_uncommitted
+from ckpt.root.file_hashes import FileHasher, hashed
 from ckpt.root.save_marker import mark_save
 from ckpt.storage import Buffer, Grouping, StablePieces, Staging, Storage
 from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
@@ -56,6 +56,7 @@ class Attempt:
     occupied_paths: tuple[str, ...] = ()
     expected_version: str | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    sha256: bool = False  # whether files are hashed by SHA-256 too
 
     def begin(self, storage: Storage, paths: Iterable[str]) -> None:
         """Write the save marker with the paths of all files to come, so that a later save removes what a crash left."""
@@ -141,9 +142,10 @@ class Attempt:
             or isinstance(storage, Staging)
         ):
             return None
-        if _digests(plan.pieces(), lambda _: None) != earlier.file.blocks:
-            return None
         path = self.path_for(plan.path)
+        record = hashed(plan, path, lambda _: None, sha256=self.sha256)
+        if record.blocks != earlier.file.blocks:
+            return None
         try:
             storage.link(f"{earlier.checkpoint}/{earlier.file.path}", f"{self.name}/{path}")
         except NotDurableError as error:  # the path exists now: the file cannot be written in its place
@@ -152,7 +154,7 @@ class Attempt:
             _log.info("%s could not be linked: %s", path, error)
             return None
         advance(plan.size)
-        return WrittenFile(replace(earlier.file, path=path))
+        return WrittenFile(record)
 
     def _write_file(self, storage: Storage, plan: FilePlan, advance: Callable[[float], None]) -> WrittenFile:
         path = self.path_for(plan.path)
@@ -169,28 +171,24 @@ class Attempt:
         pieces = StablePieces(plan.size, plan.pieces)
         if plan.size < _WORTH_A_THREAD:
             receipt = self._put(storage, path, pieces)
-            digests = _digests(pieces, advance)
+            record = hashed(plan, path, advance, sha256=self.sha256)
         else:
-            hashing = ThreadCall(lambda: _digests(pieces, advance), "ckpt-hash")
+            hashing = ThreadCall(lambda: hashed(plan, path, advance, sha256=self.sha256), "ckpt-hash")
             try:
                 receipt = self._put(storage, path, pieces)
             finally:
-                digests = hashing.result()
-        head = _head(plan, next(plan.pieces()))
-        return WrittenFile(FileRecord(name=plan.path, path=path, size=plan.size, blocks=digests, head=head), receipt)
+                record = hashing.result()
+        return WrittenFile(record, receipt)
 
     def _write_stream(
         self, storage: Storage, plan: FilePlan, path: str, advance: Callable[[float], None]
     ) -> WrittenFile:
         """Write pieces that exist one at a time, hashing each before it is written."""
-        hasher = BlockHasher()
+        hasher = FileHasher(plan, sha256=self.sha256)
         source = plan.pieces()
-        heads: list[tuple[int, str] | None] = []
 
         def pieces() -> Iterator[memoryview]:
             for piece in hasher.through(source):
-                if not heads:
-                    heads.append(_head(plan, piece))
                 yield piece
                 advance(len(piece))
 
@@ -198,8 +196,7 @@ class Attempt:
             receipt = self._put(storage, path, pieces())
         finally:  # at once, also after a failure: other ranks may be waiting to send their pieces
             getattr(source, "close", lambda: None)()
-        record = FileRecord(name=plan.path, path=path, size=hasher.size, blocks=hasher.digests, head=heads[0])
-        return WrittenFile(record, receipt)
+        return WrittenFile(hasher.record(path), receipt)
 
     def _put(self, storage: Storage, path: str, pieces: Iterable[Buffer]) -> str | None:
         """Write or stage one file. Returns its receipt if it was staged."""
@@ -218,15 +215,3 @@ def _failing_unless_durable() -> Iterator[None]:
         yield
     except NotDurableError as error:
         raise StorageError(str(error)) from error
-
-
-def _head(plan: FilePlan, first: memoryview) -> tuple[int, str] | None:
-    """The size and hash of a file's head, which is within its first piece; None if it has none."""
-    return (plan.head, digest(first[: plan.head])) if plan.head else None
-
-
-def _digests(pieces: Iterable[memoryview], advance: Callable[[float], None]) -> tuple[str, ...]:
-    hasher = BlockHasher()
-    for piece in hasher.through(pieces):
-        advance(len(piece))
-    return hasher.digests

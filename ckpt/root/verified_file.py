@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ckpt.errors import AbsentError, DamagedError, TruncatedError
-from ckpt.formats.native.block_hash import BlockHasher, digest
+from ckpt.formats.native.block_hash import BlockHasher, digest, sha256
 from ckpt.formats.native.manifest import FileRecord
 from ckpt.storage import Storage
 
@@ -30,23 +30,31 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class VerifiedFile:
-    """A file of a checkpoint with its record in the manifest. `read` and `pieces` verify; `read_into` does not."""
+    """A file of a checkpoint with its record in the manifest. `read` and `pieces` verify; `read_into` does not.
+
+    `sha256`: whether its SHA-256 is compared too. Then nothing that was verified is read again: it may be altered in
+    between.
+    """
 
     stored: StoredFile
     record: FileRecord
+    sha256: bool = False
     _intact: set[int] = field(default_factory=set)  # blocks that were verified
     _heads: list[bytes] = field(default_factory=list)  # the file's head, once it was read and verified
 
     @classmethod
-    def of(cls, storage: Storage, checkpoint: str, record: FileRecord) -> VerifiedFile:
+    def of(cls, storage: Storage, checkpoint: str, record: FileRecord, *, sha256: bool = False) -> VerifiedFile:
         """The file that a record in a checkpoint's manifest describes."""
-        return cls(StoredFile(storage, f"{checkpoint}/{record.path}"), record)
+        return cls(StoredFile(storage, f"{checkpoint}/{record.path}"), record, sha256)
 
     def read(self, start: int, stop: int) -> bytes:
         """The bytes from `start` up to `stop`, after the head or the blocks that hold them were verified."""
-        if self.record.head is not None and stop <= self.record.head[0]:
+        head = self.record.head if self.record.head_sha256 or not self.sha256 else None
+        if head is not None and stop <= head[0]:
             return self._head()[start:stop]
         blocks = range(start // self.record.block_size, -(-min(stop, self.record.size) // self.record.block_size))
+        if self.sha256:
+            return self._read_once(blocks, start, stop)
         for index in sorted(set(blocks) - self._intact):
             problem = self.verify_block(index, memoryview(bytearray(WINDOW)))
             if problem:
@@ -69,7 +77,7 @@ class VerifiedFile:
         """
         buffer = memoryview(bytearray(min(WINDOW, self.record.size)))
         for index in range(len(self.record.blocks)):
-            hasher = BlockHasher(self.record.block_size)
+            hasher = self.hasher()
             yield from hasher.through(self._block_pieces(index, buffer))
             problem = self.hash_problem(index, hasher)
             if problem:
@@ -84,15 +92,20 @@ class VerifiedFile:
         self, index: int, buffer: memoryview, advance: Callable[[float], None] = lambda size: None
     ) -> str | None:
         """Read a block through `buffer`. Returns what is wrong with it; None if it matches its hash."""
-        hasher = BlockHasher(self.record.block_size)
+        hasher = self.hasher()
         for piece in hasher.through(self._block_pieces(index, buffer, again=True)):
             advance(len(piece))
         return self.hash_problem(index, hasher)
+
+    def hasher(self) -> BlockHasher:
+        """What the bytes of a block go through."""
+        return BlockHasher(self.record.block_size, sha256=self.sha256)
 
     def hash_problem(self, index: int, hasher: BlockHasher) -> str | None:
         """What is wrong with a block whose bytes went through `hasher`; None if they match the manifest's hash."""
         start, stop = self.span(index)
         same = hasher.digests == (self.record.blocks[index],)
+        same = same and (not self.sha256 or hasher.sha256_digests == (self.record.sha256[index],))
         return None if same else f"{self.record.path} was altered (bytes {start} to {stop})"
 
     def _head(self) -> bytes:
@@ -102,8 +115,23 @@ class VerifiedFile:
             found = self.stored.read(0, size)
             if digest(found) != expected:
                 self._refuse(f"{self.record.path} was altered (bytes 0 to {size})")
+            if self.sha256 and sha256(found) != self.record.head_sha256:
+                self._refuse(f"{self.record.path} was altered (bytes 0 to {size}): its SHA-256 is another")
             self._heads.append(found)
         return self._heads[0]
+
+    def _read_once(self, blocks: range, start: int, stop: int) -> bytes:
+        """Read whole blocks, verify them, and return of the same bytes those that are asked for."""
+        first, last = blocks.start * self.record.block_size, min(blocks.stop * self.record.block_size, self.record.size)
+        found = memoryview(bytearray(last - first))
+        self.stored.read_into(first, found)
+        for index in blocks:
+            begin, end = self.span(index)
+            hasher = self.hasher()
+            hasher.update(found[begin - first : end - first])
+            if problem := self.hash_problem(index, hasher):
+                self._refuse(problem)
+        return bytes(found[start - first : stop - first])
 
     def _block_pieces(self, index: int, buffer: memoryview, *, again: bool = False) -> Iterator[memoryview]:
         start, stop = self.span(index)

@@ -14,17 +14,29 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt.errors import AbsentError, CheckpointError, LockedError, StorageError, shows_damage
+from ckpt.errors import (
+    AbsentError,
+    CheckpointError,
+    DamagedError,
+    LockedError,
+    StorageError,
+    UntrustedError,
+    shows_damage,
+)
+from ckpt.formats.native.header import SUFFIX, Header
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Host, Manifest
 from ckpt.root import catalog
 from ckpt.root.file_names import rank_of
+from ckpt.root.keys import KeySource
 from ckpt.root.save_marker import read_marker
+from ckpt.root.trust import BELIEVES_ALL, Trust, open_trust
 from ckpt.root.verified_file import WINDOW, VerifiedFile
 from ckpt.storage import Storage
 from ckpt.util.console import format_size, progress_bar
 
 INTACT = "intact"
 DAMAGED = "DAMAGED"
+UNTRUSTED = "UNTRUSTED"
 UNREADABLE = "UNREADABLE"
 UNDER_WAY = "under way"
 REMOVED = "removed"
@@ -37,7 +49,7 @@ _THREADS = min(_MOST_THREADS, max(2, (os.cpu_count() or 1) // int(os.environ.get
 
 @dataclass(frozen=True)
 class Verification:
-    """The state of a checkpoint, one of the five above, and the problems that were found.
+    """The state of a checkpoint, one of the six above, and the problems that were found.
 
     `under way`: a process is saving or removing it now. `removed`: it was listed, and is gone. Neither is a fault.
     """
@@ -50,18 +62,26 @@ class Verification:
 
     @property
     def is_fault(self) -> bool:
-        return self.state in (DAMAGED, UNREADABLE)
+        return self.state in (DAMAGED, UNTRUSTED, UNREADABLE)
 
 
-def verify(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> dict[str, list[str]]:
+def verify(
+    url: str | os.PathLike[str],
+    *,
+    verify_key: KeySource | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> dict[str, list[str]]:
     """What is wrong with a checkpoint, or with each checkpoint of a root, by name: an empty list means intact.
 
     Every file is read and compared with the hashes in its manifest; where hosts have separate roots, the files of this
     root. A run may write to the root meanwhile: checkpoints that are being saved or removed are left out.
+
+    With a `verify_key`, as that of the manager, it is also wrong if none of its keys has signed a checkpoint.
     `storage_options` are those of the manager.
     """
+    trust = required_by(verify_key)
     storage, names, is_checkpoint = catalog.resolve(url, storage_options)
-    found = [verify_checkpoint(storage, name) for name in names]
+    found = [verify_checkpoint(storage, name, trust) for name in names]
     return {
         checkpoint.name: list(checkpoint.problems)
         for checkpoint in found
@@ -69,22 +89,28 @@ def verify(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | 
     }
 
 
-def verify_checkpoint(storage: Storage, name: str) -> Verification:
+def required_by(verify_key: KeySource | None) -> Trust:
+    """Whom to believe where a key says that signatures matter: the caller's, or that of the environment."""
+    return replace(trust := open_trust(verify_key), required=bool(trust.keys))
+
+
+def verify_checkpoint(storage: Storage, name: str, trust: Trust = BELIEVES_ALL) -> Verification:
     """Verify one checkpoint. Tries again, for a while, when another process has changed it meanwhile."""
     deadline = time.monotonic() + _PATIENCE
     while True:
-        found, is_final = _verify_once(storage, name)
+        found, is_final = _verify_once(storage, name, trust)
         if is_final or time.monotonic() > deadline:
             return found
         time.sleep(_PAUSE)
 
 
-def _verify_once(storage: Storage, name: str) -> tuple[Verification, bool]:
+def _verify_once(storage: Storage, name: str, trust: Trust) -> tuple[Verification, bool]:
     """The state that was found, and whether it is final: a second try would find the same."""
     manifest: Manifest | None = None
     try:
         with storage.lock(name, shared=True):  # or a run could remove it while it is being read
             manifest = catalog.read_manifest(storage, name)
+            manifest = trust.checked(manifest)
             wrong = problems(storage, without_other_hosts(storage, manifest), show=True)
         if not wrong:
             return Verification(name, INTACT, (), manifest), True
@@ -95,6 +121,8 @@ def _verify_once(storage: Storage, name: str) -> tuple[Verification, bool]:
         if not shows_damage(error):
             return Verification(name, UNREADABLE, (str(error),), manifest, error), True
         return _diagnose(storage, name, manifest, (str(error),))
+    except UntrustedError as error:
+        return Verification(name, UNTRUSTED, (str(error),), manifest), True
     except CheckpointError as error:
         return _diagnose(storage, name, manifest, (str(error),))
 
@@ -145,17 +173,30 @@ def lock_patiently(storage: Storage, name: str, held: ExitStack) -> None:
 
 
 def problems(storage: Storage, manifest: Manifest, *, show: bool = False, threads: int | None = None) -> list[str]:
-    """Everything that is wrong with a checkpoint's files: sizes first, then every byte against its hash.
+    """Everything that is wrong with a checkpoint's files: sizes, then every byte against its hash, and against its
+    SHA-256 where it has one, then headers.
 
     Every thread holds a buffer of a few megabytes; None means as many threads as suit the storage.
     """
     wrong = size_problems(storage, manifest)
     if wrong:
         return wrong
-    files = [VerifiedFile.of(storage, manifest.name, file) for file in manifest.files]
+    files = [VerifiedFile.of(storage, manifest.name, file, sha256=bool(file.sha256)) for file in manifest.files]
     blocks = [(file, index) for file in files for index in range(len(file.record.blocks))]
     with progress_bar(f"verifying {manifest.name}", manifest.size, in_bytes=True, show=show) as advance:
-        return altered_blocks(blocks, advance, threads)
+        return altered_blocks(blocks, advance, threads) or _header_problems(files)
+
+
+def _header_problems(files: Iterable[VerifiedFile]) -> list[str]:
+    """Files whose headers claim other bytes than they have: whoever alters a file can make its hashes anew."""
+    wrong = []
+    for file in files:
+        if file.record.name.endswith(SUFFIX):
+            try:
+                Header.read(file.stored, file.stored.key, file.record.size)
+            except DamagedError as error:
+                wrong.append(str(error).rstrip("."))
+    return wrong
 
 
 def size_problems(storage: Storage, manifest: Manifest) -> list[str]:

@@ -12,12 +12,12 @@ from typing import Any
 
 from ckpt.errors import RanksError
 from ckpt.formats.layout import Layout
+from ckpt.formats.layout_json import layout_from_json
 from ckpt.formats.native import dtypes
 from ckpt.formats.native.shard_table import EVERY, ShardSpec, ShardTable, disagreements
 from ckpt.ranks.group import MAIN
 from ckpt.save.rank_description import TIED
-
-_LINES = 8
+from ckpt.shown import Lines
 
 
 def judge(details: list[dict[str, Any]]) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class Verdict:
         """The layout of a tensor on the ranks that it is sharded over; None if it is a plain one."""
         narrow = self.details[rank]["layouts"].get(key, {}).get(name)
         if narrow is not None:
-            return Layout.from_json(narrow)
+            return layout_from_json(narrow)
         return None if entry.layout.is_replicated else entry.layout
 
 
@@ -179,16 +179,14 @@ def _writer(entry: ShardSpec, rank: int, *, whole: bool) -> int:
 def refuse_to_mix(problems: list[str]) -> None:
     """Raise if there are problems. At most a few are listed."""
     if problems:
-        lines = list(dict.fromkeys(problems))
-        more = [f"and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
-        listed = "\n  ".join(lines[:_LINES] + more)
-        raise RanksError(
-            f"the ranks disagree, so nothing was saved:\n  {listed}\nBuild the same model on every rank, sharded in "
-            "the same way, and give every rank the same saving=ckpt.SaveOptions(layout=...). What "
-            "DistributedDataParallel keeps the same must not differ on any rank (if it is meant to, save with "
-            "wait=True: each rank then keeps its own), nor must that which hosts with roots of their own have a copy "
-            "each of."
+        advice = (
+            "Build the same model on every rank, sharded in the same way, and give every rank the same "
+            "saving=ckpt.SaveOptions(layout=...). What DistributedDataParallel keeps the same must not differ on any "
+            "rank (if it is meant to, save with wait=True: each rank then keeps its own), nor must that which hosts "
+            "with roots of their own have a copy each of."
         )
+        head = "the ranks disagree, so nothing was saved:"
+        raise RanksError(Lines.listing(head, dict.fromkeys(problems), advice))
 
 
 def _disagreements(key: str, tables: list[dict[str, Any]]) -> list[str]:

@@ -20,6 +20,7 @@ from ckpt.root.catalog import find
 from ckpt.root.commit import Attempt, EarlierFile, WrittenFile
 from ckpt.root.mirror import MirrorWorker
 from ckpt.root.retention import Keep
+from ckpt.root.trust import Seal
 from ckpt.save.environment import device_name, versions
 from ckpt.save.held_root import HeldRoot, adopt, files_of
 from ckpt.save.numbering import Numbering, next_sequence
@@ -46,6 +47,7 @@ class RootWriter:
     mirror: MirrorWorker | None = None
     hosts: Hosts = field(default_factory=Hosts)
     numbering: Numbering = field(default_factory=Numbering)
+    seal: Seal = field(default_factory=Seal)
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     parent: str | None = None  # id of the checkpoint that the next one continues from
     sequence: int = 0  # of the checkpoint that this run was resumed from
@@ -170,7 +172,7 @@ class RootWriter:
             self._refuse_unsafe(name)
             present = {*self.files_of(name), *elsewhere}
             taken = tuple(path for path in paths if path in present or not self._is_free_in_mirror(name))
-            return self._begin(Attempt(name, occupied_paths=taken), paths)
+            return self._begin(Attempt(name, occupied_paths=taken, sha256=self.seal.sha256), paths)
 
         attempt, self._reserved = self._in_held_root(begin), number or self.reserve()
         return attempt
@@ -222,7 +224,7 @@ class RootWriter:
     def commit(self, attempt: Attempt, stored: list[WrittenFile], facts: Mapping[str, Any]) -> Manifest:
         """Write the manifest, with the next sequence number, and return it."""
         assert self._held is not None
-        manifest = Manifest(
+        unsealed = Manifest(
             name=attempt.name,
             id=attempt.id,
             sequence=max(self._reserved, next_sequence(self._highest)),
@@ -236,12 +238,10 @@ class RootWriter:
             **{"world_size": self.ranks.world_size, **facts},
         )
         receipts = {record.file.path: record.receipt for record in stored if record.receipt is not None}
+        manifest, seconds = self.seal.sealed(unsealed), facts["seconds"]
         self.commit_manifest(attempt, manifest, receipts)
-        seconds = facts["seconds"]
-        _log.log(
-            self.log_level, "saved %s/%s: %s, training waited %.2f s, durable after %.2f s",
-            self.storage.url, attempt.name, format_size(manifest.size), seconds["blocked"], seconds["total"],
-        )  # fmt: skip
+        said = (self.storage.url, attempt.name, format_size(manifest.size), seconds["blocked"], seconds["total"])
+        _log.log(self.log_level, "saved %s/%s: %s, training waited %.2f s, durable after %.2f s", *said)
         return manifest
 
     def commit_manifest(self, attempt: Attempt, manifest: Manifest, receipts: Mapping[str, str]) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckpt.formats.tensor_bytes import is_dense, is_plain, movable
+from ckpt.formats.tensor_bytes import as_bytes, is_dense, is_plain, memory_size, movable
 
 _PART = 8 << 20  # bytes that a thread copies at a time
 
@@ -29,7 +29,7 @@ def copy_on_host(copies: list[TensorCopy], memory: torch.Tensor) -> None:
     parts = []
     for copy in copies:
         if is_plain(copy.source):
-            target, source, length = base + copy.start, copy.source.data_ptr(), copy.source.nbytes
+            target, source, length = base + copy.start, copy.source.data_ptr(), memory_size(copy.source)
             parts += [(target + b, source + b, min(_PART, length - b)) for b in range(0, length, _PART)]
         else:
             memory[copy.start : copy.start + copy.source.nbytes].copy_(flat_bytes(copy.source))
@@ -68,4 +68,4 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if not is_dense(tensor):
         tensor = movable(tensor.resolve_conj().resolve_neg()).contiguous()
-    return tensor.view(-1).view(torch.uint8)
+    return as_bytes(tensor)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import random
 import sys
 from typing import Any
 
 import torch
 import xxhash
+
+from ckpt.formats.damage import damage_reported
+
+_DEVICES = ("cuda", "xpu", "mps")
+_POSITIONS = {"pos": 624, "buffer_pos": 4}  # the last ones, of MT19937 and of Philox
 
 
 def capture() -> dict[str, Any]:
@@ -48,6 +55,31 @@ def restore(state: dict[str, Any]) -> None:
                 module.set_rng_state(device_state)
 
 
+def is_state(state: Any) -> bool:
+    """Whether `restore` will take a state, which anybody may have written: it is tried out on other generators."""
+    try:
+        random.Random().setstate(state["python"])  # noqa: S311
+        torch.Generator().set_state(state["torch"])
+        if "numpy" in state and "numpy" in sys.modules:
+            _require_positions(state["numpy"])
+            sys.modules["numpy"].random.RandomState().set_state(state["numpy"])
+        return all(map(_is_bytes, itertools.chain.from_iterable(state.get(kind, ()) for kind in _DEVICES)))
+    except Exception:  # whatever a generator says of a state that is not its own
+        return False
+
+
+def _is_bytes(state: Any) -> bool:
+    return isinstance(state, torch.Tensor) and state.dtype is torch.uint8
+
+
+def _require_positions(state: Any) -> None:
+    """Refuse a state of NumPy whose position is outside of its buffer: NumPy does not, and would read beyond it."""
+    fields = {**state, **state["state"]} if isinstance(state.get("state"), dict) else state
+    for name, last in _POSITIONS.items():
+        if name in fields and not 0 <= operator.index(fields[name]) <= last:
+            raise ValueError(f"{name} is {fields[name]}, beyond {last}")
+
+
 def derive(state: dict[str, Any], rank: int) -> None:
     """Seed every global generator of a rank without saved state, from another rank's state and the rank's number."""
     seed = number(state["torch"], rank)
@@ -81,18 +113,25 @@ def capture_one(generator: Any) -> Any:
 
 
 def restore_one(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif hasattr(generator, "bit_generator"):
+    with damage_reported("what was saved of a generator", f"state of a {type(generator).__name__}"):
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state)
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        else:
+            _require_positions(state)
+            _restore_numpy(generator, state)
+
+
+def _restore_numpy(generator: Any, state: Any) -> None:
+    if hasattr(generator, "bit_generator"):
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
 
 
 def _accelerators() -> dict[str, Any]:
-    modules = {kind: getattr(torch, kind, None) for kind in ("cuda", "xpu", "mps")}
+    modules = {kind: getattr(torch, kind, None) for kind in _DEVICES}
     return {kind: module for kind, module in modules.items() if module is not None and module.is_available()}
 
 

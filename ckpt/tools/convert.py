@@ -21,12 +21,16 @@ from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.state import FilePlan
 from ckpt.load.accelerate_state import UNKNOWN_PROGRESS, AccelerateState, ForeignPart
+from ckpt.memory.root_token import remove_token
 from ckpt.ranks.group import SingleProcess
 from ckpt.root import deletion
 from ckpt.root.catalog import check_name, find
 from ckpt.root.file_names import whole_file
 from ckpt.root.folder import Folder
+from ckpt.root.keys import KeySource, find_signing_key
+from ckpt.root.trust import Seal
 from ckpt.save.root_writer import RootWriter
+from ckpt.shown import Lines
 from ckpt.storage import open_storage
 from ckpt.tools.export_accelerate import export
 
@@ -47,11 +51,16 @@ class Converted:
         lines = [f"{self.url}: {', '.join(self.parts)}"]
         for title, table in (("approximated", self.approximated), ("skipped", self.skipped)):
             lines += [f"  {title:<13} {what}: {why}" for what, why in table.items()]
-        return "\n".join(lines)
+        return Lines.of(lines)
 
 
 def convert(
-    source: str | os.PathLike[str], destination: str | os.PathLike[str], *, to: str = OURS, name: str | None = None
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    to: str = OURS,
+    name: str | None = None,
+    sign: KeySource | bool | None = None,
 ) -> Converted:
     """Convert a checkpoint, and return what was written, approximated and skipped.
 
@@ -59,24 +68,27 @@ def convert(
     like the folder, or `name`. To "accelerate": `source` is a checkpoint of ours, `destination` a folder that
     `accelerator.load_state` will read, with as many processes as saved the checkpoint. No pickle is executed. The
     output appears when it is complete. Models are streamed tensor by tensor; other parts are held one at a time.
+    `sign`, as for the manager, signs a checkpoint of ours; Accelerate knows no signatures.
     """
     if to not in TARGETS:
         raise ConfigError(f"to={to!r} is none of {', '.join(TARGETS)}.")
     if to == OURS:
-        return _import_accelerate(source, destination, name)
+        return _import_accelerate(source, destination, name, Seal(key=find_signing_key(sign)))
     if name is not None:
         raise ConfigError("name= is for a checkpoint in a root. A folder is named by its path.")
     url, parts, skipped = export(source, destination)
     return Converted(url=url, parts=parts, skipped=skipped)
 
 
-def _import_accelerate(source: str | os.PathLike[str], root: str | os.PathLike[str], name: str | None) -> Converted:
+def _import_accelerate(
+    source: str | os.PathLike[str], root: str | os.PathLike[str], name: str | None, seal: Seal
+) -> Converted:
     folder = Folder.at(source)
     _require_accelerate(folder)
     foreign = AccelerateState(folder)
     chosen = check_name(folder.name if name is None else name)
     files = [*_tensor_files(foreign.parts), *_documents(foreign)]
-    with closing(RootWriter(open_storage(root), SingleProcess())) as writer:
+    with closing(RootWriter(open_storage(root), SingleProcess(), seal=seal)) as writer:
         _write(writer, chosen, files, foreign.saved.world_size)
     return Converted(
         url=f"{writer.storage.url}/{chosen}",
@@ -100,6 +112,7 @@ def _require_accelerate(folder: Folder) -> None:
 
 def _write(writer: RootWriter, name: str, files: list[FilePlan], world_size: int) -> None:
     writer.hold()
+    remove_token(writer.storage)  # what a run has left in memory does not continue from what is written now
     if find(writer.storage, name).committed:
         raise ConfigError(f"{writer.storage.url} has a checkpoint {name!r} already. Choose another name=.")
     began = time.monotonic()

@@ -13,6 +13,7 @@ import torch
 
 from ckpt.errors import ConfigError
 from ckpt.export.source import open_source
+from ckpt.formats.damage import damage_reported
 from ckpt.formats.native import dtypes
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.documents import STATE, from_json, to_json
@@ -121,12 +122,16 @@ class _Side:
         files = self.manifest.files if self.manifest else ()
         return {file.name: file for file in files if not file.name.endswith(SUFFIX)}
 
-    def read(self, file: FileRecord | None) -> Any:
-        """The content of a document, `{}` if there is none."""
+    def values(self, file: FileRecord | None, part: str | None) -> dict[str, Any]:
+        """The values in a document by their paths; none if there is no such document."""
         if file is None or self.manifest is None or self.storage is None:
             return {}
-        document = VerifiedFile.of(self.storage, self.manifest.name, file)
-        return from_json(document.read_all(), document.stored.key)
+        stored = VerifiedFile.of(self.storage, self.manifest.name, file)
+        document = from_json(stored.read_all(), stored.stored.key)
+        with damage_reported(stored.stored.key, "document of a checkpoint"):
+            if file.name == STATE:
+                return _flatten(_part_values(document, part))
+            return _rank_hashes(file.name.removesuffix(".json"), document)
 
     def tensors(self, part: str, held: ExitStack) -> dict[str, PiecedTensor]:
         if self.manifest is not None and not self.files(part):
@@ -166,15 +171,12 @@ class _Comparison:
         for name in sorted(mine.keys() | theirs.keys()):
             first, second = mine.get(name), theirs.get(name)
             if first is None or second is None or first.blocks != second.blocks:
-                yield from self._in_document(name, self.first.read(first), self.second.read(second))
+                yield from self._in_document(name, first, second)
 
-    def _in_document(self, name: str, first: Any, second: Any) -> Iterator[Difference]:
-        if name == STATE:
-            flat = [_flatten(_part_values(document, self.part)) for document in (first, second)]
-        elif self.part is None:
-            flat = [_rank_hashes(name.removesuffix(".json"), document) for document in (first, second)]
-        else:
+    def _in_document(self, name: str, first: FileRecord | None, second: FileRecord | None) -> Iterator[Difference]:
+        if name != STATE and self.part is not None:
             return
+        flat = [self.first.values(first, self.part), self.second.values(second, self.part)]
         for path in dict.fromkeys([*flat[0], *flat[1]]):
             here, there = flat[0].get(path, _ABSENT), flat[1].get(path, _ABSENT)
             if here != there:

@@ -12,6 +12,7 @@ from typing import Any
 from ckpt.errors import ConfigError, DamagedError
 from ckpt.export.folders import atomic_folder
 from ckpt.export.source import open_source
+from ckpt.formats.damage import damage_reported
 from ckpt.formats.foreign.accelerate_write import file_of, pickled_model, random_states, write_values
 from ckpt.formats.foreign.hf_safetensors import plan_files
 from ckpt.formats.foreign.tied_weights import same_place
@@ -88,14 +89,24 @@ class _Export:
         return {kind: sorted(keys, key=_position) for kind, keys in found.items()}
 
     def _write_part(self, kind: str, number: int, key: str) -> None:
-        if kind == "model" and all(isinstance(value, SavedTensor) for value in self.reader.tree(key).values()):
+        tree = self.reader.tree(key)
+        if (
+            kind == "model"
+            and isinstance(tree, dict)
+            and all(isinstance(value, SavedTensor) for value in tree.values())
+        ):
             self._stream_model(number, key)
         elif kind == "model":
             self._write(pickled_model(number), self._values(key))
         else:
-            values = self._values(key)
-            numbered = kind == "optimizer" and {"state", "param_groups"} <= values.keys()  # of torch.optim
-            self._write(file_of(kind, number), by_number(values) if numbered else values)
+            self._write(file_of(kind, number), self._numbered(key) if kind == "optimizer" else self._values(key))
+
+    def _numbered(self, key: str) -> Any:
+        values = self._values(key)
+        if not isinstance(values, dict) or not {"state", "param_groups"} <= values.keys():
+            return values  # not of torch.optim
+        with damage_reported(f"{self.manifest.name}: {key}", "state of an optimizer"):
+            return by_number(values)
 
     def _stream_model(self, number: int, key: str) -> None:
         with open_source(f"{self.storage.url.rstrip('/')}/{self.manifest.name}", key) as source:
@@ -125,8 +136,8 @@ class _Export:
         progress = self.manifest.progress
         if any(progress.values()):
             self.skipped["progress"] = (
-                f"Accelerate does not keep it: continue with epoch {progress['epoch']}, and there with "
-                f"accelerator.skip_first_batches(loader, {progress['batch']})"
+                f"Accelerate does not keep it: continue with epoch {progress.get('epoch', 0)}, and there with "
+                f"accelerator.skip_first_batches(loader, {progress.get('batch', 0)})"
             )
 
     def _write(self, name: str, values: Any) -> None:
@@ -136,4 +147,4 @@ class _Export:
 def _position(key: str) -> int:
     """The number at the end of a key, by which parts of a kind are ordered; 0 if there is none."""
     number = key.rpartition(".")[2]
-    return int(number) if number.isdecimal() else 0
+    return int(number) if number.isdecimal() and len(number) < 10 else 0

@@ -17,7 +17,9 @@ from ckpt.errors import CheckpointError, ConfigError, DamagedError, LockedError,
 from ckpt.export.folders import atomic_folder
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root import catalog
-from ckpt.root.verify import verify
+from ckpt.root.keys import KeySource
+from ckpt.root.trust import Trust, open_trust
+from ckpt.root.verify import verify_checkpoint
 from ckpt.storage import HubStorage, open_storage
 from ckpt.storage.base import LARGEST_DOCUMENT
 from ckpt.storage.hub.download import fetched, unreachable
@@ -35,6 +37,8 @@ def pull(
     revision: str | None = None,
     token: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    verify_key: KeySource | None = None,
+    require_signed: bool = False,
 ) -> str:
     """Copy a repository (`user/repo`), or what is at a URL, to a folder or another URL, and return the URL of the copy.
 
@@ -48,14 +52,18 @@ def pull(
     Files of the Hub (`hub://user/repo@revision/path`) come through Hugging Face's cache: those in it are not fetched
     again, and are used where the Hub cannot be reached. Other files in a folder are kept; a root that a run is writing
     to is refused.
+
+    `verify_key` and `require_signed` are those of the manager. With the latter, checkpoints that no such key has signed
+    are not copied, nor files without a manifest.
     """
+    trust = open_trust(verify_key, required=require_signed)
     where, destination = path_text(source, "the source"), path_text(destination, "the destination")
     if _is_on_the_hub(where):
         storage = HubStorage(_with_revision(where, revision), token=token)
-        return _pull_from_hub(storage, destination, step, storage_options)
+        return _pull_from_hub(storage, destination, step, storage_options, trust)
     if revision or token:
         raise ConfigError(f"revision= and token= are for the Hub: write hub://user/repo, not {where}.")
-    return transfer(where, destination, step=step, options=storage_options)
+    return transfer(where, destination, step=step, options=storage_options, trust=trust)
 
 
 def _is_on_the_hub(where: str) -> bool:
@@ -65,7 +73,11 @@ def _is_on_the_hub(where: str) -> bool:
 
 
 def _pull_from_hub(
-    storage: HubStorage, destination: str | os.PathLike[str], step: int | None, options: Mapping[str, Any] | None
+    storage: HubStorage,
+    destination: str | os.PathLike[str],
+    step: int | None,
+    options: Mapping[str, Any] | None,
+    trust: Trust,
 ) -> str:
     offline = unreachable(storage.repo)
     top = f"{storage.folder}/" if storage.folder else ""
@@ -73,13 +85,14 @@ def _pull_from_hub(
         found = fetched(storage.repo, [f"{top}*"] if top else None, offline) / top
     else:
         found = _checkpoint(storage.repo, top, step, offline)
-    if "://" in os.fspath(destination):
-        return transfer(found, destination, options=options)
+    if "://" in os.fspath(destination) or trust.required:  # what is signed is copied by its manifest, and no file more
+        return transfer(found, destination, options=options, trust=trust)
     target = Path(destination)
     if (found / FILE_NAME).is_file() and (top or step is not None):
         target = Path(destination, found.name)
-        if wrong := verify(found)[found.name]:
-            raise DamagedError(f"{found.name} is damaged in {storage.url} already: {'; '.join(wrong)}.")
+        checked = verify_checkpoint(open_storage(found.parent), found.name, trust)
+        if checked.problems:
+            raise DamagedError(f"{found.name} is damaged in {storage.url} already: {'; '.join(checked.problems)}.")
     with _refuse_if_in_use(Path(destination)):
         _copy_files(found, target, storage.url)
     return str(target)

@@ -13,12 +13,13 @@ from itertools import pairwise
 from typing import Any
 
 from ckpt.errors import MissingError
-from ckpt.export.card import curves, table_cell
+from ckpt.export.card import curves
 from ckpt.formats.native.manifest import Manifest
 from ckpt.memory.statistics import Statistics, saving_of
 from ckpt.root import catalog
 from ckpt.root.catalog import Checkpoint
 from ckpt.root.verify import size_problems, without_other_hosts
+from ckpt.shown import markdown
 from ckpt.storage import Storage, open_storage
 from ckpt.util.console import format_duration, format_number, format_size
 from ckpt.util.option_values import settings
@@ -43,12 +44,15 @@ def report(root: str | os.PathLike[str], options: Mapping[str, Any] | None = Non
         ("## Crashes", _crashes(manifests)),
         ("## Went back", _went_back(manifests)),
     )
-    pages = [f"# {storage.url}", *(text for title, lines in sections if lines for text in (title, "\n".join(lines)))]
+    pages = [
+        f"# {markdown(storage.url)}",
+        *(text for title, lines in sections if lines for text in (title, "\n".join(lines))),
+    ]
     return "\n\n".join(filter(None, pages)) + "\n"
 
 
 def _table(columns: Sequence[str], rows: Iterator[Sequence[str]]) -> list[str]:
-    lines = [f"| {' | '.join(map(table_cell, row))} |" for row in rows]
+    lines = [f"| {' | '.join(map(markdown, row))} |" for row in rows]
     return [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *lines] if lines else []
 
 
@@ -79,7 +83,7 @@ def _memory(oldest_first: Sequence[Manifest]) -> Iterator[tuple[str, str]]:
 
 def _crashes(oldest_first: Sequence[Manifest]) -> list[str]:
     """Crashes that a resume from memory has cured."""
-    return [f"- {said}" for manifest in oldest_first if (said := saving_of(manifest.memory))]
+    return [f"- {markdown(said)}" for manifest in oldest_first if (said := saving_of(manifest.memory))]
 
 
 def _metrics(oldest_first: Sequence[Manifest]) -> Iterator[tuple[str, ...]]:
@@ -123,4 +127,4 @@ def _row(storage: Storage, checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def _went_back(oldest_first: Sequence[Manifest]) -> list[str]:
     """Checkpoints that were saved after one of a later step: the steps between were trained twice."""
-    return [f"- {b.name} came after {a.name}" for a, b in pairwise(oldest_first) if b.step < a.step]
+    return [f"- {markdown(b.name)} came after {markdown(a.name)}" for a, b in pairwise(oldest_first) if b.step < a.step]

@@ -5,7 +5,6 @@ Imports no torch, for the command line.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -16,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from ckpt.errors import AbsentError, CkptError, DamagedError, MissingError
+from ckpt.formats.damage import damage_reported
 from ckpt.formats.native.header import SUFFIX, Outline, outlines
 from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.root import catalog
@@ -23,9 +23,11 @@ from ckpt.root.file_names import part_of
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import files_on_other_hosts, reader_threads, size_problems, without_other_hosts
 from ckpt.storage import Storage
+from ckpt.util.checked_json import Rule, broken_rules, is_count, is_list, is_mapping, is_text, joined, parse_json
 
 _RANK_SUFFIX = re.compile(r"-\d{5}$")
 _Value = TypeVar("_Value")
+_PARTS = {"parts": Rule(is_mapping(lambda part: isinstance(part, dict)), "parts by key")}
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,8 @@ class _Contents:
         self, key: str, stated: Mapping[str, Any], files: list[FileRecord], headers: Mapping[str, dict[str, Outline]]
     ) -> PartSummary:
         if "spread" in stated:
-            tensors = _sharded_outlines(stated["spread"])
+            where = f"{self.manifest.name}: {key}"
+            tensors = self._try_read(lambda: _sharded_outlines(stated["spread"]), where, "table of shards") or {}
         else:
             tensors = {name: outline for file in files for name, outline in headers.get(file.name, {}).items()}
         return PartSummary(key, str(stated.get("class", "")), tensors, sum(file.size for file in files))
@@ -167,13 +170,14 @@ class _Contents:
         """The parts as `state.json` lists them, with the shard tables of sharded ones."""
         for file in self.manifest.files:
             if file.name == catalog.STATE:
-                found = self._try_read(lambda: json.loads(self._open(file).read_all())["parts"])  # noqa: B023
-                return dict(found or {})
+                where = f"{self.manifest.name}/{file.path}"
+                return self._try_read(lambda: _parts(self._open(file).read_all()), where, "list of parts") or {}  # noqa: B023
         return {}
 
     def _headers(self, files: list[FileRecord]) -> dict[str, dict[str, Outline]]:
         def header(file: FileRecord) -> dict[str, Outline]:
-            return self._try_read(lambda: outlines(self._open(file), f"{self.manifest.name}/{file.path}")) or {}
+            where = f"{self.manifest.name}/{file.path}"
+            return self._try_read(lambda: outlines(self._open(file), where, file.size), where, "safetensors file") or {}
 
         with ThreadPoolExecutor(reader_threads([self.storage])) as pool:
             return dict(zip([file.name for file in files], pool.map(header, files), strict=True))
@@ -181,18 +185,30 @@ class _Contents:
     def _open(self, file: FileRecord) -> VerifiedFile:
         return VerifiedFile.of(self.storage, self.manifest.name, file)
 
-    def _try_read(self, read: Callable[[], _Value]) -> _Value | None:
+    def _try_read(self, read: Callable[[], _Value], where: str, what: str) -> _Value | None:
         try:
-            return read()
+            with damage_reported(where, what):
+                return read()
         except AbsentError:  # found by the comparison of sizes already
             return None
-        except (CkptError, ValueError, LookupError, TypeError) as error:
+        except CkptError as error:
             self.problems.append(str(error))
             return None
 
 
+def _parts(document: bytes) -> dict[str, Any]:
+    fields = parse_json(document)
+    if wrong := broken_rules(fields, _PARTS):
+        raise ValueError(joined(wrong))
+    return dict(fields["parts"])
+
+
 def _sharded_outlines(table: Mapping[str, Any]) -> dict[str, Outline]:
-    found = {name: Outline(dtype, tuple(shape)) for name, (dtype, shape, *_) in table["tensors"].items()}
+    rows = {name: (dtype, shape) for name, (dtype, shape, *_) in table["tensors"].items()}
+    wrong = [name for name, (dtype, shape) in rows.items() if not is_text(dtype) or not is_list(is_count)(shape)]
+    if wrong:
+        raise ValueError(f"it has no dtype or no shape of {', '.join(wrong[:8])}")
+    found = {name: Outline(dtype, tuple(shape)) for name, (dtype, shape) in rows.items()}
     tied = {alias: replace(found[name], tied=True) for alias, name in table["aliases"].items()}
     return {**found, **tied}
 

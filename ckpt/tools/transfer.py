@@ -18,8 +18,9 @@ from ckpt.root import catalog, deletion
 from ckpt.root.copy import Copies
 from ckpt.root.folder import Folder, open_url
 from ckpt.root.save_marker import read_marker
+from ckpt.root.trust import BELIEVES_ALL, Trust
 from ckpt.root.verified_file import WINDOW
-from ckpt.root.verify import reading
+from ckpt.root.verify import reading, verify_checkpoint
 from ckpt.storage import LocalStorage, Staging, Storage
 from ckpt.util.console import one_line, progress_bar, say
 
@@ -29,7 +30,9 @@ Place = str | os.PathLike[str]
 Options = Mapping[str, Any] | None
 
 
-def transfer(source: Place, destination: Place, *, step: int | None = None, options: Options = None) -> str:
+def transfer(
+    source: Place, destination: Place, *, step: int | None = None, options: Options = None, trust: Trust = BELIEVES_ALL
+) -> str:
     """Copy a checkpoint, all of a root, or the files of a folder into `destination`; return the URL of the copy."""
     target = open_url(destination, options)
     if isinstance(target, Staging):
@@ -37,12 +40,13 @@ def transfer(source: Place, destination: Place, *, step: int | None = None, opti
     own_options = options if "://" in os.fspath(source) else None
     origin, names, pointed_at = catalog.resolve(source, own_options)
     if not names and step is None:
+        trust.refuse_unsigned(os.fspath(source))
         return _copy_folder(Folder.at(source, options), destination, target)
     copied: list[str] = []
     with closing(Copies(origin, target)) as copies:
         for _ in range(_RESCANS):
             selected = _select(origin, names, step)
-            copied = _copy_intact(copies, selected) if selected else []
+            copied = _copy_intact(copies, selected, trust) if selected else []
             if copied or pointed_at:
                 break
             names = [found.name for found in catalog.scan(origin)]  # retention may have replaced them by newer ones
@@ -70,7 +74,7 @@ def _select(storage: Storage, names: list[str], step: int | None) -> list[Manife
     return [checkpoint.manifest for checkpoint in reversed(found) if checkpoint.manifest is not None]
 
 
-def _copy_intact(copies: Copies, manifests: list[Manifest]) -> list[str]:
+def _copy_intact(copies: Copies, manifests: list[Manifest], trust: Trust) -> list[str]:
     """Copy the intact checkpoints, and return their names. An error names the damaged ones, whose copies are removed.
 
     Checkpoints that a run has removed since they were listed are skipped, with a message.
@@ -83,7 +87,7 @@ def _copy_intact(copies: Copies, manifests: list[Manifest]) -> list[str]:
         held.enter_context(reading(copies.source, manifests[-1].name))  # retention must not remove the newest meanwhile
         for manifest in manifests:
             try:
-                if _copy_checkpoint(copies, manifest.name):
+                if _copy_checkpoint(copies, manifest.name, trust):
                     copied.append(manifest.name)
                 else:
                     say(f"{manifest.name} is not copied: it was removed from {copies.source.url} meanwhile")
@@ -95,16 +99,27 @@ def _copy_intact(copies: Copies, manifests: list[Manifest]) -> list[str]:
     return copied
 
 
-def _copy_checkpoint(copies: Copies, name: str) -> bool:
+def _copy_checkpoint(copies: Copies, name: str, trust: Trust) -> bool:
     """Copy a checkpoint as it is now: it may have been replaced since it was listed. False if it was removed."""
     with reading(copies.source, name) as manifest:
         if manifest is None:
             return False
+        manifest = trust.checked(manifest)
         _refuse_other_checkpoint(copies.target, manifest)
-        if not _has_begun(copies.target, manifest):
+        has_begun = _has_begun(copies.target, manifest)
+        if not has_begun:
             _refuse_other_files(copies.target, manifest)
         copies.copy(manifest)
-        return True
+    if has_begun and manifest.is_authentic:
+        _verify_copy(copies.target, manifest.name, trust)
+    return True
+
+
+def _verify_copy(target: Storage, name: str, trust: Trust) -> None:
+    """Read a signed copy of which a part was there before: it may have been altered since."""
+    found = verify_checkpoint(target, name, trust)
+    if found.is_fault:
+        raise DamagedError(f"{target.url}/{name}, which was there before, is damaged: {'; '.join(found.problems)}.")
 
 
 def _has_begun(target: Storage, manifest: Manifest) -> bool:

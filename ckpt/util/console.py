@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 
+from ckpt.shown import shown
+
 _UNITS = (
     ("d", 172_800, 86_400),
     ("h", 3600, 3600),
@@ -18,7 +20,7 @@ PROGRESS_MIN_BYTES = 256_000_000  # less is done before a bar could be read
 
 def say(text: str) -> None:
     """Print a line for the user on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    print(shown(text), file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -33,9 +35,9 @@ def progress_bar(
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     count = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), count, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(label, total=total)
+        task = progress.add_task(shown(label), total=total)
         yield lambda amount: progress.advance(task, amount)
 
 
@@ -71,9 +73,10 @@ def one_line(text: str) -> str:
 
 def format_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> Iterator[str]:
     """A table as text, one line per row, for grep and awk. The columns named in `right` are right-aligned."""
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    for row in (columns, *rows):
-        cells = zip(columns, row, widths, strict=True)
+    lines = [[shown(cell) for cell in row] for row in (columns, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = zip(columns, line, widths, strict=True)
         yield "  ".join(
             cell.rjust(width) if name in right else cell.ljust(width) for name, cell, width in cells
         ).rstrip()

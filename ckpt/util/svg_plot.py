@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from html import escape
 
+from ckpt.shown import shown
+
 
 def document(elements: Iterable[str], width: float, height: float, **attributes: object) -> str:
     """A complete SVG file. Attributes of the root element, such as the font, apply to everything in it."""
@@ -14,7 +16,7 @@ def document(elements: Iterable[str], width: float, height: float, **attributes:
 
 def text(x: float, y: float, content: str, **attributes: object) -> str:
     """Text that begins at a position, or ends there with `text_anchor="end"`."""
-    return f"<text{_attributes({'x': x, 'y': y, **attributes})}>{escape(content)}</text>"
+    return f"<text{_attributes({'x': x, 'y': y, **attributes})}>{escape(shown(content))}</text>"
 
 
 def rectangle(x: float, y: float, width: float, height: float, **attributes: object) -> str:

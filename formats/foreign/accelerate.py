@@ -6,7 +6,6 @@ executed. Tensors become `PiecedTensor`s, which are read when they are needed.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -18,9 +17,9 @@ from ckpt.errors import ConfigError, DamagedError
 from ckpt.formats.foreign import dcp
 from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX
 from ckpt.formats.foreign.torch_values import read_values
+from ckpt.formats.foreign.weight_index import read_weight_map, tensors_of
 from ckpt.formats.foreign.wrapper_prefixes import unwrapped
 from ckpt.formats.native.header import SUFFIX
-from ckpt.formats.native.pieced import pieced
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.transfers import ByteReader
@@ -122,7 +121,7 @@ class AccelerateCheckpoint:
         if "/" in paths[0]:
             tree = self._distributed(paths[0].partition("/")[0], kind)
         elif paths[0].endswith((SUFFIX, INDEX_SUFFIX)):
-            tree = pieced(self._tensor_file(path) for path in self._shards(paths[0]))
+            tree = self._weights(paths[0])
         else:
             tree = self._values(paths[0])
         return self._named(tree, paths[0]) if kind == "model" else tree
@@ -143,22 +142,18 @@ class AccelerateCheckpoint:
         folder.check(contents.needed_files())
         return contents.tree(folder.opened, folder.where).get(kind, {})
 
-    def _shards(self, path: str) -> list[str]:
-        if path.endswith(SUFFIX):
-            return [path]
-        where = f"{self.folder.where}/{path}"
-        try:
-            index = json.loads(self.folder.opened(path).read(0, self.folder.files[path]))
-            shards = sorted(set(index["weight_map"].values()))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise DamagedError(f"{where} is no index of safetensors files: {error}.") from error
+    def _weights(self, path: str) -> dict[str, PiecedTensor]:
+        """The tensors of a file of safetensors, or of all those that an index names."""
+        weight_map: dict[str, str] = {}
+        if not path.endswith(SUFFIX):
+            data = self.folder.opened(path).read(0, self.folder.files[path])
+            weight_map = read_weight_map(data, f"{self.folder.where}/{path}")
+        shards = sorted(set(weight_map.values())) or [path]
         self.folder.check(dict.fromkeys(shards, 0))
-        return shards
+        return tensors_of({shard: self._tensor_file(shard) for shard in shards}, weight_map, self.folder.where)
 
     def _tensor_file(self, path: str) -> TensorFile:
-        file = TensorFile.open(self.folder.opened(path), f"{self.folder.where}/{path}")
-        self.folder.check({path: max((entry.stop for entry in file.stored.values()), default=0)})
-        return file
+        return TensorFile.open(self.folder.opened(path), f"{self.folder.where}/{path}", self.folder.files[path])
 
     def _values(self, path: str) -> Any:
         return read_values(self.folder.opened(path), 0, self.folder.files[path], f"{self.folder.where}/{path}")

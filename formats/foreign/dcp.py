@@ -14,16 +14,20 @@ from typing import Any, TypeVar
 import torch
 
 from ckpt.errors import DamagedError
-from ckpt.formats.foreign.pickle_reader import Described, read_pickle
-from ckpt.formats.foreign.torch_save import DTYPES, find_tensor
+from ckpt.formats.damage import damage_reported
+from ckpt.formats.foreign.pickle_bounds import DEEPEST, Described
+from ckpt.formats.foreign.pickle_reader import read_pickle
+from ckpt.formats.foreign.torch_save import DTYPES, find_tensor, stored_dtype
 from ckpt.formats.foreign.torch_values import read_values
 from ckpt.formats.layout import Box
 from ckpt.formats.native import dtypes
-from ckpt.formats.pieces import Piece, PiecedTensor, Sizes, check_complete
+from ckpt.formats.pieces import Piece, PiecedTensor, check_complete
+from ckpt.formats.strides import Sizes, checked_shape, checked_sizes
 from ckpt.formats.transfers import ByteReader
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"
+_MOST_TIES = 16  # tensors that may share their bytes
 _HOME = "torch.distributed.checkpoint"
 _TENSOR = f"{_HOME}.metadata.TensorStorageMetadata"
 _SIZE = "torch.Size"
@@ -125,6 +129,12 @@ class Contents:
             needed[value.path] = max(needed[value.path], value.start + value.length)
         return dict(needed)
 
+    def check_lengths(self) -> None:
+        """Refuse a folder that has the same bytes of its files as many tensors: together they could fill any memory."""
+        claimed = sum(chunk.length for tensor in self.tensors.values() for chunk in tensor.chunks)
+        if claimed > _MOST_TIES * sum(self.needed_files().values()):
+            raise ValueError(f"its tensors have {claimed} bytes, and its files have not")
+
     def tree(self, opened: Callable[[str], ByteReader], where: str) -> Any:
         """The nested state dict, with `PiecedTensor`s that have not been read."""
         tensors = {name: tensor.pieced(name, opened, where) for name, tensor in self.tensors.items()}
@@ -137,7 +147,10 @@ _Stored = TypeVar("_Stored", StoredTensor, StoredValue)
 
 
 def _of_part(stored: Mapping[str, _Stored], part: str) -> dict[str, _Stored]:
-    return {".".join(map(str, below)): item for item in stored.values() if (below := _below(item.keys, part))}
+    found = [(".".join(map(str, below)), item) for item in stored.values() if (below := _below(item.keys, part))]
+    if len({name for name, _ in found}) != len(found):
+        raise DamagedError(f"{METADATA} has several values of the same name below {part}.")
+    return dict(found)
 
 
 def _below(keys: Keys, part: str) -> Keys:
@@ -158,11 +171,10 @@ def _nested(leaves: Iterable[tuple[Keys, Any]]) -> Any:
 
 def read_metadata(data: bytes, where: str) -> Contents:
     """The contents of a DCP folder. `where` names the file in errors."""
-    found = read_pickle(data, _ALLOWED, where)
-    try:
-        return _contents(found.state)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{where} is no metadata of {_HOME}: {type(error).__name__}: {error}.") from error
+    with damage_reported(where, f"metadata of {_HOME}"):
+        contents = _contents(read_pickle(data, _ALLOWED, where).state)
+        contents.check_lengths()
+        return contents
 
 
 def _contents(state: Mapping[str, Any]) -> Contents:
@@ -172,7 +184,7 @@ def _contents(state: Mapping[str, Any]) -> Contents:
     tensors: dict[str, StoredTensor] = {}
     others: dict[str, StoredValue] = {}
     for name, entry in state["state_dict_metadata"].items():
-        keys = tuple(key if type(key) is int else str(key) for key in paths.get(name, (name,)))
+        keys = _checked_keys(paths.get(name, (name,)))
         if entry.name == _TENSOR:
             tensors[name] = _stored(keys, entry.state, chunks[name])
         else:
@@ -180,11 +192,17 @@ def _contents(state: Mapping[str, Any]) -> Contents:
     return Contents(tensors, others)
 
 
+def _checked_keys(keys: tuple[Any, ...]) -> Keys:
+    if len(keys) > DEEPEST or any(type(key) not in (int, str) for key in keys):
+        raise ValueError(f"{len(keys)} keys, of types {sorted({type(key).__name__ for key in keys})}, are no path")
+    return tuple(keys)
+
+
 def _stored(keys: Keys, state: Mapping[str, Any], chunks: Mapping[Sizes, Mapping[str, Any]]) -> StoredTensor:
     """A tensor with its chunks. A chunk without a file is left out, so that it counts as missing."""
     boxes = {box.offsets: box for box in map(_box, state["chunks"]) if not box.is_empty}
     listed = [_chunk(box, chunks[offsets]) for offsets, box in boxes.items() if offsets in chunks]
-    return StoredTensor(keys, DTYPES[state["properties"].state[0].name], _sizes(state["size"]), tuple(listed))
+    return StoredTensor(keys, stored_dtype(state["properties"].state[0].name), _sizes(state["size"]), tuple(listed))
 
 
 def _box(chunk: Described) -> Box:
@@ -199,8 +217,14 @@ def _place(info: Mapping[str, Any]) -> tuple[str, int, int]:
     """A file, and the start and length of a range in it."""
     if info.get("transform_descriptors"):
         raise ValueError(f"{info['relative_path']} is transformed by {info['transform_descriptors']}; only plain ones")
-    start, length = _checked((info["offset"], info["length"]))
-    return str(info["relative_path"]), start, length
+    start, length = checked_sizes((info["offset"], info["length"]))
+    return _text(info["relative_path"]), start, length
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"a {type(value).__name__} stands where a name should")
+    return value
 
 
 def _chunks(storage: Mapping[Described, Described]) -> dict[str, dict[Sizes, Mapping[str, Any]]]:
@@ -209,26 +233,21 @@ def _chunks(storage: Mapping[Described, Described]) -> dict[str, dict[Sizes, Map
     for index, info in storage.items():
         offset = index.state.get("offset")
         if offset is not None:
-            found[index.state["fqn"]][_sizes(offset)] = info.state
+            found[_text(index.state["fqn"])][_sizes(offset)] = info.state
     return found
 
 
 def _values(storage: Mapping[Described, Described]) -> dict[str, Mapping[str, Any]]:
     """The storage info of every value that has no chunks."""
-    return {index.state["fqn"]: info.state for index, info in storage.items() if index.state.get("offset") is None}
+    return {
+        _text(index.state["fqn"]): info.state for index, info in storage.items() if index.state.get("offset") is None
+    }
 
 
 def _sizes(size: Described) -> Sizes:
     if size.name != _SIZE:
         raise ValueError(f"{size.name} stands where a size should")
-    return _checked(size.arguments[0])
-
-
-def _checked(values: Iterable[Any]) -> Sizes:
-    listed = tuple(values)
-    if any(type(value) is not int or not 0 <= value < 1 << 63 for value in listed):
-        raise ValueError(f"{listed!r} are no sizes or offsets")
-    return listed
+    return checked_shape(size.arguments[0])
 
 
 def _dtype_and_shape(dtype: torch.dtype, shape: Sizes) -> str:

@@ -122,7 +122,7 @@ def _plan_file(path: str, shard: Mapping[str, CastTensor], tied: Mapping[str, st
 
 def _header(shard: Mapping[str, CastTensor], tied: Mapping[str, str]) -> bytes:
     # tied weights are noted as safetensors.torch.save_model does, so that load_model finds them
-    metadata = {"format": "pt", **{name: first for name, first in tied.items() if first in shard}}
+    metadata = {**{name: first for name, first in tied.items() if first in shard}, "format": "pt"}
     tensors = (
         TensorHeader(name, _spelling(name, tensor.dtype), tensor.source.shape, tensor.nbytes)
         for name, tensor in shard.items()

@@ -9,30 +9,26 @@ from __future__ import annotations
 
 import pickletools
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import DamagedError
+from ckpt.formats.damage import damage_reported
+from ckpt.formats.foreign.pickle_bounds import Described, check_bounds, checked_key
 
 PERSISTENT = "<persistent>"  # the name of a reference to data outside the pickle
 
 
-@dataclass(eq=False)
-class Described:
-    """An object that a pickle names, with the `arguments` of its call and the `state` it is given, if any."""
-
-    name: str
-    arguments: tuple[Any, ...] = ()
-    state: Any = None
-
-
 def read_pickle(data: bytes, allowed: Container[str], where: str) -> Any:
-    """What a pickle describes. `allowed` are the full names it may contain; `where` names the file in errors."""
-    try:
-        return _Machine(allowed, where).run(data)
-    except (ValueError, LookupError, TypeError, AttributeError, UnicodeError) as error:
-        raise DamagedError(f"{where} is no pickle that ckpt reads: {error}.") from error
+    """What a pickle describes. `allowed` are the full names it may contain; `where` names the file in errors.
+
+    However it is gone through, that takes no more than in proportion to its length: see `check_bounds`.
+    """
+    with damage_reported(where, "pickle that ckpt reads"):
+        found = _Machine(allowed, where).run(data)
+        check_bounds(found, len(data), where)
+        return found
 
 
 @dataclass
@@ -86,31 +82,33 @@ class _Machine:
 
     def _dict(self) -> None:
         items = self._since_mark()
-        self.stack.append(dict(zip(items[::2], items[1::2], strict=True)))
+        self.stack.append(dict(_pairs(items)))
 
     def _frozenset(self) -> None:
         items = self._since_mark()
-        self.stack.append(frozenset(items))
+        self.stack.append(frozenset(map(checked_key, items)))
 
     def _append(self) -> None:
         item = self.stack.pop()
-        self.stack[-1].append(item)
+        _of(self.stack[-1], list, deque).append(item)
 
     def _appends(self) -> None:
         items = self._since_mark()
-        self.stack[-1].extend(items)
+        _of(self.stack[-1], list, deque).extend(items)
 
     def _additems(self) -> None:
         items = self._since_mark()
-        self.stack[-1].update(items)
+        _of(self.stack[-1], set).update(map(checked_key, items))
 
     def _setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        self.stack[-1][key] = value
+        _of(self.stack[-1], dict)[checked_key(key)] = value
 
     def _setitems(self) -> None:
         items = self._since_mark()
-        self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
+        target = _of(self.stack[-1], dict)
+        for key, value in _pairs(items):
+            target[key] = value
 
     def _pop(self) -> None:
         if self.stack:
@@ -146,9 +144,9 @@ class _Machine:
         return Described(name)
 
     def _reduce(self) -> None:
-        arguments, called = self.stack.pop(), self.stack.pop()
+        arguments, called = _of(self.stack.pop(), tuple), _of(self.stack.pop(), Described)
         make = CONTAINERS.get(called.name)
-        self.stack.append(make(*arguments) if make else Described(called.name, tuple(arguments)))
+        self.stack.append(make(*arguments) if make else Described(called.name, arguments))
 
     _newobj = _reduce
 
@@ -164,6 +162,33 @@ class _Machine:
         self.stack.append(Described(PERSISTENT, (self.stack.pop(),)))
 
 
+def _of(value: Any, *kinds: type) -> Any:
+    if not isinstance(value, kinds):
+        raise TypeError(f"a {type(value).__name__} stands where a {kinds[0].__name__} should")
+    return value
+
+
+def _pairs(items: list[Any]) -> Iterator[tuple[Any, Any]]:
+    """Keys and values, which follow each other."""
+    return zip(map(checked_key, items[::2]), items[1::2], strict=True)
+
+
+def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
+    return OrderedDict((checked_key(key), value) for key, value in _of(items, list, tuple))
+
+
+def _counter(counts: Any = None) -> Counter[Any]:
+    return Counter(_of(counts or {}, dict))
+
+
+def _deque(items: Any = (), length: int | None = None) -> deque[Any]:
+    return deque(_of(items, list, tuple), length)
+
+
+def _set(items: Any = ()) -> set[Any]:
+    return set(map(checked_key, _of(items, list, tuple)))
+
+
 def _defaultdict(factory: Described | None = None) -> defaultdict[Any, Any]:
     return defaultdict(_FACTORIES[factory.name] if factory else None)
 
@@ -174,11 +199,11 @@ _FACTORIES: dict[str, type] = {
 }
 # built for real, because the pickle fills them after their construction; all of them are plain containers
 CONTAINERS: dict[str, Callable[..., Any]] = {
-    "collections.OrderedDict": OrderedDict,
-    "collections.Counter": Counter,
+    "collections.OrderedDict": _ordered,
+    "collections.Counter": _counter,
     "collections.defaultdict": _defaultdict,
-    "collections.deque": deque,
-    **{f"{home}.set": set for home in _BUILTIN},
+    "collections.deque": _deque,
+    **{f"{home}.set": _set for home in _BUILTIN},
 }
 FACTORIES = frozenset(_FACTORIES)
 

@@ -11,12 +11,18 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import DamagedError
-from ckpt.formats.foreign.pickle_reader import PERSISTENT, Described, read_pickle
+from ckpt.errors import CkptError, DamagedError
+from ckpt.formats.damage import reason
+from ckpt.formats.foreign.pickle_bounds import Described
+from ckpt.formats.foreign.pickle_reader import PERSISTENT, read_pickle
+from ckpt.formats.native import dtypes
 from ckpt.formats.pieces import Region
+from ckpt.formats.strides import checked_shape, checked_sizes, reach
 from ckpt.formats.transfers import ByteReader
 
 _ENDS = 4096  # bytes at either end, which usually hold all of the archive except the data
+_MOST_TIES = 16  # tensors may share storages, and each of them is read
+_ALWAYS = 256 << 20  # bytes of tensors, however small an archive is: one element may be expanded to many
 _LOCAL_HEADER = struct.Struct("<26xHH")  # skips to the lengths of the name and of the extra field
 _REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 _PARAMETER = "torch._utils._rebuild_parameter"
@@ -42,7 +48,10 @@ TENSORS = frozenset((*_REBUILD, _PARAMETER, _UNTYPED, *_STORAGES, *DTYPES, "coll
 def find_tensor(reader: ByteReader, start: int, length: int, where: str) -> Region:
     """The place of the single tensor that `torch.save` wrote to these bytes of a file. Reads only a few kB."""
     with open_archive(reader, start, length, where, "no tensor of torch.save") as archive:
-        return archive.region(archive.described(TENSORS))
+        region = archive.region(archive.described(TENSORS))
+        if region.nbytes > length:
+            raise ValueError(f"{length} bytes do not hold a tensor of {region.nbytes}")
+        return region
 
 
 def is_tensor(found: Any) -> bool:
@@ -57,8 +66,10 @@ def open_archive(reader: ByteReader, start: int, length: int, where: str, not_fo
     try:
         with zipfile.ZipFile(window) as archive:
             yield TorchArchive(window, archive, where)
-    except (zipfile.BadZipFile, struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{where} holds {not_found} at byte {start}: {error}.") from error
+    except CkptError:
+        raise
+    except Exception as error:  # of zipfile, of zlib, of torch: hostile bytes raise errors of any kind
+        raise DamagedError(f"{where} holds {not_found} at byte {start}: {reason(error)}.") from error
 
 
 class TorchArchive:
@@ -69,16 +80,20 @@ class TorchArchive:
         self._archive = archive
         self._where = where
         self._root = archive.namelist()[0].partition("/")[0]
+        self._room = _ALWAYS + _MOST_TIES * window.length  # bytes that its tensors may have together
         order = f"{self._root}/byteorder"
-        if order in archive.namelist() and archive.read(order) != b"little":
+        if order in archive.namelist() and self._bytes(order) != b"little":
             raise ValueError("its bytes are in the order of another kind of machine")
 
     def described(self, allowed: Container[str]) -> Any:
         """What the pickle describes. `allowed` are the names that it may contain."""
-        entry = self._archive.getinfo(f"{self._root}/data.pkl")
-        if entry.compress_type != zipfile.ZIP_STORED:
-            raise ValueError("its pickle is compressed, and could be of any size")
-        return read_pickle(self._archive.read(entry), allowed, self._where)
+        return read_pickle(self._bytes(f"{self._root}/data.pkl"), allowed, self._where)
+
+    def _bytes(self, name: str) -> bytes:
+        entry = self._archive.getinfo(name)
+        if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > self._window.length:
+            raise ValueError(f"its {name.rpartition('/')[2]} is compressed, and could be of any size")
+        return self._archive.read(entry)
 
     def region(self, found: Any) -> Region:
         """The place of the bytes of a tensor that the pickle describes."""
@@ -87,7 +102,11 @@ class TorchArchive:
         if saved.stop > entry.file_size or entry.compress_type != zipfile.ZIP_STORED:
             raise ValueError(f"{entry.file_size} bytes, compressed or not, do not hold its tensor of {saved.stop}")
         data = self._window.start + self._window.data_of(entry.header_offset, entry.file_size)
-        return Region(self._window.reader, self._where, saved.dtype, data + saved.start, saved.sizes, saved.strides)
+        region = Region(self._window.reader, self._where, saved.dtype, data + saved.start, saved.sizes, saved.strides)
+        self._room -= region.nbytes
+        if self._room < 0:
+            raise ValueError(f"its tensors are far larger than its {self._window.length} bytes")
+        return region
 
 
 @dataclass(frozen=True)
@@ -119,10 +138,7 @@ class _TensorRecord:
 
     @property
     def stop(self) -> int:
-        if 0 in self.sizes:
-            return self.start
-        reach = sum((size - 1) * stride for size, stride in zip(self.sizes, self.strides, strict=True))
-        return self.start + (reach + 1) * self.dtype.itemsize
+        return self.start + reach(self.sizes, self.strides) * self.dtype.itemsize
 
 
 def _dtype(storage: str, rest: list[Any], *, typed: bool) -> torch.dtype:
@@ -130,13 +146,18 @@ def _dtype(storage: str, rest: list[Any], *, typed: bool) -> torch.dtype:
         if any(rest):
             raise ValueError("it is conjugated or negated when it is used")
         return _STORAGES[storage]
-    return DTYPES[rest[0].name]
+    return stored_dtype(rest[0].name)
+
+
+def stored_dtype(name: str) -> torch.dtype:
+    """The dtype of a tensor by its name in a pickle: `torch.float32`."""
+    return dtypes.by_name(dtypes.name_of(DTYPES[name]))
 
 
 def _checked(first: Any, sizes: Any, strides: Any) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    if len(sizes) != len(strides) or any(type(number) is not int or number < 0 for number in (first, *sizes, *strides)):
-        raise ValueError(f"a tensor of sizes {sizes!r} and strides {strides!r} from {first!r} cannot be")
-    return first, tuple(sizes), tuple(strides)
+    if len(sizes) != len(strides):
+        raise ValueError(f"a tensor of {len(sizes)} sizes and {len(strides)} strides cannot be")
+    return checked_sizes([first])[0], checked_shape(sizes), checked_sizes(strides)
 
 
 class _FileWindow:
@@ -145,7 +166,7 @@ class _FileWindow:
     def __init__(self, reader: ByteReader, start: int, length: int) -> None:
         self.start = start
         self.reader = reader
-        self._length = length
+        self.length = length
         self._at = 0
         self._tail_at = max(0, length - _ENDS)
         self._tail = reader.read(start + self._tail_at, start + length)
@@ -158,13 +179,13 @@ class _FileWindow:
         return self._at
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._length)[whence]
+        self._at = offset + (0, self._at, self.length)[whence]
         if self._at < 0:
             raise ValueError("it leads before its first byte")
         return self._at
 
     def read(self, count: int = -1) -> bytes:
-        stop = self._length if count < 0 else min(self._length, self._at + count)
+        stop = self.length if count < 0 else min(self.length, self._at + count)
         found = self._between(self._at, stop)
         self._at = max(self._at, stop)
         return found
@@ -180,6 +201,6 @@ class _FileWindow:
         """The offset of an entry's data."""
         name, extra = _LOCAL_HEADER.unpack(self._between(header, header + _LOCAL_HEADER.size))
         data: int = header + _LOCAL_HEADER.size + name + extra
-        if data + length > self._length:
+        if data + length > self.length:
             raise ValueError("it ends too early")
         return data

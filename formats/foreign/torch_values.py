@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import DamagedError
-from ckpt.formats.foreign.pickle_reader import CONTAINERS, FACTORIES, Described
+from ckpt.formats.foreign.pickle_bounds import Described
+from ckpt.formats.foreign.pickle_reader import CONTAINERS, FACTORIES
 from ckpt.formats.foreign.torch_save import DTYPES, TENSORS, TorchArchive, is_tensor, open_archive
 from ckpt.formats.layout import Box
 from ckpt.formats.pieces import Piece, PiecedTensor
@@ -28,10 +28,7 @@ _KINDS = "biufcSU"  # of NumPy: numbers and text; never objects
 def read_values(reader: ByteReader, start: int, length: int, where: str) -> Any:
     """The value that was saved to these bytes of a file."""
     with open_archive(reader, start, length, where, "no plain data of torch.save") as archive:
-        try:
-            return _ValueBuilder(archive).built(archive.described(ALLOWED))
-        except RecursionError:
-            raise DamagedError(f"{where} holds something that is inside itself, or nested beyond measure.") from None
+        return _ValueBuilder(archive).built(archive.described(ALLOWED))
 
 
 class _ValueBuilder:
@@ -81,27 +78,45 @@ def _named(found: Described) -> Any:
 
 
 def _encoded(found: Described) -> bytes:
-    text, encoding = found.arguments
+    text, encoding = map(_text, found.arguments)
     if encoding not in ("latin1", "latin-1"):
         raise ValueError(f"it encodes bytes as {encoding!r}")
-    data: bytes = text.encode("latin-1")
-    return data
+    return text.encode("latin-1")
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"a {type(value).__name__} stands where text should")
+    return value
 
 
 def _bytes(found: Described) -> Any:
-    if any(isinstance(argument, int) for argument in found.arguments):
+    kinds = [type(argument) for argument in found.arguments]
+    if kinds not in ([], [bytes], [str, str]):
         raise ValueError("it asks for bytes by their number")  # bytes(n) could exhaust the memory
-    return (bytearray if found.name.endswith("bytearray") else bytes)(*found.arguments)
+    data = _encoded(found) if len(kinds) == 2 else b"".join(found.arguments)
+    return bytearray(data) if found.name.endswith("bytearray") else data
+
+
+def _listed(kind: Callable[..., Any]) -> Callable[[Described], Any]:
+    """Built from a list that is there: one of a range could exhaust the memory."""
+
+    def build(found: Described) -> Any:
+        if any(type(argument) not in (list, tuple, set) for argument in found.arguments):
+            raise ValueError(f"it asks for a {kind.__name__} of what is no list")
+        return kind(*found.arguments)
+
+    return build
 
 
 def _array_dtype(found: Described) -> Any:
     import numpy as np
 
-    dtype = np.dtype(found.arguments[0])
+    dtype = np.dtype(_text(found.arguments[0]))
     if dtype.kind not in _KINDS:
         raise ValueError(f"it has an array of {dtype}, which is more than numbers and text")
-    order = found.state[1] if found.state else "|"
-    return dtype.newbyteorder(order) if order in "<>" else dtype
+    order: Any = found.state[1] if found.state else "|"
+    return dtype.newbyteorder(order) if order in ("<", ">") else dtype
 
 
 def _array(found: Described) -> Any:
@@ -124,13 +139,14 @@ def _call(kind: Callable[..., Any]) -> Callable[[Described], Any]:
 
 
 _PLAIN: dict[str, Callable[..., Any]] = {
-    f"{home}.{kind.__name__}": kind for home in ("builtins", "__builtin__") for kind in (complex, frozenset, slice)
+    f"{home}.{kind.__name__}": kind for home in ("builtins", "__builtin__") for kind in (complex, slice)
 } | {"builtins.range": range, "__builtin__.xrange": range}
 _BYTES = [f"{home}.{name}" for home in ("builtins", "__builtin__") for name in ("bytes", "bytearray")]
 _BUILDERS: dict[str, Callable[[Described], Any]] = {
     **{name: _call(kind) for name, kind in _PLAIN.items()},
     **dict.fromkeys(_BYTES, _bytes),
-    "torch.Size": _call(torch.Size),
+    **{f"{home}.frozenset": _listed(frozenset) for home in ("builtins", "__builtin__")},
+    "torch.Size": _listed(torch.Size),
     "torch.device": _call(torch.device),
     "_codecs.encode": _encoded,
     _DTYPE: _array_dtype,

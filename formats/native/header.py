@@ -6,20 +6,21 @@ Imports no torch, so that `ckpt show` starts without it.
 from __future__ import annotations
 
 import json
+import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from ckpt.errors import DamagedError
+from ckpt.errors import UnsupportedError
+from ckpt.formats.damage import damage_reported
+from ckpt.formats.strides import Sizes, checked_shape, checked_sizes
 
 SUFFIX = ".safetensors"
 ALIGNMENT = 4096  # bytes: tensor data starts at a multiple of it
 BARE = "@storage"  # suffix of a stored buffer that is no tensor itself: only views into it are
 METADATA = "__metadata__"
 _LENGTH = struct.Struct("<Q")
-_SIZE_LIMIT = 1 << 63
 _HEADER_LIMIT = 100_000_000  # bytes: safetensors refuses a longer header
 
 # dtype names and their spelling in the safetensors specification. Any other dtype is stored as U8, with its name in the
@@ -43,6 +44,14 @@ SPELLINGS = {
     "float8_e5m2": "F8_E5M2",
 }
 _NAMES = {spelling: name for name, spelling in SPELLINGS.items()}
+_BY_ITEM_SIZE = {
+    1: ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"),
+    2: ("U16", "I16", "F16", "BF16"),
+    4: ("U32", "I32", "F32"),
+    8: ("U64", "I64", "F64", "C64"),
+}
+ITEM_SIZES = {spelling: size for size, spellings in _BY_ITEM_SIZE.items() for spelling in spellings}
+KIND = "safetensors file that ckpt reads"
 
 
 class TensorHeader(NamedTuple):
@@ -59,6 +68,8 @@ def to_bytes(tensors: Iterable[TensorHeader], metadata: Mapping[str, str]) -> by
     entries: dict[str, object] = {METADATA: metadata}
     end = 0
     for name, spelling, shape, nbytes in tensors:
+        if name == METADATA:
+            raise UnsupportedError(f"a tensor is called {METADATA!r}, which no safetensors file can hold. Rename it.")
         start, end = end, end + nbytes
         entries[name] = {"dtype": spelling, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -73,32 +84,97 @@ class HeaderReader(Protocol):
         """The bytes from `start` up to `stop`."""
 
 
+class Extent(NamedTuple):
+    """A stored tensor: the spelling of its dtype, its shape, and the range of its bytes in the file."""
+
+    spelling: str
+    shape: Sizes
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True)
 class Header:
-    """A parsed header: tensor entries, the metadata, ckpt's own part of it, and the byte where data starts."""
+    """A parsed header: the tensors, the metadata, and ckpt's own part of that. Tensors fill the file without gaps."""
 
-    entries: Mapping[str, Any]
+    entries: Mapping[str, Extent]
     metadata: Mapping[str, str]
     ours: Mapping[str, Any]
-    data: int
 
     @classmethod
-    def read(cls, reader: HeaderReader, where: str) -> Header:
-        with damage_reported(where):
-            return cls._read(reader)
+    def read(cls, reader: HeaderReader, where: str, size: int) -> Header:
+        """Read the header of a file of `size` bytes."""
+        with damage_reported(where, KIND):
+            return cls._read(reader, size)
 
     @classmethod
-    def _read(cls, reader: HeaderReader) -> Header:
-        (length,) = _LENGTH.unpack(reader.read(0, _LENGTH.size))
-        if length > _HEADER_LIMIT:
-            raise ValueError(f"its header claims {length} bytes")
-        data = _LENGTH.size + length
-        text = reader.read(_LENGTH.size, data)
-        if len(text) < length:
-            raise ValueError(f"its header has {len(text)} of {length} bytes")
-        entries = json.loads(text)
-        metadata = entries.pop(METADATA, {})
-        return cls(entries, metadata, json.loads(metadata.get("ckpt", "{}")), data)
+    def _read(cls, reader: HeaderReader, size: int) -> Header:
+        data = _data_start(reader, size)
+        fields = parsed(reader.read(_LENGTH.size, data))
+        metadata = _texts(fields.pop(METADATA, {}))
+        entries = {name: _extent(name, entry, data) for name, entry in fields.items()}
+        _check_contiguous(entries.values(), data, size)
+        return cls(entries, metadata, parsed(metadata.get("ckpt", "{}")))
+
+    def own(self, key: str) -> Mapping[str, Any]:
+        """A table of ckpt's own metadata."""
+        return _table(self.ours.get(key, {}))
+
+
+def _data_start(reader: HeaderReader, size: int) -> int:
+    if size < _LENGTH.size:
+        raise ValueError(f"it has {size} bytes")
+    (length,) = _LENGTH.unpack(reader.read(0, _LENGTH.size))
+    if length > min(_HEADER_LIMIT, size - _LENGTH.size):
+        raise ValueError(f"its header claims {length} bytes, of {size} in the file")
+    return int(_LENGTH.size + length)
+
+
+def parsed(text: str | bytes) -> dict[str, Any]:
+    """A JSON object in which no key is there twice: readers would differ in which of the two counts."""
+    return _table(json.loads(text, object_pairs_hook=_distinct))
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def _table(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"a {type(value).__name__} stands where a table should")
+    return value
+
+
+def _texts(value: Any) -> dict[str, str]:
+    if any(not isinstance(text, str) for text in _table(value).values()):
+        raise ValueError("its metadata are not texts")
+    return _table(value)
+
+
+def _extent(name: str, entry: Any, data: int) -> Extent:
+    """An entry whose data offsets count from byte `data`."""
+    fields = _table(entry)
+    spelling, shape = fields["dtype"], checked_shape(fields["shape"])
+    start, stop = checked_sizes(fields["data_offsets"])
+    if spelling not in ITEM_SIZES:
+        raise ValueError(f"{name} has an unknown dtype, {spelling!r}")
+    if stop - start != math.prod(shape) * ITEM_SIZES[spelling]:
+        raise ValueError(f"{name}: {stop - start} bytes are no {spelling} of shape {list(shape)}")
+    return Extent(spelling, shape, data + start, data + stop)
+
+
+def _check_contiguous(entries: Iterable[Extent], data: int, size: int) -> None:
+    """Refuse overlaps, gaps, and a file shorter or longer than its tensors, as the readers of safetensors do."""
+    at = data
+    for start, stop in sorted((entry.start, entry.stop) for entry in entries):
+        if start != at:
+            raise ValueError(f"a tensor begins at byte {start}, and the one before it ends at {at}")
+        at = stop
+    if at != size:
+        raise ValueError(f"its tensors end at byte {at}, and it has {size}")
 
 
 @dataclass(frozen=True)
@@ -110,39 +186,21 @@ class Outline:
     tied: bool = False
 
 
-def outlines(reader: HeaderReader, where: str) -> dict[str, Outline]:
+def outlines(reader: HeaderReader, where: str, size: int) -> dict[str, Outline]:
     """The tensors in a file. Of a sharded tensor, the shape is that of the shard in this file."""
-    header = Header.read(reader, where)
-    with damage_reported(where):
-        foreign = header.ours.get("dtypes", {})
+    header = Header.read(reader, where, size)
+    with damage_reported(where, KIND):
+        foreign = header.own("dtypes")
         found = {name: _outline(entry, foreign.get(name)) for name, entry in header.entries.items()}
-        for name, view in header.ours.get("views", {}).items():
-            found[name] = Outline(str(view["dtype"]), sizes(view["shape"]), tied=not is_bare(view["of"]))
+        for name, view in header.own("views").items():
+            found[name] = Outline(str(view["dtype"]), checked_shape(view["shape"]), tied=not is_bare(view["of"]))
     return {name: outline for name, outline in found.items() if not is_bare(name)}
 
 
-def _outline(entry: Mapping[str, Any], foreign: str | None) -> Outline:
-    shape = sizes(entry["shape"])
-    return Outline(foreign, shape[:-1]) if foreign else Outline(_NAMES[entry["dtype"]], shape)
+def _outline(entry: Extent, foreign: Any) -> Outline:
+    return Outline(str(foreign), entry.shape[:-1]) if foreign else Outline(_NAMES[entry.spelling], entry.shape)
 
 
 def is_bare(name: str) -> bool:
     """Whether a stored name is that of a bare buffer, which only serves as the base of views."""
     return name.rstrip("+").endswith(BARE)
-
-
-@contextmanager
-def damage_reported(where: str) -> Iterator[None]:
-    """Raise `DamagedError` for a header that cannot be parsed or contradicts itself."""
-    try:
-        yield
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
-        raise DamagedError(f"{where} is no safetensors file that ckpt reads: {error}.") from error
-
-
-def sizes(values: list[Any]) -> tuple[int, ...]:
-    """Validated sizes or offsets from a header: a damaged file must not make torch allocate or read at random."""
-    for value in values:
-        if type(value) is not int or not 0 <= value < _SIZE_LIMIT:
-            raise ValueError(f"{values!r} are no sizes or offsets")
-    return tuple(values)

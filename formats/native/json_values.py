@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from ckpt.errors import DamagedError, UnsupportedError
+from ckpt.formats.damage import damage_reported
 from ckpt.formats.layout import is_sharded
-from ckpt.formats.native import tensor_subclasses
+from ckpt.formats.native import dtypes, tensor_subclasses
 from ckpt.formats.native.header import METADATA
 from ckpt.formats.native.json_codecs import (
     BY_TAG,
@@ -32,15 +33,22 @@ from ckpt.formats.native.json_codecs import (
     from_base64,
     is_json_already,
     is_numpy,
+    numpy_array,
+    numpy_size,
+    of_type,
     shown,
     to_base64,
 )
 from ckpt.formats.pieces import PiecedTensor
+from ckpt.formats.tensor_bytes import host_bytes
+from ckpt.shown import Lines
 
 _NAME = re.compile("[^\\[\\]'\"\\s\ud800-\udfff]+")
 _RESERVED = METADATA  # no tensor of a safetensors file may have this name
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _TOO_DEEP = 100  # levels; with more, reading the JSON back could end in a RecursionError
+_DEEPEST_JSON = 6 * _TOO_DEEP  # a level of values is up to five of JSON
+_SCALARS = frozenset((int, float, str, bool, type(None)))
 
 
 @dataclass
@@ -80,7 +88,7 @@ class Encoder:
         return self._refuse(path, describe(value))
 
     def _coded(self, value: Any, path: str, depth: int) -> Any:
-        tag, parts, _ = CODECS[type(value)]
+        tag, parts, _, _ = CODECS[type(value)]
         self._enclosing.add(id(value))
         data = self._parts(parts(value), path, depth)
         self._enclosing.discard(id(value))
@@ -113,7 +121,7 @@ class Encoder:
             if tensor_subclasses.is_packed(tensor):
                 return {"$packed": self._packed(tensor, path)}
             return self._refuse(path, f"a {type(tensor).__module__}.{type(tensor).__qualname__}")
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        if tensor.layout is not torch.strided or tensor.dtype not in dtypes.STORABLE or tensor.is_nested:
             return self._refuse(path, f"a tensor of layout {tensor.layout} and dtype {tensor.dtype}; only dense ones")
         if tensor.is_meta:
             return self._refuse(path, "a tensor on the meta device, which has no data")
@@ -185,61 +193,69 @@ def refuse(problems: Iterable[str]) -> None:
     """Raise one error that lists all values that cannot be stored, if there are any."""
     listed = tuple(problems)
     if listed:
-        lines = "\n  ".join(listed)
-        raise UnsupportedError(
-            f"nothing was saved, because these values cannot be held in a checkpoint:\n  {lines}\n"
-            "Leave them out of state_dict(), or turn them into numbers, strings, tensors, lists and dicts there.",
-            listed,
-        )
+        head = "nothing was saved, because these values cannot be held in a checkpoint:"
+        advice = "Leave them out of state_dict(), or turn them into numbers, strings, tensors, lists and dicts there."
+        raise UnsupportedError(Lines.listing(head, listed, advice), listed)
 
 
 @dataclass
 class Decoder:
-    """Turns the JSON of an `Encoder` back into values. `tensor` returns the tensor of a reference by its name."""
+    """Turns the JSON of an `Encoder` back into values. `tensor` returns the tensor of a reference by its name.
+
+    Raises no other errors than those of ckpt. `where` names the state in them.
+    """
 
     tensor: Callable[[str], Any]
+    where: str = "the state"
 
     def decode(self, data: Any) -> Any:
+        with damage_reported(self.where, "state that ckpt writes"):
+            return self._decode(data, 0)
+
+    def _decode(self, data: Any, depth: int) -> Any:
+        if depth > _DEEPEST_JSON:
+            raise ValueError("it is nested too deep")
         if isinstance(data, list):
-            return [self.decode(item) for item in data]
+            return [item if type(item) in _SCALARS else self._decode(item, depth + 1) for item in data]
         if not isinstance(data, dict):
             return data
         if len(data) == 1:
             ((tag, inner),) = data.items()
             if tag.startswith("$"):
-                return self._tagged(tag, inner)
-        return {key: self.decode(value) for key, value in data.items()}
+                return self._tagged(tag, inner, depth + 1)
+        return {key: self._decode(value, depth + 1) for key, value in data.items()}
 
-    def _tagged(self, tag: str, inner: Any) -> Any:
+    def _tagged(self, tag: str, inner: Any, depth: int) -> Any:
         if tag == "$tensor":
             return self.tensor(inner)
         if tag == "$items":
-            return {self.decode(key): self.decode(value) for key, value in inner}
+            found = {self._decode(key, depth): self._decode(value, depth) for key, value in inner}
+            if len(found) != len(inner):
+                raise ValueError("a key is there twice")
+            return found
         if tag in ("$numpy", "$ndarray"):
-            return self._numpy(tag, inner)
+            return self._numpy(tag, inner, depth)
         if tag == "$packed":
-            return self._packed(inner)
+            return self._packed(inner, depth)
         if tag not in BY_TAG:
             raise DamagedError(f"the state holds a value of an unknown kind, {tag!r}. Was it written by a newer ckpt?")
-        return BY_TAG[tag](self.decode(inner))
+        kind, back = BY_TAG[tag]
+        return back(of_type(kind, self._decode(inner, depth)))
 
-    def _packed(self, inner: Mapping[str, Any]) -> Any:
-        tensors = self.decode(inner["tensors"])
+    def _packed(self, inner: Mapping[str, Any], depth: int) -> Any:
+        tensor_subclasses.check_known(inner["kind"])
+        tensors = of_type(dict, self._decode(inner["tensors"], depth))
         if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):  # placeholders, before reading
             return tensors
-        return tensor_subclasses.pack(inner["kind"], tensors, self.decode(inner["context"]))
+        return tensor_subclasses.pack(inner["kind"], tensors, self._decode(inner["context"], depth))
 
-    def _numpy(self, tag: str, inner: Mapping[str, Any]) -> Any:
-        import numpy as np
-
-        array = np.zeros(inner["shape"], dtype=np.lib.format.descr_to_dtype(self.decode(inner["dtype"])))
+    def _numpy(self, tag: str, inner: Mapping[str, Any], depth: int) -> Any:
+        dtype = self._decode(inner["dtype"], depth)
         if tag == "$numpy":
-            data = np.frombuffer(from_base64(inner["bytes"]), dtype=np.uint8)
-        else:
-            tensor = self.tensor(inner["tensor"])
-            if not isinstance(tensor, torch.Tensor):  # a placeholder, before reading
-                return tensor
-            data = tensor.numpy()
-        if data.size:
-            array.reshape(-1).view(np.uint8)[:] = data
-        return array[()] if tag == "$numpy" else array
+            return numpy_array(inner["shape"], dtype, from_base64(inner["bytes"]))[()]
+        tensor = self.tensor(inner["tensor"])
+        if tensor.dtype != torch.uint8 or tuple(tensor.shape) != (numpy_size(inner["shape"], dtype),):
+            raise ValueError(f"{tensor.dtype} of shape {list(tensor.shape)} are no array of {inner['shape']} {dtype}")
+        if not isinstance(tensor, torch.Tensor):  # a placeholder, before reading
+            return tensor
+        return numpy_array(inner["shape"], dtype, host_bytes(tensor.contiguous()))

@@ -16,12 +16,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ckpt.errors import DamagedError, UnsupportedError, VersionError
 from ckpt.formats.native.block_hash import ALGORITHM, BLOCK_SIZE, digest
 from ckpt.formats.native.manifest_schema import LARGEST_VERSION, manifest_problems
+from ckpt.formats.native.signature import Signature, split_signature
 from ckpt.util.checked_json import is_count, joined, parse_json, shown
 
 FILE_NAME = "manifest.json"
@@ -48,12 +49,24 @@ class FileRecord:
     blocks: tuple[str, ...]
     block_size: int = BLOCK_SIZE
     head: tuple[int, str] | None = None  # length and hash of the header, which readers fetch separately
+    sha256: tuple[str, ...] = ()  # of each block, if SHA-256 was asked for or the manifest is signed
+    head_sha256: str = ""
+
+    @property
+    def has_sha256(self) -> bool:
+        """Whether every byte is covered by a SHA-256."""
+        return len(self.sha256) == len(self.blocks) and (bool(self.sha256) or not self.size)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> FileRecord:
         known = {key: value for key, value in fields.items() if key in cls.__dataclass_fields__}
         head = tuple(known["head"]) if known.get("head") is not None else None
-        return cls(**{**known, "blocks": tuple(known["blocks"]), "head": head})
+        sha256 = tuple(known.get("sha256", ()))
+        return cls(**{**known, "blocks": tuple(known["blocks"]), "head": head, "sha256": sha256})
+
+    def to_json(self) -> dict[str, Any]:
+        fields = asdict(self)
+        return {key: value for key, value in fields.items() if value or key not in ("sha256", "head_sha256")}
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,7 @@ class Manifest:
     seconds: Mapping[str, float] = field(default_factory=dict)
     hosts: tuple[Host, ...] = ()  # empty if all share one root
     memory: Mapping[str, int | float] = field(default_factory=dict)  # what the memory tier cost and saved before this
+    signature: Signature | None = None
 
     @property
     def size(self) -> int:
@@ -95,15 +109,28 @@ class Manifest:
     def step(self) -> int:
         return self.progress.get("step", 0)
 
+    @property
+    def is_authentic(self) -> bool:
+        """Whether a key that is trusted has signed it. Then every byte of its files is compared by SHA-256."""
+        return self.signature is not None and self.signature.verified
+
     def to_bytes(self) -> bytes:
-        fields = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        """The file. One that is signed is written as it was signed, whatever was replaced in this object since."""
+        signed = self.signature
+        lines = self.unsigned_bytes() if signed is None else signed.line + signed.text
+        return _HEAD + digest(lines).encode() + _HEAD_END + lines
+
+    def unsigned_bytes(self) -> bytes:
+        """What a signature covers: the lines after the digest's."""
+        fields = {"format": FORMAT, "version": VERSION, **asdict(replace(self, files=(), signature=None))}
+        fields["files"] = [file.to_json() for file in self.files]
         fields["metrics"] = {str(key): _json_number(value) for key, value in self.metrics.items()}
+        del fields["signature"]
         if not self.memory:
             del fields["memory"]
         if wrong := manifest_problems(fields, BLOCK_SIZE):  # it would be committed, and refused by every reader
             raise UnsupportedError(f"{self.name} cannot be saved: {joined(wrong)}.", tuple(wrong))
-        lines = json.dumps(fields, indent=1, allow_nan=False).encode().removeprefix(b"{\n")
-        return _HEAD + digest(lines).encode() + _HEAD_END + lines
+        return json.dumps(fields, indent=1, allow_nan=False).encode().removeprefix(b"{\n")
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Manifest:
@@ -113,11 +140,13 @@ class Manifest:
         if data[:start] != _HEAD + claimed + _HEAD_END or digest(lines).encode() != claimed:
             raise DamagedError(f"{where} was altered: its bytes do not match its digest.")
         try:
+            signature, lines = split_signature(lines)
             fields = parse_json(b"{" + lines)
             _check_version(fields, where)
             _refuse(manifest_problems(fields, BLOCK_SIZE))
         except ValueError as error:
             raise DamagedError(f"{where} is no manifest of ckpt: {error}.") from error
+        fields["signature"] = replace(signature, name=fields["name"]) if signature is not None else None
         return cls(**_known(cls, fields))
 
 

@@ -31,12 +31,17 @@ _LARGEST_FILE = (1 << 63) - 1
 _MOST_RANKS = 1 << 24
 _NO_FILES = ("manifest.json", ".saving")  # the manifest itself, and the save marker
 _HASH = re.compile(r"[0-9a-f]{1,128}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _NOT_JSON = ("nan", "inf", "-inf")  # numbers that JSON has not
 
 
 def _is_hash(value: Any) -> bool:
     return isinstance(value, str) and _HASH.fullmatch(value) is not None
+
+
+def _is_sha256(value: Any) -> bool:
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
 
 
 def _is_id(value: Any) -> bool:
@@ -88,6 +93,8 @@ FILE = {
     "blocks": Rule(is_list(_is_hash), "a list of hashes"),
     "block_size": Rule(lambda value: is_count(value, 1, LARGEST_BLOCK), "a number of bytes, 1 or more", required=False),
     "head": Rule(_is_head, "a length and a hash, or null", required=False),
+    "sha256": Rule(is_list(_is_sha256), "a list of SHA-256", required=False),
+    "head_sha256": Rule(lambda value: value == "" or _is_sha256(value), "a SHA-256", required=False),
 }
 HOST = {
     "name": Rule(is_text, "text"),
@@ -115,6 +122,8 @@ def _file_problems(file: dict[str, Any], of: str, block_size: int) -> list[str]:
     needed = -(-size // file.get("block_size", block_size))
     if blocks != needed:
         problems.append(f"{of}: {size} bytes have {needed} blocks, and there are {blocks} hashes")
+    if len(file.get("sha256", ())) not in (0, blocks):
+        problems.append(f"{of}: it has {blocks} blocks, and the SHA-256 of {len(file['sha256'])}")
     if head is not None and (head[0] > size or not _is_hash(head[1])):
         problems.append(f"{of}: head is no length up to {size} with a hash")
     return problems

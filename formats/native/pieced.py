@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -11,17 +11,21 @@ from ckpt.errors import DamagedError
 from ckpt.formats.layout import Box
 from ckpt.formats.native.header import is_bare
 from ckpt.formats.native.tensor_file import TensorFile
-from ckpt.formats.pieces import Piece, PiecedTensor, Region, Sizes, dense_strides
+from ckpt.formats.pieces import Piece, PiecedTensor, Region
+from ckpt.formats.strides import Sizes, dense_strides
 
 _FoundPiece = tuple[torch.dtype, Sizes, Piece]  # dtype and shape of the full tensor, and one of its pieces
 
 
-def pieced(files: Iterable[TensorFile]) -> dict[str, PiecedTensor]:
-    """Every tensor in the files, its pieces collected from all of them."""
+def pieced(
+    files: Iterable[TensorFile], counts: Callable[[TensorFile, str], bool] = lambda file, name: True
+) -> dict[str, PiecedTensor]:
+    """Every tensor in the files, its pieces collected from all of them in which it `counts`."""
     found: dict[str, list[_FoundPiece]] = defaultdict(list)
     for file in files:
         for name, piece in _in_file(file):
-            found[name].append(piece)
+            if counts(file, name):
+                found[name].append(piece)
     return {name: _joined(name, pieces) for name, pieces in found.items()}
 
 

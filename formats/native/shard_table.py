@@ -16,12 +16,19 @@ from typing import Any
 import torch
 
 from ckpt.errors import DamagedError
-from ckpt.formats.layout import Box, Layout, gathered, is_sharded, layout_of, local_tensor
+from ckpt.formats.damage import damage_reported
+from ckpt.formats.layout import Box, Layout, Ranges, gathered, is_sharded, layout_of, local_tensor
+from ckpt.formats.layout_json import check_covered, count_shards, layout_from_json
 from ckpt.formats.native import dtypes
+from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.native.tensor_file_plan import SMALL
 from ckpt.formats.state import Shard
+from ckpt.formats.strides import checked_shape
 from ckpt.formats.tensor_bytes import narrowed
+
+_LEAST_ENTRY = 32  # bytes of a file's header that no shard can do without
+_ALWAYS_READ = 1 << 20  # bytes: a table that is read at once, however many shards it has
 
 EVERY = -1  # instead of a copy's number: every copy is written
 
@@ -38,6 +45,11 @@ class ShardSpec:
     @property
     def size(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def shards(self) -> int:
+        """How many different shards there are, at least."""
+        return count_shards(self.layout, self.shape)
 
 
 @dataclass(frozen=True)
@@ -61,13 +73,26 @@ class ShardTable:
         return {"layouts": [layout.to_json() for layout in layouts], "tensors": rows, "aliases": self.aliases}
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> ShardTable:
-        layouts = [Layout.from_json(layout) for layout in fields["layouts"]]
-        rows = {
-            name: ShardSpec(dtypes.by_name(dtype), tuple(shape), layouts[number], copy)
-            for name, (dtype, shape, number, copy) in fields["tensors"].items()
-        }
-        return cls(rows, dict(fields["aliases"]))
+    def from_json(cls, fields: Mapping[str, Any], manifest: Manifest | None = None) -> ShardTable:
+        """A table in which the shards of every tensor are all of it, and not more than the checkpoint's files hold."""
+        with damage_reported("the shard table of a part", "table that ckpt writes"):
+            world_size = manifest.world_size if manifest else None
+            layouts = dict(enumerate(layout_from_json(layout, world_size) for layout in fields["layouts"]))
+            rows = {name: _spec_from_json(row, layouts) for name, row in fields["tensors"].items()}
+            if not all(isinstance(stored, str) for stored in fields["aliases"].values()):
+                raise ValueError("an alias is no name")
+            if manifest and sum(spec.shards for spec in rows.values()) * _LEAST_ENTRY > manifest.size + _ALWAYS_READ:
+                raise ValueError("it has more shards than the files of the checkpoint have room for")
+            return cls(rows, dict(fields["aliases"]))
+
+
+def _spec_from_json(row: list[Any], layouts: Mapping[int, Layout]) -> ShardSpec:
+    dtype, shape, number, copy = row
+    spec = ShardSpec(dtypes.by_name(dtype), checked_shape(shape), layouts[number], copy)
+    if type(copy) is not int or not EVERY <= copy < spec.layout.copies:
+        raise ValueError(f"there is no copy {copy!r} of {spec.layout.copies}")
+    check_covered(spec.layout, spec.shape)
+    return spec
 
 
 @dataclass(frozen=True)
@@ -176,16 +201,22 @@ class ShardedTensors:
         name = self.table.aliases.get(name, name)
         if name not in self._whole:
             spec = self._spec(name)
+            whole = Box((0,) * len(spec.shape), spec.shape)
+            self._pieces(name, spec, whole)  # before memory of that size is allocated
             self._whole[name] = torch.empty(spec.shape, dtype=spec.dtype)
-            self.fill(name, self._whole[name], Box((0,) * len(spec.shape), spec.shape))
+            self.fill(name, self._whole[name], whole)
         return self._whole[name]
 
     def fill(self, name: str, target: torch.Tensor, box: Box) -> None:
         """Fill `target`, which is the given box of a tensor."""
         name = self.table.aliases.get(name, name)
-        spec = self._spec(name)
-        for rank, part, there in spec.layout.overlaps(spec.shape, self._copy(spec, box), box):
-            self._file(rank, name).fill(name, narrowed(target, there), part)
+        for file, part, there in self._pieces(name, self._spec(name), box):
+            file.fill(name, narrowed(target, there), part)
+
+    def _pieces(self, name: str, spec: ShardSpec, box: Box) -> list[tuple[TensorFile, Box, Ranges]]:
+        """The pieces that a box of a tensor consists of: the file of each, which part of it, and where in the box."""
+        overlaps = spec.layout.overlaps(spec.shape, self._copy(spec, box), box)
+        return [(self._file(rank, name, spec), part, there) for rank, part, there in overlaps]
 
     def _copy(self, spec: ShardSpec, box: Box) -> int:
         """The copy to read. If every copy was written: this rank's own, or else one whose files are readable here."""
@@ -203,13 +234,26 @@ class ShardedTensors:
         except KeyError:
             raise DamagedError(f"the checkpoint refers to tensor {name!r}, but does not say where it is.") from None
 
-    def _file(self, rank: int, name: str) -> TensorFile:
+    def _file(self, rank: int, name: str, spec: ShardSpec) -> TensorFile:
+        """The file with a rank's shard of a tensor, which has the dtype and shape that the table says."""
         if rank not in self._opened:
             self._opened[rank] = self.open(rank)
         for file in self._opened[rank]:
-            if name in file.stored:
+            if name in file:
+                _check_shard(file, name, spec, spec.layout.box(spec.shape, rank))
                 return file
         raise DamagedError(f"rank {rank} has written no piece of tensor {name!r}, though the checkpoint says so.")
+
+
+def _check_shard(file: TensorFile, name: str, spec: ShardSpec, box: Box) -> None:
+    found = file.about(name), file.shapes.get(name, spec.shape), file.offsets.get(name, box.offsets)
+    if found != ((spec.dtype, box.sizes), spec.shape, box.offsets):
+        (dtype, sizes), shape, offsets = found
+        raise DamagedError(
+            f"{file.where} does not go with the checkpoint's table of shards: {name} is {dtypes.name_of(dtype)}"
+            f"{list(sizes)} there, at {list(offsets)} of {list(shape)}, not {dtypes.name_of(spec.dtype)}"
+            f"{list(box.sizes)} at {list(box.offsets)} of {list(spec.shape)}."
+        )
 
 
 def disagreements(tables: Mapping[int, ShardTable]) -> Iterator[tuple[str, list[str]]]:

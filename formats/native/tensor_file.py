@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,11 +10,14 @@ from typing import Any
 import torch
 
 from ckpt.errors import DamagedError
+from ckpt.formats.damage import damage_reported
 from ckpt.formats.layout import Box
 from ckpt.formats.native import dtypes
-from ckpt.formats.native.header import Header, damage_reported, sizes
+from ckpt.formats.native.header import KIND, Extent, Header, parsed
 from ckpt.formats.native.shared_storage import View
-from ckpt.formats.tensor_bytes import copy_into, is_dense, narrowed
+from ckpt.formats.strides import Expansion, checked_shape, checked_sizes, is_dense, reach, widest
+from ckpt.formats.tensor_bytes import copy_into, narrowed
+from ckpt.formats.tensor_bytes import is_dense as is_dense_tensor
 from ckpt.formats.transfers import ByteReader, Transfer, Want, at_once
 
 _WINDOW = 8 << 20  # bytes that pass through memory at a time where a tensor cannot be read in place
@@ -48,10 +50,11 @@ class TensorFile:
     _bases: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, reader: ByteReader, where: str, want: Want = at_once) -> TensorFile:
+    def open(cls, reader: ByteReader, where: str, size: int, want: Want = at_once) -> TensorFile:
+        """Open a file of `size` bytes: its header is read, and checked against that."""
         file = cls(reader, where, want)
-        with damage_reported(where):
-            file._read_header()
+        with damage_reported(where, KIND):
+            file._read_header(size)
         return file
 
     def __contains__(self, name: str) -> bool:
@@ -84,13 +87,14 @@ class TensorFile:
         A box of whole rows in the target's dtype is read in place. Otherwise the rows that contain the box are read
         through a buffer, `_WINDOW` bytes at a time.
         """
-        if name in self.views:
-            self._fill_from_view(self.views[name], target, box)
+        view = self.views.get(name)
+        if view is not None and not is_dense(view.shape, view.stride):
+            self._fill_from_view(view, target, box)
             return
-        entry = self._entry(name)
+        entry = self._entry(name) if view is None else self._dense_entry(view)
         row = math.prod(entry.shape[1:]) * entry.dtype.itemsize
         start = entry.start + (box.offsets[0] * row if box.offsets else 0)
-        if box.sizes[1:] == entry.shape[1:] and entry.dtype == target.dtype and is_dense(target):
+        if box.sizes[1:] == entry.shape[1:] and entry.dtype == target.dtype and is_dense_tensor(target):
             self._want(start, target.nbytes, into=target)
         elif not box.sizes:
             self._read_and_copy(start, (), entry.dtype, [], target)
@@ -108,14 +112,24 @@ class TensorFile:
             self._read_and_copy(start + begin * row, rows, entry.dtype, [(0, length), *others], part)
 
     def _fill_from_view(self, view: View, target: torch.Tensor, box: Box) -> None:
-        """Read the bytes from the view's first to its last element, and copy the box out of them."""
-        reach = 1 + sum((length - 1) * step for length, step in zip(view.shape, view.stride, strict=True))
-        size = reach * view.dtype.itemsize if math.prod(view.shape) else 0
+        first = sum(offset * step for offset, step in zip(box.offsets, view.stride, strict=True))
+        self._fill_strided(self._start(view) + first * view.dtype.itemsize, view.dtype, view.stride, target)
+
+    def _fill_strided(self, start: int, dtype: torch.dtype, stride: tuple[int, ...], target: torch.Tensor) -> None:
+        """Read the bytes from the first to the last element, and copy the elements out of them; in halves if many."""
+        size = reach(target.shape, stride) * dtype.itemsize
+        if size > _WINDOW:
+            dim = widest(target.shape, stride)
+            half = target.shape[dim] // 2
+            self._fill_strided(start, dtype, stride, target.narrow(dim, 0, half))
+            later = start + half * stride[dim] * dtype.itemsize
+            self._fill_strided(later, dtype, stride, target.narrow(dim, half, target.shape[dim] - half))
+            return
 
         def take(data: torch.Tensor) -> None:
-            copy_into(narrowed(data.view(view.dtype).as_strided(view.shape, view.stride), box.ranges), target)
+            copy_into(data.view(dtype).as_strided(target.shape, stride), target)
 
-        self._want(self.stored[view.of].start + view.start, size, take=take)
+        self._want(start, size, take=take)
 
     def _read_and_copy(
         self,
@@ -142,32 +156,46 @@ class TensorFile:
         except KeyError:
             raise DamagedError(f"{self.where} has no tensor {name!r}, though the checkpoint refers to it.") from None
 
-    def _read_header(self) -> None:
-        header = Header.read(self.reader, self.where)
-        ours = header.ours
-        foreign = {name: dtypes.by_name(dtype) for name, dtype in ours.get("dtypes", {}).items()}
-        for name, fields in header.entries.items():
-            self.stored[name] = _entry_from_json(fields, header.data, foreign.get(name))
-        self.views = {name: _view_from_json(view, self.stored) for name, view in ours.get("views", {}).items()}
-        self.shapes = {name: sizes(shape) for name, shape in ours.get("shapes", {}).items()}
-        sharding = json.loads(header.metadata.get("DCP_SHARDING_INFO", "{}"))
-        self.offsets = {name: sizes(info["saved_offsets"]) for name, info in sharding.items()}
+    def _dense_entry(self, view: View) -> TensorEntry:
+        """A contiguous view as if it were stored itself."""
+        start = self._start(view)
+        return TensorEntry(view.dtype, view.shape, start, start + math.prod(view.shape) * view.dtype.itemsize)
+
+    def _start(self, view: View) -> int:
+        return self.stored[view.of].start + view.start
+
+    def _read_header(self, size: int) -> None:
+        header = Header.read(self.reader, self.where, size)
+        foreign = {name: dtypes.by_name(dtype) for name, dtype in header.own("dtypes").items()}
+        self.stored = {name: _entry(extent, foreign.get(name)) for name, extent in header.entries.items()}
+        expansion = Expansion()
+        for name, fields in header.own("views").items():
+            self.views[name] = _view_from_json(fields, self.stored)
+            expansion.add(self.views[name].shape, self.views[name].stride, self.views[name].dtype.itemsize)
+        if both := self.stored.keys() & self.views.keys():
+            raise ValueError(f"{min(both)} is there twice")
+        self.shapes = {name: checked_shape(shape) for name, shape in header.own("shapes").items()}
+        sharding = parsed(header.metadata.get("DCP_SHARDING_INFO", "{}"))
+        self.offsets = {name: checked_sizes(info["saved_offsets"]) for name, info in sharding.items()}
 
 
-def _entry_from_json(fields: Mapping[str, Any], data: int, foreign: torch.dtype | None) -> TensorEntry:
-    """An entry whose data offsets count from byte `data`. `foreign`: the dtype, if safetensors has none for it."""
-    dtype = foreign or dtypes.BY_SPELLING[fields["dtype"]]
-    shape = sizes(fields["shape"][:-1] if foreign else fields["shape"])
-    start, stop = sizes(fields["data_offsets"])
-    if stop - start != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{stop - start} bytes are no {dtype} of shape {list(shape)}")
-    return TensorEntry(dtype, shape, data + start, data + stop)
+def _entry(extent: Extent, foreign: torch.dtype | None) -> TensorEntry:
+    """`foreign`: the dtype, if safetensors has none for it; its bytes are the last dimension of what is stored."""
+    spelling, shape, start, stop = extent
+    if foreign is None:
+        return TensorEntry(dtypes.BY_SPELLING[spelling], shape, start, stop)
+    if spelling != "U8" or shape[-1:] != (foreign.itemsize,):
+        raise ValueError(f"{spelling} of shape {list(shape)} are no elements of {foreign}")
+    return TensorEntry(foreign, shape[:-1], start, stop)
 
 
 def _view_from_json(fields: Mapping[str, Any], stored: Mapping[str, TensorEntry]) -> View:
     dtype, base = dtypes.by_name(fields["dtype"]), stored[fields["of"]]
-    shape, stride, (start,) = sizes(fields["shape"]), sizes(fields["stride"]), sizes([fields["start"]])
-    reach = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
-    if start % dtype.itemsize or start + reach * dtype.itemsize > base.stop - base.start:
+    shape, stride, (start,) = (
+        checked_shape(fields["shape"]),
+        checked_sizes(fields["stride"]),
+        checked_sizes([fields["start"]]),
+    )
+    if start % dtype.itemsize or start + reach(shape, stride) * dtype.itemsize > base.stop - base.start:
         raise ValueError(f"a view leads out of {fields['of']!r}")
     return View(fields["of"], dtype, shape, stride, start)

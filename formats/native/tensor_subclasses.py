@@ -36,10 +36,14 @@ def about(tensor: Any) -> tuple[str, Any]:
     return type(tensor).__module__, context
 
 
-def pack(kind: str, tensors: Mapping[str, torch.Tensor], context: Any) -> Any:
-    """A packed tensor made of these inner tensors."""
+def check_known(kind: str) -> None:
     if kind not in _KNOWN:
         raise DamagedError(f"the state holds a tensor of an unknown kind, {kind!r}. Was it written by a newer ckpt?")
+
+
+def pack(kind: str, tensors: Mapping[str, torch.Tensor], context: Any) -> Any:
+    """A packed tensor made of these inner tensors."""
+    check_known(kind)
     try:
         subclass = getattr(import_module(kind), _KNOWN[kind])
     except ImportError as error:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from ckpt.errors import ConfigError, StorageError, TransientError
+from ckpt.shown import remember_secrets
 from ckpt.storage.hub.errors import MovedError, asked_to_wait, cause_of, is_transient, status_of, translated_errors
 from ckpt.storage.retry import Retries, RetryPolicy
 
@@ -98,8 +99,9 @@ class HubRepo:
 
     @cached_property
     def api(self) -> HfApi:
-        from huggingface_hub import HfApi
+        from huggingface_hub import HfApi, get_token
 
+        remember_secrets({"token": self.token or get_token()})
         return HfApi(token=self.token, library_name="torch-ckpt")
 
     def create(self, *, private: bool | None = None) -> bool:

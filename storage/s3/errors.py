@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ _DENIED = {
     "401", "403",
 }  # fmt: skip
 _ABSENT = {"NoSuchKey", "NoSuchVersion", "NotFound", "404"}
+_CODE = re.compile(r"[\w.]{1,64}", re.ASCII)  # of whatever else a server sends, nothing is quoted
 _CONFLICT = {"PreconditionFailed", "412"}
 _FULL = {"EntityTooLarge", "QuotaExceeded", "XMinioStorageFull", "StorageFull", "InsufficientStorage", "507"}
 _ELSEWHERE = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301"}
@@ -99,7 +101,7 @@ def _answer(error: BaseException) -> dict[str, Any] | None:
 def _translate_answer(answer: dict[str, Any], what: str, where: str, bucket: str) -> StorageError:
     code = str(answer.get("Error", {}).get("Code", ""))
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    begin = f"could not {what} {where}: the server says {code or status}"
+    begin = f"could not {what} {where}: the server says {code if _CODE.fullmatch(code) else status}"
     if code in _CONFLICT:
         return changed(where)
     if code in _ABSENT:

@@ -81,7 +81,7 @@ def test_every_placement_is_read_whole_without_holes(tmp_path: Path, world: int)
     tensors = opened(tmp_path)
     assert len(tensors) == (5 if world == 1 else 4 + 2 * len(SHAPES) + 3)
     for name, tensor in tensors.items():
-        assert tensor.holes() == []
+        assert tensor.fault() is None
         if world > 1:
             assert tensor.dtype == expected(name).dtype
             assert torch.equal(read(tensor), expected(name)), name

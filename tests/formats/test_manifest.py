@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import random
@@ -11,7 +12,7 @@ import xxhash
 
 from ckpt.errors import DamagedError, UnsupportedError, VersionError
 from ckpt.formats.native import manifest as manifests
-from ckpt.formats.native.block_hash import BLOCK_SIZE, BlockHasher, digest
+from ckpt.formats.native.block_hash import BLOCK_SIZE, BlockHasher, digest, sha256_of_every
 from ckpt.formats.native.manifest import FileRecord, Manifest
 
 SMALL = Manifest(
@@ -292,12 +293,17 @@ class TestBlockHasher:
         data = chance.randbytes(chance.choice([0, block - 1, block, block + 1, 5 * block, chance.randrange(9 * block)]))
         cuts = sorted(chance.randrange(len(data) + 1) for _ in range(chance.randrange(20)))
         pieces = [data[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(data)], strict=True)]
-        hasher = BlockHasher(block)
+        hasher = BlockHasher(block, sha256=True)
         assert b"".join(hasher.through(pieces)) == data
         assert hasher.size == len(data)
-        assert hasher.digests == tuple(
-            xxhash.xxh3_128_hexdigest(data[start : start + block]) for start in range(0, len(data), block)
-        )
+        blocks = [data[start : start + block] for start in range(0, len(data), block)]
+        assert hasher.digests == tuple(map(xxhash.xxh3_128_hexdigest, blocks))
+        assert hasher.sha256_digests == tuple(hashlib.sha256(found).hexdigest() for found in blocks)
+        for threads in (1, 2, 3):  # each hashes its own blocks
+            views = [memoryview(piece) for piece in pieces]
+            shares = [sha256_of_every(views, number, threads, block) for number in range(threads)]
+            found = {index: value for share in shares for index, value in share.items()}
+            assert tuple(found[index] for index in sorted(found)) == hasher.sha256_digests
 
     def test_it_counts_bytes_whatever_the_items_of_a_piece_are(self) -> None:
         data = bytes(range(64))

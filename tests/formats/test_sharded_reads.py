@@ -13,9 +13,11 @@ from ckpt.formats.layout import Box, Layout
 from ckpt.formats.native.shard_table import ShardedTensors, ShardSpec, ShardTable, build_table, written_by
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.native.tensor_file_plan import plan_file
-from ckpt.formats.pieces import Piece, PiecedTensor, Region, dense_strides
+from ckpt.formats.pieces import Piece, PiecedTensor, Region
 from ckpt.formats.state import Shard
+from ckpt.formats.strides import dense_strides
 from ckpt.formats.tensor_bytes import narrowed
+from ckpt.formats.tiling import Fault
 from tests.helpers.file_in_memory import FileInMemory
 
 SHAPE = (7, 10)
@@ -40,7 +42,7 @@ def files(table: ShardTable, layout: Layout) -> dict[int, list[TensorFile]]:
         mine = written_by(table, {"weight": WHOLE}, rank)
         pieces = {name: Shard(piece_of(layout, rank), shard.shape, shard.offsets) for name, shard in mine.items()}
         data = b"".join(plan_file("model.safetensors", pieces).pieces())
-        found[rank] = [TensorFile.open(FileInMemory(data), f"rank {rank}")] if pieces else []
+        found[rank] = [TensorFile.open(FileInMemory(data), f"rank {rank}", len(data))] if pieces else []
     return found
 
 
@@ -111,9 +113,8 @@ def test_every_hole_between_pieces_is_found(missing: int) -> None:
     boxes = [
         Box((row, column), (3 if row == 0 else 4, 4 if column < 8 else 2)) for row in (0, 3) for column in (0, 4, 8)
     ]
-    assert pieced(boxes).holes() == []
-    (hole,) = pieced([box for box in boxes if box is not boxes[missing]]).holes()
-    assert hole == boxes[missing]
+    assert pieced(boxes).fault() is None
+    assert pieced([box for box in boxes if box is not boxes[missing]]).fault() == Fault("lacks", boxes[missing])
 
 
 @pytest.mark.parametrize("limit", [1, 3, 10, 25, 69, 70, 1000])

@@ -57,7 +57,11 @@ def file_of(tensors: Mapping[str, torch.Tensor | Shard]) -> bytes:
 
 
 def opened(tensors: Mapping[str, torch.Tensor | Shard]) -> TensorFile:
-    return TensorFile.open(Bytes(file_of(tensors)), "step/model.safetensors")
+    return open_file(file_of(tensors), "step/model.safetensors")
+
+
+def open_file(data: bytes, where: str = "file") -> TensorFile:
+    return TensorFile.open(Bytes(data), where, len(data))
 
 
 def test_small_tensors_stand_together_so_that_whoever_wants_only_them_reads_little() -> None:
@@ -201,7 +205,7 @@ class TestLayout:
         tensor = torch.zeros(4)
         laid_out = plan_file("model.safetensors", {"t": Shard.whole(tensor)})
         tensor.fill_(7)
-        file = TensorFile.open(Bytes(b"".join(laid_out.pieces())), "file")
+        file = open_file(b"".join(laid_out.pieces()))
         assert torch.equal(file.tensor("t"), torch.full((4,), 7.0))
 
     def test_a_parameter_that_wants_a_gradient_is_written(self) -> None:
@@ -212,7 +216,7 @@ def tied(tensors: Mapping[str, torch.Tensor], size: int) -> TensorFile:
     """Check that the tensors take `size` bytes together, and come back equal and tied just as they were."""
     data = file_of(tensors)
     assert data_size(data) == size
-    file = TensorFile.open(Bytes(data), "file")
+    file = open_file(data)
     again = {name: file.tensor(name) for name in tensors}
     for name, tensor in tensors.items():
         assert again[name].dtype == tensor.dtype
@@ -355,7 +359,8 @@ class TestReadInto:
                 super().read_into(start, *buffers)
 
         target = torch.zeros(4)
-        TensorFile.open(Watching(file_of({"t": torch.ones(4)})), "file").read_into("t", target)
+        data = file_of({"t": torch.ones(4)})
+        TensorFile.open(Watching(data), "file", len(data)).read_into("t", target)
         assert asked == [(target.data_ptr(), 16)]
 
     def test_it_fills_a_parameter_and_keeps_its_gradient(self) -> None:
@@ -412,7 +417,7 @@ class TestShards:
         # every tensor of such a file is there: PyTorch's reader asks for all of them
         offsets = {"piece": {"saved_offsets": [4, 0]}, "whole": {"saved_offsets": [0]}}
         assert json.loads(metadata["DCP_SHARDING_INFO"]) == offsets
-        file = TensorFile.open(Bytes(data), "file")
+        file = open_file(data)
         assert file.offsets == {"piece": (4, 0), "whole": (0,)}
         assert file.shapes == {"piece": (8, 3)}
         assert file.about("piece") == (torch.float32, (2, 3))
@@ -446,7 +451,7 @@ class TestShards:
 
 def with_header(entries: Any) -> bytes:
     text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
-    return struct.pack("<Q", len(text)) + text + bytes(64)
+    return struct.pack("<Q", len(text)) + text + bytes(8)
 
 
 def entry(**other: Any) -> dict[str, Any]:
@@ -532,12 +537,12 @@ class TestDamage:
     )
     def test_a_header_that_is_not_one_is_damage(self, data: bytes) -> None:
         with pytest.raises(DamagedError, match=r"step/model\.safetensors is no safetensors file that ckpt reads"):
-            TensorFile.open(Bytes(data), "step/model.safetensors")
+            open_file(data, "step/model.safetensors")
 
     def test_a_header_like_these_that_is_right_is_read(self) -> None:
-        assert TensorFile.open(Bytes(with_header(entry())), "file").tensor("t").tolist() == [0.0, 0.0]
-        assert TensorFile.open(Bytes(with_header(view())), "file").tensor("v").tolist() == [0.0, 0.0]
-        assert TensorFile.open(Bytes(with_header(view(start=4, shape=[1]))), "file").tensor("v").tolist() == [0.0]
+        assert open_file(with_header(entry())).tensor("t").tolist() == [0.0, 0.0]
+        assert open_file(with_header(view())).tensor("v").tolist() == [0.0, 0.0]
+        assert open_file(with_header(view(start=4, shape=[1]))).tensor("v").tolist() == [0.0]
 
     @pytest.fixture
     def valid(self) -> bytes:
@@ -575,7 +580,7 @@ class TestDamage:
 def _is_noticed(data: bytes) -> bool:
     """Whether reading everything in a file shows that it is damaged. Any other error is a failure."""
     try:
-        file = TensorFile.open(Bytes(data), "file")
+        file = open_file(data)
     except DamagedError:
         return True
     try:

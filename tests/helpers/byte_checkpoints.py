@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 
@@ -14,7 +16,15 @@ from ckpt.storage import ANY, Buffer, Entry, Storage, Unfinished
 from tests.helpers.places import PassedOn
 
 MOMENT = "2026-01-01T00:00:00.000+00:00"
-FILES = {"model.safetensors": b"weights" * 100, "state.json": b"{}"}
+
+
+def tensor_file(data: bytes) -> bytes:
+    """A safetensors file of these bytes."""
+    header = json.dumps({"bytes": {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}).encode()
+    return struct.pack("<Q", len(header)) + header + data
+
+
+FILES = {"model.safetensors": tensor_file(b"weights" * 100), "state.json": b"{}"}
 
 
 def attempt_at(storage: Storage, name: str) -> Attempt:

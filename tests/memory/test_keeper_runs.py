@@ -98,7 +98,7 @@ def test_a_run_that_is_not_restarted_has_its_last_snapshot_in_the_root(
     place = killed(tmp_path, memory_rescue=True)
     wait_until(lambda: (tmp_path / "root/step-00000015/manifest.json").exists(), "it is rescued")
     assert ckpt.verify(tmp_path / "root")["step-00000015"] == []
-    place.remove()  # as on another machine
+    wait_until(lambda: not place.is_there, "what is in the root is removed from memory")
     assert train(str(tmp_path / "root"), 25) == straight
     assert "step-00000015" in capsys.readouterr().err
     assert list(memory.iterdir()) == []

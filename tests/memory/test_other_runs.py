@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -318,3 +319,25 @@ def test_a_forked_child_that_outlives_the_run_does_not_live_there() -> None:
         assert place.is_deserted()
     finally:
         os.close(writer)
+
+
+def test_a_root_that_was_removed_under_a_run_and_made_anew_still_knows_its_snapshots(tmp_path: Path) -> None:
+    training = Training(tmp_path / "root")
+    training.manager.resume()
+    for step in range(1, 25):
+        if step == 12:
+            shutil.rmtree(tmp_path / "root")
+        training.one_step()
+    training.manager.__exit__(DiedError, DiedError(), None)
+    again = Training(tmp_path / "root")
+    again.to(25)
+    assert (again.restored.from_memory, again.restored.step) == (True, 24)
+
+
+def test_a_step_whose_save_is_left_out_is_taken_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(tmp_path / "root", save_every=6, saving=ckpt.SaveOptions(when_busy="skip"))
+    monkeypatch.setattr(training.manager.session.saver, "is_busy_anywhere", lambda name: True)
+    training.to(7)
+    again = Training(tmp_path / "root")
+    again.to(8)
+    assert (again.restored.from_memory, again.restored.step) == (True, 6)

@@ -23,8 +23,10 @@ from ckpt.memory.rescue import GivesWayError, LateError, RefusedError, Rescue, r
 from ckpt.memory.root_token import TOKEN, write_token
 from ckpt.memory.slot_storage import slot_storage
 from ckpt.root.catalog import find, read_manifest, scan
+from ckpt.root.commit import Attempt
+from ckpt.root.keys import find_signing_key, new_key
 from ckpt.root.lock import lock_root
-from ckpt.root.verify import problems
+from ckpt.root.verify import problems, verify
 from ckpt.storage import ANY, Buffer, HubStorage, LocalStorage, MemoryStorage, Storage, open_storage
 from tests.helpers import byte_checkpoints
 from tests.helpers.byte_checkpoints import cut_off_at_every_call, keys, save
@@ -112,6 +114,32 @@ class TestRescue:
         read = {file.name: root.read(f"step-9/{file.path}") for file in manifest.files}
         assert read == FILES
         assert keys(root) == {".lock", TOKEN, "step-9/notes.txt", *(f"step-9/{path}" for path in _paths(manifest))}
+
+    def test_a_signed_snapshot_is_a_signed_checkpoint_though_nobody_has_the_key_here(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        place, public = self.signed_place(folder, tmp_path)
+        assert run(place).startswith("rescued step-9")
+        assert verify(folder, verify_key=public) == {"step-9": []}
+
+    def test_a_signed_snapshot_whose_paths_are_taken_is_refused(self, folder: Path, tmp_path: Path) -> None:
+        place, _ = self.signed_place(folder, tmp_path)
+        save(LocalStorage(folder), "step-9", sequence=5)  # with a state.json too
+        with pytest.raises(RefusedError, match="a signed snapshot keeps its paths"):
+            run(place)
+        assert read_manifest(LocalStorage(folder), "step-9").sequence == 5
+
+    def signed_place(self, folder: Path, tmp_path: Path) -> tuple[MemoryPlace, str]:
+        """A place with a signed snapshot, and the public key."""
+        public = new_key(tmp_path / "key.pem")
+        signing = find_signing_key(tmp_path / "key.pem")
+        assert signing is not None
+        place = create_place(folder, rescue={})
+        storage, attempt = slot_storage(place), Attempt("step-9", sha256=True)
+        written = byte_checkpoints.begin_and_write(storage, attempt, {"state.json": b"{}"})
+        attempt.commit(storage, signing.sign(byte_checkpoints.manifest_of(attempt, written, sequence=9)), {})
+        place.release()
+        return place, public
 
     def test_a_damaged_snapshot_is_passed_over_and_named(self, folder: Path) -> None:
         place = deserted(folder, 8, 9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -17,8 +18,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ckpt
+from ckpt.formats.native.manifest import Manifest
 from ckpt.memory.place import MemoryPlace
 from ckpt.root.catalog import scan
+from ckpt.root.keys import new_key
 from ckpt.storage import LocalStorage
 from ckpt.tools.report import report
 
@@ -110,6 +113,20 @@ def test_a_run_that_died_resumes_from_memory(
     assert "resumed from memory: step 15 (root has step 10)\n" in said
     assert "a crash at step 17 cost 2 steps instead of 7\n" in said
     assert (again.restored.from_memory, again.restored.step) == (True, 15)
+
+
+def test_snapshots_of_a_run_that_signs_are_signed(tmp_path: Path, memory: Path, straight: str) -> None:
+    key = str(tmp_path / "key.pem")
+    new_key(key)
+    signed: dict[str, Any] = {"sign": key, "require_signed": True}
+    Training(tmp_path / "root", **signed).to(17)
+    newest = slot(memory, "step-00000015") / "manifest.json"
+    found = Manifest.from_bytes(newest.read_bytes(), "newest")
+    newest.write_bytes(dataclasses.replace(found, signature=None).to_bytes())  # somebody else's, for all one knows
+    again = Training(tmp_path / "root", **signed)
+    assert again.to(25) == straight
+    assert (again.restored.from_memory, again.restored.step) == (True, 12)
+    assert "is not signed" in again.restored.passed_over["step-00000015 in memory"]
 
 
 def test_the_report_says_what_memory_cost_and_saved(tmp_path: Path) -> None:

@@ -26,10 +26,11 @@ from tests.helpers.byte_checkpoints import (
     keys,
     manifest_of,
     save,
+    tensor_file,
 )
 from tests.helpers.places import PassedOn
 
-NEWER = {"model.safetensors": b"newer" * 50, "state.json": b"[]"}
+NEWER = {"model.safetensors": tensor_file(b"newer" * 50), "state.json": b"[]"}
 KEYS = {f"a/{path}" for path in (*FILES, FILE_NAME)}
 
 

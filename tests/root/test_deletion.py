@@ -22,11 +22,12 @@ from tests.helpers.byte_checkpoints import (
     is_whole,
     keys,
     save,
+    tensor_file,
 )
 from tests.helpers.places import PassedOn
 
 PROBES = {f".try-{'0' * 32}", f".host-{'a' * 32}-3"}
-NEWER = {"model.safetensors": b"newer" * 50, "state.json": b"[]"}
+NEWER = {"model.safetensors": tensor_file(b"newer" * 50), "state.json": b"[]"}
 
 
 class TestRemoval:

@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 def file_with(tensor: torch.Tensor) -> TensorFile:
     data = b"".join(plan_file("model.safetensors", {"weight": Shard.whole(tensor)}).pieces())
-    return TensorFile.open(FileInMemory(data), "step/model.safetensors")
+    return TensorFile.open(FileInMemory(data), "step/model.safetensors", len(data))
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ckpt
 from ckpt.cli.main import main
+from ckpt.root.keys import new_key
 from ckpt.storage import LocalStorage
 from tests.helpers.accelerate_folders import (
     Seen,
@@ -97,8 +98,12 @@ class TestBothWays:
         assert case.run(load_ours, root, "checkpoint_3", out=tmp_path / "named") == case.saved
 
     def test_converted_it_loads_the_same_and_is_intact(self, case: Case, tmp_path: Path) -> None:
+        (tmp_path / "root").mkdir()
+        token = tmp_path / "root" / ".memory"
+        token.write_text("0" * 32)  # a run of this root has left snapshots in memory
         converted = ckpt.convert(case.folder, tmp_path / "root")
         assert converted.url == str(tmp_path / "root" / "checkpoint_3")
+        assert not token.exists()  # which do not continue from this
         assert ckpt.verify(tmp_path / "root") == {"checkpoint_3": []}
         (found,) = ckpt.list_checkpoints(tmp_path / "root")
         assert found.manifest is not None
@@ -106,6 +111,17 @@ class TestBothWays:
         assert case.run(load_ours, str(tmp_path / "root"), None, out=tmp_path / "loaded") == case.saved
         ckpt.convert(tmp_path / "root" / "checkpoint_3", tmp_path / "back", to="accelerate")
         assert case.run(load_theirs, str(tmp_path / "back"), 5, out=tmp_path / "returned") == case.saved
+
+    def test_converted_it_can_be_signed_and_before_it_is_refused_where_that_is_required(
+        self, copy: Path, tmp_path: Path
+    ) -> None:
+        key = str(tmp_path / "key.pem")
+        required: dict[str, Any] = {"verify_key": new_key(key), "require_signed": True}
+        with manager_for(tmp_path, **required) as manager, pytest.raises(ckpt.UntrustedError, match="is not signed"):
+            manager.load_state(copy.name)
+        ckpt.convert(copy, tmp_path / "root", sign=key)
+        with manager_for(tmp_path / "root", **required) as manager:
+            assert manager.load_state(strict=False).name == "checkpoint_3"
 
     @pytest.mark.parametrize(("ranks", "scaler"), [(1, True), (2, False)])
     def test_what_a_manager_saved_loads_in_accelerate(self, ranks: int, scaler: bool, tmp_path: Path) -> None:

@@ -1,0 +1,53 @@
+"""Lines of the commands on the terminal: escaped and without secrets, in colour where it helps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from ckpt.shown import shown, without_secrets
+from ckpt.util.console import one_line
+
+
+@dataclass(frozen=True)
+class Styled:
+    """A piece of a line in a colour, or bold. Without a terminal it is plain."""
+
+    text: str
+    colour: str | None = None
+    bold: bool | None = None
+
+
+Line = tuple[str | Styled, ...]
+
+
+def echo(*pieces: str | Styled, err: bool = False) -> None:
+    """Print a line. Colours are those of its pieces, whatever escape sequences are in their text."""
+    click.echo("".join(map(_rendered, pieces)), err=err)
+
+
+def echo_error(error: Exception) -> None:
+    """Print what was wrong, on one line of standard error."""
+    echo(f"ckpt: {one_line(str(error))}", err=True)
+
+
+def echo_json(value: Any) -> None:
+    """Print JSON, for other programs: pure ASCII, so that nothing in it moves the cursor."""
+    click.echo(json.dumps(_without_secrets(value), indent=1, allow_nan=False))
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_secrets(field) for key, field in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_secrets(item) for item in value]
+    return without_secrets(value) if isinstance(value, str) else value
+
+
+def _rendered(piece: str | Styled) -> str:
+    if isinstance(piece, Styled):
+        return click.style(shown(piece.text), fg=piece.colour, bold=piece.bold)
+    return shown(piece)

@@ -1,0 +1,67 @@
+"""The state that every rank has of its own: what its fields must be, checked before live objects are written to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt.data.position_rules import POSITION
+from ckpt.errors import DamagedError
+from ckpt.state import rng
+from ckpt.util.checked_json import Rule, broken_rules, is_count, is_list, is_mapping, is_text, joined
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_number_or_none(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and abs(value) < 1 << 53)
+
+
+_REMARKS = Rule(is_mapping(is_text), "reasons by name", required=False)
+_STATE = {
+    "rng": Rule(rng.is_state, "the states of random generators"),
+    "generators": Rule(_is_dict, "a mapping"),
+    "loaders": Rule(is_mapping(_is_dict), "positions by loader"),
+    "loop": Rule(_is_dict, "a mapping", required=False),
+    "source": Rule(_is_dict, "a mapping", required=False),
+    "lacking": _REMARKS,
+}
+_LOOP = {
+    "remarks": _REMARKS,
+    "steps_per_epoch": Rule(_is_number_or_none, "a number or null", required=False),
+    "epoch_offset": Rule(_is_number_or_none, "a number or null", required=False),
+    "plain_epochs": Rule(is_count, "a number, 0 or more", required=False),
+}
+_ACCELERATOR = {
+    "step": Rule(is_count, "a number, 0 or more"),
+    "sync_gradients": Rule(lambda value: isinstance(value, bool), "true or false"),
+    "saves": Rule(is_count, "a number, 0 or more"),
+    "loaders": Rule(is_mapping(_is_dict), "counters by loader"),
+}
+_COUNTERS = {
+    "iteration": Rule(is_count, "a number, 0 or more"),
+    "seeds": Rule(is_list(_is_number_or_none), "a list of seeds"),
+    "generators": Rule(is_list(lambda value: True), "a list"),
+}
+
+
+def check_rank_state(state: Any, where: str) -> dict[str, Any]:
+    """Return a rank's own state if every field is what it must be; the error names all that are not."""
+    problems = broken_rules(state, _STATE) or _inner_problems(state)
+    if problems:
+        raise DamagedError(f"{where} is damaged: {joined(problems)}.")
+    checked: dict[str, Any] = state
+    return checked
+
+
+def _inner_problems(state: dict[str, Any]) -> list[str]:
+    problems = broken_rules(state.get("loop", {}), _LOOP, "loop")
+    for key, position in state["loaders"].items():
+        problems += broken_rules(position, POSITION, key)
+    source = state.get("source")
+    if source:  # empty without an accelerator
+        problems += broken_rules(source, _ACCELERATOR, "source")
+        loaders = source["loaders"] if not problems else {}
+        problems += [line for key, counters in loaders.items() for line in broken_rules(counters, _COUNTERS, key)]
+    return problems

@@ -1,0 +1,193 @@
+"""Ed25519 keys: read from PEM files or the environment, made anew, and what they sign and verify.
+
+`cryptography` is imported where it is needed: it is an optional dependency. No key is ever part of a message.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from ckpt.errors import ConfigError
+from ckpt.formats.native.manifest import Manifest
+from ckpt.formats.native.signature import Signature, short
+from ckpt.storage.local.regular_file import open_regular
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+SIGN_VARIABLE = "CKPT_SIGN_KEY"
+VERIFY_VARIABLE = "CKPT_VERIFY_KEY"
+
+_BEGIN, _END = "-----BEGIN ", "-----END "
+_LARGEST = 1 << 16  # bytes of a key file: more are not read
+_OTHERS = 0o077  # rights of the group and of everybody
+
+KeySource = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class SigningKey:
+    """A private key. Its repr shows the public half."""
+
+    id: str
+    _key: Ed25519PrivateKey = field(repr=False)
+
+    def sign(self, manifest: Manifest) -> Manifest:
+        """The manifest with a signature over all that it says."""
+        signature = Signature(self.id, "", manifest.unsigned_bytes(), manifest.name)
+        signature = replace(signature, value=self._key.sign(signature.message).hex())
+        return replace(manifest, signature=signature)
+
+
+def has_signed(key: str, signature: Signature) -> bool:
+    """Whether the signature was made by the private half of this public key."""
+    public = _cryptography().ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(key))
+    try:
+        public.verify(bytes.fromhex(signature.value), signature.message)
+    except _cryptography().InvalidSignature:
+        return False
+    return True
+
+
+def find_signing_key(source: KeySource | bool | None) -> SigningKey | None:
+    """The private key in a PEM file or text, or in `CKPT_SIGN_KEY`; None for none, and where `source` is False."""
+    if source is False:
+        return None
+    what = "sign=" if source is not None else SIGN_VARIABLE
+    source = source if source is not None else os.environ.get(SIGN_VARIABLE) or None
+    if source is True:
+        raise ConfigError(f"sign=True: {SIGN_VARIABLE} is not set. Set it, or give sign= the path of a key.")
+    if source is None:
+        return None
+    private = _loaded(_read(source, what, private=True), what, private=True)
+    return SigningKey(_id_of(private.public_key()), private)
+
+
+def find_verify_keys(source: KeySource | None) -> tuple[str, ...]:
+    """The public keys in a PEM file or text, or in `CKPT_VERIFY_KEY`: several where keys have changed.
+
+    A private key stands for its public half.
+    """
+    what = "the key to verify with" if source is not None else VERIFY_VARIABLE
+    source = source if source is not None else os.environ.get(VERIFY_VARIABLE) or None
+    if source is None:
+        return ()
+    blocks = list(_blocks(_read(source, what, private=False)))
+    if not blocks:
+        raise ConfigError(f"{what} holds no key: it must be PEM, as 'ckpt key new' and openssl write it.")
+    return tuple(dict.fromkeys(_public_id(block, what) for block in blocks))
+
+
+def new_key(path: KeySource) -> str:
+    """Write a new private key to `path`, for its owner alone, and its public half to `path.pub`. Returns the latter."""
+    crypto = _cryptography()
+    private = crypto.ed25519.Ed25519PrivateKey.generate()
+    pem, ways = crypto.serialization.Encoding.PEM, crypto.serialization
+    secret = private.private_bytes(pem, ways.PrivateFormat.PKCS8, ways.NoEncryption())
+    public = private.public_key().public_bytes(pem, ways.PublicFormat.SubjectPublicKeyInfo)
+    beside = f"{os.fspath(path)}.pub"
+    for name, data, mode in ((os.fspath(path), secret, 0o600), (beside, public, 0o644)):
+        _write_new(name, data, mode)
+    return beside
+
+
+def _write_new(path: str, data: bytes, mode: int) -> None:
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(data)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}. No key is ever overwritten.") from None
+
+
+def _public_id(block: str, what: str) -> str:
+    if "PRIVATE" in block.partition("\n")[0]:
+        return _id_of(_loaded(block, what, private=True).public_key())
+    return _id_of(_loaded(block, what, private=False))
+
+
+def _id_of(public: Ed25519PublicKey) -> str:
+    raw = _cryptography().serialization
+    return public.public_bytes(raw.Encoding.Raw, raw.PublicFormat.Raw).hex()
+
+
+def _blocks(text: str) -> Iterator[str]:
+    """The PEM blocks of a text, one for each key."""
+    for part in text.split(_BEGIN)[1:]:
+        yield _BEGIN + part
+
+
+def _loaded(text: str, what: str, *, private: bool) -> Any:
+    """The Ed25519 key in a PEM text. The text is in no error: it may be a secret, also where it is none of ours."""
+    crypto = _cryptography()
+    kind = crypto.ed25519.Ed25519PrivateKey if private else crypto.ed25519.Ed25519PublicKey
+    with _without_cause(what):
+        load = crypto.serialization.load_pem_private_key if private else crypto.serialization.load_pem_public_key
+        key = load(text.encode(), None) if private else load(text.encode())
+    if not isinstance(key, kind):
+        raise ConfigError(f"{what} is no Ed25519 key. 'ckpt key new PATH' makes one.")
+    return key
+
+
+@contextmanager
+def _without_cause(what: str) -> Iterator[None]:
+    try:
+        yield
+    except TypeError:
+        raise ConfigError(f"{what} is encrypted, and nobody is there to ask for its passphrase.") from None
+    except Exception:  # of any kind that a parser raises on any text
+        raise ConfigError(f"{what} is no PEM of the kind that is needed. 'ckpt key new PATH' makes keys.") from None
+
+
+def _read(source: KeySource | bool, what: str, *, private: bool) -> str:
+    """The PEM text itself, or that of the file at a path. A private key that others can read is refused."""
+    text = os.fspath(source) if isinstance(source, str | os.PathLike) else ""
+    if _BEGIN in text:
+        return text
+    try:
+        descriptor = open_regular(text)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no path"
+        raise ConfigError(f"{what} must be the path of a PEM file, or its text, but cannot be read: {why}.") from None
+    try:
+        return _read_file(descriptor, text, private=private).decode("ascii", "replace")
+    finally:
+        os.close(descriptor)
+
+
+def _read_file(descriptor: int, path: str, *, private: bool) -> bytes:
+    about, data = os.fstat(descriptor), os.read(descriptor, _LARGEST)
+    if about.st_mode & _OTHERS and (private or b"PRIVATE" in data):
+        raise ConfigError(
+            f"{path} is a private key that others may read or write (mode {about.st_mode & 0o777:04o}): it proves "
+            f"nothing any more. Make a new one with 'ckpt key new', or, if nobody has read it, 'chmod 600 {path}'."
+        )
+    return data
+
+
+class _Cryptography:
+    """The names of `cryptography` that are used here."""
+
+    def __init__(self) -> None:
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives import serialization
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+
+        self.InvalidSignature = InvalidSignature
+        self.serialization = serialization
+        self.ed25519 = ed25519
+
+
+def _cryptography() -> _Cryptography:
+    try:
+        return _Cryptography()
+    except ImportError:
+        raise ConfigError("signatures need a package more: pip install 'torch-ckpt[sign]'.") from None
+
+
+def shown(keys: tuple[str, ...]) -> str:
+    """Public keys as they are named in messages."""
+    return ", ".join(map(short, keys))

@@ -1,0 +1,72 @@
+"""Sizes and strides of tensors in files: how far they reach, and how much larger than its bytes a tensor may become."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+Sizes = tuple[int, ...]
+
+MOST_DIMENSIONS = 64  # torch iterates over no more
+_SIZE_LIMIT = 1 << 63
+_ELEMENT_LIMIT = _SIZE_LIMIT // 16  # no dtype is longer than 16 bytes
+_EXPANSION_LIMIT = 256 << 20  # bytes that all tensors of a file together may have beyond those they are stored in
+
+
+def checked_sizes(values: Iterable[object]) -> Sizes:
+    """Sizes, strides or offsets from a file: a damaged one must not make torch allocate or read at random."""
+    listed = []
+    for value in values:
+        if type(value) is not int or not 0 <= value < _SIZE_LIMIT:
+            shown = value if isinstance(value, int | float) else f"a {type(value).__name__}"
+            raise ValueError(f"there are no sizes or offsets such as {shown}")
+        listed.append(value)
+    return tuple(listed)
+
+
+def checked_shape(values: Iterable[object]) -> Sizes:
+    """The shape of a tensor from a file. Dimensions of size 0 do not make the others' product harmless to torch."""
+    shape = checked_sizes(values)
+    if len(shape) > MOST_DIMENSIONS or math.prod(max(1, size) for size in shape) > _ELEMENT_LIMIT:
+        raise ValueError(f"no tensor has the shape {list(shape)}")
+    return shape
+
+
+def reach(sizes: Sizes, strides: Sizes) -> int:
+    """The number of elements from the first to the last one of a strided tensor, inclusive; 0 if it has none."""
+    if 0 in sizes:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def is_dense(sizes: Sizes, strides: Sizes) -> bool:
+    """Whether the elements are contiguous in row-major order."""
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def dense_strides(sizes: Sizes) -> Sizes:
+    """The strides of a contiguous tensor."""
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+
+def widest(sizes: Sizes, strides: Sizes) -> int:
+    """The dimension along which a strided tensor reaches furthest."""
+    return max(range(len(sizes)), key=lambda dim: (sizes[dim] - 1) * strides[dim])
+
+
+class Expansion:
+    """Adds up the bytes that tensors have beyond those they are stored in: strides of 0 make gigabytes of 40 bytes."""
+
+    def __init__(self, limit: int = _EXPANSION_LIMIT) -> None:
+        self._left = limit
+
+    def add(self, sizes: Sizes, strides: Sizes, itemsize: int) -> None:
+        """Count a tensor. Raises if its elements, and those of the ones before it, overlap too much."""
+        self._left -= max(0, math.prod(sizes) - reach(sizes, strides)) * itemsize
+        if self._left < 0:
+            raise ValueError(f"a tensor of shape {list(sizes)} is stored in {reach(sizes, strides) * itemsize} bytes")

@@ -1,0 +1,609 @@
+"""Hashes find damage, signatures find tampering: what is loaded with a key is what its owner has saved.
+
+The attacker of these tests can write to the root, and makes every hash anew. He has no private key, but for the test
+that shows what the SHA-256 of a file is for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import ckpt
+from ckpt.cli.main import main
+from ckpt.formats.native.block_hash import digest, sha256
+from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
+from ckpt.ranks import hosts as host_names
+from ckpt.root.catalog import read_manifest
+from ckpt.root.keys import find_signing_key, new_key
+from ckpt.storage import LocalStorage
+from tests.helpers.places import Place
+from tests.helpers.processes import run_ranks
+from tests.helpers.sharded import MODELS, step
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def no_keys_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CKPT_SIGN_KEY", raising=False)
+    monkeypatch.delenv("CKPT_VERIFY_KEY", raising=False)
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    """A private key; its public half is beside it."""
+    path = str(tmp_path / "key.pem")
+    new_key(path)
+    return path
+
+
+@pytest.fixture
+def another_key(tmp_path: Path) -> str:
+    path = str(tmp_path / "another.pem")
+    new_key(path)
+    return path
+
+
+def train(root: Any, *names: str, first: int = 1, **options: Any) -> None:
+    """Save checkpoints by these names, whose weights are their numbers."""
+    model = nn.Linear(4, 4)
+    with ckpt.StateManager(root, model=model, **options) as manager:
+        manager.resume()
+        for step, name in enumerate(names, first):
+            nn.init.constant_(model.weight, step)
+            manager.step()
+            manager.save_state(name)
+
+
+def weight(model: nn.Linear) -> float:
+    return model.weight[0, 0].item()
+
+
+def load(root: Any, name: str | None = None, **options: Any) -> tuple[ckpt.Restored, float]:
+    model = nn.Linear(4, 4)
+    with ckpt.StateManager(root, model=model, **options) as manager:
+        return manager.load_state(name), weight(model)
+
+
+@pytest.fixture
+def run(tmp_path: Path, key: str) -> Path:
+    """Two signed checkpoints: `a`, then `b`."""
+    train(tmp_path / "run", "a", "b", sign=key)
+    return tmp_path / "run"
+
+
+def altered_weights(root: Path, name: str) -> bytes:
+    """Weights of 7 in place of those that were saved."""
+    data = (root / name / WEIGHTS).read_bytes()
+    saved, altered = (torch.full((4, 4), value).numpy().tobytes() for value in ({"a": 1.0, "b": 2.0}[name], 7.0))
+    assert saved in data
+    return data.replace(saved, altered)
+
+
+def reseal(root: Path, name: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change what a manifest says, with its signature line as it was and its digest made anew."""
+    path = root / name / FILE_NAME
+    _, _, signature, rest = path.read_bytes().split(b"\n", 3)
+    fields = json.loads(b"{" + rest)
+    change(fields)
+    lines = signature + b"\n" + json.dumps(fields, indent=1).encode().removeprefix(b"{\n")
+    path.write_bytes(with_digest(lines))
+
+
+def with_digest(lines: bytes) -> bytes:
+    return b'{\n "digest": "xxh3-128:' + digest(lines).encode() + b'",\n' + lines
+
+
+def hashes_of(record: dict[str, Any], data: bytes) -> None:
+    record["blocks"], record["sha256"] = [digest(data)], [sha256(data)]
+    if record["head"]:
+        head = data[: record["head"][0]]
+        record["head"], record["head_sha256"] = [len(head), digest(head)], sha256(head)
+
+
+def tamper_with_weights(root: Path, name: str) -> None:
+    """Replace the weights, and make all hashes and the digest anew."""
+    data = altered_weights(root, name)
+    (root / name / WEIGHTS).write_bytes(data)
+
+    def change(fields: dict[str, Any]) -> None:
+        hashes_of(next(file for file in fields["files"] if file["name"] == WEIGHTS), data)
+
+    reseal(root, name, change)
+
+
+def strip_signature(root: Path, name: str) -> None:
+    manifest = replace(read_manifest(LocalStorage(root), name), signature=None)
+    (root / name / FILE_NAME).write_bytes(manifest.to_bytes())
+
+
+class TestWhatIsSigned:
+    @pytest.mark.also_on_s3
+    def test_it_loads_with_the_public_key_alone(self, root: Place, key: str) -> None:
+        train(root, "a", "b", sign=key)
+        restored, value = load(root, verify_key=f"{key}.pub", require_signed=True)
+        assert (restored.name, value, dict(restored.passed_over)) == ("b", 2.0, {})
+        assert ckpt.verify(root, verify_key=f"{key}.pub") == {"b": [], "a": []}
+
+    def test_who_has_no_key_loads_it_as_any_other(self, run: Path) -> None:
+        assert load(run)[1] == 2.0
+        assert ckpt.verify(run) == {"b": [], "a": []}
+
+    def test_an_older_ckpt_reads_it_too(self, run: Path) -> None:
+        """Its reader takes everything after the line of the digest for JSON, and ignores fields it does not know."""
+        text = (run / "a" / FILE_NAME).read_bytes()
+        claimed, lines = text.split(b"\n", 2)[1:]
+        assert claimed == b' "digest": "xxh3-128:' + digest(lines).encode() + b'",'
+        assert json.loads(b"{" + lines)["name"] == "a"
+
+    def test_the_manifest_of_an_unsigned_one_has_no_field_more_than_before(self, tmp_path: Path) -> None:
+        train(tmp_path / "plain", "a")
+        fields = json.loads((tmp_path / "plain" / "a" / FILE_NAME).read_bytes())
+        assert "signature" not in fields
+        assert {"sha256", "head_sha256"}.isdisjoint(fields["files"][0])
+
+    def test_a_copy_is_written_as_it_was_signed_also_with_fields_of_a_newer_ckpt(self, run: Path, key: str) -> None:
+        manifest = replace(read_manifest(LocalStorage(run), "a"), signature=None)
+        signed = find_signing_key(key)
+        assert signed is not None
+        newer = manifest.unsigned_bytes().replace(b'"version": 1,', b'"version": 1,\n "of_a_newer_ckpt": 5,')
+        again = signed.sign(replace(manifest, hardware="x"))
+        assert again.signature is not None
+        text = replace(again, signature=replace(again.signature, text=newer)).to_bytes()
+        assert Manifest.from_bytes(text, "a").to_bytes() == text
+
+    def test_every_run_that_resumes_signs_with_the_key_of_its_own(
+        self, run: Path, key: str, another_key: str, tmp_path: Path
+    ) -> None:
+        both = tmp_path / "both.pub"
+        both.write_text(Path(f"{key}.pub").read_text() + Path(f"{another_key}.pub").read_text())
+        train(run, "c", first=3, sign=another_key, verify_key=both, require_signed=True)
+        assert ckpt.verify(run, verify_key=both) == {"c": [], "b": [], "a": []}
+        assert load(run, verify_key=f"{key}.pub", require_signed=True)[0].name == "b"
+
+    def test_the_mirror_has_the_same_bytes_and_stands_in_for_the_root(self, tmp_path: Path, key: str) -> None:
+        root, mirror = tmp_path / "run", tmp_path / "mirror"
+        train(root, "a", "b", sign=key, mirror=mirror)
+        assert (root / "b" / FILE_NAME).read_bytes() == (mirror / "b" / FILE_NAME).read_bytes()
+        shutil.rmtree(root / "b")
+        restored, value = load(root, mirror=mirror, verify_key=f"{key}.pub", require_signed=True)
+        assert (restored.name, value) == ("b", 2.0)
+
+    def test_files_that_are_linked_are_signed_with_their_sha256(self, tmp_path: Path, key: str) -> None:
+        model = nn.Sequential(nn.Linear(900, 900), nn.Linear(900, 8))
+        model[0].requires_grad_(False)
+        root = tmp_path / "run"
+        for sign in (None, key):  # the first one has no SHA-256
+            with ckpt.StateManager(root, model=model, sign=sign) as manager:
+                manager.resume()
+                manager.save_state("signed" if sign else "unsigned")
+        frozen = "model+frozen.safetensors"
+        assert os.stat(root / "signed" / frozen).st_ino == os.stat(root / "unsigned" / frozen).st_ino
+        assert ckpt.verify(root / "signed", verify_key=f"{key}.pub") == {"signed": []}
+
+
+def _change(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda fields: fields.update({name: value})
+
+
+def _change_file(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda fields: fields["files"][0].update({name: value})
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "name": _change("name", "c"),
+    "sequence": _change("sequence", 99),
+    "run": _change("run", "another"),
+    "step": _change("progress", {"epoch": 0, "batch": 0, "step": 99, "samples": 0}),
+    "metrics": _change("metrics", {"loss": 0.0}),
+    "files": _change("files", []),
+    "path": _change_file("path", "other.safetensors"),
+    "sha256": _change_file("sha256", ["0" * 64]),
+    "a field of no meaning": _change("extra", 1),
+}
+
+
+class TestTampering:
+    @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+    def test_whatever_is_changed_in_a_manifest_is_noticed(
+        self, run: Path, key: str, change: Callable[[dict[str, Any]], None]
+    ) -> None:
+        reseal(run, "b", change)
+        restored, value = load(run, verify_key=f"{key}.pub", require_signed=True)
+        assert (restored.name, value) == ("a", 1.0)
+        assert "its signature does not fit what it says" in restored.passed_over["b"]
+        assert not ckpt.verify(run, verify_key=f"{key}.pub")["a"]
+        assert "signature" in ckpt.verify(run, verify_key=f"{key}.pub")["b"][0]
+
+    def test_weights_whose_hashes_were_made_anew_are_loaded_without_a_key_and_refused_with_one(
+        self, run: Path, key: str
+    ) -> None:
+        tamper_with_weights(run, "b")
+        assert ckpt.verify(run)["b"] == []
+        assert load(run)[1] == 7.0
+        with pytest.raises(ckpt.UntrustedError, match="b is refused: its signature does not fit what it says"):
+            load(run, "b", verify_key=f"{key}.pub")
+        assert load(run, verify_key=f"{key}.pub", require_signed=True)[1] == 1.0
+
+    def test_without_its_signature_it_is_refused_where_one_is_required(self, run: Path, key: str) -> None:
+        strip_signature(run, "b")
+        restored, value = load(run, sign=key, require_signed=True)
+        assert value == 1.0
+        assert "b is refused: it is not signed, and must be signed by" in restored.passed_over["b"]
+
+    def test_where_none_is_required_what_is_not_signed_is_loaded_with_a_warning(
+        self, run: Path, key: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """So that a run can begin to sign."""
+        load(run, sign=key)
+        assert "is not signed" not in caplog.text
+        strip_signature(run, "b")
+        assert load(run, sign=key)[1] == 2.0
+        assert caplog.text.count("b is not signed by a key that is trusted here") == 1
+
+    def test_the_signature_of_another_is_refused_where_one_is_required(
+        self, run: Path, key: str, another_key: str
+    ) -> None:
+        with pytest.raises(ckpt.UntrustedError, match=r"b is refused: it is signed by [0-9a-f]{16}, and must be"):
+            load(run, verify_key=f"{another_key}.pub", require_signed=True)
+
+    def test_an_older_one_under_a_newer_name_is_refused(self, run: Path, key: str) -> None:
+        shutil.rmtree(run / "b")
+        shutil.copytree(run / "a", run / "b")
+        with pytest.raises(ckpt.UntrustedError, match="b is refused: it was signed as 'a'"):
+            load(run, "b", verify_key=f"{key}.pub", require_signed=True)
+        assert load(run, verify_key=f"{key}.pub", require_signed=True)[0].name == "a"
+
+    def test_a_manifest_in_another_checkpoints_folder_is_refused(self, run: Path, key: str) -> None:
+        shutil.copyfile(run / "a" / FILE_NAME, run / "b" / FILE_NAME)
+        assert load(run, verify_key=f"{key}.pub", require_signed=True)[0].name == "a"
+
+    def test_where_nothing_is_signed_a_resume_does_not_begin_afresh(self, tmp_path: Path, key: str) -> None:
+        train(tmp_path / "run", "a")
+        with (
+            ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), sign=key, require_signed=True) as manager,
+            pytest.raises(ckpt.UntrustedError, match="a is refused: it is not signed"),
+        ):
+            manager.resume()
+
+    def test_retention_does_not_take_what_is_refused_for_damaged(self, tmp_path: Path, key: str) -> None:
+        root = tmp_path / "run"
+        train(root, "a", sign=key)
+        train(root, "unsigned", first=2)
+        train(root, "c", first=3, sign=key, require_signed=True, keep=ckpt.Keep(last=2))
+        assert sorted(path.name for path in root.iterdir() if path.is_dir()) == ["c", "unsigned"]
+
+    def test_what_another_tool_wrote_is_refused_where_a_signature_is_required(self, tmp_path: Path, key: str) -> None:
+        safetensors = tmp_path / "model"
+        safetensors.mkdir()
+        with ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4)) as manager:
+            manager.save_model(safetensors)
+        required: dict[str, Any] = {"verify_key": f"{key}.pub", "require_signed": True}
+        for do in (
+            lambda: ckpt.load_model(safetensors, nn.Linear(4, 4), **required),
+            lambda: ckpt.merge(safetensors, tmp_path / "merged" / WEIGHTS, **required),
+            lambda: ckpt.pull(safetensors, tmp_path / "pulled", **required),
+        ):
+            with pytest.raises(ckpt.UntrustedError, match="it has no manifest, so nothing in it is signed"):
+                do()
+        assert not (tmp_path / "merged").exists()
+        assert not (tmp_path / "pulled").exists()
+
+
+@pytest.fixture
+def collision(run: Path, key: str) -> Path:
+    """Weights of 7 in `b` with the same xxh3-128 as those that were saved, as far as its signed manifest says.
+
+    xxh3 was not made to withstand whoever looks for two files with one hash. Here the owner's key stands for the work
+    of finding them.
+    """
+    manifest, data = read_manifest(LocalStorage(run), "b"), altered_weights(run, "b")
+
+    def collided(file: FileRecord) -> FileRecord:
+        same = file.name != WEIGHTS
+        return file if same else replace(file, blocks=(digest(data),))
+
+    signing = find_signing_key(key)
+    assert signing is not None
+    altered = replace(manifest, files=tuple(map(collided, manifest.files)), signature=None)
+    (run / "b" / FILE_NAME).write_bytes(signing.sign(altered).to_bytes())
+    (run / "b" / WEIGHTS).write_bytes(data)
+    return run
+
+
+class TestFilesAreComparedBySha256:
+    def test_by_a_load_into_fresh_objects(self, collision: Path, key: str) -> None:
+        assert load(collision)[1] == 7.0
+        restored, value = load(collision, verify_key=f"{key}.pub", require_signed=True)
+        assert (restored.name, value) == ("a", 1.0)
+        assert "model.safetensors was altered" in restored.passed_over["b"]
+
+    def test_by_a_load_into_what_was_trained_which_is_left_as_it_was(self, collision: Path, key: str) -> None:
+        model = nn.Linear(4, 4)
+        with ckpt.StateManager(collision, model=model, sign=key) as manager:
+            manager.load_state("a")
+            manager.step()
+            nn.init.constant_(model.weight, 5)
+            with pytest.raises(ckpt.DamagedError, match=r"model\.safetensors was altered"):
+                manager.load_state("b")
+        assert weight(model) == 5.0
+
+    def test_by_verify_also_without_a_key(self, collision: Path, key: str) -> None:
+        for verify_key in (None, f"{key}.pub"):
+            assert "model.safetensors was altered" in ckpt.verify(collision / "b", verify_key=verify_key)["b"][0]
+
+    def test_by_merge_and_pull_and_load_model(self, collision: Path, key: str, tmp_path: Path) -> None:
+        model, b = nn.Linear(4, 4), collision / "b"
+        before = weight(model)
+        required: dict[str, Any] = {"verify_key": f"{key}.pub", "require_signed": True}
+        for do in (
+            lambda: ckpt.load_model(b, model, **required),
+            lambda: ckpt.merge(b, tmp_path / "merged" / WEIGHTS, **required),
+            lambda: ckpt.pull(b, tmp_path / "pulled", **required),
+        ):
+            with pytest.raises(ckpt.DamagedError, match=r"model\.safetensors was altered"):
+                do()
+        assert weight(model) == before
+        assert not (tmp_path / "pulled" / "b" / FILE_NAME).exists()
+
+    def test_what_was_copied_before_is_read_again_by_a_pull_with_a_key(
+        self, collision: Path, key: str, tmp_path: Path
+    ) -> None:
+        ckpt.pull(collision / "b", tmp_path / "pulled")
+        with pytest.raises(ckpt.DamagedError, match="which was there before, is damaged"):
+            ckpt.pull(collision / "b", tmp_path / "pulled", verify_key=f"{key}.pub", require_signed=True)
+
+    def test_what_was_verified_is_not_read_a_second_time(
+        self, run: Path, key: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Or its values could be altered between the two."""
+        reads: list[str] = []
+
+        def noting(real: Callable[..., Any]) -> Callable[..., Any]:
+            def read(self: LocalStorage, name: str, *args: Any, **options: Any) -> Any:
+                reads.append(name)
+                return real(self, name, *args, **options)
+
+            return read
+
+        monkeypatch.setattr(LocalStorage, "read", noting(LocalStorage.read))
+        monkeypatch.setattr(LocalStorage, "read_into", noting(LocalStorage.read_into))
+        load(run, "b", verify_key=f"{key}.pub", require_signed=True)
+        documents = [name for name in reads if name.endswith(".json") and not name.endswith(FILE_NAME)]
+        assert sorted(documents) == ["b/rank-00000.json", "b/state.json"]
+
+
+class TestOtherCommands:
+    def test_what_is_signed_is_merged_pulled_and_loaded(self, run: Path, key: str, tmp_path: Path) -> None:
+        required: dict[str, Any] = {"verify_key": f"{key}.pub", "require_signed": True}
+        model = nn.Linear(4, 4)
+        ckpt.load_model(run, model, **required)
+        assert weight(model) == 2.0
+        assert ckpt.merge(run / "a", tmp_path / "merged" / WEIGHTS, **required)
+        ckpt.pull(run, tmp_path / "pulled", **required)
+        assert ckpt.verify(tmp_path / "pulled", verify_key=f"{key}.pub") == {"b": [], "a": []}
+
+    def test_a_pull_copies_what_is_signed_and_names_what_is_not(self, run: Path, key: str, tmp_path: Path) -> None:
+        strip_signature(run, "b")
+        with pytest.raises(ckpt.DamagedError, match=r"not all of .* was copied: b is refused: it is not signed"):
+            ckpt.pull(run, tmp_path / "pulled", verify_key=f"{key}.pub", require_signed=True)
+        assert ckpt.verify(tmp_path / "pulled", verify_key=f"{key}.pub") == {"a": []}
+
+    def test_verify_says_who_signed(self, run: Path, key: str) -> None:
+        public = f"{key}.pub"
+        shown = CliRunner().invoke(main, ["verify", str(run)])
+        assert shown.exit_code == 0
+        assert "which was not checked: give its public key with --key" in shown.output
+        shown = CliRunner().invoke(main, ["verify", str(run), "--key", public])
+        assert (shown.exit_code, shown.output.count("intact"), shown.output.count("not checked")) == (0, 2, 0)
+        strip_signature(run, "b")
+        shown = CliRunner().invoke(main, ["verify", str(run), "--key", public])
+        assert shown.exit_code == 1
+        assert "UNTRUSTED" in shown.output
+        assert "intact" in shown.output
+
+    def test_the_environment_has_the_key_for_all_of_them(
+        self, tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        root = tmp_path / "run"
+        monkeypatch.setenv("CKPT_SIGN_KEY", Path(key).read_text())
+        train(root, "a")
+        train(root, "b", first=2, sign=False)
+        monkeypatch.delenv("CKPT_SIGN_KEY")
+        monkeypatch.setenv("CKPT_VERIFY_KEY", f"{key}.pub")
+        assert CliRunner().invoke(main, ["verify", str(root / "a")]).exit_code == 0
+        assert CliRunner().invoke(main, ["verify", str(root / "b")]).exit_code == 1
+        assert load(root, require_signed=True)[0].name == "a"
+
+    def test_merge_and_pull_refuse_what_the_key_has_not_signed(
+        self, run: Path, another_key: str, tmp_path: Path
+    ) -> None:
+        for command in (["merge", str(run / "a"), str(tmp_path / WEIGHTS)], ["pull", str(run), str(tmp_path / "copy")]):
+            shown = CliRunner().invoke(main, [*command, "--key", f"{another_key}.pub"])
+            assert (shown.exit_code, "is refused: it is signed by" in shown.output) == (1, True)
+
+
+class TestSha256:
+    def test_it_is_beside_the_other_hash_without_any_key(self, tmp_path: Path) -> None:
+        train(tmp_path / "run", "a", saving=ckpt.SaveOptions(sha256=True))
+        manifest = read_manifest(LocalStorage(tmp_path / "run"), "a")
+        for file in manifest.files:
+            data = (tmp_path / "run" / "a" / file.path).read_bytes()
+            assert (file.blocks, file.sha256) == ((digest(data),), (sha256(data),))
+            assert file.head is None or file.head_sha256 == sha256(data[: file.head[0]])
+
+    def test_verify_compares_it(self, tmp_path: Path) -> None:
+        root = tmp_path / "run"
+        train(root, "a", saving=ckpt.SaveOptions(sha256=True))
+        assert ckpt.verify(root) == {"a": []}
+        manifest = read_manifest(LocalStorage(root), "a")
+        files = tuple(replace(file, sha256=("0" * 64,)) for file in manifest.files)
+        (root / "a" / FILE_NAME).write_bytes(replace(manifest, files=files).to_bytes())
+        assert all("was altered" in problem for problem in ckpt.verify(root)["a"])
+        assert len(ckpt.verify(root)["a"]) == len(files)
+
+    @pytest.mark.parametrize("wrong", [["0" * 63], ["0" * 64] * 2, "0" * 64, [5], {"a": 1}, 7])
+    def test_a_manifest_with_nonsense_in_its_place_is_damaged(self, tmp_path: Path, wrong: Any) -> None:
+        train(tmp_path / "run", "a", saving=ckpt.SaveOptions(sha256=True))
+        path = tmp_path / "run" / "a" / FILE_NAME
+        fields = json.loads(path.read_bytes())
+        fields["files"][0]["sha256"] = wrong
+        del fields["digest"]
+        lines = json.dumps(fields, indent=1).encode().removeprefix(b"{\n")
+        path.write_bytes(with_digest(lines))
+        with pytest.raises(ckpt.DamagedError):
+            load(tmp_path / "run", "a")
+
+
+def _save_sharded(rank: int, root: str, key: str, own_roots: bool) -> None:
+    """Two ranks save twice. The main rank alone has the key."""
+    with _sharded(rank, root, own_roots, sign=key if rank == 0 else False) as (manager, model):
+        manager.resume()
+        for name in ("a", "b"):
+            step(model, manager.session.registry.optimizers[0], int(name == "b"))
+            manager.save_state(name)
+
+
+def _load_sharded(rank: int, root: str, public: str, expected: str, own_roots: bool) -> None:
+    with _sharded(rank, root, own_roots, verify_key=public, require_signed=True) as (manager, _):
+        assert manager.load_state().name == expected
+        seen = manager.restored.passed_over if manager.restored else {}
+        assert ("its signature does not fit" in seen.get("b", "")) == (expected == "a")
+
+
+@contextmanager
+def _sharded(rank: int, root: str, own_roots: bool, **options: Any) -> Iterator[tuple[ckpt.StateManager, nn.Module]]:
+    model = MODELS["fsdp2"](1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if own_roots:
+        host_names.host_name = lambda: f"host-{rank}"
+    where = f"{root}/{rank}" if own_roots else root
+    ranks = ckpt.RankOptions(shared=not own_roots, timeout=60)
+    with ckpt.StateManager(where, model=model, optimizer=optimizer, ranks=ranks, **options) as manager:
+        yield manager, model
+
+
+@pytest.mark.parametrize("own_roots", [False, True], ids=["one root", "roots of their own"])
+def test_what_many_ranks_saved_is_signed_by_the_main_one_and_verified_by_all(
+    tmp_path: Path, key: str, own_roots: bool
+) -> None:
+    root, public = tmp_path / "run", f"{key}.pub"
+    run_ranks(2, _save_sharded, str(root), key, own_roots)
+    run_ranks(2, _load_sharded, str(root), public, "b", own_roots)
+    for folder in (root / "0", root / "1") if own_roots else (root,):
+        reseal(folder, "b", CHANGES["step"])
+    run_ranks(2, _load_sharded, str(root), public, "a", own_roots)
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.DEBUG):
+        yield caplog
+
+
+def secret_of(key: str) -> str:
+    return Path(key).read_text().splitlines()[1]
+
+
+class TestKeys:
+    def test_a_new_one_is_its_owners_alone_and_overwrites_nothing(self, tmp_path: Path) -> None:
+        path = tmp_path / "k"
+        made = CliRunner().invoke(main, ["key", "new", str(path)])
+        assert made.exit_code == 0
+        assert (path.stat().st_mode & 0o777, (tmp_path / "k.pub").stat().st_mode & 0o077) == (0o600, 0o044)
+        before = path.read_bytes()
+        again = CliRunner().invoke(main, ["key", "new", str(path)])
+        assert (again.exit_code, path.read_bytes()) == (1, before)
+        assert secret_of(str(path)) not in made.output + again.output
+
+    def test_no_new_one_is_written_through_a_link(self, tmp_path: Path) -> None:
+        (tmp_path / "k").symlink_to(tmp_path / "elsewhere")
+        assert CliRunner().invoke(main, ["key", "new", str(tmp_path / "k")]).exit_code == 1
+        assert not (tmp_path / "elsewhere").exists()
+
+    @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644])
+    def test_one_that_others_may_read_is_refused(self, tmp_path: Path, key: str, mode: int) -> None:
+        os.chmod(key, mode)
+        each: list[dict[str, Any]] = [{"sign": key}, {"verify_key": key}]
+        for options in each:
+            with pytest.raises(ckpt.ConfigError, match=f"private key that others may read or write .mode 0{mode:o}"):
+                ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), **options)
+        assert not (tmp_path / "run").exists()
+
+    def test_the_private_key_verifies_too(self, run: Path, key: str) -> None:
+        assert ckpt.verify(run, verify_key=key) == {"b": [], "a": []}
+
+    @pytest.mark.parametrize("option", ["sign", "verify_key"])
+    @pytest.mark.parametrize(
+        "source", ["no/such/file", "-----BEGIN PRIVATE KEY-----\nnonsense\n", "\0", "", "encrypted", "rsa", "a folder"]
+    )
+    def test_what_is_no_key_is_refused_before_anything_is_made_and_never_shown(
+        self, tmp_path: Path, option: str, source: str
+    ) -> None:
+        made = {"encrypted": _pem(_new_private("ed25519"), b"secret"), "rsa": _pem(_new_private("rsa"), None)}
+        given = {**made, "a folder": str(tmp_path)}.get(source, source)
+        options: dict[str, Any] = {option: given, "require_signed": option == "verify_key"}
+        with pytest.raises(ckpt.ConfigError) as raised:
+            ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), **options)
+        assert not (tmp_path / "run").exists()
+        shown = f"{raised.value}{raised.value.__cause__}"
+        assert not any(line in shown for line in given.splitlines()[1:] if line)
+
+    def test_no_part_of_it_is_ever_shown(
+        self, tmp_path: Path, key: str, logged: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        text = Path(key).read_text()
+        model = nn.Linear(4, 4)
+        with ckpt.StateManager(tmp_path / "run", model=model, sign=text, verify_key=text) as manager:
+            manager.save_state("a")
+            shown = repr(manager) + repr(manager.session.options) + repr(manager.session.saver.root)
+        with pytest.raises(ckpt.ConfigError) as raised:
+            ckpt.StateManager(tmp_path / "run", model=model, sign=text.encode())  # type: ignore[arg-type]
+        printed = capsys.readouterr()
+        everything = shown + str(raised.value) + logged.text + printed.out + printed.err
+        everything += "".join(path.read_text(errors="replace") for path in (tmp_path / "run").rglob("*.json"))
+        assert secret_of(key) not in everything
+        assert "sign=(bytes) must be" in str(raised.value)
+
+    def test_to_require_signatures_needs_a_key(self, tmp_path: Path) -> None:
+        for do in (
+            lambda: ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), require_signed=True),
+            lambda: ckpt.merge(tmp_path, tmp_path / WEIGHTS, require_signed=True),
+            lambda: ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), sign=True),
+        ):
+            with pytest.raises(ckpt.ConfigError, match=r"key|CKPT_SIGN_KEY"):
+                do()
+
+    def test_without_the_package_the_error_says_what_to_install(
+        self, tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(__import__("sys").modules, "cryptography.exceptions", None)
+        with pytest.raises(ckpt.ConfigError, match=r"pip install 'torch-ckpt\[sign\]'"):
+            ckpt.StateManager(tmp_path / "run", model=nn.Linear(4, 4), sign=key)
+
+
+def _new_private(kind: str) -> Any:
+    from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
+
+    return ed25519.Ed25519PrivateKey.generate() if kind == "ed25519" else rsa.generate_private_key(65537, 2048)
+
+
+def _pem(private: Any, passphrase: bytes | None) -> str:
+    from cryptography.hazmat.primitives import serialization as ways
+
+    hidden = ways.BestAvailableEncryption(passphrase) if passphrase else ways.NoEncryption()
+    pem: bytes = private.private_bytes(ways.Encoding.PEM, ways.PrivateFormat.PKCS8, hidden)
+    return pem.decode()
