@@ -163,8 +163,8 @@ def resolve_options(options: Mapping[str, Any], what: str = "StateManager", *, r
     given = {name: value for name, value in options.items() if name in new and (value is not None or name == "follow")}
     if _is_place(given.get("mirror")):
         given["mirror"] = Mirror(given["mirror"])
-    wrong_old = problems({OLD[name][1]: value for name, value in old.items()}, old)
-    refuse(what, [*problems({"root": root, **given}), *wrong_old])
+    spelled_otherwise = {OLD[name][1]: value for name, value in old.items()}
+    refuse(what, [*problems({"root": root, **given}), *problems(spelled_otherwise, old)])
     if old:
         warn_of(old, _CLASSES)
         given |= {into: merged(into, given.get(into), old, _CLASSES) for into in {OLD[name][0] for name in old}}
@@ -205,22 +205,16 @@ def problems(options: Mapping[str, Any], names: Iterable[str] | None = None) -> 
     """What is wrong with options, each under the name that its user wrote."""
     shown = zip(names or options, options.items(), strict=True)
     return [
-        f"{name}={_quoted(option, value)} must be {_MUST_BE[option][1]}"
+        f"{name}={check.kind_of(value) if option in _SECRET else check.said(value)} must be {_MUST_BE[option][1]}"
         for name, (option, value) in shown
         if not _MUST_BE[option][0](value)
     ]
-
-
-def _quoted(option: str, value: Any) -> str:
-    """A value in an error; of one that may hold credentials, only what it is."""
-    return f"({type(value).__name__})" if option in _SECRETS else check.said(value)
 
 
 def _is_place(value: Any) -> bool:
     return isinstance(value, Storage) or check.is_path(value)
 
 
-_SECRETS = ("storage_options", "sign", "verify_key")  # a key may be given as its text
 _FLAG = (check.is_kind(bool), "True or False")
 _MAYBE = (check.optional(check.is_kind(bool)), "True, False or None")
 _KEEP = (check.optional(check.is_kind(Keep)), "a ckpt.Keep, for example Keep(last=3)")
@@ -238,8 +232,11 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "follow": _FLAG,
     "memory_every": _STEPS,
     "memory_rescue": _FLAG,
-    "sign": (check.optional(check.is_kind(str, os.PathLike, bool)), "a path of a PEM file, its text, or False"),
-    "verify_key": (check.optional(check.is_kind(str, os.PathLike)), "a path of a PEM file, or its text"),
+    "sign": (
+        lambda value: value is None or isinstance(value, bool) or check.is_path(value),
+        "a path of a PEM file, its text, or False",
+    ),
+    "verify_key": (check.optional(check.is_path), "a path of a PEM file, or its text"),
     "require_signed": _FLAG,
     "memory_replicas": (
         lambda value: check.is_count(value, 0) and value <= 1,
@@ -261,6 +258,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bandwidth": (check.optional(check.is_rate), "bytes per second, as '50MB'"),
     "backlog": (check.is_count, "a number of checkpoints, 1 or more"),
 }
+_SECRET = ("storage_options", "sign", "verify_key")  # not shown, whatever they are: a key may be given as its text
 
 _CLASSES = {"saving": SaveOptions, "ranks": RankOptions, "mirror": Mirror}
 

@@ -105,7 +105,7 @@ OPTIONS = [
     *((ckpt.Mirror, name) for name in inspect.signature(ckpt.Mirror).parameters),
     *((ckpt.StateManager, name) for name in ("root", *NONSENSE)),
 ]
-MEANT = {"metric": "", "root": TOO_LARGE, "mirror": TOO_LARGE, "url": TOO_LARGE}  # what is no nonsense among them
+MEANT = {"metric": "", **dict.fromkeys(("root", "mirror", "url", "sign", "verify_key"), TOO_LARGE)}  # no nonsense
 
 
 @pytest.mark.parametrize(("kind", "name"), OPTIONS)
@@ -120,7 +120,7 @@ def test_whatever_makes_no_sense_is_refused_by_name(
     for value in ODD:
         if value is MEANT.get(name):
             continue
-        with pytest.raises(ckpt.ConfigError, match=rf"{name}=|the key") as raised:
+        with pytest.raises(ckpt.ConfigError, match=rf"{name}=") as raised:
             kind(**{**needed.get(kind, {}), name: value})
         assert len(str(raised.value)) < 400
     assert not list(tmp_path.iterdir())
@@ -133,7 +133,7 @@ def test_true_is_no_number(name: str) -> None:
 
 
 def test_what_may_be_a_secret_is_not_shown(tmp_path: Path) -> None:
-    with pytest.raises(ckpt.ConfigError, match=r"storage_options=\(str\) must be a dict") as raised:
+    with pytest.raises(ckpt.ConfigError, match="storage_options=a str must be a dict") as raised:
         ckpt.StateManager(tmp_path, model=nn.Linear(1, 1), storage_options="hunter2")  # type: ignore[arg-type]
     assert "hunter2" not in str(raised.value)
 
