@@ -218,7 +218,7 @@ def read_document(storage: Storage, key: str, most: int = LARGEST_DOCUMENT) -> b
     """All bytes of a small object: a manifest, a marker. Of a larger one no more than `most` are ever read."""
     data = storage.read(key, 0, most + 1)
     if len(data) > most:
-        raise DamagedError(f"{key} is damaged: it has more than {most} bytes, and ckpt writes no such file.")
+        raise DamagedError(f"{key} is damaged: it has more than {most} bytes, and no file of its kind has.")
     return data
 
 

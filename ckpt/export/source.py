@@ -45,6 +45,7 @@ _KNOWN = (
 )
 _WHOLE = f"model{SUFFIX}"
 _INDEX = f"{_WHOLE}.index.json"
+_LARGEST_METADATA = 1 << 30  # bytes
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def _weights(found: Folder) -> dict[str, PiecedTensor]:
     paths = [path for path in found.files if path.endswith(SUFFIX) and "/" not in path]
     if _INDEX in found.files:
         where = f"{found.where}/{_INDEX}"
-        weight_map = read_weight_map(found.opened(_INDEX).read(0, found.files[_INDEX]), where)
+        weight_map = read_weight_map(found.document(_INDEX), where)
         paths = sorted(set(weight_map.values()))
         missing = [path for path in paths if path not in found.files]
         if missing:
@@ -209,7 +210,7 @@ def _dcp_folder(found: Folder, part: str) -> Folder | None:
 
 def _distributed(folder: Folder, part: str) -> dict[str, PiecedTensor]:
     where = folder.where
-    metadata = folder.opened(dcp.METADATA).read(0, folder.files[dcp.METADATA])
+    metadata = folder.document(dcp.METADATA, _LARGEST_METADATA)
     contents = dcp.read_metadata(metadata, f"{where}/{dcp.METADATA}")
     chosen = _chosen(contents, part, where)
     names = unwrapped(chosen.tensors)

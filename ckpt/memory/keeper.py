@@ -121,12 +121,9 @@ class Keeper:
         return MemfdServer(memfd_wire.listen(self._folder), self.settings.get("limit"))
 
     def _wait(self) -> None:
-        until = time.monotonic() + _TICK
-        if self._server is None:
-            time.sleep(_TICK)
-            return
+        until, wait = time.monotonic() + _TICK, time.sleep if self._server is None else self._server.serve
         while (left := until - time.monotonic()) > 0:
-            self._server.serve(left)
+            wait(left)
 
     def _is_there(self) -> bool:
         try:
@@ -167,10 +164,10 @@ class Keeper:
         """A regular file of the folder with no other name: whatever else is there is neither waited for nor written."""
         descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=self._folder)
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-            os.close(descriptor)
-            raise OSError(f"{name} is no file of this folder alone")
-        return descriptor
+        if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+            return descriptor
+        os.close(descriptor)
+        raise OSError(f"{name} is no file of this folder alone")
 
 
 class RescueProcess:

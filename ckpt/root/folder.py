@@ -12,9 +12,11 @@ from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.root.catalog import MARKER
 from ckpt.root.verified_file import StoredFile
 from ckpt.storage import Storage, open_storage
+from ckpt.storage.base import LARGEST_DOCUMENT, read_document
 from ckpt.util.console import format_size
 from ckpt.util.option_values import path_text, settings
 
+_LARGEST_BESIDE = 1 << 30  # bytes
 ROOT = ""  # in place of a checkpoint's name: the root itself is a folder that Accelerate wrote
 
 
@@ -70,7 +72,11 @@ class Folder:
 
     def reader(self, path: str) -> Callable[[], bytes]:
         """A function that reads a file in full."""
-        return lambda: self.storage.read(self.prefix + path)
+        return lambda: self.document(path, _LARGEST_BESIDE)
+
+    def document(self, path: str, most: int = LARGEST_DOCUMENT) -> bytes:
+        """All bytes of a file. A larger one is refused before it is read: a file with a hole may be of any size."""
+        return read_document(self.storage, self.prefix + path, most)
 
     def check(self, needed: Mapping[str, int]) -> None:
         """Raise one error that names every file that is missing or shorter than needed."""

@@ -116,3 +116,11 @@ def test_scratch_folders_of_others_are_not_removed(
         pass
     assert {path.name for path in tmp_path.iterdir()} == {"victim", "ckpt-push-link", "ckpt-push-held"}
     assert (victim / "below" / "file").read_bytes() == b"mine"
+
+
+def test_an_index_with_a_hole_of_a_terabyte_is_refused_before_it_is_read(tmp_path: Path, run: Path) -> None:
+    merge(run, tmp_path / "model")
+    with open(tmp_path / "model" / "model.safetensors.index.json", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ckpt.DamagedError, match=r"index\.json is damaged: it has more than"):
+        ckpt.merge(tmp_path / "model", tmp_path / "out" / "model.safetensors")
