@@ -40,7 +40,11 @@ _HEADER = re.compile(r"\b((?:bearer|basic|x-amz-security-token\s?:)\s{1,2})[\w.~
 _TOKEN = re.compile(
     r"\b()(?:hf_[A-Za-z0-9]{20,}|(?:AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_[A-Za-z0-9]{20,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+)"
 )
+_PRIVATE_KEY = re.compile(
+    r"()-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----[\s\S]{0,8192}?(?:-----END [A-Z ]{0,40}KEY-----|\Z)"
+)
 _PATTERNS = (
+    (_PRIVATE_KEY, ("PRIVATE KEY",)),
     (_ASSIGNED, ("=",)),
     (_QUOTED, ("'", '"')),
     (_HEADER, ("earer ", "EARER ", "asic ", "ASIC ", "oken:", "OKEN:", "oken :")),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import pickle
+import re
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
 
+import ckpt.cli
 import ckpt.shown
 from ckpt.errors import AbsentError, CkptError, MismatchError, StorageError
 from ckpt.options import ManagerOptions, Mirror, resolve_options
@@ -146,6 +149,7 @@ def test_what_is_no_secret_is_shown(text: str) -> None:
         f"Invalid token {TOKEN}", f"Authorization: Bearer {TOKEN[3:]}", "authorization: basic dXNlcjpwYXNzd29yZA==",
         f"{{'key': 'x', 'secret': '{TOKEN[3:]}'}}", f'{{"access_token": "{TOKEN[3:]}"}}',
         f"aws_session_token={TOKEN[3:]}",
+        f"-----BEGIN PRIVATE KEY-----\n{TOKEN[3:]}\n-----END PRIVATE KEY-----",
         f"x-amz-security-token: {TOKEN[3:]}", f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.{TOKEN[3:]}",
     ],
 )  # fmt: skip
@@ -185,7 +189,7 @@ def test_credentials_are_in_no_repr_and_in_no_error_about_options() -> None:
     assert "hunter2" not in repr(ManagerOptions(storage_options=options))
     with pytest.raises(CkptError) as caught:
         resolve_options({"storage_options": [("odd", "hunter2hunter2")]})
-    assert "storage_options=(not shown) must be" in str(caught.value)
+    assert "storage_options=(list) must be" in str(caught.value)
 
 
 @pytest.mark.parametrize("unit", ["x", "://a:", "token=", "?a", "secret'", "bearer ", "eyJaaaaaaaa.", "\x1b", "hf_"])
@@ -195,3 +199,11 @@ def test_a_name_of_a_megabyte_neither_floods_the_screen_nor_takes_long(unit: str
     assert "more characters)" in said
     assert len(said) < 100_000
     assert time.process_time() - start < 5
+
+
+def test_every_command_prints_through_the_one_function_that_escapes() -> None:
+    """But for a report, which is Markdown, and what runs the user's own program."""
+    prints = re.compile(r"click\.(s?echo|style)|\bprint\(")
+    commands = Path(ckpt.cli.__path__[0]).glob("*.py")
+    printing = {path.stem for path in commands if prints.search(path.read_text())}
+    assert {name for name in printing if not name.startswith("demo")} == {"ls", "output", "report", "selftest"}

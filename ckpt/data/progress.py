@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 
 
 @dataclass
@@ -18,6 +19,11 @@ class Progress:
     batch: int = 0
     step: int = 0
     samples: int = 0
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, int]) -> Progress:
+        """The counters of a manifest; a later version may have more of them."""
+        return cls(**{counter.name: saved.get(counter.name, 0) for counter in fields(cls)})
 
     def to_json(self) -> dict[str, int]:
         return asdict(self)

@@ -141,7 +141,7 @@ class StateLoader:
         if reader.manifest.origin:
             _note_loaders(reader, source.loaders(), notes)
         unclaimed = UnclaimedPositions(reader.state["loaders"], rewind, notes.approximated)
-        loop.go_back(Progress(**reader.manifest.progress), unclaimed, reader.state.get("loop", {}))
+        loop.go_back(Progress.from_json(reader.manifest.progress), unclaimed, reader.state.get("loop", {}))
         unclaimed.reported = True  # by the block that is printed next
 
     def _report(self, choice: Choice[Restoration], parts: list[str]) -> Restored:

@@ -87,7 +87,7 @@ def restored_from(
         name=manifest.name,
         url=choice.url,
         run=manifest.run,
-        progress=Progress(**manifest.progress),
+        progress=Progress.from_json(manifest.progress),
         metrics=manifest.metrics,
         restored=restored,
         resharded=notes.resharded,

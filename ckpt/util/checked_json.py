@@ -93,11 +93,12 @@ def is_finite(value: Any) -> bool:
 
 
 def is_moment(value: Any) -> bool:
-    """A timestamp with its time zone, in ISO 8601."""
+    """A timestamp with its time zone, in ISO 8601, that every other zone can express too."""
     try:
-        return isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None
+        moment = datetime.fromisoformat(value) if isinstance(value, str) else None
     except ValueError:
         return False
+    return moment is not None and moment.tzinfo is not None and 1 < moment.year < 9999
 
 
 def is_key(value: Any) -> bool:

@@ -60,12 +60,16 @@ def _is_metric(value: Any) -> bool:
     return value in _NOT_JSON if isinstance(value, str) else is_finite(value)
 
 
+def _is_measure(value: Any) -> bool:
+    return is_finite(value) and abs(value) <= LARGEST_NUMBER
+
+
 def _is_rank(value: Any) -> bool:
     return is_count(value, 0, _MOST_RANKS)
 
 
 _TEXT = Rule(is_text, "text", required=False)
-_SECONDS = Rule(is_mapping(is_finite), "names with finite numbers", required=False)
+_SECONDS = Rule(is_mapping(_is_measure), "names with numbers that can be summed up", required=False)
 
 MANIFEST = {
     "name": Rule(is_text, "text"),

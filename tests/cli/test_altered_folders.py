@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import FAULT, main
+from ckpt.formats.native.block_hash import ALGORITHM, digest
 from ckpt.formats.native.documents import STATE, rank_document
+from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from tests.helpers.forgery import alter_json
 
 SHARDED = Path(__file__).parents[1] / "guarantees" / "written_before" / "fsdp2"
@@ -111,11 +115,12 @@ def test_diff_answers_an_altered_rank_document_with_status_2(saved: Path, tmp_pa
      {"weight_map": {"w": "../model.safetensors"}}, {"weight_map": {"w": "/etc/passwd"}}],
 )  # fmt: skip
 def test_an_index_that_is_none_is_named(tmp_path: Path, index: Any) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     result = run("merge", tmp_path, tmp_path / "out.safetensors")
     assert result.exit_code == 1
-    assert "model.safetensors.index.json is no index of safetensors files" in result.output
-    with pytest.raises(ckpt.CkptError, match="is no index"):
+    assert "model.safetensors.index.json" in result.output
+    with pytest.raises(ckpt.DamagedError, match=r"model\.safetensors\.index\.json"):
         ckpt.load_model(tmp_path, nn.Linear(2, 2))
 
 
@@ -128,3 +133,31 @@ def test_an_error_that_ckpt_does_not_expect_says_how_to_report_it(saved: Path, m
     assert result.exit_code == FAULT
     assert r"ckpt: ZeroDivisionError: by \x1b[2Jzero (" in result.output
     assert "please report this line" in result.output
+
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "before the first year": {"created": "0001-01-01T00:00:00+23:59"},
+    "after the last year": {"created": "9999-12-31T23:59:59-23:59"},
+    "without end": {"memory": {"snapshots": 1e308, "left_out": 1e308}, "seconds": {"blocked": 1e308}},
+    "the largest metrics": {"metrics": {"a": 1e308, "b": -1e308, "": "nan"}},
+    "other counters": {"progress": {"x": 1}},
+    "the largest counters": {"progress": dict.fromkeys(("step", "epoch", "batch", "samples"), 2**53 - 1)},
+}
+
+
+@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
+def test_no_value_of_a_manifest_is_too_much_for_a_command_or_a_load(saved: Path, fields: dict[str, Any]) -> None:
+    manifest = replace(Manifest.from_bytes((saved / FILE_NAME).read_bytes(), "it"), metrics={"loss": 1.0})
+    text = {**json.loads(manifest.to_bytes()), **fields}
+    lines = json.dumps({key: value for key, value in text.items() if key != "digest"}, indent=1).encode()[2:]
+    (saved / FILE_NAME).write_bytes(manifest.to_bytes().partition(b":")[0] + sealed(lines))
+    for command in (["ls"], ["show"], ["show", "--json"], ["report"], ["verify"], ["prune", "--dry-run"]):
+        assert run(*command, saved.parent).exit_code in (0, 1), command
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ckpt.StateManager(saved.parent, model=model, optimizer=optimizer) as manager, suppress(ckpt.DamagedError):
+        manager.resume()
+
+
+def sealed(lines: bytes) -> bytes:
+    return f': "{ALGORITHM}:{digest(lines)}",\n'.encode() + lines
