@@ -54,16 +54,17 @@ def has_signed(key: str, signature: Signature) -> bool:
 
 
 def find_signing_key(source: KeySource | bool | None) -> SigningKey | None:
-    """The private key in a PEM file or text, or in `CKPT_SIGN_KEY`; None for none, and where `source` is False."""
+    """The private key in a PEM file or text, or in `CKPT_SIGN_KEY`, which True demands; None for none, or if False."""
     if source is False:
         return None
-    what = "sign=" if source is not None else SIGN_VARIABLE
-    source = source if source is not None else os.environ.get(SIGN_VARIABLE) or None
-    if source is True:
+    what, found = "sign=", source
+    if source is None or source is True:
+        what, found = SIGN_VARIABLE, os.environ.get(SIGN_VARIABLE) or None
+    if source is True and found is None:
         raise ConfigError(f"sign=True: {SIGN_VARIABLE} is not set. Set it, or give sign= the path of a key.")
-    if source is None:
+    if found is None:
         return None
-    private = _loaded(_read(source, what, private=True), what, private=True)
+    private = _loaded(_read(found, what, private=True), what, private=True)
     return SigningKey(_id_of(private.public_key()), private)
 
 

@@ -420,13 +420,14 @@ class TestOtherCommands:
     ) -> None:
         root = tmp_path / "run"
         monkeypatch.setenv("CKPT_SIGN_KEY", Path(key).read_text())
-        train(root, "a")
+        train(root, "a", sign=True)
         train(root, "b", first=2, sign=False)
+        train(root, "c", first=3)
         monkeypatch.delenv("CKPT_SIGN_KEY")
         monkeypatch.setenv("CKPT_VERIFY_KEY", f"{key}.pub")
         assert CliRunner().invoke(main, ["verify", str(root / "a")]).exit_code == 0
         assert CliRunner().invoke(main, ["verify", str(root / "b")]).exit_code == 1
-        assert load(root, require_signed=True)[0].name == "a"
+        assert load(root, require_signed=True)[0].name == "c"
 
     def test_merge_and_pull_refuse_what_the_key_has_not_signed(
         self, run: Path, another_key: str, tmp_path: Path
