@@ -469,44 +469,66 @@ class TestSha256:
             load(tmp_path / "run", "a")
 
 
-def _save_sharded(rank: int, root: str, key: str, own_roots: bool) -> None:
+def _save_in_ranks(rank: int, root: str, kind: str, key: str) -> None:
     """Two ranks save twice. The main rank alone has the key."""
-    with _sharded(rank, root, own_roots, sign=key if rank == 0 else False) as (manager, model):
+    with _managed(rank, root, kind, sign=key if rank == 0 else False) as (manager, model):
         manager.resume()
         for name in ("a", "b"):
             step(model, manager.session.registry.optimizers[0], int(name == "b"))
             manager.save_state(name)
 
 
-def _load_sharded(rank: int, root: str, public: str, expected: str, own_roots: bool) -> None:
-    with _sharded(rank, root, own_roots, verify_key=public, require_signed=True) as (manager, _):
-        assert manager.load_state().name == expected
-        seen = manager.restored.passed_over if manager.restored else {}
-        assert ("its signature does not fit" in seen.get("b", "")) == (expected == "a")
+def _load_in_ranks(rank: int, root: str, kind: str, public: str, expected: str, why: str) -> None:
+    with _managed(rank, root, kind, verify_key=public, require_signed=True) as (manager, _):
+        restored = manager.load_state()
+        assert restored.name == expected
+        assert why in restored.passed_over.get("b", "")
 
 
 @contextmanager
-def _sharded(rank: int, root: str, own_roots: bool, **options: Any) -> Iterator[tuple[ckpt.StateManager, nn.Module]]:
-    model = MODELS["fsdp2"](1)
+def _managed(rank: int, root: str, kind: str, **options: Any) -> Iterator[tuple[ckpt.StateManager, nn.Module]]:
+    own_roots = kind == "roots of their own"
+    model = MODELS["ddp" if kind == "broadcast" else "fsdp2"](1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if own_roots:
         host_names.host_name = lambda: f"host-{rank}"
     where = f"{root}/{rank}" if own_roots else root
-    ranks = ckpt.RankOptions(shared=not own_roots, timeout=60)
+    ranks = ckpt.RankOptions(shared=not own_roots, broadcast=kind == "broadcast", timeout=60)
     with ckpt.StateManager(where, model=model, optimizer=optimizer, ranks=ranks, **options) as manager:
         yield manager, model
 
 
-@pytest.mark.parametrize("own_roots", [False, True], ids=["one root", "roots of their own"])
+@pytest.mark.parametrize("kind", ["one root", "broadcast", "roots of their own"])
 def test_what_many_ranks_saved_is_signed_by_the_main_one_and_verified_by_all(
-    tmp_path: Path, key: str, own_roots: bool
+    tmp_path: Path, key: str, kind: str
 ) -> None:
     root, public = tmp_path / "run", f"{key}.pub"
-    run_ranks(2, _save_sharded, str(root), key, own_roots)
-    run_ranks(2, _load_sharded, str(root), public, "b", own_roots)
+    run_ranks(2, _save_in_ranks, str(root), kind, key)
+    run_ranks(2, _load_in_ranks, str(root), kind, public, "b", "")
+    own_roots = kind == "roots of their own"
+    if not own_roots:
+        _collide_weights(root, key)
+        run_ranks(2, _load_in_ranks, str(root), kind, public, "a", "was altered")
     for folder in (root / "0", root / "1") if own_roots else (root,):
         reseal(folder, "b", CHANGES["step"])
-    run_ranks(2, _load_sharded, str(root), public, "a", own_roots)
+    run_ranks(2, _load_in_ranks, str(root), kind, public, "a", "its signature does not fit")
+
+
+def _collide_weights(root: Path, key: str) -> None:
+    """Alter the last byte of the weights of `b`, whose xxh3 is then that of a manifest which is signed once more."""
+    manifest, signing = read_manifest(LocalStorage(root), "b"), find_signing_key(key)
+    assert signing is not None
+
+    def collided(file: FileRecord) -> FileRecord:
+        path = root / "b" / file.path
+        if not file.name.startswith("model"):
+            return file
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        return replace(file, blocks=(digest(path.read_bytes()),))
+
+    altered = replace(manifest, files=tuple(map(collided, manifest.files)), signature=None)
+    (root / "b" / FILE_NAME).write_bytes(signing.sign(altered).to_bytes())
 
 
 @pytest.fixture
