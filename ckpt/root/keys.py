@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SIGN_VARIABLE = "CKPT_SIGN_KEY"
 VERIFY_VARIABLE = "CKPT_VERIFY_KEY"
 
-_BEGIN, _END = "-----BEGIN ", "-----END "
+_BEGIN = "-----BEGIN "
 _LARGEST = 1 << 16  # bytes of a key file: more are not read
 _OTHERS = 0o077  # rights of the group and of everybody
 
@@ -91,8 +91,10 @@ def new_key(path: KeySource) -> str:
     secret = private.private_bytes(pem, ways.PrivateFormat.PKCS8, ways.NoEncryption())
     public = private.public_key().public_bytes(pem, ways.PublicFormat.SubjectPublicKeyInfo)
     beside = f"{os.fspath(path)}.pub"
-    for name, data, mode in ((os.fspath(path), secret, 0o600), (beside, public, 0o644)):
-        _write_new(name, data, mode)
+    if os.path.lexists(beside):  # before the private half is written, which would belong to no public one
+        raise ConfigError(f"{beside} is there already. No key is ever overwritten.")
+    _write_new(os.fspath(path), secret, 0o600)
+    _write_new(beside, public, 0o644)
     return beside
 
 
@@ -149,7 +151,7 @@ def _read(source: KeySource | bool, what: str, *, private: bool) -> str:
     if _BEGIN in text:
         return text
     try:
-        descriptor = open_regular(text)
+        descriptor = open_regular(os.path.expanduser(text))
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no path"
         raise ConfigError(f"{what} must be the path of a PEM file, or its text, but cannot be read: {why}.") from None

@@ -224,7 +224,7 @@ class TestTampering:
         reseal(run, "b", change)
         restored, value = load(run, verify_key=f"{key}.pub", require_signed=True)
         assert (restored.name, value) == ("a", 1.0)
-        assert "its signature does not fit what it says" in restored.passed_over["b"]
+        assert "what it says does not fit its signature" in restored.passed_over["b"]
         assert not ckpt.verify(run, verify_key=f"{key}.pub")["a"]
         assert "signature" in ckpt.verify(run, verify_key=f"{key}.pub")["b"][0]
 
@@ -234,7 +234,7 @@ class TestTampering:
         tamper_with_weights(run, "b")
         assert ckpt.verify(run)["b"] == []
         assert load(run)[1] == 7.0
-        with pytest.raises(ckpt.UntrustedError, match="b is refused: its signature does not fit what it says"):
+        with pytest.raises(ckpt.UntrustedError, match="b is refused: what it says does not fit its signature"):
             load(run, "b", verify_key=f"{key}.pub")
         assert load(run, verify_key=f"{key}.pub", require_signed=True)[1] == 1.0
 
@@ -511,7 +511,7 @@ def test_what_many_ranks_saved_is_signed_by_the_main_one_and_verified_by_all(
         run_ranks(2, _load_in_ranks, str(root), kind, public, "a", "was altered")
     for folder in (root / "0", root / "1") if own_roots else (root,):
         reseal(folder, "b", CHANGES["step"])
-    run_ranks(2, _load_in_ranks, str(root), kind, public, "a", "its signature does not fit")
+    run_ranks(2, _load_in_ranks, str(root), kind, public, "a", "does not fit its signature")
 
 
 def _collide_weights(root: Path, key: str) -> None:
@@ -550,6 +550,10 @@ class TestKeys:
         before = path.read_bytes()
         again = CliRunner().invoke(main, ["key", "new", str(path)])
         assert (again.exit_code, path.read_bytes()) == (1, before)
+        path.unlink()
+        assert CliRunner().invoke(main, ["key", "new", str(path)]).exit_code == 1
+        assert not path.exists()
+        path.write_bytes(before)
         assert secret_of(str(path)) not in made.output + again.output
 
     def test_no_new_one_is_written_through_a_link(self, tmp_path: Path) -> None:
