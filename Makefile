@@ -13,7 +13,7 @@ MATRIX := guarantees/resume_matrix load/world_size state/save_and_load data/resu
 FAST := not slow and not gpu and not ranks
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo check test test-all coverage test-s3 lint format kills memory-kills faults campaign mutants bench clean
+.PHONY: demo check test test-all coverage test-s3 lint format kills memory-kills faults campaign mutants fuzz bench clean
 
 demo: $(READY)
 	$(BIN)/ckpt demo
@@ -77,6 +77,14 @@ campaign: $(READY)
 # MUTANTS='s3-*' plants some of them
 mutants: $(READY)
 	$(BIN)/python -m tests.mutants --jobs $(JOBS) $(if $(REPORT),--report $(REPORT)) $(MUTANTS)
+
+# altered files of every kind before every operation that reads; REPORT=docs/fuzzing.md keeps the report,
+# SAVE=tests/fuzz/corpus what was found
+INPUTS ?= 200000
+fuzz: REPORT ?= build/fuzzing.md
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz --all --inputs $(INPUTS) --seed $(SEED) --jobs $(JOBS) --report $(REPORT) \
+		$(if $(SAVE),--save $(SAVE))
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks cpu

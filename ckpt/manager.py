@@ -31,6 +31,7 @@ from ckpt.state.find_source import find_source
 from ckpt.state.unwrap import unwrap
 from ckpt.storage import Storage
 from ckpt.util.console import say
+from ckpt.util.option_values import path_text
 
 _log = logging.getLogger("ckpt")
 T = TypeVar("T")
@@ -109,7 +110,7 @@ class StateManager:
         memory = {"memory_every": memory_every, "memory_rescue": memory_rescue, "memory_replicas": memory_replicas}
         keys = {"sign": sign, "verify_key": verify_key, "require_signed": require_signed}
         others = {"saving": saving, "ranks": ranks, "follow": follow, **memory, **keys, **old_spellings}
-        options = resolve_options({**given, **others})
+        options = resolve_options({**given, **others}, root=root)
         source = find_source(
             accelerator, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, dataloader=dataloader
         )
@@ -333,7 +334,8 @@ class StateManager:
         self._session.loader.refuse_half_loaded()
         model, wanted = self._session.registry.model_part(part), ExportOptions.parse(dtype, max_shard_size)
         beside = check_processors(tokenizer=tokenizer, processor=processor)
-        save_live(f"save_model({os.fspath(directory)!r})", directory, model, self._session.ranks, wanted, beside)
+        folder = path_text(directory, "the folder of the model")
+        save_live(f"save_model({folder!r})", folder, model, self._session.ranks, wanted, beside)
 
     def push_to_hub(
         self,

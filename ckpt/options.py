@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -14,6 +13,7 @@ from ckpt.root.open import open_tiers
 from ckpt.root.retention import Keep
 from ckpt.save.capture import LAYOUTS
 from ckpt.storage import Staging, Storage
+from ckpt.util import option_values as check
 from ckpt.util.old_options import OLD, merged, warn_of
 from ckpt.util.sizes import parse_size
 
@@ -59,11 +59,15 @@ class SaveOptions(_Checked):
 
     @property
     def host_memory_bytes(self) -> int | None:
-        return parse_size(self.host_memory) if isinstance(self.host_memory, str) else self.host_memory
+        return _in_bytes(self.host_memory)
 
     @property
     def device_memory_bytes(self) -> int | None:
-        return parse_size(self.device_memory) if isinstance(self.device_memory, str) else self.device_memory
+        return _in_bytes(self.device_memory)
+
+
+def _in_bytes(size: int | str | None) -> int | None:
+    return parse_size(size) or 0 if isinstance(size, str) else size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,15 +152,19 @@ class ManagerOptions:
         return tiers
 
 
-def resolve_options(options: Mapping[str, Any], what: str = "StateManager") -> ManagerOptions:
-    """The options of a manager from keywords, among them those that option objects have replaced since."""
+def resolve_options(options: Mapping[str, Any], what: str = "StateManager", *, root: Any = None) -> ManagerOptions:
+    """The options of a manager from keywords, among them those that option objects have replaced since.
+
+    The `root` is checked with them: all that makes no sense is named at once.
+    """
     new = {option.name for option in fields(ManagerOptions)}
     refuse_unknown(what, options, known_options())
     old = {name: value for name, value in options.items() if name not in new}
     given = {name: value for name, value in options.items() if name in new and (value is not None or name == "follow")}
-    if isinstance(given.get("mirror"), str | os.PathLike | Storage):
+    if _is_place(given.get("mirror")):
         given["mirror"] = Mirror(given["mirror"])
-    refuse(what, [*problems(given), *problems({OLD[name][1]: value for name, value in old.items()}, old)])
+    spelled_otherwise = {OLD[name][1]: value for name, value in old.items()}
+    refuse(what, [*problems({"root": root, **given}), *problems(spelled_otherwise, old)])
     if old:
         warn_of(old, _CLASSES)
         given |= {into: merged(into, given.get(into), old, _CLASSES) for into in {OLD[name][0] for name in old}}
@@ -197,76 +205,60 @@ def problems(options: Mapping[str, Any], names: Iterable[str] | None = None) -> 
     """What is wrong with options, each under the name that its user wrote."""
     shown = zip(names or options, options.items(), strict=True)
     return [
-        f"{name}={_quoted(option, value)} must be {_MUST_BE[option][1]}"
+        f"{name}={check.kind_of(value) if option in _SECRET else check.said(value)} must be {_MUST_BE[option][1]}"
         for name, (option, value) in shown
         if not _MUST_BE[option][0](value)
     ]
 
 
-def _quoted(option: str, value: Any) -> str:
-    """A value in an error; of one that may hold credentials, only what it is."""
-    return f"({type(value).__name__})" if option in _SECRETS else repr(value)
+def _is_place(value: Any) -> bool:
+    return isinstance(value, Storage) or check.is_path(value)
 
 
-def _optional(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or check(value)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-def _is_size(value: Any) -> bool:
-    return value == 0 or (isinstance(value, int | str) and parse_size(value) is not None)
-
-
-def _is(*kinds: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kinds)
-
-
-_SECRETS = ("storage_options", "sign", "verify_key")  # a key may be given as its text
-_FLAG = (_is(bool), "True or False")
-_MAYBE = (_optional(_is(bool)), "True, False or None")
-_KEEP = (_optional(_is(Keep)), "a ckpt.Keep, for example Keep(last=3)")
-_WHERE = (_is(str, os.PathLike, Storage), "a path, a URL or a storage")
-_SETTINGS = (_optional(_is(Mapping)), "a dict of what the storage of a URL takes")
+_FLAG = (check.is_kind(bool), "True or False")
+_MAYBE = (check.optional(check.is_kind(bool)), "True, False or None")
+_KEEP = (check.optional(check.is_kind(Keep)), "a ckpt.Keep, for example Keep(last=3)")
+_WHERE = (_is_place, "a path, a URL or a storage")
+_STEPS = (check.optional(check.is_count), "a number of steps, 1 or more")
+_SIZE = (check.optional(check.is_size), "a size, as '8GB' or in bytes")
 _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "save_every": (_optional(_is_count), "a number of steps, 1 or more"),
+    "root": (check.optional(_is_place), _WHERE[1]),
+    "save_every": _STEPS,
     "keep": _KEEP,
-    "mirror": (_optional(_is(Mirror)), "a path, a URL, a storage or a ckpt.Mirror"),
-    "storage_options": _SETTINGS,
-    "saving": (_is(SaveOptions), "a ckpt.SaveOptions"),
-    "ranks": (_is(RankOptions), "a ckpt.RankOptions"),
+    "mirror": (check.optional(check.is_kind(Mirror)), "a path, a URL, a storage or a ckpt.Mirror"),
+    "storage_options": (check.optional(check.is_settings), "a dict of what the storage of a URL takes"),
+    "saving": (check.is_kind(SaveOptions), "a ckpt.SaveOptions"),
+    "ranks": (check.is_kind(RankOptions), "a ckpt.RankOptions"),
     "follow": _FLAG,
-    "memory_every": (_optional(_is_count), "a number of steps, 1 or more"),
+    "memory_every": _STEPS,
     "memory_rescue": _FLAG,
-    "sign": (_optional(_is(str, os.PathLike, bool)), "a path of a PEM file, its text, or False"),
-    "verify_key": (_optional(_is(str, os.PathLike)), "a path of a PEM file, or its text"),
+    "sign": (
+        lambda value: value is None or isinstance(value, bool) or check.is_path(value),
+        "a path of a PEM file, its text, or False",
+    ),
+    "verify_key": (check.optional(check.is_path), "a path of a PEM file, or its text"),
     "require_signed": _FLAG,
     "memory_replicas": (
-        lambda value: value in (0, 1) and not isinstance(value, bool | float),
+        lambda value: check.is_count(value, 0) and value <= 1,
         "0 or 1: how many other hosts keep a copy",
     ),
-    "layout": (lambda value: value in LAYOUTS, f"one of {', '.join(LAYOUTS)}"),
+    "layout": (check.is_one_of(*LAYOUTS), f"one of {', '.join(LAYOUTS)}"),
     "gradients": _MAYBE,
     "background": _FLAG,
-    "when_busy": (lambda value: value in _BUSY, "'wait', 'skip' or 'replace'"),
-    "host_memory": (_optional(_is_size), "a size, as '8GB' or in bytes"),
-    "device_memory": (_optional(_is_size), "a size, as '8GB' or in bytes"),
+    "when_busy": (check.is_one_of(*_BUSY), "'wait', 'skip' or 'replace'"),
+    "host_memory": _SIZE,
+    "device_memory": _SIZE,
     "read_back": _MAYBE,
     "sha256": _FLAG,
-    "timeout": (_is_number, "a number of seconds"),
+    "timeout": (check.is_seconds, "a number of seconds, up to ten years"),
     "shared": _MAYBE,
     "broadcast": _MAYBE,
     "handle_sigterm": _FLAG,
     "url": _WHERE,
-    "bandwidth": (lambda value: value is None or _is_number(value) or _is_size(value), "bytes per second, as '50MB'"),
-    "backlog": (_is_count, "a number of checkpoints, 1 or more"),
+    "bandwidth": (check.optional(check.is_rate), "bytes per second, as '50MB'"),
+    "backlog": (check.is_count, "a number of checkpoints, 1 or more"),
 }
+_SECRET = ("storage_options", "sign", "verify_key")  # not shown, whatever they are: a key may be given as its text
 
 _CLASSES = {"saving": SaveOptions, "ranks": RankOptions, "mirror": Mirror}
 

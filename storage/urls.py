@@ -17,6 +17,8 @@ from ckpt.storage.hub.storage import HubStorage
 from ckpt.storage.local.storage import LocalStorage
 from ckpt.storage.memory import MemoryStorage
 from ckpt.storage.object_storage import ObjectStorage
+from ckpt.util.filesystem import expand_home
+from ckpt.util.option_values import is_path, said
 
 ENTRY_POINTS = "ckpt.storage"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -33,9 +35,9 @@ def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Stor
     accept_near(root)
     if isinstance(root, Storage):
         return root
-    url = os.fspath(root) if isinstance(root, str | os.PathLike) else None
-    if not isinstance(url, str) or not url:
-        raise ConfigError(f"the root must be a path or a URL, not {root!r}.")
+    if not is_path(root):
+        raise ConfigError(f"the root must be a path or a URL, not {said(root)}.")
+    url = os.fspath(root)
     match = _URL.fullmatch(url)
     if match is None:
         return _open_path(url, **options)
@@ -59,13 +61,7 @@ def place_of(storage: Storage) -> str:
 
 def _open_path(path: str, **options: Any) -> Storage:
     _refuse_options("a plain path", options)
-    return LocalStorage(_expanded(path))
-
-
-def _expanded(path: str) -> str:
-    """A path with `~` replaced by the home folder, unless a folder of that name exists: earlier versions made one."""
-    first = path.partition("/")[0]
-    return os.path.expanduser(path) if first.startswith("~") and not os.path.lexists(first) else path
+    return LocalStorage(expand_home(path))
 
 
 def _refuse_options(where: str, options: dict[str, Any]) -> None:

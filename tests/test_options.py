@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from torch import nn
 
 import ckpt
-from ckpt.options import resolve_options
+from ckpt.options import problems, refuse, resolve_options
 from ckpt.storage import MemoryStorage
 from ckpt.util.sizes import parse_size
 
@@ -75,6 +79,149 @@ def test_an_option_object_names_every_offender_when_it_is_built(kind: type, wron
         kind(**wrong)
     assert str(raised.value).startswith(f"{kind.__name__}: ")
     assert [f"{name}={value!r}" in str(raised.value) for name, value in wrong.items()] == [True] * len(wrong)
+
+
+class Mute:
+    """Says nothing of itself, and compares with nothing."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+TOO_LARGE = "9" * 400 + "GB"
+ODD: list[Any] = [
+    float("nan"), float("inf"), -1, -1.5, "", "\0", "\ud800", TOO_LARGE, 10**400, b"x", [], {1: 2}, object(), Mute(),
+    torch.ones(2), np.ones(2), 1e300,
+]  # fmt: skip
+OPTIONS = [
+    *((ckpt.SaveOptions, name) for name in NONSENSE_OF_SAVES),
+    *((ckpt.RankOptions, name) for name in NONSENSE_OF_RANKS),
+    *((ckpt.Keep, name) for name in inspect.signature(ckpt.Keep).parameters),
+    *((ckpt.Mirror, name) for name in inspect.signature(ckpt.Mirror).parameters),
+    *((ckpt.StateManager, name) for name in ("root", *NONSENSE)),
+]
+MEANT = {"metric": "", **dict.fromkeys(("root", "mirror", "url", "sign", "verify_key"), TOO_LARGE)}  # no nonsense
+
+
+@pytest.mark.parametrize(("kind", "name"), OPTIONS)
+def test_whatever_makes_no_sense_is_refused_by_name(
+    kind: type, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    needed: dict[type, dict[str, Any]] = {
+        ckpt.Mirror: {"url": "x"},
+        ckpt.StateManager: {"root": "run", "model": nn.Linear(1, 1)},
+    }
+    for value in ODD:
+        if value is MEANT.get(name):
+            continue
+        with pytest.raises(ckpt.ConfigError, match=rf"{name}=") as raised:
+            kind(**{**needed.get(kind, {}), name: value})
+        assert len(str(raised.value)) < 400
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["save_every", "memory_every", "host_memory", "device_memory", "timeout", "backlog"])
+def test_true_is_no_number(name: str) -> None:
+    with pytest.raises(ckpt.ConfigError, match=f"{name}=True"):
+        refuse("StateManager", problems({name: True}))
+
+
+def test_what_may_be_a_secret_is_not_shown(tmp_path: Path) -> None:
+    with pytest.raises(ckpt.ConfigError, match="storage_options=a str must be a dict") as raised:
+        ckpt.StateManager(tmp_path, model=nn.Linear(1, 1), storage_options="hunter2")  # type: ignore[arg-type]
+    assert "hunter2" not in str(raised.value)
+
+
+def test_the_root_and_the_mirror_are_named_with_the_other_offenders() -> None:
+    with pytest.raises(ckpt.ConfigError) as raised:
+        ckpt.StateManager("a\0b", mirror="c\0d", save_every=-1)
+    assert [f"{name}=" in str(raised.value) for name in ("root", "mirror", "save_every")] == [True] * 3
+
+
+@pytest.mark.parametrize("below", ["file/run", "file/a/b", "x" * 300, "loop/run"])
+def test_a_root_that_cannot_be_created_is_refused_at_once(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_bytes(b"mine")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ckpt.ConfigError, match=r"cannot be created: .*Choose another root"):
+        ckpt.StateManager(tmp_path / below, model=nn.Linear(1, 1))
+
+
+def test_a_root_in_a_folder_that_is_not_writable_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # permissions do not bind root
+    with pytest.raises(ckpt.ConfigError, match=rf"cannot be created: {tmp_path} is not writable for this user"):
+        ckpt.StateManager(tmp_path / "a" / "b", model=nn.Linear(1, 1))
+    ckpt.StateManager(tmp_path, model=nn.Linear(1, 1)).close()  # it is there: it may be read
+
+
+class TestHome:
+    @pytest.fixture(autouse=True)
+    def home(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        for name in ("home", "here"):
+            (tmp_path / name).mkdir()
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        monkeypatch.chdir(tmp_path / "here")
+        return tmp_path / "home"
+
+    def test_it_is_where_a_tilde_leads_for_every_call(self, home: Path) -> None:
+        with ckpt.StateManager("~/run", model=nn.Linear(1, 1)) as manager:
+            manager.save_state("a")
+            manager.save_model("~/model")
+        assert ckpt.verify("~/run") == {"a": []}
+        ckpt.merge("~/run/a", "~/merged/model.safetensors")
+        ckpt.convert("~/run/a", "~/accelerate", to="accelerate")
+        ckpt.pull("~/run", "~/copy")
+        assert {path.name for path in home.iterdir()} == {"run", "model", "merged", "accelerate", "copy"}
+        assert not list(Path().iterdir())
+
+    def test_of_nobody_it_is_refused(self) -> None:
+        with pytest.raises(ckpt.ConfigError, match="there is no user 'nobody-here' with a home folder"):
+            ckpt.StateManager("~nobody-here/run", model=nn.Linear(1, 1))
+
+
+CALLS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    (ckpt.verify, {"url": "run"}),
+    (ckpt.list_checkpoints, {"root": "run"}),
+    (ckpt.prune, {"root": "run"}),
+    (ckpt.pull, {"source": "run", "destination": "out"}),
+    (ckpt.merge, {"source": "run/a", "destination": "out/model.safetensors"}),
+    (ckpt.convert, {"source": "run/a", "destination": "out"}),
+    (ckpt.diff, {"first": "run/a", "second": "run/a"}),
+]
+ARGUMENTS = [
+    (call, needed, name)
+    for call, needed in CALLS
+    for name in (*needed, "storage_options", "keep", "grace")
+    if name in inspect.signature(call).parameters
+]
+
+
+@pytest.mark.parametrize(("call", "needed", "name"), ARGUMENTS)
+def test_a_call_with_nonsense_raises_an_error_of_ckpt(
+    call: Callable[..., Any], needed: dict[str, Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for value in (5, float("nan"), b"x", ["run"], object(), "\0", Mute()):
+        with pytest.raises(ckpt.CkptError):
+            call(**{**needed, name: value})
+
+
+@pytest.mark.parametrize("folder", ["", ".", "..", "\0", 5])
+def test_a_model_does_not_replace_the_folder_that_the_program_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Any
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with ckpt.StateManager(tmp_path / "run", model=nn.Linear(1, 1)) as manager, pytest.raises(ckpt.ConfigError):
+        manager.save_model(folder)
+    assert os.getcwd() == str(tmp_path / "here")
 
 
 def test_sizes_are_said_as_people_say_them() -> None:

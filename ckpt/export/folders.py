@@ -19,6 +19,7 @@ from ckpt.storage import LocalStorage
 from ckpt.storage.local.durable_directories import sync_directory
 from ckpt.storage.local.storage import TEMPORARY
 from ckpt.util.fork_safety import OwnerProcess
+from ckpt.util.option_values import path_text
 
 _WEIGHTS = re.compile(r"((?:adapter_)?model)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
 
@@ -40,12 +41,9 @@ def atomic_folder(path: str | os.PathLike[str], *, over: bool = False) -> Iterat
     weights of an older model. The temporary folder has a name that nobody can guess, which begins with a dot; the next
     call removes what a killed process left.
     """
-    final = Path(os.path.abspath(path))
-    if os.path.lexists(final) and not over:
-        raise ConfigError(f"{os.fspath(path)} is there already, and is kept as it is. Choose another destination.")
-    if final.is_symlink() or (final.exists() and not final.is_dir()):
-        raise ConfigError(f"{os.fspath(path)} is not a directory of its own. Choose another place for the model.")
-    with _as_storage_error(final):
+    final = Path(os.path.abspath(path_text(path, "the folder")))
+    with as_storage_error(final):
+        _refuse_place(final, os.fspath(path), over=over)
         final.parent.mkdir(parents=True, exist_ok=True)
         with _new_sibling(final) as new:
             _clear_up(final, new, recover=over)
@@ -56,6 +54,15 @@ def atomic_folder(path: str | os.PathLike[str], *, over: bool = False) -> Iterat
             sync_directory(final.parent)
 
 
+def _refuse_place(final: Path, shown: str, *, over: bool) -> None:
+    if os.path.lexists(final) and not over:
+        raise ConfigError(f"{shown} is there already, and is kept as it is. Choose another destination.")
+    if final.is_symlink() or (final.exists() and not final.is_dir()):
+        raise ConfigError(f"{shown} is not a directory of its own. Choose another place for the model.")
+    if os.path.commonpath([final, os.getcwd()]) == str(final):  # the process would be left in a folder that is gone
+        raise ConfigError(f"{shown} is the current folder, or around it, and cannot be replaced. Name a folder in it.")
+
+
 def refuse_checkpoints(directory: Path) -> None:
     """Refuse a folder whose files a run may be using."""
     if (directory / FILE_NAME).exists() or any(directory.glob(f"*/{FILE_NAME}")):
@@ -63,7 +70,8 @@ def refuse_checkpoints(directory: Path) -> None:
 
 
 @contextmanager
-def _as_storage_error(path: Path) -> Iterator[None]:
+def as_storage_error(path: Path) -> Iterator[None]:
+    """Errors of the system while a folder is written, as a StorageError."""
     try:
         yield
     except StorageError:

@@ -34,6 +34,7 @@ from ckpt.storage import HubStorage, Storage, open_storage, place_of
 from ckpt.storage.hub.download import fetched, unreachable
 from ckpt.util.console import say
 from ckpt.util.gc_pause import gc_paused
+from ckpt.util.option_values import settings
 
 _READ = ("*.safetensors", "*.json", "*.metadata", "*.distcp")  # of a repository, what a model is loaded from
 
@@ -102,7 +103,7 @@ def load_checkpoint_model(
 
 def _reached(where: str, options: Mapping[str, Any] | None) -> str:
     """Where to read: in the cache, if the Hub cannot be reached or has plain files without a manifest."""
-    storage = open_storage(where, **(options or {}))
+    storage = open_storage(where, **settings(options))
     if not isinstance(storage, HubStorage):
         return where
     offline = unreachable(storage.repo)

@@ -23,6 +23,7 @@ from ckpt.root.keys import KeySource
 from ckpt.root.trust import open_trust
 from ckpt.storage import Storage
 from ckpt.util.console import progress_bar
+from ckpt.util.option_values import path_text
 
 
 def merge(
@@ -65,7 +66,7 @@ class _Destination:
 
     @classmethod
     def parse(cls, destination: str | os.PathLike[str], options: Mapping[str, Any] | None) -> _Destination:
-        text = os.fspath(destination)
+        text = path_text(destination, "the destination")
         folder, slash, name = text.rpartition("/")
         if not name or os.path.isdir(text):
             raise ConfigError(f"{text} is a directory. Name the file: {text.rstrip('/')}/model{SUFFIX}.")

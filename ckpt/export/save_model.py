@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ckpt.errors import ConfigError, UnsupportedError
-from ckpt.export.folders import atomic_folder, refuse_checkpoints
+from ckpt.export.folders import as_storage_error, atomic_folder, refuse_checkpoints
 from ckpt.export.options import ExportOptions
 from ckpt.formats.foreign.hf_safetensors import LiveTensor, StreamedTensor, plan_files
 from ckpt.formats.foreign.tied_weights import duplicates
@@ -171,7 +171,8 @@ def save_live(
 
 
 def _open_folder(directory: Path, stack: ExitStack) -> Path:
-    refuse_checkpoints(directory)
+    with as_storage_error(directory):
+        refuse_checkpoints(directory)
     return stack.enter_context(atomic_folder(directory, over=True))
 
 

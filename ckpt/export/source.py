@@ -32,6 +32,7 @@ from ckpt.root.trust import BELIEVES_ALL, Trust
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import problems
 from ckpt.storage import Storage
+from ckpt.util.option_values import path_text, said
 
 _log = logging.getLogger("ckpt")
 _FEW = 10
@@ -68,8 +69,10 @@ def open_source(
     trust: Trust = BELIEVES_ALL,
 ) -> Iterator[TensorSource]:
     """Open a part of the checkpoint or folder at a path or URL."""
-    if os.path.isfile(source):
+    if os.path.isfile(path_text(source, "the source")):
         raise _is_a_file_error(os.fspath(source))
+    if not isinstance(part, str):
+        raise ConfigError(f"part={said(part)} must be the name of a part.")
     found = Folder.at(source, options)
     if FILE_NAME in found.files:
         with _checkpoint(source, part, options, trust) as opened:

@@ -11,6 +11,7 @@ from ckpt.data.epoch_loaders import UnclaimedPositions
 from ckpt.data.loop import Loop
 from ckpt.data.progress import Progress
 from ckpt.errors import StateError
+from ckpt.formats.damage import damage_reported
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.accelerate_reader import folder_of
 from ckpt.load.locations import Locations
@@ -21,6 +22,7 @@ from ckpt.load.select import Candidate, Choice, Selection, choose
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.root.trust import Trust
+from ckpt.state import rng
 from ckpt.state.objects import ObjectSource
 from ckpt.state.parts import Notes
 from ckpt.state.registry import StateRegistry
@@ -71,6 +73,7 @@ class StateLoader:
             verify_before_overwrite=verify_before_overwrite,
             broadcast=self.broadcast,
             on_first_write=self._set_half_loaded,
+            check=self._check_generators,
         )
         with ExitStack() as held:
             held.enter_context(self.ranks.working())
@@ -120,10 +123,19 @@ class StateLoader:
         self.live.source.before_load(folder_of(candidate.storage, candidate.manifest))
         self.live.registry.refresh()
 
+    def _check_generators(self, reader: CheckpointReader) -> None:
+        """Refuse states that the registered generators would not accept, before anything is changed."""
+        saved = reader.state["generators"]
+        with damage_reported(reader.manifest.name, "checkpoint with states of these generators"):
+            for key, generator in self.live.registry.generators.items():
+                if key in saved:
+                    rng.check_one(generator, saved[key])
+
     def _restore_rank_state(self, reader: CheckpointReader, notes: Notes) -> None:
         """Restore this rank's own state: generators, and the positions of its loaders."""
         source, loop = self.live.source, self.live.loop
-        source.go_back(reader.state.get("source", {}))
+        with damage_reported(reader.manifest.name, "checkpoint with state of what prepared the objects"):
+            source.go_back(reader.state.get("source", {}))
         rewind = rewinder(reader, self.ranks, self.live.registry.generators, notes)
         rewind()
         if reader.manifest.origin:

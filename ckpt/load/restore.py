@@ -33,7 +33,8 @@ class RestoreRequest:
     `strict`: whether everything must fit. `verify_before_overwrite`: write nothing to live tensors before all of the
     checkpoint has been verified on every rank; for objects fresh from their constructors, tensors are read straight
     into them and verified on the way. `broadcast`: whether ranks of a host read for each other; if None, where the
-    storage is not local. `on_first_write` is called with the checkpoint's name before the first write to a live tensor.
+    storage is not local. `on_first_write` is called with the checkpoint's name before the first write to a live tensor,
+    `check` with its reader before any tensor is read.
     """
 
     ranks: Ranks
@@ -42,6 +43,7 @@ class RestoreRequest:
     verify_before_overwrite: bool
     broadcast: bool | None = None
     on_first_write: Callable[[str], None] = lambda name: None
+    check: Callable[[CheckpointReader], None] = lambda reader: None
 
 
 @dataclass
@@ -76,6 +78,7 @@ class Restoration:
         if manifest.origin:
             notes.approximated["progress"] = UNKNOWN_PROGRESS
         reader = open_any(candidate.storage, manifest, ranks.rank, registry.parts)
+        request.check(reader)
         notes.approximated.update(reader.state.get("lacking", {}))
         parts = {**registry.parts, **_own_parts(reader, request, notes)}
         reader.per_rank = manifest.world_size == ranks.world_size

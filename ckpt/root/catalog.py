@@ -18,6 +18,7 @@ from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.storage import HubStorage, Storage, open_storage
 from ckpt.storage.base import read_document
 from ckpt.util.checked_json import is_key
+from ckpt.util.option_values import path_text, settings
 
 LOCK = ".lock"  # in a root: locked by the run that writes to it
 MARKER = ".saving"  # in a checkpoint's folder while it is being saved or removed
@@ -117,7 +118,7 @@ def list_checkpoints(
 
     Reads manifests only; `verify` reads every byte. `storage_options` are those of the manager.
     """
-    return scan(open_storage(root, **(storage_options or {})))
+    return scan(open_storage(root, **settings(storage_options)))
 
 
 def locate(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> tuple[Storage, list[str]]:
@@ -129,9 +130,9 @@ def resolve(
     url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
 ) -> tuple[Storage, list[str], bool]:
     """What `locate` returns, and whether the URL is a checkpoint's, which one name alone does not tell."""
-    options = storage_options or {}
+    options = settings(storage_options)
     storage = open_storage(url, **options)
-    text = os.fspath(url)
+    text = path_text(url, "the root")
     if any(True for _ in storage.list()):
         names = [checkpoint.name for checkpoint in scan(storage)]
         if not any(entry.key in (FILE_NAME, MARKER, STATE) for entry in storage.list()):

@@ -13,6 +13,7 @@ from ckpt.root.catalog import MARKER
 from ckpt.root.verified_file import StoredFile
 from ckpt.storage import Storage, open_storage
 from ckpt.util.console import format_size
+from ckpt.util.option_values import path_text, settings
 
 ROOT = ""  # in place of a checkpoint's name: the root itself is a folder that Accelerate wrote
 
@@ -20,7 +21,7 @@ ROOT = ""  # in place of a checkpoint's name: the root itself is a folder that A
 def open_url(root: str | os.PathLike[str] | Storage, options: Mapping[str, Any] | None) -> Storage:
     """Open a storage where two places share one set of options: they apply to a URL, and not to a path."""
     is_url = isinstance(root, str | os.PathLike) and "://" in os.fspath(root)
-    return open_storage(root, **(options or {} if is_url else {}))
+    return open_storage(root, **(settings(options) if is_url else {}))
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Folder:
 
         Where a URL cannot be opened down to the folder itself, it is listed as a prefix below its parent.
         """
-        where = os.fspath(source).rstrip("/")
+        where = path_text(source, "the source").rstrip("/")
         found = cls.listed(open_url(source, options), "", where)
         root, _, name = where.rpartition("/")
         if not found.files and "://" in root:

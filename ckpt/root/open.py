@@ -12,8 +12,10 @@ from ckpt.errors import AbsentError, ConfigError, DamagedError, TransientError, 
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root.catalog import STATE
 from ckpt.root.folder import open_url
-from ckpt.storage import Staging, Storage, open_storage, place_of
+from ckpt.storage import LocalStorage, Staging, Storage, open_storage, place_of
 from ckpt.storage.base import read_document
+from ckpt.util.filesystem import why_not_creatable
+from ckpt.util.option_values import settings
 
 _log = logging.getLogger("ckpt")
 
@@ -28,7 +30,7 @@ def open_tiers(
 ) -> tuple[Storage, ...]:
     """Open the root and, if there is one, the mirror, each with its own options. With both, only URLs take options."""
     if mirror is None:
-        return (open_storage(root, **(options or {})),)
+        return (open_storage(root, **settings(options)),)
     tiers = (open_url(root, options), open_url(mirror, mirror_options))
     if place_of(tiers[0]) == place_of(tiers[1]):
         raise ConfigError(f"mirror={mirror!r} is the root itself. Give it another place, or leave it out.")
@@ -38,8 +40,12 @@ def open_tiers(
 def try_out_tiers(root: Storage, mirror: Storage | None = None) -> None:
     """Write a probe file to each remote storage, so that a wrong one is refused before hours of training are lost.
 
+    A local root that is not there is refused where it cannot be created.
+
     A mirror that cannot be reached now may be reachable later: that is only warned of.
     """
+    if isinstance(root, LocalStorage) and (why := why_not_creatable(root.place)):
+        raise ConfigError(f"{root.url} cannot be created: {why}. Choose another root.")
     if not root.is_local:
         _try_out(root)
     if mirror is not None and not mirror.is_local:

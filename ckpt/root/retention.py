@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ckpt.errors import ConfigError, MetricError
 from ckpt.formats.native.manifest import Manifest
+from ckpt.util.option_values import is_count, is_kind, is_one_of, optional, said
+
+_MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "last": (is_count, "1 or more: the newest checkpoint is never removed"),
+    "best": (lambda value: is_count(value, 0), "0 or more"),
+    "metric": (optional(is_kind(str)), "the name of a metric"),
+    "mode": (is_one_of("min", "max"), '"min" or "max"'),
+    "every": (optional(is_count), "a number of steps"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,21 +38,20 @@ class Keep:
     every: int | None = None
 
     def __post_init__(self) -> None:
-        wrong = []
-        if not isinstance(self.last, int) or self.last < 1:
-            wrong.append(f"last={self.last!r} must be 1 or more: the newest checkpoint is never removed")
-        if not isinstance(self.best, int) or self.best < 0:
-            wrong.append(f"best={self.best!r} must be 0 or more")
+        wrong = {
+            name: f"{name}={said(getattr(self, name))} must be {must_be}"
+            for name, (holds, must_be) in _MUST_BE.items()
+            if not holds(getattr(self, name))
+        }
+        alone = "" if wrong.keys() & {"best", "metric"} else self._lacks()
+        if alone or wrong:
+            raise ConfigError("Keep: " + "; ".join(filter(None, [alone, *wrong.values()])) + ".")
+
+    def _lacks(self) -> str:
+        """What is missing beside the number of the best, or beside the metric."""
         if self.best and not self.metric:
-            wrong.append(f'best={self.best} needs metric="...", the name under which step(metrics=...) gives it')
-        if self.metric and not self.best:
-            wrong.append(f"metric={self.metric!r} needs best=1 or more")
-        if self.mode not in ("min", "max"):
-            wrong.append(f'mode={self.mode!r} must be "min" or "max"')
-        if self.every is not None and (not isinstance(self.every, int) or self.every < 1):
-            wrong.append(f"every={self.every!r} must be a number of steps")
-        if wrong:
-            raise ConfigError("Keep: " + "; ".join(wrong) + ".")
+            return f'best={self.best} needs metric="...", the name under which step(metrics=...) gives it'
+        return f"metric={said(self.metric)} needs best=1 or more" if self.metric and not self.best else ""
 
     def check(self, metrics: Mapping[str, float], where: str) -> None:
         """Refuse a metric that is NaN before anything is written: no checkpoint can be ranked by it."""

@@ -92,6 +92,7 @@ class GivenObjects:
         others = {**found["scheduler"], **found["scaler"]}
         self._found = ManagedObjects(found["model"], found["optimizer"], others)
         self._loaders = found["dataloader"]
+        _refuse_no_loaders(self._loaders)
 
     def find(self) -> ManagedObjects:
         return self._found
@@ -123,6 +124,17 @@ def named(kind: str, value: Any) -> dict[str, Any]:
     if isinstance(value, list | tuple):
         return {f"{kind}.{index}": item for index, item in enumerate(value)}
     return {kind: value}
+
+
+def _refuse_no_loaders(loaders: Mapping[str, Any]) -> None:
+    """Refuse what gives no batches: whatever cannot be iterated over, and text."""
+    wrong = [
+        f"{key} ({type(loader).__name__})"
+        for key, loader in loaders.items()
+        if isinstance(loader, str | bytes) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__"))
+    ]
+    if wrong:
+        raise ConfigError(f"{', '.join(wrong)} gives no batches: dataloader= takes what a loop iterates over.")
 
 
 def is_part_name(name: Any) -> bool:

@@ -102,7 +102,7 @@ class StateRegistry:
 
     def model_part(self, key: str) -> ModelPart:
         """The part of the model with this key."""
-        part = self.parts.get(key)
+        part = self.parts.get(key) if isinstance(key, str) else None
         if not isinstance(part, ModelPart):
             known = ", ".join(name for name, other in self.parts.items() if isinstance(other, ModelPart)) or "none"
             raise ConfigError(f"part={key!r} is no model that is managed here. Models: {known}.")

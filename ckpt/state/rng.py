@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
 import random
@@ -78,6 +79,17 @@ def _require_positions(state: Any) -> None:
     for name, last in _POSITIONS.items():
         if name in fields and not 0 <= operator.index(fields[name]) <= last:
             raise ValueError(f"{name} is {fields[name]}, beyond {last}")
+
+
+def check_one(generator: Any, state: Any) -> None:
+    """Raise, whatever error it is, for a state that `restore_one` would not accept. The generator is not changed."""
+    if isinstance(generator, torch.Generator):
+        torch.Generator(generator.device).set_state(state)
+    elif isinstance(generator, random.Random):
+        random.Random().setstate(state)  # noqa: S311
+    else:
+        _require_positions(state)
+        restore_one(copy.deepcopy(generator), state)
 
 
 def derive(state: dict[str, Any], rank: int) -> None:

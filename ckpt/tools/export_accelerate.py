@@ -26,13 +26,14 @@ from ckpt.state.optimizer import by_number
 from ckpt.state.parts import SavedTensor
 from ckpt.storage import Storage, open_storage
 from ckpt.util.console import progress_bar
+from ckpt.util.option_values import path_text
 
 
 def export(
     source: str | os.PathLike[str], destination: str | os.PathLike[str]
 ) -> tuple[str, tuple[str, ...], dict[str, str]]:
     """Write the folder. Returns its path, the parts in it, and what it cannot hold, with the reasons."""
-    path = os.fspath(destination)
+    path = path_text(destination, "the destination")
     if "://" in path:
         raise ConfigError(f"{path} is no path: Accelerate reads folders on a disk.")
     with _locked_checkpoint(source) as (storage, manifest), atomic_folder(path) as folder:

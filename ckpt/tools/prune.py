@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.errors import LockedError, MetricError, MissingError
+from ckpt.errors import ConfigError, LockedError, MetricError, MissingError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.root import catalog, deletion
 from ckpt.root import verify as verifying
@@ -21,6 +21,7 @@ from ckpt.root.save_marker import SaveMarker, marked_names, read_marker
 from ckpt.root.verify import size_problems, without_other_hosts
 from ckpt.storage import Entry, Staging, Storage, Unfinished, open_storage
 from ckpt.util.console import format_duration
+from ckpt.util.option_values import is_number, said, settings
 
 GRACE = 24 * 3600.0  # seconds
 
@@ -62,8 +63,17 @@ def prune(
     under way writes or replaces is never touched. With `dry_run` nothing is removed. A run may use the root meanwhile:
     leftovers are then kept, and the next start of a run removes them.
     """
-    plan = Plan.of(open_storage(root, **(storage_options or {})), keep, grace, verify=verify)
+    _refuse_nonsense(keep, grace)
+    plan = Plan.of(open_storage(root, **settings(storage_options)), keep, grace, verify=verify)
     return plan.outcome if dry_run else plan.carry_out()
+
+
+def _refuse_nonsense(keep: Any, grace: Any) -> None:
+    wrong = [] if keep is None or isinstance(keep, Keep) else [f"keep={said(keep)} must be a ckpt.Keep"]
+    if not is_number(grace) and not (isinstance(grace, int | float) and grace == 0):
+        wrong.append(f"grace={said(grace)} must be a number of seconds, 0 or more")
+    if wrong:
+        raise ConfigError(f"prune: {'; '.join(wrong)}.")
 
 
 @dataclass(frozen=True)

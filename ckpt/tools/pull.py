@@ -26,6 +26,7 @@ from ckpt.storage.hub.download import fetched, unreachable
 from ckpt.storage.hub.repo import HubRepo
 from ckpt.tools.transfer import transfer
 from ckpt.util.console import say
+from ckpt.util.option_values import path_text
 
 
 def pull(
@@ -56,7 +57,7 @@ def pull(
     are not copied, nor files without a manifest.
     """
     trust = open_trust(verify_key, required=require_signed)
-    where = os.fspath(source)
+    where, destination = path_text(source, "the source"), path_text(destination, "the destination")
     if _is_on_the_hub(where):
         storage = HubStorage(_with_revision(where, revision), token=token)
         return _pull_from_hub(storage, destination, step, storage_options, trust)

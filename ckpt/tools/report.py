@@ -22,6 +22,7 @@ from ckpt.root.verify import size_problems, without_other_hosts
 from ckpt.shown import markdown
 from ckpt.storage import Storage, open_storage
 from ckpt.util.console import format_duration, format_number, format_size
+from ckpt.util.option_values import settings
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _MAX_POINTS = 60  # of a curve
@@ -31,7 +32,7 @@ _CHECKPOINTS = ("name", "step", "saved", "size", "metrics", "training waited", "
 
 def report(root: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> str:
     """The page, in Markdown. Reads only manifests and the sizes of files."""
-    storage = open_storage(root, **(options or {}))
+    storage = open_storage(root, **settings(options))
     found = catalog.scan(storage)
     manifests = [checkpoint.manifest for checkpoint in reversed(found) if checkpoint.manifest is not None]
     if not manifests:

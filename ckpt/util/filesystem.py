@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
+
+from ckpt.errors import ConfigError
 
 _NETWORK = re.compile(r"nfs4?|lustre|cifs|smb\w*|fuse(\..*)?|ceph|gpfs|beegfs\w*|9p|virtiofs|afs|glusterfs|wekafs")
 _ESCAPE = re.compile(r"\\([0-7]{3})")
@@ -33,6 +36,37 @@ def filesystem_type(path: str, mounts: Path = _MOUNTS) -> str:
 
 def _is_below(path: str, folder: str) -> bool:
     return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def expand_home(path: str) -> str:
+    """A path with `~` replaced by the home folder, unless a folder of that name exists: earlier versions made one."""
+    first = path.partition("/")[0]
+    if not first.startswith("~") or os.path.lexists(first):
+        return path
+    expanded = os.path.expanduser(path)
+    if expanded == path:
+        raise ConfigError(
+            f"{path}: there is no user {first[1:]!r} with a home folder. Write ./{path} for a plain name."
+        )
+    return expanded
+
+
+def why_not_creatable(path: str) -> str:
+    """Why a folder that is not there cannot be made; empty if it is there, or probably can be."""
+    above = path
+    while True:
+        try:
+            status = os.stat(above)
+            break
+        except FileNotFoundError:
+            above = os.path.dirname(above)
+        except OSError as error:
+            return f"{above}: {error.strerror}"
+    if not stat.S_ISDIR(status.st_mode):
+        return f"{above} is no folder"
+    if above != path and not os.access(above, os.W_OK | os.X_OK):
+        return f"{above} is not writable for this user"
+    return ""
 
 
 def count_names(path: str) -> int:

@@ -22,6 +22,7 @@ from ckpt.storage.local.regular_file import not_regular, open_regular
 from ckpt.storage.local.system_errors import NOTHING_THERE, is_nothing_there, translated
 from ckpt.storage.local.tree import Tree
 from ckpt.storage.local.write_group import WriteGroup, write_file
+from ckpt.util.option_values import is_path, said
 
 TEMPORARY = ".ckpt-tmp"
 _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -35,6 +36,8 @@ class LocalStorage:
     near = FormerName("is_local")
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
+        if not is_path(root):
+            raise ConfigError(f"a root must be a path, not {said(root)}.")
         self._root = Path(os.path.abspath(os.fspath(root)))
         self._shown = os.path.normpath(os.fspath(root))
         self._tree = Tree(self._root, self._shown)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckpt.errors import ConfigError, StorageError, TransientError
 from ckpt.storage.retry import Retries, RetryPolicy
 from ckpt.storage.s3.errors import UnreachedError, translate_error
+from ckpt.storage.s3.http_session import session_class
 
 if TYPE_CHECKING:
     from s3fs import S3FileSystem
@@ -131,6 +132,7 @@ def _open(options: dict[str, Any], policy: RetryPolicy) -> S3FileSystem:
         "read_timeout": policy.stall,
         "connect_timeout": min(10.0, policy.stall),
         "connector_args": {"resolver": _resolver()},
+        "http_session_cls": session_class(),
     }
     if "@" in str(options.get("endpoint_url", "")):
         raise ConfigError("the endpoint_url has a name or a password in it. Give them as key and secret.")

@@ -16,6 +16,7 @@ from ckpt.errors import (
     TransientError,
 )
 from ckpt.storage.base import changed
+from ckpt.storage.s3.http_session import EndlessError
 
 _TRANSIENT = {
     "SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "Throttling", "ThrottlingException",
@@ -32,7 +33,16 @@ _ABSENT = {"NoSuchKey", "NoSuchVersion", "NotFound", "404"}
 _CODE = re.compile(r"[\w.]{1,64}", re.ASCII)  # of whatever else a server sends, nothing is quoted
 _CONFLICT = {"PreconditionFailed", "412"}
 _FULL = {"EntityTooLarge", "QuotaExceeded", "XMinioStorageFull", "StorageFull", "InsufficientStorage", "507"}
-_ELSEWHERE = {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301"}
+_ELSEWHERE = {
+    "PermanentRedirect",
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+    "301",
+    "302",
+    "303",
+    "307",
+    "308",
+}
 _CHECK_CREDENTIALS = (
     "Check the credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or storage_options), and that "
     "they may list, read, write and delete there."
@@ -57,6 +67,13 @@ def not_deleted(errors: Iterable[Mapping[str, Any]], where: str) -> StorageError
     return (TransientError if is_transient else StorageError)(f"could not delete in {where}: {listed}.")
 
 
+def strange_answer(where: str, what: str) -> StorageError:
+    """The error for an answer that no server of S3 gives: to ask again would not help."""
+    return StorageError(
+        f"could not read {where}: the server {what}. Check the endpoint: that is no S3 server's answer."
+    )
+
+
 def translate_error(error: BaseException, what: str, where: str, bucket: str) -> StorageError | ConfigError:
     """The error for one of botocore, aiohttp or the system. Quotes no secret."""
     from botocore import exceptions
@@ -66,6 +83,8 @@ def translate_error(error: BaseException, what: str, where: str, bucket: str) ->
         return _translate_answer(answer, what, where, bucket)
     if isinstance(error, StorageError | ConfigError):
         return error
+    if (endless := _endless(error)) is not None:
+        return StorageError(f"could not {what} {where}: {endless}")
     if _is(error, exceptions.NoCredentialsError, exceptions.PartialCredentialsError):
         return DeniedError(f"could not {what} {where}: there are no credentials, or only a part. {_CHECK_CREDENTIALS}")
     if _is(error, exceptions.SSLError):
@@ -84,6 +103,13 @@ def translate_error(error: BaseException, what: str, where: str, bucket: str) ->
     if _is(error, exceptions.BotoCoreError, ValueError, TypeError):
         return ConfigError(f"could not {what} {where}: {kind}. Check storage_options and the URL.")
     return StorageError(f"could not {what} {where}: {kind}.")
+
+
+def _endless(error: BaseException | None) -> EndlessError | None:
+    """The error of an answer that was too long, which the client wraps."""
+    while error is not None and not isinstance(error, EndlessError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _is(error: BaseException, *kinds: type[BaseException]) -> bool:
@@ -115,7 +141,9 @@ def _translate_answer(answer: dict[str, Any], what: str, where: str, bucket: str
     if code in _FULL or status == 507:
         return FullError(f"{begin}. Free some space or raise the quota, then save again.")
     if code in _ELSEWHERE:
-        return StorageError(f"{begin}. The bucket is in another region: set AWS_REGION, or check the endpoint.")
+        return StorageError(
+            f"{begin}. The bucket is in another region, or at another address: set AWS_REGION, or check the endpoint."
+        )
     if code == "RequestTimeTooSkewed":
         return StorageError(f"{begin}. Set this machine's clock.")
     if status == 501:

@@ -14,12 +14,17 @@ from ckpt.storage.base import ANY, Buffer, Entry, Unfinished
 from ckpt.storage.multipart import split_into_parts
 from ckpt.storage.s3 import write as s3_write
 from ckpt.storage.s3.connection import BytesMoved, Connection, gather_or_cancel
-from ckpt.storage.s3.errors import code_of, not_deleted
+from ckpt.storage.s3.errors import code_of, not_deleted, strange_answer
 from ckpt.storage.s3.write import Write
 
 _DELETED_AT_ONCE = 1000
 _READ_AT_ONCE = 8 << 20
 _CHUNK = 1 << 20
+_MOST_PAGES = 2000  # of a thousand objects each: whoever lists more does not end
+# where the next page of a list begins, and how it is asked for
+_OBJECTS = {"NextContinuationToken": "ContinuationToken"}
+_PARTS = {"NextPartNumberMarker": "PartNumberMarker"}
+_UPLOADS = {"NextKeyMarker": "KeyMarker", "NextUploadIdMarker": "UploadIdMarker"}
 
 
 class S3Objects:
@@ -45,13 +50,13 @@ class S3Objects:
 
     def version(self, key: str) -> str | None:
         try:
-            return str(self._head(key)["ETag"])
+            return str(self._head(key, "ETag"))
         except AbsentError:
             return None
 
     def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         if stop is not None and stop <= start:
-            self._head(key)
+            self._head(key, "ContentLength")
             return b""
 
         async def attempt(moved: BytesMoved) -> bytes:
@@ -64,7 +69,7 @@ class S3Objects:
         return self._s3.run(self._fill_all(key, start, buffers))
 
     def copy(self, source: str, target: str) -> None:
-        size = int(self._head(source)["ContentLength"])
+        size = int(self._head(source, "ContentLength"))
         origin: dict[str, Any] = {"CopySource": {"Bucket": self._bucket, "Key": self._prefix + source}}
         write = Write(self._s3, self._prefix + target, self._where(target), ANY)
         if size <= s3_write.COPIED_AT_ONCE:
@@ -73,15 +78,26 @@ class S3Objects:
             write.copy_in_parts(origin, size)
 
     def entries(self, prefix: str) -> Iterator[Entry]:
-        more: dict[str, str] = {}
-        while True:
-            page = self._s3.run(self._request("list_objects_v2", "", "list", Prefix=self._prefix + prefix, **more))
-            for found in page.get("Contents", ()):
+        for page in self._pages("list_objects_v2", _OBJECTS, Prefix=self._prefix + prefix):
+            for found in _listed(page, "Contents", self.url):
+                if not found["Key"].startswith(self._prefix + prefix):
+                    raise strange_answer(self.url, "lists keys below another prefix than was asked for")
                 if not found["Key"].endswith("/"):  # a placeholder for a folder, as consoles create them
                     yield Entry(found["Key"].removeprefix(self._prefix), found["Size"])
+
+    def _pages(self, method: str, markers: Mapping[str, str], key: str = "", **arguments: Any) -> Iterator[Any]:
+        """The pages of a listing. `markers`: the fields that say where the next begins, and how it is asked for."""
+        more: dict[str, Any] = {}
+        for _ in range(_MOST_PAGES):
+            page = self._s3.run(self._request(method, key, "list", **arguments, **more))
+            yield page
             if not page.get("IsTruncated"):
                 return
-            more = {"ContinuationToken": page["NextContinuationToken"]}
+            following = {asked: page[given] for given, asked in markers.items() if page.get(given)}
+            if not following or following == more:
+                raise strange_answer(self._where(key), "says that its list continues, but not where")
+            more = following
+        raise strange_answer(self._where(key), f"lists without an end: more than {_MOST_PAGES:,} pages")
 
     def remove(self, keys: list[str]) -> None:
         for start in range(0, len(keys), _DELETED_AT_ONCE):
@@ -95,13 +111,8 @@ class S3Objects:
 
     def _size_of(self, key: str, upload: str) -> int:
         """The bytes of a multipart upload that have arrived."""
-        size, more = 0, dict[str, int]()
-        while True:
-            page = self._s3.run(self._request("list_parts", key, "list", UploadId=upload, **more))
-            size += sum(int(part["Size"]) for part in page.get("Parts", ()))
-            if not page.get("IsTruncated"):
-                return size
-            more = {"PartNumberMarker": page["NextPartNumberMarker"]}
+        pages = self._pages("list_parts", _PARTS, key, UploadId=upload)
+        return sum(int(part["Size"]) for page in pages for part in page.get("Parts", ()))
 
     def abort(self, prefix: str, age: float) -> None:
         for key, upload, begun in list(self._uploads(self._prefix + prefix)):
@@ -111,22 +122,21 @@ class S3Objects:
 
     def _uploads(self, top: str) -> Iterator[tuple[str, str, float]]:
         """Unfinished multipart uploads: key, id, and age in seconds by the server's clock."""
-        more: dict[str, str] = {}
-        while True:
-            page = self._s3.run(self._request("list_multipart_uploads", "", "list", Prefix=top, **more))
-            for upload in page.get("Uploads", ()):
+        for page in self._pages("list_multipart_uploads", _UPLOADS, Prefix=top):
+            for upload in _listed(page, "Uploads", self.url):
                 if upload["Key"].startswith(top):
                     age = (_date(page) - upload["Initiated"]).total_seconds()
                     yield upload["Key"].removeprefix(self._prefix), upload["UploadId"], age
-            if not page.get("IsTruncated"):
-                return
-            more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def _where(self, key: str) -> str:
         return f"{self.url}/{key}".rstrip("/")
 
-    def _head(self, key: str) -> Any:
-        return self._s3.run(self._request("head_object", key, "read"))
+    def _head(self, key: str, field: str) -> Any:
+        """A field of what the server says about an object."""
+        answer = self._s3.run(self._request("head_object", key, "read"))
+        if answer.get(field) is None:
+            raise strange_answer(self._where(key), f"does not give its {field}")
+        return answer[field]
 
     async def _request(self, method: str, key: str, what: str = "write", **arguments: Any) -> Any:
         if key:
@@ -152,9 +162,15 @@ class S3Objects:
             if code_of(error) in ("InvalidRange", "416"):
                 return
             raise
+        if start and answer.get("ContentRange", "").partition("-")[0] != f"bytes {start}":
+            raise strange_answer(self._where(key), "sends other bytes than the range that was asked for")
+        left = None if stop is None else stop - start
         async with answer["Body"] as body:
             while chunk := await body.read(_CHUNK):
                 moved.count += len(chunk)
+                left = left if left is None else left - len(chunk)
+                if left is not None and left < 0:
+                    raise strange_answer(self._where(key), "sends more bytes than were asked for")
                 yield chunk
 
     async def _fill_all(self, key: str, start: int, buffers: list[memoryview]) -> int:
@@ -186,6 +202,17 @@ def _scatter(chunk: bytes, views: list[memoryview]) -> list[memoryview]:
         data = data[count:]
         views = views[1:] if count == len(views[0]) else [views[0][count:], *views[1:]]
     return views
+
+
+def _listed(page: Mapping[str, Any], field: str, where: str) -> Iterable[Any]:
+    """The objects or uploads of a page, each with its fields."""
+    needed = {"Contents": ("Key", "Size"), "Uploads": ("Key", "UploadId", "Initiated")}[field]
+    found = page.get(field, ())
+    if any(item.get(name) is None for item in found for name in needed):
+        raise strange_answer(where, f"lists without {' or '.join(needed)}")
+    if any(item.get("Size", 0) < 0 for item in found):
+        raise strange_answer(where, "lists objects of less than no bytes")
+    return list(found)
 
 
 def _date(answer: Mapping[str, Any]) -> datetime:

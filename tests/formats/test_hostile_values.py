@@ -345,3 +345,50 @@ def test_a_checkpoint_with_such_a_value_changes_nothing(tmp_path: Path, document
         manager.load_state("a")
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def _in_python(state: Any) -> None:
+    state["rng"]["values"]["python"] = {"$tuple": [3, {"$tuple": [1, 2]}, None]}
+
+
+def _in_torch(state: Any) -> None:
+    for stored in state["rng"]["tensors"].values():
+        stored.update(dtype="uint8", shape=[3], bytes="AAAA")
+
+
+def _in_numpy(state: Any) -> None:
+    state["rng"]["values"]["numpy"]["state"]["pos"] = 1 << 30  # NumPy would read there
+
+
+def _of_a_loader(state: Any) -> None:
+    state["loaders"]["values"] = {"first": {"batches": -1}}
+
+
+def _of_another_loader(state: Any) -> None:
+    state["loaders"]["values"] = {"first": {"layout": {"nonsense": 1}}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _in_python,
+        _in_torch,
+        _in_numpy,
+        _of_a_loader,
+        _of_another_loader,
+        lambda state: state.pop("rng"),
+        lambda state: state.pop("loaders"),
+        lambda state: state.update(loaders={"values": 5, "tensors": {}}),
+        lambda state: state.update(source={"values": 5, "tensors": {}}),
+    ],
+)
+def test_state_of_a_rank_that_no_generator_or_loader_takes_changes_nothing(tmp_path: Path, change: Any) -> None:
+    model = nn.Linear(2, 2)
+    with ckpt.StateManager(tmp_path, model=model) as manager:
+        manager.save_state("a")
+    alter_json(tmp_path / "a" / "rank-00000.json", lambda document: change(document["state"]))
+    before, drawn = model.weight.detach().clone(), torch.get_rng_state()
+    with ckpt.StateManager(tmp_path, model=model) as manager, pytest.raises(DamagedError, match="a/rank-00000.json is"):
+        manager.load_state("a")
+    assert torch.equal(model.weight, before)
+    assert torch.equal(torch.get_rng_state(), drawn)

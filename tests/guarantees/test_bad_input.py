@@ -294,7 +294,7 @@ def test_values_that_cannot_be_held_are_refused_by_path_all_at_once(root: Place)
         (lambda: ckpt.StateManager("memory://x").register(a=1, b=2), "a: a int has no state_dict.*; b: a int"),
         (lambda: ckpt.StateManager("memory://x").unwrap(), "0 models: say which"),
         (lambda: ckpt.StateManager("memory://x").step(), r"call manager\.resume\(\) before the loop"),
-        (lambda: ckpt.StateManager(""), "must be a path or a URL"),
+        (lambda: ckpt.StateManager(""), "must be a path, a URL"),
         (lambda: ckpt.StateManager(), "needs a root"),
         (
             lambda: ckpt.StateManager("memory://x", saving=ckpt.SaveOptions(layout="flat")),

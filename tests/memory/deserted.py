@@ -20,7 +20,10 @@ from ckpt.storage import open_storage, place_of
 from tests.helpers import byte_checkpoints
 from tests.helpers.processes import DEADLINE, fork
 
-FILES = {"model.safetensors": bytes(range(256)) * 40, "state.json": b'{"here": "in memory"}'}
+FILES = {
+    "model.safetensors": byte_checkpoints.tensor_file(bytes(range(256)) * 40),
+    "state.json": b'{"here": "in memory"}',
+}
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:

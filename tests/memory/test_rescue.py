@@ -29,7 +29,7 @@ from ckpt.root.lock import lock_root
 from ckpt.root.verify import problems, verify
 from ckpt.storage import ANY, Buffer, HubStorage, LocalStorage, MemoryStorage, Storage, open_storage
 from tests.helpers import byte_checkpoints
-from tests.helpers.byte_checkpoints import cut_off_at_every_call, keys, save
+from tests.helpers.byte_checkpoints import cut_off_at_every_call, keys, save, tensor_file
 from tests.memory.deserted import FILES, create_place, kill, no_keeper_left, snapshot, start_run, wait_until
 
 AT_ONCE = {"after": 0.0}
@@ -298,9 +298,9 @@ class TestHosts:
     def place(self, folder: Path, **settings: Any) -> MemoryPlace:
         place = create_place(folder, rescue=settings)
         files = {
-            "model.safetensors": b"all",
-            "optimizer/00000.safetensors": b"mine",
-            "optimizer/00001.safetensors": b"another host's",
+            "model.safetensors": tensor_file(b"all"),
+            "optimizer/00000.safetensors": tensor_file(b"mine"),
+            "optimizer/00001.safetensors": tensor_file(b"another host's"),
         }
         snapshot(place, "step-9", sequence=9, files=files)
         storage = slot_storage(place)

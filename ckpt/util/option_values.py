@@ -1,0 +1,91 @@
+"""What a user may give as an option: conditions that hold for no nonsense, and a value as text for a message."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckpt.errors import ConfigError
+from ckpt.util.filesystem import expand_home
+from ckpt.util.sizes import parse_size
+
+_LONGEST = 10 * 365 * 24 * 3600.0  # seconds: what threads and stores can wait
+_SHOWN = 100  # characters of a value
+
+
+def said(value: Any) -> str:
+    """A value as its user wrote it, shortened; its type where that says no more, or cannot be said."""
+    try:
+        text = repr(value)
+    except Exception:
+        return kind_of(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def kind_of(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
+def path_text(value: Any, what: str) -> str:
+    """A path or URL as text, with `~` replaced by the home folder. Anything else is refused, under the name `what`."""
+    if not is_path(value):
+        raise ConfigError(f"{what} must be a path or a URL, not {said(value)}.")
+    return expand_home(os.fspath(value))
+
+
+def settings(value: Any) -> dict[str, Any]:
+    """The options of a storage, as keywords; none is an empty dict."""
+    if value is not None and not is_settings(value):
+        raise ConfigError(f"storage_options must be a dict of what the storage of a URL takes, not {kind_of(value)}.")
+    return dict(value or {})
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300
+
+
+def is_seconds(value: Any) -> bool:
+    return is_number(value) and value <= _LONGEST
+
+
+def is_size(value: Any) -> bool:
+    """A size in bytes, or as people write it; 0 too."""
+    return is_count(value, 0) or (isinstance(value, str) and (value.strip() == "0" or parse_size(value) is not None))
+
+
+def is_rate(value: Any) -> bool:
+    """Bytes per second, more than none."""
+    return is_number(value) or (isinstance(value, str) and parse_size(value) is not None)
+
+
+def is_settings(value: Any) -> bool:
+    """Options by name."""
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+
+
+def is_path(value: Any) -> bool:
+    """A path or URL that a system can take: some text, without NUL."""
+    if not isinstance(value, str | os.PathLike):
+        return False
+    text = os.fspath(value)
+    try:
+        return isinstance(text, str) and bool(text) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
+def is_one_of(*words: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in words
+
+
+def is_kind(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+def optional(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or check(value)

@@ -1,0 +1,57 @@
+"""The HTTP sessions of S3: they follow no redirect, and read no answer beyond a bound into memory.
+
+A redirect would take the session token to a host that the server names. Objects are not read here, but streamed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt.errors import StorageError
+
+LONGEST_ANSWER = 64 << 20  # bytes: a page of a thousand keys has less than 3 MB
+_CHUNK = 1 << 16
+
+
+class EndlessError(StorageError):
+    """A server sends more than anybody has asked for."""
+
+
+def session_class() -> type[Any]:
+    """The class of sessions for `AioConfig(http_session_cls=...)`."""
+    from aiobotocore.httpsession import AIOHTTPSession
+    from aiohttp import ClientResponse
+
+    class BoundedResponse(ClientResponse):
+        async def read(self) -> bytes:
+            if self._body is None:
+                self._body = await _bounded(self)
+            return self._body
+
+    class Session(AIOHTTPSession):  # type: ignore[misc]
+        async def _get_session(self, proxy_url: Any) -> _Unredirected:
+            session = await super()._get_session(proxy_url)
+            session._response_class = BoundedResponse
+            return _Unredirected(session)
+
+    return Session
+
+
+class _Unredirected:
+    """A session of aiohttp that answers a redirect with the redirect itself."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    async def request(self, *arguments: Any, **options: Any) -> Any:
+        return await self._session.request(*arguments, allow_redirects=False, **options)
+
+
+async def _bounded(response: Any) -> bytes:
+    body = bytearray()
+    async for chunk in response.content.iter_chunked(_CHUNK):
+        body += chunk
+        if len(body) > LONGEST_ANSWER:
+            response.close()
+            raise EndlessError(f"the server's answer has more than {LONGEST_ANSWER >> 20} MB, which none of S3's has.")
+    return bytes(body)

@@ -1,0 +1,245 @@
+"""The corpus: folders of every kind that ckpt reads, made by the libraries that write them.
+
+`python -m tests.fuzz.seeds FOLDER [NAME...]` makes them in a process of its own: these libraries leave
+threads and settings.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ckpt
+from tests.fuzz.live import Live, Untied
+from tests.helpers.processes import run_ranks
+
+NAMES = ("step-00000001", "step-00000002")
+
+
+def full(folder: Path) -> None:
+    """A root with two checkpoints, metrics, and everything that one process has."""
+    live = Live()
+    with ckpt.StateManager(str(folder / "root"), **live.parts(), background=False) as manager:
+        manager.register(seen=live.seen)
+        for name in NAMES:
+            live.train()
+            manager.save_state(name, metrics={"loss": 0.5, "worst": float("nan")})
+
+
+def linked(folder: Path) -> None:
+    """Two checkpoints of a model that did not change: its file is linked, and its `path` differs from its name."""
+    live = Live()
+    live.train()
+    with ckpt.StateManager(str(folder / "root"), **live.parts(), background=False) as manager:
+        manager.register(seen=live.seen)
+        for name in (*NAMES, NAMES[-1]):
+            live.seen.state["again"] = name
+            manager.save_state(name)
+
+
+def sharded(folder: Path) -> None:
+    run_ranks(2, _save_sharded, str(folder / "root"))
+
+
+def own_state(folder: Path) -> None:
+    run_ranks(2, _save_own_state, str(folder / "root"))
+
+
+def _save_sharded(rank: int, root: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    live = Live(tied=False)
+    fully_shard(live.model)
+    live.optimizer = torch.optim.AdamW(live.model.parameters(), lr=0.01)
+    live.scheduler = torch.optim.lr_scheduler.StepLR(live.optimizer, 2)
+    _save_on_ranks(live, root)
+
+
+def _save_own_state(rank: int, root: str) -> None:
+    _save_on_ranks(Live(tied=False, seed=rank), root)
+
+
+def _save_on_ranks(live: Live, root: str) -> None:
+    with ckpt.StateManager(root, **live.parts(), background=False) as manager:
+        manager.register(seen=live.seen)
+        for name in NAMES:
+            live.train()
+            manager.save_state(name)
+
+
+def accelerate(folder: Path) -> None:
+    _save_with_accelerate(folder / "root" / "checkpoint_0", safe=True)
+
+
+def accelerate_pickles(folder: Path) -> None:
+    _save_with_accelerate(folder / "root" / "checkpoint_0", safe=False)
+
+
+def _save_with_accelerate(folder: Path, *, safe: bool) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    live = Live()
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(*live.parts().values())
+    accelerator.register_for_checkpointing(live.seen)
+    live.train()
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    accelerator.save_state(str(folder), safe_serialization=safe)
+
+
+def dcp(folder: Path) -> None:
+    run_ranks(2, _save_dcp, str(folder / "dcp"))
+
+
+def accelerate_sharded(folder: Path) -> None:
+    """What Accelerate saves under FSDP with SHARDED_STATE_DICT: its folders of DCP beside its pickles."""
+    accelerate(folder)
+    top = folder / "root" / "checkpoint_0"
+    for name in ("model.safetensors", "optimizer.bin"):
+        (top / name).unlink()
+    run_ranks(2, _save_dcp, str(top / "pytorch_model_fsdp_0"))
+
+
+def _save_dcp(rank: int, folder: str) -> None:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(1)
+    model = Untied()
+    fully_shard(model)
+    save({"model": get_model_state_dict(model), "steps": 3}, checkpoint_id=folder)
+
+
+def safetensors_whole(folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {name: value.clone() for name, value in Live().model.state_dict().items()}
+    (folder / "model").mkdir(parents=True)
+    save_file(tensors, folder / "model" / "model.safetensors", {"format": "pt"})
+    (folder / "model" / "config.json").write_text('{"architectures": ["Net"]}')
+
+
+def safetensors_sharded(folder: Path) -> None:
+    from huggingface_hub import save_torch_state_dict
+
+    (folder / "model").mkdir(parents=True)
+    tensors = {name: value.clone() for name, value in Live(tied=False).model.state_dict().items()}
+    save_torch_state_dict(tensors, folder / "model", max_shard_size=80)
+
+
+def torch_save(folder: Path) -> None:
+    live = Live()
+    live.train()
+    folder.mkdir(parents=True)
+    state = {"model": live.model.state_dict(), "optimizer": live.optimizer.state_dict(), "seen": live.seen.state}
+    torch.save(state, folder / "state.pt")
+    torch.save(state, folder / "legacy.pt", _use_new_zipfile_serialization=False)
+
+
+def lightning(folder: Path) -> None:
+    from lightning.pytorch import LightningModule, Trainer
+
+    class Module(LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Live().model
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            loss: torch.Tensor = self.net(batch).pow(2).mean()
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(max_steps=1, accelerator="cpu", enable_checkpointing=False, default_root_dir=folder, **quiet)
+    samples: Any = list(torch.arange(4))
+    trainer.fit(Module(), torch.utils.data.DataLoader(samples, batch_size=2))
+    folder.mkdir(parents=True, exist_ok=True)
+    trainer.save_checkpoint(folder / "state.pt")
+
+
+def deepspeed(folder: Path) -> None:
+    run_ranks(1, _save_with_deepspeed, str(folder))
+    for found in sorted(folder.rglob("*.pt")):
+        shutil.copyfile(found, folder / "state.pt")
+
+
+def _save_with_deepspeed(rank: int, folder: str) -> None:
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+
+    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu"})
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    import deepspeed
+
+    live = Live(tied=False)
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
+    engine, *_ = deepspeed.initialize(
+        model=live.model, optimizer=live.optimizer, config=config, dist_init_required=False
+    )
+    engine.save_checkpoint(folder)
+
+
+def memory(folder: Path) -> None:
+    """The folder of a killed run in a host's memory, with two snapshots."""
+    from tests.memory.deserted import create_place, snapshot
+
+    held = folder / "memory"
+    held.mkdir(parents=True)
+    os.environ["CKPT_MEMORY_DIR"] = str(held)
+    place = create_place(folder / "root", rescue={})
+    for number in (1, 2):
+        snapshot(place, f"step-{number}", sequence=number)
+    place.release()
+    (place.path / "keeper.log").write_text("the last words of a keeper\n")
+    del os.environ["CKPT_MEMORY_DIR"]
+
+
+MAKERS: dict[str, Callable[[Path], None]] = {
+    "full": full,
+    "linked": linked,
+    "sharded": sharded,
+    "own-state": own_state,
+    "accelerate": accelerate,
+    "accelerate-pickles": accelerate_pickles,
+    "accelerate-sharded": accelerate_sharded,
+    "dcp": dcp,
+    "safetensors": safetensors_whole,
+    "safetensors-sharded": safetensors_sharded,
+    "torch-save": torch_save,
+    "lightning": lightning,
+    "deepspeed": deepspeed,
+    "memory": memory,
+}
+
+
+SLOW = ("lightning", "deepspeed")  # minutes to import and build, where the machine is busy
+
+
+def make(folder: Path, names: Iterable[str]) -> None:
+    """Seeds in folders of their names. A library that is not installed has none, which is said."""
+    for name in names:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                MAKERS[name](folder / name)
+            except ImportError as error:
+                print(f"no corpus of {name}: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("CKPT_MEMORY_KEEPER", "off")
+    make(Path(sys.argv[1]), sys.argv[2:] or MAKERS)
+    sys.stdout.flush()
+    os._exit(0)  # the threads of some libraries would keep it
