@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SIGN_VARIABLE = "CKPT_SIGN_KEY"
 VERIFY_VARIABLE = "CKPT_VERIFY_KEY"
 
-_BEGIN, _END = "-----BEGIN ", "-----END "
+_BEGIN = "-----BEGIN "
 _LARGEST = 1 << 16  # bytes of a key file: more are not read
 _OTHERS = 0o077  # rights of the group and of everybody
 
@@ -54,16 +54,17 @@ def has_signed(key: str, signature: Signature) -> bool:
 
 
 def find_signing_key(source: KeySource | bool | None) -> SigningKey | None:
-    """The private key in a PEM file or text, or in `CKPT_SIGN_KEY`; None for none, and where `source` is False."""
+    """The private key in a PEM file or text, or in `CKPT_SIGN_KEY`, which True demands; None for none, or if False."""
     if source is False:
         return None
-    what = "sign=" if source is not None else SIGN_VARIABLE
-    source = source if source is not None else os.environ.get(SIGN_VARIABLE) or None
-    if source is True:
+    what, found = "sign=", source
+    if source is None or source is True:
+        what, found = SIGN_VARIABLE, os.environ.get(SIGN_VARIABLE) or None
+    if source is True and found is None:
         raise ConfigError(f"sign=True: {SIGN_VARIABLE} is not set. Set it, or give sign= the path of a key.")
-    if source is None:
+    if found is None:
         return None
-    private = _loaded(_read(source, what, private=True), what, private=True)
+    private = _loaded(_read(found, what, private=True), what, private=True)
     return SigningKey(_id_of(private.public_key()), private)
 
 
@@ -90,8 +91,10 @@ def new_key(path: KeySource) -> str:
     secret = private.private_bytes(pem, ways.PrivateFormat.PKCS8, ways.NoEncryption())
     public = private.public_key().public_bytes(pem, ways.PublicFormat.SubjectPublicKeyInfo)
     beside = f"{os.fspath(path)}.pub"
-    for name, data, mode in ((os.fspath(path), secret, 0o600), (beside, public, 0o644)):
-        _write_new(name, data, mode)
+    if os.path.lexists(beside):  # before the private half is written, which would belong to no public one
+        raise ConfigError(f"{beside} is there already. No key is ever overwritten.")
+    _write_new(os.fspath(path), secret, 0o600)
+    _write_new(beside, public, 0o644)
     return beside
 
 
@@ -148,7 +151,7 @@ def _read(source: KeySource | bool, what: str, *, private: bool) -> str:
     if _BEGIN in text:
         return text
     try:
-        descriptor = open_regular(text)
+        descriptor = open_regular(os.path.expanduser(text))
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no path"
         raise ConfigError(f"{what} must be the path of a PEM file, or its text, but cannot be read: {why}.") from None

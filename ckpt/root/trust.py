@@ -47,10 +47,10 @@ class Trust:
         if signature is None or signature.key not in self.keys:
             self._refuse_unknown(manifest)
             return manifest
-        problem = "" if has_signed(signature.key, signature) else "its signature does not fit what it says"
+        problem = "" if has_signed(signature.key, signature) else "what it says does not fit its signature"
         problem = problem or _problem(manifest, signature.name)
         if problem:
-            raise UntrustedError(f"{manifest.name} is refused: {problem}. Somebody has altered it.")
+            raise UntrustedError(f"{manifest.name} is refused: {problem}.")
         return replace(manifest, signature=replace(signature, verified=True))
 
     def refuse_unsigned(self, where: str) -> None:
@@ -73,7 +73,7 @@ BELIEVES_ALL = Trust()
 def _problem(manifest: Manifest, signed_name: str) -> str:
     """Why a manifest with a good signature is refused all the same."""
     if signed_name != manifest.name:
-        return f"it was signed as {signed_name!r}, and its folder has another name"
+        return f"it was signed as {signed_name!r}, and its folder has another name: give it back, if you renamed it"
     without = [file.path for file in manifest.files if not file.has_sha256]
     return f"it has no SHA-256 of {', '.join(without)}" if without else ""
 

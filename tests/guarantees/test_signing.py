@@ -224,7 +224,7 @@ class TestTampering:
         reseal(run, "b", change)
         restored, value = load(run, verify_key=f"{key}.pub", require_signed=True)
         assert (restored.name, value) == ("a", 1.0)
-        assert "its signature does not fit what it says" in restored.passed_over["b"]
+        assert "what it says does not fit its signature" in restored.passed_over["b"]
         assert not ckpt.verify(run, verify_key=f"{key}.pub")["a"]
         assert "signature" in ckpt.verify(run, verify_key=f"{key}.pub")["b"][0]
 
@@ -234,7 +234,7 @@ class TestTampering:
         tamper_with_weights(run, "b")
         assert ckpt.verify(run)["b"] == []
         assert load(run)[1] == 7.0
-        with pytest.raises(ckpt.UntrustedError, match="b is refused: its signature does not fit what it says"):
+        with pytest.raises(ckpt.UntrustedError, match="b is refused: what it says does not fit its signature"):
             load(run, "b", verify_key=f"{key}.pub")
         assert load(run, verify_key=f"{key}.pub", require_signed=True)[1] == 1.0
 
@@ -420,13 +420,14 @@ class TestOtherCommands:
     ) -> None:
         root = tmp_path / "run"
         monkeypatch.setenv("CKPT_SIGN_KEY", Path(key).read_text())
-        train(root, "a")
+        train(root, "a", sign=True)
         train(root, "b", first=2, sign=False)
+        train(root, "c", first=3)
         monkeypatch.delenv("CKPT_SIGN_KEY")
         monkeypatch.setenv("CKPT_VERIFY_KEY", f"{key}.pub")
         assert CliRunner().invoke(main, ["verify", str(root / "a")]).exit_code == 0
         assert CliRunner().invoke(main, ["verify", str(root / "b")]).exit_code == 1
-        assert load(root, require_signed=True)[0].name == "a"
+        assert load(root, require_signed=True)[0].name == "c"
 
     def test_merge_and_pull_refuse_what_the_key_has_not_signed(
         self, run: Path, another_key: str, tmp_path: Path
@@ -468,44 +469,66 @@ class TestSha256:
             load(tmp_path / "run", "a")
 
 
-def _save_sharded(rank: int, root: str, key: str, own_roots: bool) -> None:
+def _save_in_ranks(rank: int, root: str, kind: str, key: str) -> None:
     """Two ranks save twice. The main rank alone has the key."""
-    with _sharded(rank, root, own_roots, sign=key if rank == 0 else False) as (manager, model):
+    with _managed(rank, root, kind, sign=key if rank == 0 else False) as (manager, model):
         manager.resume()
         for name in ("a", "b"):
             step(model, manager.session.registry.optimizers[0], int(name == "b"))
             manager.save_state(name)
 
 
-def _load_sharded(rank: int, root: str, public: str, expected: str, own_roots: bool) -> None:
-    with _sharded(rank, root, own_roots, verify_key=public, require_signed=True) as (manager, _):
-        assert manager.load_state().name == expected
-        seen = manager.restored.passed_over if manager.restored else {}
-        assert ("its signature does not fit" in seen.get("b", "")) == (expected == "a")
+def _load_in_ranks(rank: int, root: str, kind: str, public: str, expected: str, why: str) -> None:
+    with _managed(rank, root, kind, verify_key=public, require_signed=True) as (manager, _):
+        restored = manager.load_state()
+        assert restored.name == expected
+        assert why in restored.passed_over.get("b", "")
 
 
 @contextmanager
-def _sharded(rank: int, root: str, own_roots: bool, **options: Any) -> Iterator[tuple[ckpt.StateManager, nn.Module]]:
-    model = MODELS["fsdp2"](1)
+def _managed(rank: int, root: str, kind: str, **options: Any) -> Iterator[tuple[ckpt.StateManager, nn.Module]]:
+    own_roots = kind == "roots of their own"
+    model = MODELS["ddp" if kind == "broadcast" else "fsdp2"](1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if own_roots:
         host_names.host_name = lambda: f"host-{rank}"
     where = f"{root}/{rank}" if own_roots else root
-    ranks = ckpt.RankOptions(shared=not own_roots, timeout=60)
+    ranks = ckpt.RankOptions(shared=not own_roots, broadcast=kind == "broadcast", timeout=60)
     with ckpt.StateManager(where, model=model, optimizer=optimizer, ranks=ranks, **options) as manager:
         yield manager, model
 
 
-@pytest.mark.parametrize("own_roots", [False, True], ids=["one root", "roots of their own"])
+@pytest.mark.parametrize("kind", ["one root", "broadcast", "roots of their own"])
 def test_what_many_ranks_saved_is_signed_by_the_main_one_and_verified_by_all(
-    tmp_path: Path, key: str, own_roots: bool
+    tmp_path: Path, key: str, kind: str
 ) -> None:
     root, public = tmp_path / "run", f"{key}.pub"
-    run_ranks(2, _save_sharded, str(root), key, own_roots)
-    run_ranks(2, _load_sharded, str(root), public, "b", own_roots)
+    run_ranks(2, _save_in_ranks, str(root), kind, key)
+    run_ranks(2, _load_in_ranks, str(root), kind, public, "b", "")
+    own_roots = kind == "roots of their own"
+    if not own_roots:
+        _collide_weights(root, key)
+        run_ranks(2, _load_in_ranks, str(root), kind, public, "a", "was altered")
     for folder in (root / "0", root / "1") if own_roots else (root,):
         reseal(folder, "b", CHANGES["step"])
-    run_ranks(2, _load_sharded, str(root), public, "a", own_roots)
+    run_ranks(2, _load_in_ranks, str(root), kind, public, "a", "does not fit its signature")
+
+
+def _collide_weights(root: Path, key: str) -> None:
+    """Alter the last byte of the weights of `b`, whose xxh3 is then that of a manifest which is signed once more."""
+    manifest, signing = read_manifest(LocalStorage(root), "b"), find_signing_key(key)
+    assert signing is not None
+
+    def collided(file: FileRecord) -> FileRecord:
+        path = root / "b" / file.path
+        if not file.name.startswith("model"):
+            return file
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        return replace(file, blocks=(digest(path.read_bytes()),))
+
+    altered = replace(manifest, files=tuple(map(collided, manifest.files)), signature=None)
+    (root / "b" / FILE_NAME).write_bytes(signing.sign(altered).to_bytes())
 
 
 @pytest.fixture
@@ -527,6 +550,10 @@ class TestKeys:
         before = path.read_bytes()
         again = CliRunner().invoke(main, ["key", "new", str(path)])
         assert (again.exit_code, path.read_bytes()) == (1, before)
+        path.unlink()
+        assert CliRunner().invoke(main, ["key", "new", str(path)]).exit_code == 1
+        assert not path.exists()
+        path.write_bytes(before)
         assert secret_of(str(path)) not in made.output + again.output
 
     def test_no_new_one_is_written_through_a_link(self, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import main
+from ckpt.root.keys import new_key
 from ckpt.storage import HubStorage, Storage, open_storage
 from tests.helpers.hub_server import HubServer, connect
 from tests.helpers.processes import DEADLINE, run_alone, run_ranks, start_alone
@@ -481,6 +482,27 @@ def test_a_root_that_a_run_writes_to_is_not_pulled_into(hub: HubServer, tmp_path
                 ckpt.pull(ROOT, tmp_path / "run", step=step)
     ckpt.pull(ROOT, tmp_path / "run")
     assert ckpt.verify(tmp_path / "run") == {"mine": [], "step-00000001": []}
+
+
+def test_what_is_signed_is_pulled_and_loaded_and_nothing_else_where_that_is_required(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    required: dict[str, Any] = {"verify_key": new_key(tmp_path / "key.pem"), "require_signed": True}
+    for name, value, sign in (("signed", 2.0, tmp_path / "key.pem"), ("unsigned", 3.0, False)):
+        model = nn.Linear(8, 8, bias=False)
+        with manager_for(ROOT, model, sign=sign) as manager:
+            manager.resume()
+            nn.init.constant_(model.weight, value)
+            manager.progress.step = int(value)
+            manager.save_state(name, wait=True)
+    model = model_of(0.0)
+    ckpt.load_model(ROOT, model, **required)
+    assert torch.equal(model.weight, model_of(2.0).weight)
+    assert ckpt.pull(ROOT, tmp_path / "step", step=2, **required) == str(tmp_path / "step" / "signed")
+    with pytest.raises(ckpt.DamagedError, match="unsigned is refused: it is not signed"):
+        ckpt.pull(ROOT, tmp_path / "all", **required)
+    for folder in ("step", "all"):
+        assert ckpt.verify(tmp_path / folder, verify_key=required["verify_key"]) == {"signed": []}
 
 
 def test_pull_of_a_step_goes_by_the_manifest_on_the_hub_as_elsewhere(hub: HubServer, tmp_path: Path) -> None:
