@@ -38,7 +38,7 @@ def _header(data: bytes) -> None:
     from ckpt.formats.native.header import outlines
 
     reader: Any = _Bytes(data)
-    outlines(reader, "it")
+    outlines(reader, "it", len(data))
 
 
 def _pickle(data: bytes) -> None:
