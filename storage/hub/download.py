@@ -14,7 +14,9 @@ from pathlib import Path
 
 from ckpt.errors import DamagedError, TransientError
 from ckpt.storage.hub.errors import translated_errors
+from ckpt.storage.hub.guard import bounded_progress, guarded_lists
 from ckpt.storage.hub.repo import HubRepo, client_bars
+from ckpt.util.checked_json import is_relative
 from ckpt.util.console import progress_bar, say
 
 _HASHED = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # the names of blobs: git's hash, or sha256 of large files
@@ -47,7 +49,8 @@ def fetched(repo: HubRepo, patterns: Sequence[str] | None, offline: TransientErr
 def _downloaded(repo: HubRepo, patterns: Sequence[str] | None) -> Path:
     from huggingface_hub import snapshot_download
 
-    with translated_errors("download", repo.url), client_bars(show=sys.stderr.isatty()):
+    listed = _listed(repo, patterns)
+    with translated_errors("download", repo.url), client_bars(show=sys.stderr.isatty()), guarded_lists():
         endpoint = repo.api.endpoint
         found = snapshot_download(
             repo.id,
@@ -55,8 +58,20 @@ def _downloaded(repo: HubRepo, patterns: Sequence[str] | None) -> Path:
             allow_patterns=None if patterns is None else [*patterns],
             token=repo.token,
             endpoint=endpoint,
+            tqdm_class=bounded_progress(sum(listed.values()), repo.url),
         )
     return Path(found)
+
+
+def _listed(repo: HubRepo, patterns: Sequence[str] | None) -> dict[str, int]:
+    """The sizes of the files that match, as the Hub lists them. Paths that lead out of a folder are refused."""
+    from huggingface_hub.utils import filter_repo_objects
+
+    files = repo.files(repo.head())
+    if odd := [path for path in files if not is_relative(path)]:
+        raise DamagedError(f"{repo.url} has files whose names lead out of it, and is not read: {odd[0]!r}.")
+    chosen = filter_repo_objects(files, allow_patterns=None if patterns is None else [*patterns])
+    return {path: files[path].size for path in chosen}
 
 
 def _cached(repo: HubRepo, patterns: Sequence[str] | None, unreachable: TransientError) -> Path:

@@ -7,7 +7,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +16,9 @@ from urllib.parse import quote
 
 from ckpt.errors import ConfigError, StorageError, TransientError
 from ckpt.shown import remember_secrets
+from ckpt.storage.base import LARGEST_DOCUMENT
 from ckpt.storage.hub.errors import MovedError, asked_to_wait, cause_of, is_transient, status_of, translated_errors
+from ckpt.storage.hub.guard import guarded_lists, strange_answer
 from ckpt.storage.retry import Retries, RetryPolicy
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ Result = TypeVar("Result")
 
 MAIN_BRANCH = "main"
 _ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_COMMIT = re.compile(r"[\w.-]{1,200}", re.ASCII)
 _MAY_NOT = 403
 _EXISTS = 409
 _CONFLICTS = (_EXISTS, 412)
@@ -143,7 +146,11 @@ class HubRepo:
 
     def head(self) -> str:
         """The commit that the branch stands at."""
-        return str(self._ask("look at", lambda: self.api.repo_info(self.id, revision=self.revision)).sha)
+        with guarded_lists():
+            found = str(self._ask("look at", lambda: self.api.repo_info(self.id, revision=self.revision)).sha)
+        if not _COMMIT.fullmatch(found):
+            raise strange_answer(self.url, "names no commit")
+        return found
 
     def files(self, commit: str, folder: str = "") -> dict[str, HubFile]:
         """Every file of a commit below a folder, by its path. A folder that is not there has none."""
@@ -155,26 +162,22 @@ class HubRepo:
             except EntryNotFoundError:
                 return []
 
-        found = (_file(entry) for entry in self._ask("list", listed) if hasattr(entry, "blob_id"))
-        return {file.path: file for file in found}
+        with guarded_lists():
+            entries = self._ask("list", listed)
+        return {entry.path: _file(entry, self.url) for entry in entries if hasattr(entry, "blob_id")}
 
     def read(self, path: str, commit: str, start: int = 0, stop: int | None = None) -> bytes:
         """Bytes of a file at a commit. `stop` must not lie beyond its end."""
         from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+        from huggingface_hub.utils import build_hf_headers
 
         url = hf_hub_url(self.id, path, revision=commit, endpoint=self.api.endpoint)
         headers = build_hf_headers(token=self.token, library_name="torch-ckpt")
         if start or stop is not None:
             headers["Range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
 
-        def fetched() -> bytes:
-            response = http_backoff("GET", url, headers=headers)
-            hf_raise_for_status(response)
-            content: bytes = response.content
-            return content
-
-        found = self._ask("read", fetched, f"{self.url}/{path}")
+        most = LARGEST_DOCUMENT if stop is None else stop - start
+        found = self._ask("read", lambda: _received(url, headers, most), f"{self.url}/{path}")
         if stop is not None and len(found) != stop - start:
             raise StorageError(
                 f"could not read {self.url}/{path}: asked for {stop - start} bytes, the Hub sent {len(found)}. A proxy "
@@ -264,5 +267,23 @@ def client_bars(*, show: bool) -> Iterator[None]:
         enable_progress_bars()
 
 
-def _file(entry: Any) -> HubFile:
-    return HubFile(entry.path, entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id)
+def _received(url: str, headers: Mapping[str, str], most: int) -> bytes:
+    """The body of an answer; of one that is longer than `most` a little more than that."""
+    from huggingface_hub.utils import hf_raise_for_status, http_stream_backoff
+
+    body = bytearray()
+    with http_stream_backoff("GET", url, headers=headers) as response:
+        hf_raise_for_status(response)
+        for piece in response.iter_bytes():
+            body += piece
+            if len(body) > most:
+                break
+    return bytes(body)
+
+
+def _file(entry: Any, where: str) -> HubFile:
+    oid = entry.lfs.sha256 if entry.lfs else entry.blob_id
+    whole = type(entry.size) is int and entry.size >= 0 and isinstance(oid, str) and isinstance(entry.path, str)
+    if not whole:
+        raise strange_answer(where, "lists files without a path, a size or a hash")
+    return HubFile(entry.path, entry.size, oid)
