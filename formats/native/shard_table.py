@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import DamagedError
+from ckpt.errors import DamagedError, UnsupportedError
 from ckpt.formats.damage import damage_reported
 from ckpt.formats.layout import Box, Layout, Ranges, gathered, is_sharded, layout_of, local_tensor
 from ckpt.formats.layout_json import check_covered, count_shards, layout_from_json
@@ -26,6 +26,7 @@ from ckpt.formats.native.tensor_file_plan import SMALL
 from ckpt.formats.state import Shard
 from ckpt.formats.strides import checked_shape
 from ckpt.formats.tensor_bytes import narrowed
+from ckpt.shown import Lines
 
 _LEAST_ENTRY = 32  # bytes of a file's header that no shard can do without
 _ALWAYS_READ = 1 << 20  # bytes: a table that is read at once, however many shards it has
@@ -130,7 +131,25 @@ def build_table(tensors: Mapping[str, Any], world_size: int) -> ShardTable:
         for name, tensor in tensors.items()
         if name not in aliases
     }
+    refuse_overlapping(found)
     return ShardTable(_balanced(found), aliases)
+
+
+def refuse_overlapping(tensors: Mapping[str, ShardSpec]) -> None:
+    """Raise if PyTorch does not say where shards are: under FSDP over TP along one dimension, divided unevenly.
+
+    Their offsets would then overlap, and rows come back in other places.
+    """
+    problems = []
+    for name, spec in tensors.items():
+        try:
+            check_covered(spec.layout, spec.shape)
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
+    if problems:
+        head = "the shards of these tensors cannot be saved, as PyTorch does not say which rows each rank has:"
+        remedy = "Let the mesh divide that dimension evenly, shard another one, or save with layout='full'."
+        raise UnsupportedError(Lines.listing(head, problems, remedy), tuple(problems))
 
 
 def _aliases(tensors: Mapping[str, Any]) -> dict[str, str]:

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.errors import DamagedError
+from ckpt.errors import DamagedError, UnsupportedError
 from ckpt.formats.layout import Box, Layout
 from ckpt.formats.layout_json import check_covered, count_shards, layout_from_json
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
-from ckpt.formats.native.shard_table import ShardTable
+from ckpt.formats.native.shard_table import ShardSpec, ShardTable, refuse_overlapping
 from ckpt.formats.native.tensor_file_plan import plan_file
 from ckpt.formats.state import Shard
 from ckpt.formats.tiling import find_fault
@@ -255,3 +255,12 @@ class TestCoverage:
 
 def _points(box: Box) -> list[tuple[int, ...]]:
     return list(itertools.product(*(range(start, start + size) for start, size in box.ranges)))
+
+
+def test_a_save_refuses_shards_of_which_pytorch_does_not_say_where_they_are() -> None:
+    uneven = Layout((3, 2), tuple(range(6)), ("S0/2", "S0"))
+    even = {"even": ShardSpec(torch.float32, (12, 4), uneven)}
+    refuse_overlapping(even)
+    with pytest.raises(UnsupportedError, match=r"uneven: shards S0/2,S0 of a tensor of shape \[13, 4\]") as raised:
+        refuse_overlapping({**even, "uneven": ShardSpec(torch.float32, (13, 4), uneven)})
+    assert len(raised.value.problems) == 1
