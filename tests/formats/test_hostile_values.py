@@ -388,7 +388,7 @@ def test_state_of_a_rank_that_no_generator_or_loader_takes_changes_nothing(tmp_p
         manager.save_state("a")
     alter_json(tmp_path / "a" / "rank-00000.json", lambda document: change(document["state"]))
     before, drawn = model.weight.detach().clone(), torch.get_rng_state()
-    with ckpt.StateManager(tmp_path, model=model) as manager, pytest.raises(DamagedError, match="a/rank-00000.json is"):
+    with ckpt.StateManager(tmp_path, model=model) as manager, pytest.raises(DamagedError, match="rank-00000"):
         manager.load_state("a")
     assert torch.equal(model.weight, before)
     assert torch.equal(torch.get_rng_state(), drawn)
