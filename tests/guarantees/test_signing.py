@@ -603,7 +603,7 @@ class TestKeys:
         everything = shown + str(raised.value) + logged.text + printed.out + printed.err
         everything += "".join(path.read_text(errors="replace") for path in (tmp_path / "run").rglob("*.json"))
         assert secret_of(key) not in everything
-        assert "sign=(bytes) must be" in str(raised.value)
+        assert "sign=a bytes must be" in str(raised.value)
 
     def test_to_require_signatures_needs_a_key(self, tmp_path: Path) -> None:
         for do in (
