@@ -16,6 +16,7 @@ from ckpt.root.save_marker import mark_save, read_marker
 from ckpt.save.transaction import merge_reports
 from ckpt.storage import MemoryStorage, Storage, open_storage
 from ckpt.util.clock import utc_now
+from tests.helpers.byte_checkpoints import tensor_file
 from tests.helpers.places import Place, committed
 
 
@@ -84,9 +85,9 @@ def test_a_step_that_a_rank_has_passed_is_no_step_to_stop_at(ahead: int) -> None
 def stored(storage: Storage, *names: str) -> tuple[FileRecord, ...]:
     records = []
     for name in names:
-        hasher = BlockHasher()
-        hasher.update(memoryview(name.encode()))
-        storage.write(f"a/{name}", [name.encode()])
+        hasher, data = BlockHasher(), tensor_file(name.encode())
+        hasher.update(memoryview(data))
+        storage.write(f"a/{name}", [data])
         records.append(FileRecord(name=name, path=name, size=hasher.size, blocks=hasher.digests))
     return tuple(records)
 
