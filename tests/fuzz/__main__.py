@@ -19,6 +19,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="WORD", help="operations with such a word in their names")
     parser.add_argument("--report", type=Path, help="a Markdown file")
     parser.add_argument("--save", type=Path, help="a folder for what is found, an input for each")
+    parser.add_argument("--verbose", action="store_true", help="print every finding, before they are made smaller")
     parser.add_argument("--replay", type=Path, help="run the inputs that are kept in this folder, and nothing else")
     parser.add_argument("--corpus", type=Path, help="a folder of real files; made if it does not exist")
     parser.add_argument("--scratch", type=Path, help="where inputs are written; shared memory is fastest")

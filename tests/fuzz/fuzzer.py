@@ -58,6 +58,8 @@ class Fuzzer:
         broken = self._pristine()
         outcome = self._fuzz(began)
         seconds = time.monotonic() - began
+        for one in outcome.found if self._options.verbose else ():
+            print(f"{one.finding.kind}: {one.finding.signature} (input {one.number}, {one.case.target})", flush=True)
         found = self._reduced(outcome)
         report = Report(self._options, sorted(self._trees), outcome.counts, found, broken, seconds)
         if self._options.report:

@@ -258,7 +258,7 @@ def rearrange(dice: random.Random, tree: Tree) -> Tree:
         above = path.rpartition("/")[0]
         if above:
             rest = {name: node for name, node in tree.items() if not name.startswith(f"{above}/")}
-            return {**rest, above: _special(dice, path)}
+            return {**rest, above: _special(dice, path, named="step-" not in above)}
     if act == 4:
         moved = f"{path.rpartition('/')[0]}/{dice.choice(NAMES)}"
         return {(moved if name == path else name): node for name, node in tree.items()}
@@ -274,12 +274,13 @@ NAMES = (
 )  # fmt: skip
 
 
-def _special(dice: random.Random, path: str) -> Special:
-    kinds = ("link", "link", "hard", "fifo", "socket", "folder", "sparse")
-    kind = dice.choice(kinds)
+def _special(dice: random.Random, path: str, *, named: bool = False) -> Special:
+    """Something that is no plain file. A link that a user has `named` is followed, wherever it leads: there is none."""
+    kinds = ("fifo", "socket", "folder", "sparse")
+    kind = dice.choice(kinds if named else ("link", "link", "hard", *kinds))
     if kind == "link":
         inside = (f"{BESIDE}/secret.json", f"{BESIDE}/model.safetensors", BESIDE, "/dev/zero", "/dev/full", ".", "..")
         return Special(kind, dice.choice((*inside, path.rpartition("/")[2], "nowhere")))
     if kind == "hard":
-        return Special(kind, dice.choice((f"{BESIDE}/secret.json", f"{BESIDE}/model.safetensors", path)))
+        return Special(kind, dice.choice((f"{BESIDE}/linked.json", path)))
     return Special(kind)

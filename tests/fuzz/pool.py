@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import pickle
 import selectors
@@ -53,7 +54,7 @@ class _Child:
     slot: int
     stop: int
     at: int
-    since: float = field(default_factory=time.monotonic)
+    since: float = math.inf  # until it has begun: hypothesis draws a batch first
     buffer: bytes = b""
     finished: bool = False
 

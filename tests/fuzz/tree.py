@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 BESIDE = "{beside}"  # in the target of a link: the folder beside the root, which nobody may touch
-_SPARSE = 1 << 30
+_SPARSE = 544 << 20  # more than may be held in memory
 
 
 @dataclass(frozen=True)
 class Special:
-    """Something that is no plain file: a link, hard link, fifo, socket, folder, or a file of a gigabyte of nothing."""
+    """Something that is no plain file: a link, hard link, fifo, socket, folder, or a large file of nothing."""
 
     kind: str
     target: str = ""

@@ -29,6 +29,7 @@ _PATHS = {
 }  # fmt: skip
 _FOLLOWING = {"os.truncate": (0,), "os.listdir": (0,), "os.scandir": (0,), "shutil.copyfile": (0, 1)}
 _SYSTEM = ("/proc/", "/sys/", "/dev/null", "/dev/urandom", "/etc/localtime", "/usr/share/zoneinfo")
+_LINKED = "linked.json"  # has a hard link in the root: it may be read, which nobody could tell from a file of its own
 _CHECKOUT = Path(__file__).parents[2]
 
 
@@ -117,6 +118,7 @@ class Sentinel:
             "secret.json": b'{"secret": "hunter2"}',
             "model.safetensors": b"\x02\0\0\0\0\0\0\0{}",
             "inner/x": b"x",
+            _LINKED: b"{}",
         }
         for name, content in contents.items():
             path = Path(self.folder, name)
@@ -157,4 +159,7 @@ class Sentinel:
             stats = {path.removeprefix(f"{self.folder}/"): os.lstat(path) for path in self._paths()}
         except OSError:
             return {}
-        return {name: (one.st_atime_ns, one.st_mtime_ns, one.st_size, one.st_mode) for name, one in stats.items()}
+        return {
+            name: (0 if name == _LINKED else one.st_atime_ns, one.st_mtime_ns, one.st_size, one.st_mode)
+            for name, one in stats.items()
+        }

@@ -117,7 +117,7 @@ def test_a_tree_with_links_and_pipes_survives_json_and_reaches_the_disk(tmp_path
 def test_a_resealed_checkpoint_passes_its_own_verification(tmp_path: Path) -> None:
     save(LocalStorage(tmp_path / "root"), "x")
     tree = read_tree(tmp_path)
-    tree["root/x/model.safetensors"] = b"other weights"
+    tree["root/x/state.json"] = b'{"other": 1}'
     write_tree(reseal(tree), str(tmp_path / "resealed"), "")
     assert verify(tmp_path / "resealed/root") == {"x": []}
     write_tree(tree, str(tmp_path / "altered"), "")
