@@ -13,6 +13,7 @@ from ckpt.root.open import open_tiers
 from ckpt.root.retention import Keep
 from ckpt.save.capture import LAYOUTS
 from ckpt.storage import Staging, Storage
+from ckpt.storage.urls import is_storage
 from ckpt.util import option_values as check
 from ckpt.util.old_options import OLD, merged, warn_of
 from ckpt.util.sizes import parse_size
@@ -212,7 +213,7 @@ def problems(options: Mapping[str, Any], names: Iterable[str] | None = None) -> 
 
 
 def _is_place(value: Any) -> bool:
-    return isinstance(value, Storage) or check.is_path(value)
+    return check.is_path(value) or is_storage(value)
 
 
 _FLAG = (check.is_kind(bool), "True or False")

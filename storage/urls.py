@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, TypeGuard
 from urllib.parse import unquote
 
 from ckpt.errors import ConfigError, SchemeError
@@ -24,6 +24,12 @@ ENTRY_POINTS = "ckpt.storage"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
+def is_storage(value: object) -> TypeGuard[Storage]:
+    """Whether this is a storage, by the present or the former names of the protocol."""
+    accept_near(value)
+    return isinstance(value, Storage)
+
+
 def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Storage:
     """The storage that `root` names: a path, a URL, or a storage already.
 
@@ -32,8 +38,7 @@ def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Stor
     retried, and `stall`, the seconds without a byte moved after which it has failed. `hub://` takes `token`,
     `deadline`, and `interval`: the seconds between two commits.
     """
-    accept_near(root)
-    if isinstance(root, Storage):
+    if is_storage(root):
         return root
     if not is_path(root):
         raise ConfigError(f"the root must be a path or a URL, not {said(root)}.")

@@ -125,8 +125,8 @@ class StateLoader:
 
     def _check_generators(self, reader: CheckpointReader) -> None:
         """Refuse states that the registered generators would not accept, before anything is changed."""
-        saved = reader.state["generators"]
-        with damage_reported(reader.manifest.name, "checkpoint with states of these generators"):
+        with damage_reported(reader.manifest.name, "checkpoint of a StateManager"):
+            saved = reader.state["generators"]
             for key, generator in self.live.registry.generators.items():
                 if key in saved:
                     rng.check_one(generator, saved[key])
