@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Any, TypeGuard
+from typing import Any
 from urllib.parse import unquote
 
 from ckpt.errors import ConfigError, SchemeError
@@ -24,7 +24,7 @@ ENTRY_POINTS = "ckpt.storage"
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
-def is_storage(value: object) -> TypeGuard[Storage]:
+def is_storage(value: object) -> bool:
     """Whether this is a storage, by the present or the former names of the protocol."""
     accept_near(value)
     return isinstance(value, Storage)
@@ -38,7 +38,8 @@ def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Stor
     retried, and `stall`, the seconds without a byte moved after which it has failed. `hub://` takes `token`,
     `deadline`, and `interval`: the seconds between two commits.
     """
-    if is_storage(root):
+    accept_near(root)
+    if isinstance(root, Storage):
         return root
     if not is_path(root):
         raise ConfigError(f"the root must be a path or a URL, not {said(root)}.")
