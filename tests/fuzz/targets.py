@@ -10,12 +10,13 @@ import importlib
 import json
 import os
 import pkgutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 import ckpt
 from ckpt.cli.main import main
@@ -28,6 +29,7 @@ from tests.fuzz.live import Live
 from tests.fuzz.seeds import NAMES
 
 NEWEST = NAMES[-1]
+_faults: list[Exception] = []  # of the last command
 
 
 class WrongError(Exception):
@@ -126,15 +128,29 @@ def command(*words: str) -> Operation:
     def operation(place: Place) -> Any:
         spelled = [word.replace("ROOT", place.at("root")).replace("OUT", place.out) for word in words]
         spelled = [word.replace("TOP", place.top) for word in spelled]
-        done = CliRunner().invoke(main, spelled)
-        if done.exception is not None and not isinstance(done.exception, SystemExit):
-            raise done.exception
+        done = _invoked(spelled)
         check_text(done.output, "the output")
         if done.exit_code and len(done.stderr.strip().splitlines()) > 12:
             raise WrongError(f"an error of {len(done.stderr.splitlines())} lines:\n{done.stderr[:2000]}")
         return done.exit_code
 
     return operation
+
+
+def _invoked(words: list[str]) -> Result:
+    """What a command has printed. An error that is none of ckpt's, which it shows as a fault of its own, is raised."""
+    _faults.clear()
+    done = CliRunner().invoke(main, words)
+    if _faults:
+        raise _faults[0]
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done
+
+
+def _note_fault(error: Exception) -> str:
+    _faults.append(error)
+    return "a fault"
 
 
 def check_text(text: str, what: str) -> None:
@@ -171,11 +187,9 @@ def _memory(*words: str) -> Operation:
 def _memory_json(place: Place) -> Any:
     os.environ["CKPT_MEMORY_DIR"] = place.at("memory")
     try:
-        done = CliRunner().invoke(main, ["memory", "ls", "--json"])
+        done = _invoked(["memory", "ls", "--json"])
     finally:
         os.environ.pop("CKPT_MEMORY_DIR", None)
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
     return json.loads(done.stdout) if done.exit_code == 0 else done.exit_code
 
 
@@ -285,4 +299,6 @@ def prepare() -> None:
     """Settings of the process in which operations run."""
     torch.set_num_threads(1)
     os.environ["CKPT_MEMORY_KEEPER"] = "off"
+    cli: Any = sys.modules["ckpt.cli.main"]
+    cli._fault = _note_fault
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills memory that was never written with NaN

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 BESIDE = "{beside}"  # in the target of a link: the folder beside the root, which nobody may touch
-_SPARSE = 544 << 20  # more than may be held in memory
+_SPARSE = 700 << 20  # more than may be held in memory
 
 
 @dataclass(frozen=True)
