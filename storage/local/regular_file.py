@@ -10,6 +10,10 @@ import os
 import stat
 
 _NO_DRIVER = {errno.ENXIO, errno.ENODEV}  # a socket, or a device: it cannot be opened like a file
+_LARGE = 64 << 20  # bytes
+_MOST_EXTENTS = 10_000
+_SPARSEST = 8  # bytes that a file may claim for each that it has
+
 _KINDS = (
     (stat.S_ISFIFO, "a named pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -56,3 +60,25 @@ def not_regular(path: str | os.PathLike[str]) -> NotRegularError:
 def has_one_name(descriptor: int) -> bool:
     """Whether an open file has no other name: what is written to it is written to nobody else's file."""
     return os.fstat(descriptor).st_nlink <= 1
+
+
+def is_mostly_holes(descriptor: int, start: int, stop: int) -> bool:
+    """Whether a large part of a sparse file would be read into memory that the file itself does not take.
+
+    Where the filesystem knows no holes, every byte counts as data.
+    """
+    if stop - start < _LARGE:
+        return False
+    data, at = 0, start
+    for _ in range(_MOST_EXTENTS):
+        try:
+            first = os.lseek(descriptor, at, os.SEEK_DATA)
+            at = os.lseek(descriptor, first, os.SEEK_HOLE)
+        except OSError:  # nothing but a hole up to the end
+            break
+        data += max(0, min(at, stop) - first)
+        if at >= stop:
+            break
+    else:
+        return False
+    return data * _SPARSEST < stop - start

@@ -18,7 +18,7 @@ from ckpt.storage.deprecated import FormerName
 from ckpt.storage.local.direct_read import evict, read_scattered
 from ckpt.storage.local.durable_directories import make_directories, sync_directory
 from ckpt.storage.local.locks import LocalLocks, locked_directory
-from ckpt.storage.local.regular_file import not_regular, open_regular
+from ckpt.storage.local.regular_file import is_mostly_holes, not_regular, open_regular
 from ckpt.storage.local.system_errors import NOTHING_THERE, is_nothing_there, translated
 from ckpt.storage.local.tree import Tree
 from ckpt.storage.local.write_group import WriteGroup, write_file
@@ -178,8 +178,11 @@ class LocalStorage:
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         with self._translated_errors("read", key), open(self._open_to_read(key), "rb") as file:
             size = os.fstat(file.fileno()).st_size
+            stop = size if stop is None else min(stop, size)
+            if is_mostly_holes(file.fileno(), start, stop):
+                raise TruncatedError(f"{self._shown}/{key} claims {stop - start} bytes, and has hardly any.")
             file.seek(start)
-            return file.read(-1 if stop is None else max(0, min(stop, size) - start))
+            return file.read(max(0, stop - start))
 
     def _open_to_read(self, key: str) -> int:
         return open_regular(self._path(key, followed=True))

@@ -67,9 +67,9 @@ def _loading(load: Callable[[ckpt.StateManager], Any]) -> Operation:
             with _manager(place, live) as manager:
                 manager.register(seen=live.seen)
                 done = load(manager)
-        except CkptError:
+        except CkptError as error:
             if live.snapshot() != before:
-                raise WrongError("live tensors were changed by a load that raised") from None
+                raise WrongError(f"live tensors were changed by a load that raised: {error}") from error
             raise
         if done is not None and not done.skipped and (left := live.left_out()):
             raise WrongError(f"a load that succeeded has left elements as they were: {', '.join(left)}")
@@ -90,9 +90,9 @@ def _load_model(path: str) -> Operation:
         before = live.snapshot()
         try:
             done = ckpt.load_model(place.at(path), live.model)
-        except CkptError:
+        except CkptError as error:
             if live.snapshot() != before:
-                raise WrongError("live tensors were changed by a load that raised") from None
+                raise WrongError(f"live tensors were changed by a load that raised: {error}") from error
             raise
         if not done and (left := live.left_out()):
             raise WrongError(f"a load that succeeded has left elements as they were: {', '.join(left)}")

@@ -30,7 +30,6 @@ def _fuzz(scratch: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=800)
 
 
-@pytest.mark.xfail(strict=False, reason="what it has found is being mended")
 @needs_linux
 @pytest.mark.timeout(900)
 def test_a_slice_of_the_fuzzer_finds_nothing(tmp_path: Path) -> None:

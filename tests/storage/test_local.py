@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.errors import ConfigError, ConflictError, FullError, LockedError, StorageError
+from ckpt.errors import ConfigError, ConflictError, FullError, LockedError, StorageError, TruncatedError
 from ckpt.storage import LocalStorage, Storage
 from tests.helpers.storage_contract import StorageContract, sizes
 
@@ -571,3 +571,12 @@ class TestLocksOnNames:
                     call()
             assert everything(tmp_path) == {"root/a"}
         storage.write("b", [b"x"])
+
+
+def test_a_file_of_holes_is_not_read_into_memory_that_it_does_not_take(tmp_path: Path) -> None:
+    with open(tmp_path / "sparse", "wb") as file:
+        file.write(b"data")
+        file.truncate(1 << 40)
+    with pytest.raises(TruncatedError, match="claims 1099511627776 bytes, and has hardly any"):
+        LocalStorage(tmp_path).read("sparse")
+    assert LocalStorage(tmp_path).read("sparse", 0, 4) == b"data"
