@@ -20,6 +20,7 @@ from ckpt.state.deepspeed.engine import is_engine
 from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.objects import Stateful
 from ckpt.state.replicated import UNKNOWN, Replication
+from ckpt.state.torch_objects import problem_with
 from ckpt.state.unwrap import clean_name, gradients, unwrap
 
 
@@ -204,7 +205,8 @@ class ObjectPart(UnshardedPart):
         return Replication(of_main=getattr(self.value, "of_main_rank", False) is True)
 
     def check(self, saved: Any) -> dict[str, str]:
-        return {}  # only the object itself knows
+        problem = problem_with(self.value, saved)  # of other objects than PyTorch's, only they themselves know
+        return {WHOLE_PART: problem} if problem else {}
 
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
         values = read()

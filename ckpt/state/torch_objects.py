@@ -1,0 +1,32 @@
+"""Which states PyTorch's schedulers and scalers would not accept: found before live tensors are changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, MultiplicativeLR, SequentialLR
+
+_SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_LISTS = {
+    LambdaLR: "lr_lambdas",
+    MultiplicativeLR: "lr_lambdas",
+    SequentialLR: "_schedulers",
+    ChainedScheduler: "_schedulers",
+}
+
+
+def problem_with(live: Any, saved: Any) -> str:
+    """Why a scheduler or scaler cannot have this state; empty if it can, or is none of PyTorch's own."""
+    live = getattr(live, "scheduler", live)  # Accelerate's holds one
+    if not isinstance(live, LRScheduler | ChainedScheduler | GradScaler):
+        return ""
+    if not isinstance(saved, Mapping) or not all(isinstance(key, str) for key in saved):
+        return f"no state of a {type(live).__name__}"
+    if isinstance(live, GradScaler):
+        odd = [key for key in _SCALER if not isinstance(saved.get(key), int | float)] if saved else []
+    else:
+        lists = [key for kind, key in _LISTS.items() if isinstance(live, kind)]
+        odd = [key for key in lists if not isinstance(saved.get(key), list | tuple)]
+    return f"no state of a {type(live).__name__}: {', '.join(odd)} missing or of another kind" if odd else ""

@@ -1,0 +1,66 @@
+"""Schedulers and scalers of PyTorch whose saved state is something else: nothing is changed before that is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import ckpt
+from tests.helpers.forgery import alter_json
+
+MAKE: dict[str, Callable[[Any], Any]] = {
+    "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 3),
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    "sequential": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)], [2]
+    ),
+    "chained": lambda optimizer: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)]
+    ),
+    "scaler": lambda optimizer: torch.amp.GradScaler("cpu"),
+}
+
+
+def manager_of(root: Path, kind: str) -> tuple[nn.Module, ckpt.StateManager]:
+    model = nn.Linear(2, 2)
+    made = MAKE[kind](torch.optim.SGD(model.parameters(), lr=1.0))
+    option = {"scaler" if kind == "scaler" else "scheduler": made}
+    return model, ckpt.StateManager(root, model=model, **option)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_its_own_state_fits(tmp_path: Path, kind: str) -> None:
+    saved, manager = manager_of(tmp_path, kind)
+    with manager:
+        manager.save_state("a")
+    model, manager = manager_of(tmp_path, kind)
+    with manager:
+        manager.load_state("a")
+    assert all(map(torch.equal, model.parameters(), saved.parameters()))
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("value", [5, [1, 2]])
+def test_what_is_no_state_is_refused_and_nothing_is_changed(tmp_path: Path, kind: str, value: Any) -> None:
+    _, manager = manager_of(tmp_path, kind)
+    with manager:
+        manager.save_state("a")
+    part = "scaler" if kind == "scaler" else "scheduler"
+
+    def change(document: Any) -> None:
+        document["parts"][part]["state"] = value
+
+    alter_json(tmp_path / "a" / "state.json", change)
+    model, manager = manager_of(tmp_path, kind)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with manager:
+        with pytest.raises(ckpt.MismatchError, match=rf"{part}.*no state of a"):
+            manager.load_state("a")
+        assert all(map(torch.equal, model.parameters(), before))
+        assert part in manager.load_state("a", strict=False).skipped
