@@ -104,7 +104,7 @@ def names(root: Path) -> list[str]:
 
 
 def killed_with(callback: Any, step: int) -> Any:
-    """Killed after a step, when the snapshot of the step before is in memory."""
+    """Killed after a step. Every snapshot is waited for."""
     from transformers import TrainerCallback
 
     class Killed(TrainerCallback):  # type: ignore[misc]
@@ -112,8 +112,8 @@ def killed_with(callback: Any, step: int) -> Any:
             Path(args.output_dir, "..", "began").write_text(str(state.global_step))
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            callback._manager.session.memory.wait()  # none is left out
             if state.global_step == step:
-                callback._manager.session.memory.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
 
     return Killed()

@@ -30,6 +30,7 @@ from ckpt.save.committed_files import CommittedFiles
 from ckpt.storage import ANY, Buffer, LocalStorage
 from ckpt.storage.local.direct_read import _is_cached
 from ckpt.util import thread_priority
+from tests.helpers.byte_checkpoints import MOMENT
 from tests.helpers.places import Folder, PassedOn, Place
 from tests.helpers.processes import run_alone, run_ranks
 from tests.helpers.training import exact
@@ -401,8 +402,8 @@ class TestAManifestThatTheDiskDoesNotReturn:
 
     @pytest.mark.slow
     def test_may_have_several_blocks(self, root: Folder) -> None:
-        block = FileRecord(name="x", path="x", size=1, blocks=("0" * 32,) * 900_000)
-        manifest = Manifest(name="a", id="1", sequence=1, created="", run="", files=(block,))
+        block = FileRecord(name="x", path="x", size=900_000, blocks=("0" * 32,) * 900_000, block_size=1)
+        manifest = Manifest(name="a", id="1", sequence=1, created=MOMENT, run="", files=(block,))
         storage = LocalStorage(root)
         storage.write(MANIFEST, [manifest.to_bytes()])
         files = CommittedFiles("a", "1", (), {}).with_manifest(manifest)
