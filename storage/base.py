@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from ckpt.errors import ConfigError, ConflictError, DamagedError, LockedError
+from ckpt.errors import ConfigError, ConflictError, DamagedError, LockedError, TruncatedError
 from ckpt.util.checked_json import is_relative
 
 Buffer = bytes | bytearray | memoryview
@@ -216,7 +216,10 @@ class Objects(Protocol):
 
 def read_document(storage: Storage, key: str, most: int = LARGEST_DOCUMENT) -> bytes:
     """All bytes of a small object: a manifest, a marker. Of a larger one no more than `most` are ever read."""
-    data = storage.read(key, 0, most + 1)
+    try:
+        data = storage.read(key, 0, most + 1)
+    except TruncatedError as error:
+        raise DamagedError(f"{key} is damaged: {error}") from error
     if len(data) > most:
         raise DamagedError(f"{key} is damaged: it has more than {most} bytes, and no file of its kind has.")
     return data

@@ -19,8 +19,9 @@ _LISTS = {
 
 def problem_with(live: Any, saved: Any) -> str:
     """Why a scheduler or scaler cannot have this state; empty if it can, or is none of PyTorch's own."""
-    live = getattr(live, "scheduler", live)  # Accelerate's holds one
-    if not isinstance(live, LRScheduler | ChainedScheduler | GradScaler):
+    if type(live).__name__ == "AcceleratedScheduler":
+        live = live.scheduler  # which it passes its state on to
+    if not isinstance(live, LRScheduler | ChainedScheduler | GradScaler) or not _loads_as_torch_does(live):
         return ""
     if not isinstance(saved, Mapping) or not all(isinstance(key, str) for key in saved):
         return f"no state of a {type(live).__name__}"
@@ -30,3 +31,8 @@ def problem_with(live: Any, saved: Any) -> str:
         lists = [key for kind, key in _LISTS.items() if isinstance(live, kind)]
         odd = [key for key in lists if not isinstance(saved.get(key), list | tuple)]
     return f"no state of a {type(live).__name__}: {', '.join(odd)} missing or of another kind" if odd else ""
+
+
+def _loads_as_torch_does(live: Any) -> bool:
+    """Whether its class has not a `load_state_dict` of its own, which may accept anything."""
+    return str(type(live).load_state_dict.__module__).startswith("torch.")

@@ -10,7 +10,7 @@ import os
 import stat
 
 _NO_DRIVER = {errno.ENXIO, errno.ENODEV}  # a socket, or a device: it cannot be opened like a file
-_LARGE = 64 << 20  # bytes
+_LARGE = 128 << 20  # bytes
 _MOST_EXTENTS = 10_000
 _SPARSEST = 8  # bytes that a file may claim for each that it has
 

@@ -64,3 +64,26 @@ def test_what_is_no_state_is_refused_and_nothing_is_changed(tmp_path: Path, kind
             manager.load_state("a")
         assert all(map(torch.equal, model.parameters(), before))
         assert part in manager.load_state("a", strict=False).skipped
+
+
+def test_a_class_with_a_state_of_its_own_kind_is_asked_itself(tmp_path: Path) -> None:
+    class Own(lr_scheduler.LambdaLR):
+        def state_dict(self) -> Any:
+            return [self.last_epoch]
+
+        def load_state_dict(self, state: Any) -> None:
+            (self.last_epoch,) = state
+
+    def manager() -> tuple[Own, ckpt.StateManager]:
+        model = nn.Linear(2, 2)
+        own = Own(torch.optim.SGD(model.parameters(), lr=1.0), lambda step: 1.0)
+        return own, ckpt.StateManager(tmp_path, model=model, scheduler=own)
+
+    first, saving = manager()
+    with saving:
+        first.last_epoch = 7
+        saving.save_state("a")
+    second, loading = manager()
+    with loading:
+        loading.load_state("a")
+    assert second.last_epoch == 7
