@@ -18,6 +18,7 @@ import pytest
 from ckpt.storage.retry import RetryPolicy
 from tests.helpers import hub_server
 from tests.helpers.hub_server import HubServer
+from tests.helpers.namespaces import Node, cabled_nodes
 from tests.helpers.places import Folder, Place, Prefix
 from tests.helpers.seaweed import BUCKET, Server, environment, serving
 from tests.helpers.second_process import MARKS, marks_of, single_process
@@ -127,3 +128,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def _tell_where(server: Server, patch: pytest.MonkeyPatch) -> None:
     for name, value in environment(server.url).items():
         patch.setenv(name, value)
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[Node]]:
+    """Two hosts, as far as the network is concerned."""
+    with cabled_nodes() as found:
+        yield found

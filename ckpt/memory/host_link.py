@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ckpt.errors import StorageError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.memory.replica_plan import files_in
+from ckpt.root.catalog import find
 from ckpt.storage import Storage
 from ckpt.util.sizes import parse_size
 
@@ -72,7 +73,7 @@ class HostLink:
         manifest = Manifest.from_bytes(storage.read(f"{name}/{FILE_NAME}"), name)
         keys = [f"{name}/{path}" for path in (*files_in(storage, manifest), FILE_NAME)]
         sizes = {entry.key: entry.size for entry in storage.list(name)}
-        header = {"name": name, "files": [(key, sizes[key]) for key in keys]}
+        header = {"name": name, "id": manifest.id, "files": [(key, sizes[key]) for key in keys]}
         self._send_header(header, receiver)
         pace, block = Pace(self.bandwidth), torch.empty(_BLOCK, dtype=torch.uint8)
         for key in keys:
@@ -84,9 +85,14 @@ class HostLink:
         self._receive(torch.empty(1, dtype=torch.uint8), receiver, _DONE)
 
     def receive(self, storage: Storage, sender: int) -> str:
-        """Take a snapshot, and commit it: its manifest comes last. Returns its name."""
+        """Take a snapshot, and commit it: its manifest comes last. Returns its name.
+
+        Another part of the same snapshot is kept, for it may be what a third host needs; another of that name is not.
+        """
         header = self._receive_header(sender)
-        remove_files(storage, header["name"])
+        there = find(storage, header["name"]).manifest
+        if there is None or there.id != header["id"]:
+            remove_files(storage, header["name"])
         for key, size in header["files"]:
             storage.write(key, self._pieces(size, sender))
         self._send(torch.ones(1, dtype=torch.uint8), sender, _DONE)

@@ -66,20 +66,22 @@ def loader() -> DataLoader[Any]:
     return DataLoader(points(), batch_size=4, shuffle=True)
 
 
+def launched(rank: int, world_size: int) -> dict[str, Any]:
+    """The options of a trainer with `CkptIO` in a rank of several, or alone."""
+    if world_size == 1:
+        return {"plugins": [CkptIO()]}
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({key: str(value) for key, value in ranks.items()})
+    return {"devices": world_size, "strategy": "ddp", "plugins": [CkptIO(), TorchElasticEnvironment()]}
+
+
 def fit(rank: int, folder: str, kind: str, world_size: int, killed_at: int) -> None:
     """Train from the newest intact checkpoint on, or afresh, until the end or the kill."""
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    together: dict[str, Any] = {"devices": world_size, "strategy": "ddp"} if world_size > 1 else {}
-    plugins: list[Any] = [CkptIO()]
-    if world_size > 1:
-        os.environ.update({key: str(value) for key, value in ranks.items()})
-        plugins.append(TorchElasticEnvironment())
+    together = launched(rank, world_size)
     model = Regression(str(Path(folder, f"losses-{rank}")), killed_at)
     often = {"every_n_train_steps": 5} if kind == "in the middle" else {}
     callbacks = [ModelCheckpoint(Path(folder, "checkpoints"), save_top_k=2, monitor="step", mode="max", **often)]
-    run = lightning.Trainer(
-        max_epochs=4 * world_size, plugins=plugins, callbacks=[*callbacks, CkptGenerators()], **together, **QUIET
-    )
+    run = lightning.Trainer(max_epochs=4 * world_size, callbacks=[*callbacks, CkptGenerators()], **together, **QUIET)
     data = StatefulDataLoader(points(), batch_size=4, shuffle=True) if often else loader()
     validation = DataLoader(points(), batch_size=16) if kind == "after validation" else None
     run.fit(model, data, validation, ckpt_path=CkptIO.newest(Path(folder, "checkpoints")))
@@ -89,17 +91,12 @@ def fit(rank: int, folder: str, kind: str, world_size: int, killed_at: int) -> N
 def fit_in_memory(rank: int, folder: str, world_size: int, killed_at: int) -> None:
     """The same with a snapshot in memory after every other step, and a checkpoint after 15."""
     os.environ["CKPT_MEMORY_DIR"] = folder
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    together: dict[str, Any] = {"devices": world_size, "strategy": "ddp"} if world_size > 1 else {}
-    plugins: list[Any] = [CkptIO()]
-    if world_size > 1:
-        os.environ.update({key: str(value) for key, value in ranks.items()})
-        plugins.append(TorchElasticEnvironment())
+    together = launched(rank, world_size)
     memory = CkptMemory(Path(folder, "checkpoints"), every=2)
     model = Regression(str(Path(folder, f"losses-{rank}")), killed_at, memory)
     checkpoints = ModelCheckpoint(Path(folder, "checkpoints"), every_n_train_steps=15, save_top_k=-1)
     callbacks = [checkpoints, CkptGenerators(), memory]
-    run = lightning.Trainer(max_epochs=4 * world_size, plugins=plugins, callbacks=callbacks, **together, **QUIET)
+    run = lightning.Trainer(max_epochs=4 * world_size, callbacks=callbacks, **together, **QUIET)
     newest = memory.newest()
     with open(Path(folder, f"began-{rank}"), "a") as file:
         file.write(f"{newest}\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from ckpt.memory.host_link import Pace, bandwidth
 from ckpt.memory.replica_plan import SLOT, Held, Transfer, plan_transfers
 from ckpt.memory.slot_storage import REPLICA
-from tests.helpers.namespaces import Node, cabled_nodes, ends_of
+from tests.helpers.namespaces import Node, ends_of
 from tests.memory.host_jobs import Job
 
 
@@ -69,6 +68,13 @@ def test_a_damaged_copy_makes_all_take_the_roots(tmp_path: Path, straight: list[
     assert job.to(12, (False, 5)) == straight
 
 
+def test_hosts_that_have_changed_places_send_each_other_their_parts(tmp_path: Path, straight: list[str]) -> None:
+    job = Job(tmp_path, 0, 1, 2, sharded=True)
+    job.to(9, None)
+    job.memories = [job.memories[1], job.memories[0], job.memories[2]]
+    assert job.to(12, (True, 8)) == straight
+
+
 def test_after_a_replacement_the_next_loss_is_cured_too(tmp_path: Path, straight: list[str]) -> None:
     job = Job(tmp_path, 0, 1, 2, sharded=True, memory_replicas=1)
     job.to(7, None)
@@ -105,12 +111,6 @@ with ckpt.StateManager(root, model=model, optimizer=optimizer, memory_every=2, m
 dist.barrier()
 dist.destroy_process_group()
 """
-
-
-@pytest.fixture
-def nodes() -> Iterator[list[Node]]:
-    with cabled_nodes() as found:
-        yield found
 
 
 @pytest.mark.timeout(600)

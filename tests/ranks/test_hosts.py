@@ -19,7 +19,7 @@ from torch import nn
 import ckpt
 from ckpt.cli.main import main
 from ckpt.ranks import hosts as host_names
-from tests.helpers.namespaces import Node, cabled_nodes, ends_of
+from tests.helpers.namespaces import Node, ends_of
 from tests.helpers.processes import run_ranks
 from tests.helpers.sharded import MODELS, state, step
 
@@ -278,12 +278,6 @@ if die:  # together, but not after a barrier: one that is slow to leave it would
 dist.barrier()
 dist.destroy_process_group()
 """
-
-
-@pytest.fixture
-def nodes() -> Iterator[list[Node]]:
-    with cabled_nodes() as found:
-        yield found
 
 
 def _launch(nodes: list[Node], folders: list[Path], *arguments: str) -> list[tuple[int, str]]:
