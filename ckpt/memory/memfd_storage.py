@@ -18,6 +18,7 @@ from ckpt.memory.open_descriptors import OpenDescriptors
 from ckpt.storage.base import ANY, Buffer, Entry, StablePieces, Unfinished, changed, check_key
 from ckpt.storage.local.locks import LocalLocks
 from ckpt.storage.local.system_errors import translated
+from ckpt.storage.local.tmpfs_write import overwrite
 
 LOCKS = "locks"
 _PATIENCE = 30.0  # seconds for an answer of the keeper, which takes microseconds
@@ -48,7 +49,7 @@ class MemfdStorage:
         with self._errors("write", key), _Connection(self._folder) as keeper:
             self._locks.confirm()
             keeper.ask("new", size=stable.size if stable else 0)
-            _fill(keeper.take_descriptor(), pieces if stable is None else stable)
+            overwrite(keeper.take_descriptor(), pieces if stable is None else stable)
             keeper.close_descriptor()  # before it has its name: then nobody can change it any more
             self._locks.confirm()
             keeper.ask("put", key=key, over=over)
@@ -237,17 +238,6 @@ class _Connection:
 
 
 _open = OpenDescriptors()
-
-
-def _fill(descriptor: int, pieces: Iterable[Buffer]) -> None:
-    """Write the pieces over what the memory holds, and cut it to their size."""
-    size = 0
-    for piece in pieces:
-        view = memoryview(piece).cast("B")
-        while view:
-            written = os.pwrite(descriptor, view, size)
-            size, view = size + written, view[written:]
-    os.ftruncate(descriptor, size)
 
 
 def _read(descriptor: int, start: int, buffers: list[memoryview]) -> int:

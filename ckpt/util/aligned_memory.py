@@ -12,6 +12,7 @@ O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # 0 where the system does not have i
 ALIGNMENT = 4096
 _HUGE = 2 << 20
 _WIPE_ON_FORK = 18 if sys.platform == "linux" else None  # MADV_WIPEONFORK, which Python does not name
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 
 
 def allocate_pages(size: int) -> mmap.mmap:
@@ -38,6 +39,17 @@ def allocate_aligned(size: int) -> memoryview:
 def address_of(view: memoryview) -> int:
     """The address of a writable buffer."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def make_resident(view: memoryview) -> bool:
+    """Give memory its pages, to be written to, without the GIL; False where there are none, or the system cannot.
+
+    It must start at a page. What is full is found out here: a write to a mapping without pages would be a SIGBUS.
+    """
+    if sys.platform != "linux" or not view:
+        return False
+    place, size = ctypes.c_void_p(address_of(view)), ctypes.c_size_t(len(view))
+    return bool(ctypes.CDLL(None).madvise(place, size, _POPULATE_WRITE) == 0)  # that of `mmap` keeps the GIL
 
 
 def copy_bytes(source: memoryview, target: memoryview) -> None:

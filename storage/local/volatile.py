@@ -14,10 +14,8 @@ from ckpt.storage.base import Buffer, StablePieces
 from ckpt.storage.local.regular_file import NotRegularError, has_one_name, not_regular, open_regular
 from ckpt.storage.local.storage import TEMPORARY, LocalStorage
 from ckpt.storage.local.system_errors import NOTHING_THERE
-from ckpt.util.worker_thread import WorkerThread
+from ckpt.storage.local.tmpfs_write import overwrite
 
-_CHUNK = 16 << 20
-_WRITERS = 4
 _WORTH_RECYCLING = 1 << 20  # bytes
 _SPARE = re.compile(rf"\.spare-(\d+)-[0-9a-f]{{12}}{re.escape(TEMPORARY)}")
 
@@ -47,8 +45,7 @@ class VolatileStorage(LocalStorage):
         stable = StablePieces.of(pieces)
         descriptor = self._opened(path, stable.size if stable is not None else 0)
         try:
-            size = _write_aside(descriptor, stable) if stable is not None else _write_in_turn(descriptor, pieces)
-            os.ftruncate(descriptor, size)
+            overwrite(descriptor, pieces if stable is None else stable)
         finally:
             os.close(descriptor)
 
@@ -66,7 +63,7 @@ class VolatileStorage(LocalStorage):
                 with suppress(*NOTHING_THERE):  # another rank of this host has taken it, or it is none of ours
                     os.rename(spare, path)
                     return _reopened(path)
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
     def _spares(self) -> list[tuple[int, Path]]:
         try:
@@ -79,7 +76,7 @@ class VolatileStorage(LocalStorage):
 def _reopened(path: Path) -> int:
     """A spare, to write to. What has a second name is not overwritten: it is removed, and the next one is taken."""
     try:
-        descriptor = open_regular(path, os.O_WRONLY | os.O_NOFOLLOW)
+        descriptor = open_regular(path, os.O_RDWR | os.O_NOFOLLOW)
         if has_one_name(descriptor):
             return descriptor
         os.close(descriptor)
@@ -87,48 +84,3 @@ def _reopened(path: Path) -> int:
     except NotRegularError:
         path.unlink()
         raise
-
-
-def _write_in_turn(descriptor: int, pieces: Iterable[Buffer]) -> int:
-    start = 0
-    for piece in pieces:
-        view = memoryview(piece).cast("B")
-        _write_at(descriptor, view, start)
-        start += len(view)
-    return start
-
-
-def _write_aside(descriptor: int, pieces: StablePieces) -> int:
-    """Write pieces that do not change with several threads, if they are worth it. Returns how many bytes they are."""
-    if pieces.size < _CHUNK:
-        return _write_in_turn(descriptor, pieces)
-    writers = [WorkerThread("ckpt-memory") for _ in range(_WRITERS)]
-    try:
-        start = _hand_out(descriptor, pieces, writers)
-        for writer in writers:
-            writer.wait()
-    finally:
-        for writer in writers:
-            writer.close()
-    return start
-
-
-def _hand_out(descriptor: int, pieces: StablePieces, writers: list[WorkerThread]) -> int:
-    start = turn = 0
-    for piece in pieces:
-        for offset in range(0, len(piece), _CHUNK):
-            chunk = piece[offset : offset + _CHUNK]
-            _start(writers[turn % len(writers)], descriptor, chunk, start + offset)
-            turn += 1
-        start += len(piece)
-    return start
-
-
-def _start(writer: WorkerThread, descriptor: int, chunk: memoryview, start: int) -> None:
-    writer.start(lambda: _write_at(descriptor, chunk, start))
-
-
-def _write_at(descriptor: int, view: memoryview, start: int) -> None:
-    while view:
-        written = os.pwrite(descriptor, view, start)
-        view, start = view[written:], start + written

@@ -13,6 +13,7 @@ from tests.fuzz.tree import Tree
 
 KINDS = {
     "full": "root",
+    "signed": "signed",
     "linked": "root",
     "sharded": "root",
     "own-state": "root",
@@ -72,7 +73,7 @@ class Maker:
         name = dice.choice(list(self._trees))
         case = Case(name, dice.choice(self._targets[KINDS[name]]), dict(self._trees[name]))
         chance = dice.random()
-        if chance < 0.3 and case.kind in ("root", "memory"):
+        if chance < 0.3 and case.kind in ("root", "signed", "memory"):
             self._alter_manifest(dice, case)
         elif chance < 0.45:
             for _ in range(dice.choice((1, 1, 2))):
@@ -99,6 +100,6 @@ class Maker:
         for path in chosen:
             case.files[path] = alter_file(dice, path, bytes(before[path]), self._files)  # type: ignore[arg-type]
             case.how.append(f"content of {path}")
-        if case.kind == "root" and dice.random() < 0.7:
+        if case.kind in ("root", "signed") and dice.random() < 0.7:
             case.files = reseal.reseal(case.files)
             case.how.append("resealed")

@@ -16,7 +16,8 @@ from types import FrameType, TracebackType
 from ckpt.errors import CkptError
 from tests.fuzz import targets
 from tests.fuzz.cases import Case
-from tests.fuzz.targets import BY_NAME, Place, WrongError
+from tests.fuzz.operation import Place, WrongError
+from tests.fuzz.targets import BY_NAME
 from tests.fuzz.tree import write_tree
 from tests.fuzz.watch import Sentinel, Watch
 

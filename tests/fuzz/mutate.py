@@ -264,7 +264,7 @@ def rearrange(dice: random.Random, tree: Tree) -> Tree:
         return {(moved if name == path else name): node for name, node in tree.items()}
     if act == 5:
         return {**tree, f"{path.rpartition('/')[0]}/{dice.choice(NAMES)}": _special(dice, path)}
-    return {**tree, path: _special(dice, dice.choice(paths))}
+    return {**tree, path: _special(dice, dice.choice(paths), named="/" not in path)}
 
 
 NAMES = (

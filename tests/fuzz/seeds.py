@@ -33,6 +33,25 @@ def full(folder: Path) -> None:
             manager.save_state(name, metrics={"loss": 0.5, "worst": float("nan")})
 
 
+def signed(folder: Path) -> None:
+    """The same, signed. What is loaded with the key must be one of its two states."""
+    live = Live()
+    with ckpt.StateManager(str(folder / "root"), **live.parts(), background=False, sign=signing_key()) as manager:
+        manager.register(seen=live.seen)
+        for name in NAMES:
+            live.train()
+            manager.save_state(name)
+
+
+def signing_key() -> str:
+    """A private key that everybody knows."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    key = Ed25519PrivateKey.from_private_bytes(b"ckpt" * 8)
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
+
+
 def linked(folder: Path) -> None:
     """Two checkpoints of a model that did not change: its file is linked, and its `path` differs from its name."""
     live = Live()
@@ -183,6 +202,7 @@ def _save_with_deepspeed(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     import deepspeed
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first, for a minute
     live = Live(tied=False)
     config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
     engine, *_ = deepspeed.initialize(
@@ -208,6 +228,7 @@ def memory(folder: Path) -> None:
 
 MAKERS: dict[str, Callable[[Path], None]] = {
     "full": full,
+    "signed": signed,
     "linked": linked,
     "sharded": sharded,
     "own-state": own_state,

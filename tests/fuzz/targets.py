@@ -12,7 +12,6 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,33 +25,12 @@ from ckpt.root.catalog import list_checkpoints
 from ckpt.root.verified_file import StoredFile
 from ckpt.storage import LocalStorage
 from tests.fuzz.live import Live
+from tests.fuzz.operation import Operation, Place, WrongError, manager_of
 from tests.fuzz.seeds import NAMES
+from tests.fuzz.signed_targets import SIGNED
 
 NEWEST = NAMES[-1]
 _faults: list[Exception] = []  # of the last command
-
-
-class WrongError(Exception):
-    """An operation succeeded, but its result is wrong; or failed after it had changed live tensors."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where an input lies: `top` holds the seed's folders, `out` may be written to."""
-
-    top: str
-    out: str
-    tied: bool
-
-    def at(self, path: str) -> str:
-        return f"{self.top}/{path}"
-
-
-Operation = Callable[[Place], Any]
-
-
-def _manager(place: Place, live: Live) -> ckpt.StateManager:
-    return ckpt.StateManager(place.at("root"), **live.parts(), background=False, follow=False)
 
 
 def _loading(load: Callable[[ckpt.StateManager], Any]) -> Operation:
@@ -64,7 +42,7 @@ def _loading(load: Callable[[ckpt.StateManager], Any]) -> Operation:
         live.marked()
         before = live.snapshot()
         try:
-            with _manager(place, live) as manager:
+            with manager_of(place, live) as manager:
                 manager.register(seen=live.seen)
                 done = load(manager)
         except CkptError as error:
@@ -276,6 +254,7 @@ MEMORY: dict[str, Operation] = {
 }
 TARGETS: dict[str, dict[str, Operation]] = {
     "root": ROOT,
+    "signed": SIGNED,
     "accelerate": ACCELERATE,
     "dcp": DCP,
     "model": MODEL,

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from ckpt.errors import FullError
 from ckpt.storage import StablePieces, Storage
-from ckpt.storage.local import volatile
+from ckpt.storage.local import tmpfs_write
 from ckpt.storage.local.volatile import VolatileStorage
+from tests.helpers.small_tmpfs import with_tmpfs
 from tests.helpers.storage_contract import StorageContract, sizes
 
 LARGE = 2 << 20
@@ -90,18 +94,80 @@ def test_a_sweep_gives_them_back_too(storage: VolatileStorage, tmp_path: Path) -
 def test_pieces_are_written_by_several_threads_in_their_places(
     storage: VolatileStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(volatile, "_CHUNK", 1000)
+    monkeypatch.setattr(tmpfs_write, "_CHUNK", 1000)
     data = os.urandom(12_345)
     views = [memoryview(data)[start : start + 2_501] for start in range(0, len(data), 2_501)]
     storage.write("object", StablePieces(len(data), lambda: iter(views)))
     assert storage.read("object") == data
 
 
-def test_a_full_tmpfs_is_an_error_that_says_so(storage: VolatileStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+def _pieces(data: bytes, size: int) -> Iterator[memoryview]:
+    return (memoryview(data)[start : start + size] for start in range(0, len(data), size))
+
+
+def test_pieces_over_a_deleted_file_are_written_in_their_places(
+    storage: VolatileStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tmpfs_write, "_CHUNK", 300_000)
+    for size in (3 * LARGE, 3 * LARGE - 12_345, 4 * LARGE):
+        data = os.urandom(size)
+        storage.write(f"{size}", StablePieces(size, partial(_pieces, data, 777_777)))
+        assert storage.read(f"{size}") == data
+        storage.delete([f"{size}"])
+
+
+def test_an_error_of_the_pieces_is_the_one_that_is_raised(
+    storage: VolatileStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pieces() -> Iterator[memoryview]:
+        yield memoryview(bytes(4000))
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(tmpfs_write, "_CHUNK", 1000)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        storage.write("object", StablePieces(9000, pieces))
+    assert sizes(storage) == {}
+
+
+FULL = """
+import os, sys
+from ckpt.errors import FullError
+from ckpt.storage import StablePieces
+from ckpt.storage.local.volatile import VolatileStorage
+
+storage = VolatileStorage(sys.argv[1])
+small, large = bytearray(os.urandom(20 << 20)), memoryview(bytearray(os.urandom(80 << 20)))
+pieces = lambda: (large[start : start + (8 << 20)] for start in range(0, len(large), 8 << 20))
+storage.write("before/object", [small])
+storage.write("removed/object", [small])
+storage.delete(["removed/object"])
+try:
+    storage.write("object", StablePieces(len(large), pieces))
+except FullError as error:
+    print(error)
+assert storage.read("before/object") == small
+assert [entry.key for entry in storage.list()] == ["before/object"], [entry.key for entry in storage.list()]
+storage.write("after/object", StablePieces(len(small), lambda: iter([memoryview(small)])))
+assert storage.read("after/object") == small
+"""
+
+
+@pytest.mark.slow
+def test_a_tmpfs_that_is_full_is_an_error_that_says_so_and_not_the_end_of_the_process(tmp_path: Path) -> None:
+    done = with_tmpfs(tmp_path, 64 << 20, [sys.executable, "-c", FULL, str(tmp_path)])
+    assert done.returncode == 0, done.stderr
+    assert "could not write" in done.stdout
+    assert "No space left on device" in done.stdout
+
+
+def test_a_full_tmpfs_is_an_error_where_pages_cannot_be_asked_for(
+    storage: VolatileStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(volatile, "_CHUNK", 1000)
+    monkeypatch.setattr(tmpfs_write, "_CHUNK", 1000)
+    monkeypatch.setattr(tmpfs_write, "make_resident", lambda view: False)
     monkeypatch.setattr(os, "pwrite", fail)
     with pytest.raises(FullError, match="No space left on device"):
         storage.write("object", [bytes(5000)])

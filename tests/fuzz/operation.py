@@ -1,0 +1,33 @@
+"""What an operation before an altered folder is: where the folder lies, and how a wrong result is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ckpt
+from tests.fuzz.live import Live
+
+
+class WrongError(Exception):
+    """An operation succeeded, but its result is wrong; or failed after it had changed live tensors."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an input lies: `top` holds the seed's folders, `out` may be written to."""
+
+    top: str
+    out: str
+    tied: bool
+
+    def at(self, path: str) -> str:
+        return f"{self.top}/{path}"
+
+
+Operation = Callable[[Place], Any]
+
+
+def manager_of(place: Place, live: Live, **options: Any) -> ckpt.StateManager:
+    return ckpt.StateManager(place.at("root"), **live.parts(), background=False, follow=False, **options)
