@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from ckpt.storage.base import Buffer, StablePieces
-from ckpt.util.aligned_memory import copy_bytes, make_resident
+from ckpt.util.aligned_memory import copy_bytes, forget_pages, make_resident
 from ckpt.util.worker_thread import WorkerThread
 
 _CHUNK = 16 << 20
@@ -70,11 +70,13 @@ def _start(writer: WorkerThread, descriptor: int, mapped: memoryview, chunk: mem
 
 
 def _copy(descriptor: int, mapped: memoryview, chunk: memoryview, start: int) -> None:
-    first = start - start % mmap.PAGESIZE
-    if make_resident(mapped[first : start + len(chunk)]):
-        copy_bytes(chunk, mapped[start : start + len(chunk)])
-    else:
-        _write_at(descriptor, chunk, start)
+    stop = start + len(chunk)
+    with mapped[start - start % mmap.PAGESIZE : stop] as pages:
+        if make_resident(pages):
+            copy_bytes(chunk, mapped[start:stop])
+            forget_pages(pages)
+        else:
+            _write_at(descriptor, chunk, start)
 
 
 def _write_at(descriptor: int, view: memoryview, start: int) -> None:
