@@ -26,6 +26,7 @@ from ckpt.save.rank_differences import judge, refuse_to_mix
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.snapshot import Snapshot, Snapshots
 from ckpt.save.tensor_copies import TensorCopies
+from ckpt.util.gc_pause import gc_paused
 
 _log = logging.getLogger("ckpt")
 
@@ -120,7 +121,8 @@ class SaveTransaction:
         """Write and commit what was captured."""
         copies, self.copies = self.copies, None
         if copies is not None:
-            self._take_from_copies(copies)
+            with gc_paused():
+                self._take_from_copies(copies)
         plan = self._agree(self.captured.then(self._proposal), self._plan)
         if plan is None:
             plan = self._save_differences()
