@@ -7,6 +7,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.shared.measure import files_in
@@ -24,7 +25,7 @@ def resident(folder: Path) -> float:
     """The share of the bytes of all files that the page cache has."""
     found = total = 0
     for path in files_in(folder):
-        with open(path, "rb", buffering=0) as file:
+        with suppress(FileNotFoundError), open(path, "rb", buffering=0) as file:  # the marker of a save goes last
             size = os.fstat(file.fileno()).st_size
             found += min(size, mmap.PAGESIZE * _cached_pages(file.fileno(), size))
             total += size
