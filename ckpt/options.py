@@ -79,13 +79,15 @@ class RankOptions(_Checked):
     None means that this is tried out where the launcher says that there are several hosts. Hosts that do not share it
     keep what their ranks save, each in its own root, and load it from there; what a host lacks is read from the mirror.
     `broadcast`: when loading, read what all ranks of a host need once and pass it on among them; None means where the
-    root is remote. `handle_sigterm`: save and stop when the process is told to terminate.
+    root is remote. `handle_sigterm`: save and stop when the process is told to terminate. `alone`: this process is a
+    run of its own, in a root of its own, whatever other processes its launcher has started, or are in its group.
     """
 
     timeout: float = 300.0
     shared: bool | None = None
     broadcast: bool | None = None
     handle_sigterm: bool = True
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,6 +257,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "shared": _MAYBE,
     "broadcast": _MAYBE,
     "handle_sigterm": _FLAG,
+    "alone": _FLAG,
     "url": _WHERE,
     "bandwidth": (check.optional(check.is_rate), "bytes per second, as '50MB'"),
     "backlog": (check.is_count, "a number of checkpoints, 1 or more"),

@@ -86,8 +86,8 @@ class Session:
 
     def _meet_ranks(self) -> Hosts:
         options = self.options.ranks
-        own_root = may_have_separate_roots(self.storage, shared=options.shared)
-        self.ranks = find_ranks(place_of(self.storage), options.timeout, own_root=own_root)
+        place, own_root = place_of(self.storage), may_have_separate_roots(self.storage, shared=options.shared)
+        self.ranks = find_ranks(place, options.timeout, own_root=own_root, alone=options.alone)
         if self.ranks.world_size > 1 and any(isinstance(storage, MemoryStorage) for storage in self.tiers):
             raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
         try_out_tiers(*self.tiers)

@@ -64,7 +64,7 @@ def load_model(
     """
     trust = open_trust(verify_key, required=require_signed)
     shown = os.fspath(source)
-    ranks = find_ranks(f"load {shown}", timeout)
+    ranks = find_ranks(f"load {shown}", timeout, reads_only=True)
     call = f"load_model({shown!r})"
     with ranks.working():
         where = run_on_all_ranks(ranks, call, lambda: _reached(shown, storage_options))

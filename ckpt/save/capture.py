@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt.errors import CkptError, UnsupportedError
+from ckpt.errors import CkptError, RanksError, UnsupportedError
 from ckpt.formats.native import documents
 from ckpt.formats.native.shard_table import ShardedState
 from ckpt.ranks.group import Ranks
@@ -85,6 +85,8 @@ class StateCapture:
         """The state of parts that one rank writes for all, and of parts that are sharded over all ranks."""
         unsharded, sharded = [], []
         for part in parts:
+            if self.ranks.world_size == 1:
+                _refuse_shards_of_others(part)
             if part.is_sharded() or (self.layout == "sharded" and part.can_be_sharded and self.ranks.world_size > 1):
                 sharded.append(self._live(part, described=True))
             elif self._writes_common or self.ranks.world_size > 1:  # other ranks compare theirs with it later
@@ -106,6 +108,16 @@ class StateCapture:
         state = documents.encode_sharded(part.kind, part.tree, part.key, problems, world_size, substitute)
         table = state.table.with_every_copy() if self.hosts.separate_roots else state.table
         return replace(state, table=table, frozen=part.frozen, about=part.about)
+
+
+def _refuse_shards_of_others(part: Part) -> None:
+    """For a manager of one process: what it holds must be all there is."""
+    others = {rank for layout in part.layouts() for rank in layout.ranks}
+    if len(others) > 1:
+        raise RanksError(
+            f"{part.key} is sharded over {len(others)} ranks, and this manager saves for its process alone: its shard "
+            "is not the whole. Leave out ranks=ckpt.RankOptions(alone=True), and build the manager on every rank."
+        )
 
 
 def _state_of(part: Part) -> Any:
