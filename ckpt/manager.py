@@ -286,6 +286,7 @@ class StateManager:
         session = self._session
         session.saver.owner.require("resume()")
         session.set_started()
+        session.saver.refuse_taken()
         restored = session.load(None, strict=strict)
         session.saver.root.hold()
         if session.memory is not None:

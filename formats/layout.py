@@ -8,11 +8,10 @@ opening their files.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -21,14 +20,10 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.resharding import _shards_get_overlap_region_wrt_saved_tensor
 
-from ckpt.formats.shard_outline import ShardOutline
-
 _PLACEMENT = re.compile(r"R|S(\d+)(?:/(\d+))?")
 
 Overlap = list[tuple[int, int, int]]  # for each dimension: the start in one box, the start in the other, the length
 Ranges = list[tuple[int, int]]  # for each dimension: the start and the length
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -178,108 +173,25 @@ def _placement(text: str) -> Any:
     return Shard(dim) if match.group(2) is None else _StridedShard(dim, split_factor=int(match.group(2)))
 
 
-def is_sharded(value: Any) -> bool:
-    """Whether a value is a tensor of which every rank holds a shard: a DTensor, or FSDP 1's ShardedTensor."""
-    if type(value) in _PLAIN:  # most are; hasattr for a missing attribute of a tensor is slow
-        return False
-    return hasattr(value, "__create_chunk_list__") or hasattr(value, "local_shards")
-
-
-def layout_of(tensor: Any) -> Layout:
-    """The layout of a sharded tensor."""
-    if hasattr(tensor, "device_mesh"):
-        return _root_layout(tensor.device_mesh, tensor.placements)
-    ranks = tuple(torch.distributed.get_process_group_ranks(tensor._process_group))
-    layout = Layout((len(ranks),), ranks, ("S0",))  # FSDP 1 divides dimension 0 as torch.chunk does
-    expected = layout.holders(tuple(tensor.size()), 0).values()
-    for piece in tensor.metadata().shards_metadata:
-        box = Box(tuple(piece.shard_offsets), tuple(piece.shard_sizes))
-        if box not in expected and not box.is_empty:
-            raise ValueError(f"a ShardedTensor of shape {list(tensor.size())} is not divided along dimension 0")
-    return layout
-
-
-def own_layout(tensor: Any) -> Layout:
-    """The layout of a sharded tensor over its own mesh, which may be a submesh."""
-    return _mesh_layout(tensor.device_mesh, tensor.placements) if hasattr(tensor, "device_mesh") else layout_of(tensor)
-
-
 @lru_cache(maxsize=1000)
-def _mesh_layout(mesh: Any, placed: tuple[Any, ...]) -> Layout:
-    return Layout(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(map(_placement_text, placed)))
+def over_all_ranks(own: Layout, ranks: tuple[int, ...]) -> Layout:
+    """The layout over all these ranks of a tensor that lies on some of them: it counts as replicated over the others.
 
-
-def on_part_of_mesh(tensor: Any) -> bool:
-    """Whether a sharded tensor lies on a submesh, so that `layout_of` assumes it replicated over the other ranks."""
-    return len(layout_of(tensor).ranks) != len(own_layout(tensor).ranks)
-
-
-def divided(tensors: Iterable[Any]) -> frozenset[Layout]:
-    """The layouts of those tensors that are sharded and not fully replicated."""
-    found = {layout_of(tensor) for tensor in tensors if is_sharded(tensor)}
-    return frozenset(layout for layout in found if not layout.is_replicated)
-
-
-@lru_cache(maxsize=1000)
-def _root_layout(mesh: Any, placed: tuple[Any, ...]) -> Layout:
-    """The layout over the root mesh. A tensor on a submesh counts as replicated along the other dimensions.
-
-    Each rank sees another submesh; only the root mesh is the same on all of them.
+    All ranks find the same one, by the ranks alone: the names of a mesh say nothing for sure about them.
     """
-    placements = tuple(map(_placement_text, placed))
-    root = mesh._get_root_mesh()
-    names, all_names = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
-    if root is not mesh and set(names) <= set(all_names):
-        by_name = dict(zip(names, placements, strict=True))
-        mesh, placements = root, tuple(by_name.get(name, "R") for name in all_names)
-    return Layout(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), placements)
+    parts = _translations(own.ranks, ranks)
+    if len(parts) == 1:
+        return own
+    return Layout((len(parts), *own.mesh), tuple(itertools.chain(*parts)), ("R", *own.placements))
 
 
-def _placement_text(placement: Any) -> str:
-    if placement.is_replicate():
-        return "R"
-    if hasattr(placement, "split_factor"):
-        return f"S{placement.dim}/{placement.split_factor}"
-    if placement.is_shard():
-        return f"S{placement.dim}"
-    raise ValueError(f"a tensor with placement {placement} has no value of its own to save")
-
-
-def local_tensor(tensor: Any) -> torch.Tensor:
-    """This rank's shard; an empty tensor if it has none."""
-    if hasattr(tensor, "to_local"):
-        with torch.no_grad():  # returns the shard itself, without an autograd node
-            piece: torch.Tensor = tensor.to_local()
-        return piece.detach()
-    shards = tensor.local_shards()
-    if shards:
-        first: torch.Tensor = shards[0].tensor.detach()
-        return first
-    return torch.empty((0, *tensor.size()[1:]), dtype=tensor.dtype)
-
-
-def gathered(tensor: Any) -> torch.Tensor:
-    """The full tensor, at least on rank 0. Collective: every rank makes this call."""
-    if hasattr(tensor, "full_tensor"):
-        full: torch.Tensor = tensor.full_tensor()
-        return full
-    whole = torch.empty(tensor.size(), dtype=tensor.dtype)
-    tensor.gather(0, whole if torch.distributed.get_rank() == 0 else None)
-    return whole
-
-
-def empty_like(tensor: Any, dtype: torch.dtype) -> Any:
-    """An uninitialised tensor with the shape, device and sharding of another one."""
-    if not is_sharded(tensor):
-        return torch.empty(tensor.size(), dtype=dtype, device=tensor.device)
-    if hasattr(tensor, "device_mesh"):
-        return ShardOutline.of(tensor).around(torch.empty_like(local_tensor(tensor), dtype=dtype))
-    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-    from torch.distributed._shard.sharded_tensor.shard import Shard as Piece
-
-    metadata = copy.deepcopy(tensor.metadata())
-    metadata.tensor_properties.dtype = dtype
-    pieces = [Piece(torch.empty_like(shard.tensor, dtype=dtype), shard.metadata) for shard in tensor.local_shards()]
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        pieces, sharded_tensor_metadata=metadata, process_group=tensor._process_group
-    )
+def _translations(some: tuple[int, ...], ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Some ranks, and others in the same pattern, that make up all of them, each once; if none do, these alone."""
+    first, left, parts = min(some), set(ranks), []
+    while left:
+        part = tuple(min(left) + rank - first for rank in some)
+        if not left.issuperset(part):
+            return [some]
+        left.difference_update(part)
+        parts.append(part)
+    return parts if some in parts else [some]

@@ -17,7 +17,7 @@ class Fault(NamedTuple):
     box: Box
 
     def __str__(self) -> str:
-        ranges = (f"{offset}:{offset + size}" for offset, size in self.box.ranges)
+        ranges = (f"{offset}:{offset + size}" for offset, size in zip(self.box.offsets, self.box.sizes, strict=False))
         return f"{self.what} [{', '.join(ranges)}]"
 
 
@@ -32,7 +32,7 @@ def find_fault(boxes: Iterable[Box], whole: Box) -> Fault | None:
 
 
 def _is_inside(box: Box, whole: Box) -> bool:
-    if len(box.offsets) != len(whole.offsets):
+    if not len(box.offsets) == len(box.sizes) == len(whole.offsets):
         return False
     spans = zip(box.ranges, whole.ranges, strict=True)
     return all(first <= start and start + size <= first + length for (start, size), (first, length) in spans)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt.formats.layout import is_sharded
+from ckpt.formats.sharded_tensors import is_sharded
 from ckpt.state.fsdp1 import is_fsdp1
 
 CERTAIN = 4  # batches: fewer without training may be those that a script found unfit, or had read ahead

@@ -13,9 +13,10 @@ from torch import nn
 from ckpt.errors import MismatchError, MissingError
 from ckpt.export.save_model import ADAPTER_CONFIG, CONFIG
 from ckpt.export.source import TensorSource, open_source
-from ckpt.formats.layout import Box, is_sharded, layout_of, local_tensor
+from ckpt.formats.layout import Box
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
+from ckpt.formats.sharded_tensors import is_sharded, layout_of, local_tensor
 from ckpt.load.restore import Restoration, RestoreRequest
 from ckpt.load.restored import Restored, restored_from
 from ckpt.load.select import Choice, Selection, choose

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ckpt.formats.layout import is_sharded
+from ckpt.formats.sharded_tensors import is_sharded
 from ckpt.formats.state import Shard
 from ckpt.save.captured_state import CapturedState
 from ckpt.save.checksums import checksum

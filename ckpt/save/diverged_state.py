@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpt.formats.layout import is_sharded, own_layout
 from ckpt.formats.native.shard_table import ShardedState, ShardSpec, ShardTable
+from ckpt.formats.sharded_tensors import is_sharded, own_layout
 from ckpt.formats.state import FilePlan
 from ckpt.root.file_names import own_key
 from ckpt.save.captured_state import CapturedState

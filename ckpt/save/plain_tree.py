@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ckpt.formats.layout import is_sharded, local_tensor
 from ckpt.formats.shard_outline import ShardOutline
+from ckpt.formats.sharded_tensors import is_sharded, local_tensor
 
 _SCALARS = frozenset({bool, int, float, str, type(None)})
 _KEYS = frozenset({str, int})

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ckpt.formats.layout import Layout, is_sharded, local_tensor, on_part_of_mesh, own_layout
+from ckpt.formats.layout import Layout
 from ckpt.formats.native import documents, dtypes
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.shard_table import ShardedState
+from ckpt.formats.sharded_tensors import is_sharded, local_tensor, on_part_of_mesh, own_layout
 from ckpt.formats.state import FilePlan, PartState
 from ckpt.root.file_names import part_of
 from ckpt.save.captured_state import CapturedState

@@ -8,10 +8,11 @@ from functools import cached_property
 
 import torch
 
-from ckpt.formats.layout import Layout, is_sharded, local_tensor, on_part_of_mesh
+from ckpt.formats.layout import Layout
 from ckpt.formats.native import tensor_file_plan
 from ckpt.formats.native.shard_table import ShardedState
 from ckpt.formats.native.shared_storage import View, untie
+from ckpt.formats.sharded_tensors import is_sharded, local_tensor, on_part_of_mesh
 from ckpt.formats.state import FilePlan, PartState, Shard
 from ckpt.ranks.group import MAIN
 from ckpt.root.file_names import own_key, whole_file

@@ -17,6 +17,7 @@ from ckpt.save.read_back import ReadBack
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.save_queue import QueuedSave, SaveQueue
 from ckpt.save.snapshot import Snapshot, Snapshots
+from ckpt.save.taken_root import refuse_taken
 from ckpt.save.transaction import SaveRequest, SaveTransaction
 from ckpt.storage import Staging
 from ckpt.util.fork_safety import OwnerProcess
@@ -150,6 +151,10 @@ class Saver:
         while self.busy and time.monotonic() < deadline:
             time.sleep(_PAUSE)
         self._channel.abandon()
+
+    def refuse_taken(self) -> None:
+        """Raise if the root cannot be this run's. Every rank makes this call."""
+        refuse_taken(self.root)
 
     def release_idle(self) -> None:
         """Give back the memory of the last save, unless a save is under way or its files are being read back."""

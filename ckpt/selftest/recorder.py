@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ckpt.data.loop import Loop
-from ckpt.formats.layout import is_sharded, local_tensor
+from ckpt.formats.sharded_tensors import is_sharded, local_tensor
 from ckpt.formats.tensor_bytes import host_bytes, on_host
 from ckpt.load.restored import Restored
 from ckpt.manager import StateManager

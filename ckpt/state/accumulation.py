@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt.formats.layout import is_sharded, local_tensor
+from ckpt.formats.sharded_tensors import is_sharded, local_tensor
 from ckpt.state.deepspeed.engine import is_engine
 from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.unwrap import kinds_in, modules_in

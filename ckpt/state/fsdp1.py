@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt.formats.layout import Layout
+from ckpt.formats.layout import Layout, over_all_ranks
+from ckpt.formats.sharded_tensors import group_layout
 from ckpt.state.unwrap import clean_name, kinds_in, unwrap
 
 
@@ -27,9 +28,9 @@ def is_flat(model: nn.Module) -> bool:
 
 
 def layout(model: nn.Module) -> Layout:
-    """The layout of every parameter: sharded along dimension 0 over the ranks of the process group."""
-    ranks = tuple(torch.distributed.get_process_group_ranks(_group(model)))
-    return Layout((len(ranks),), ranks, ("S0",))
+    """The layout of every parameter: sharded along dimension 0 over the ranks of the process group, and, with
+    HYBRID_SHARD, replicated over such groups."""
+    return over_all_ranks(group_layout(_group(model)), tuple(range(torch.distributed.get_world_size())))
 
 
 def _wrappers(model: nn.Module) -> list[Any]:

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ckpt.formats.layout import Layout, divided, is_sharded
+from ckpt.formats.layout import Layout
 from ckpt.formats.native.dtypes import name_of
+from ckpt.formats.sharded_tensors import divided, is_sharded
 from ckpt.state import fsdp1
 from ckpt.state.deepspeed import zero3
 from ckpt.state.deepspeed.engine import is_engine, refuse_bare

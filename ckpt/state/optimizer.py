@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt.formats.layout import Layout, divided, empty_like, is_sharded
+from ckpt.formats.layout import Layout
+from ckpt.formats.sharded_tensors import divided, empty_like, is_sharded
 from ckpt.state import fsdp1
 from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.parts import Notes, Place, Read, SavedTensor
 from ckpt.state.replicated import Replication, equal_parameters
+from ckpt.state.torch_objects import unusable_states
 from ckpt.state.unwrap import parameter_names, unwrap, without_checkpointing
 
 
@@ -79,6 +81,7 @@ class OptimizerPart:
         unfit: dict[str, str] = {}
         for index, (live, old) in enumerate(zip(live_groups, saved_groups, strict=True)):
             unfit |= _group_misfits(f"param_groups[{index}]", live, old)
+        unfit |= unusable_states(self.optimizer, saved["state"])
         comparable = self.optimizer.state and model is None  # FSDP 1 holds its state as flat tensors
         return unfit | (self._misshapen(saved["state"], names) if comparable else {})
 

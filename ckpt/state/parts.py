@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from ckpt.errors import UnsupportedError
-from ckpt.formats.layout import Layout, empty_like, is_sharded, local_tensor
+from ckpt.formats.layout import Layout
+from ckpt.formats.sharded_tensors import empty_like, is_sharded, local_tensor
 from ckpt.state.deepspeed.engine import is_engine
 from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.objects import Stateful

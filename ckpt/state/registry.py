@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ckpt.errors import ConfigError
-from ckpt.formats.layout import is_sharded, local_tensor
 from ckpt.formats.native.tensor_subclasses import is_packed, pieces
+from ckpt.formats.sharded_tensors import is_sharded, local_tensor
 from ckpt.state import rng
 from ckpt.state.accumulation import Windows, holds_unsharded, obstacle
 from ckpt.state.comm_hooks import lacking_state

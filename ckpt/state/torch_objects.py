@@ -1,14 +1,19 @@
-"""Which states PyTorch's schedulers and scalers would not accept: found before live tensors are changed."""
+"""Which states PyTorch's optimizers, schedulers and scalers would not accept: found before live tensors are changed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from torch import optim
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler, MultiplicativeLR, SequentialLR
 
 _SCALER = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_WITH_STEPS = (  # these look for it in the first state that they are given
+    optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam, optim.RMSprop,
+    optim.Rprop,
+)  # fmt: skip
 _LISTS = {
     LambdaLR: "lr_lambdas",
     MultiplicativeLR: "lr_lambdas",
@@ -31,6 +36,19 @@ def problem_with(live: Any, saved: Any) -> str:
         lists = [key for kind, key in _LISTS.items() if isinstance(live, kind)]
         odd = [key for key in lists if not isinstance(saved.get(key), list | tuple)]
     return f"no state of a {type(live).__name__}: {', '.join(odd)} missing or of another kind" if odd else ""
+
+
+def unusable_states(live: Any, saved: Mapping[str, Any]) -> dict[str, str]:
+    """Which states of parameters an optimizer cannot have, and why; none if it is not of PyTorch's own kinds."""
+    if not isinstance(live, optim.Optimizer) or not str(type(live).__module__).startswith("torch.optim"):
+        return {}
+    unfit = {}
+    for name, state in saved.items():
+        if not isinstance(state, Mapping):
+            unfit[f"state.{name}"] = f"no state of {type(live).__name__}"
+        elif isinstance(live, _WITH_STEPS) and "step" not in state:
+            unfit[f"state.{name}"] = f"no state of {type(live).__name__}: step is missing"
+    return unfit
 
 
 def _loads_as_torch_does(live: Any) -> bool:

@@ -20,7 +20,6 @@ import torch
 
 from ckpt.errors import DamagedError, UnsupportedError
 from ckpt.formats.damage import damage_reported
-from ckpt.formats.layout import is_sharded
 from ckpt.formats.native import dtypes, tensor_subclasses
 from ckpt.formats.native.header import METADATA
 from ckpt.formats.native.json_codecs import (
@@ -40,6 +39,7 @@ from ckpt.formats.native.json_codecs import (
     to_base64,
 )
 from ckpt.formats.pieces import PiecedTensor
+from ckpt.formats.sharded_tensors import is_sharded
 from ckpt.formats.tensor_bytes import host_bytes
 from ckpt.shown import Lines
 

@@ -17,12 +17,13 @@ import torch
 
 from ckpt.errors import DamagedError, UnsupportedError
 from ckpt.formats.damage import damage_reported
-from ckpt.formats.layout import Box, Layout, Ranges, gathered, is_sharded, layout_of, local_tensor
+from ckpt.formats.layout import Box, Layout, Ranges
 from ckpt.formats.layout_json import check_covered, count_shards, layout_from_json
 from ckpt.formats.native import dtypes
 from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.native.tensor_file_plan import SMALL
+from ckpt.formats.sharded_tensors import gathered, is_sharded, layout_of, local_tensor
 from ckpt.formats.state import Shard
 from ckpt.formats.strides import checked_shape
 from ckpt.formats.tensor_bytes import narrowed

@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.fuzz import reseal, tree
 from tests.fuzz.mutate import Files, alter_file, rearrange
+from tests.fuzz.operation import NAMES_A_FOLDER
 from tests.fuzz.tree import Tree
 
 KINDS = {
@@ -51,6 +52,10 @@ class Case:
         return KINDS.get(self.seed, self.seed)
 
 
+def _is_named_link(path: str, node: object) -> bool:
+    return isinstance(node, tree.Special) and node.kind == "link" and path.count("/") == 1
+
+
 class Maker:
     """Makes cases from a corpus. The number of a case and the seed of a run decide all of it."""
 
@@ -91,6 +96,8 @@ class Maker:
 
     def _rearrange(self, dice: random.Random, case: Case) -> None:
         case.files = rearrange(dice, case.files) or case.files
+        if case.target in NAMES_A_FOLDER:
+            case.files = {path: node for path, node in case.files.items() if not _is_named_link(path, node)}
         case.how.append("other things at its paths")
 
     def _alter_content(self, dice: random.Random, case: Case) -> None:

@@ -35,6 +35,7 @@ _REFUSED = {  # by design: state of two ranks in one process, a folder without a
     *(("accelerate-sharded", name) for name in ("resume what Accelerate saved", "load_state of Accelerate")),
     *(("accelerate-pickles", name) for name in ("load_model of Accelerate", "merge of Accelerate")),
 }
+_OF_THE_MACHINE = ("hang", "memory")
 CORPUS = Path(__file__).parent / "corpus"
 
 
@@ -129,7 +130,16 @@ class Fuzzer:
         first: dict[tuple[str, str], Found] = {}
         for one in sorted(outcome.found, key=lambda one: sum(map(_weight, one.case.files.values()))):
             first.setdefault((one.finding.kind, one.finding.signature), one)
-        return reduced(list(first.values()), self._trees, self._judged)
+        return reduced(self._seen_again(list(first.values())), self._trees, self._judged)
+
+    def _seen_again(self, found: list[Found]) -> list[Found]:
+        """Without what took time or memory once, after many inputs, and not again in a process of its own."""
+        again = self._judged([one.case for one in found])
+        for one, finding in zip(found, again, strict=True):
+            if finding is None and one.finding.kind in _OF_THE_MACHINE:
+                print(f"seen once: {one.finding.kind}: {one.finding.signature} (input {one.number})", flush=True)
+        pairs = zip(found, again, strict=True)
+        return [one for one, finding in pairs if finding is not None or one.finding.kind not in _OF_THE_MACHINE]
 
     def _judged(self, cases: list[Case]) -> list[Finding | None]:
         pool = Pool(self._scratch, self._options.jobs, lambda start, stop: iter(list(enumerate(cases))[start:stop]))

@@ -9,6 +9,13 @@ from typing import Any
 import ckpt
 from tests.fuzz.live import Live
 
+NAMES_A_FOLDER = {  # of a root. A link that a user names is followed, wherever it leads
+    "load_model", "load_model, signed", "merge", "merge the optimizer", "merge, signed", "convert to accelerate",
+    "diff", "ckpt ls of one", "ckpt show", "ckpt show --tensors", "ckpt diff", "ckpt merge", "ckpt convert", "pull one",
+    "load_model of Accelerate", "merge of Accelerate", "convert from accelerate", "ckpt convert from accelerate",
+    "ckpt show of Accelerate", "ckpt diff of Accelerate",
+}  # fmt: skip
+
 
 class WrongError(Exception):
     """An operation succeeded, but its result is wrong; or failed after it had changed live tensors."""

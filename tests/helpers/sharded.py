@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ckpt.formats.layout import is_sharded
+from ckpt.formats.sharded_tensors import is_sharded, local_tensor
 from tests.helpers.training import exact
 
 
@@ -38,7 +38,7 @@ def hsdp(seed: int) -> nn.Module:
     return model
 
 
-def _parallelized(model: nn.Module, mesh: Any) -> nn.Module:
+def parallelized(model: nn.Module, mesh: Any) -> nn.Module:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -48,7 +48,7 @@ def _parallelized(model: nn.Module, mesh: Any) -> nn.Module:
 def tensor_parallel(seed: int) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return _parallelized(plain(seed), init_device_mesh("cpu", (dist.get_world_size(),)))
+    return parallelized(plain(seed), init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
 def fsdp2_over_tensor_parallel(seed: int) -> nn.Module:
@@ -56,7 +56,7 @@ def fsdp2_over_tensor_parallel(seed: int) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-    model = _parallelized(plain(seed), mesh["tp"])
+    model = parallelized(plain(seed), mesh["tp"])
     fully_shard(model, mesh=mesh["dp"])
     return model
 
@@ -105,10 +105,9 @@ def whole(value: Any) -> Any:
         return value
     if hasattr(value, "full_tensor"):
         return value.full_tensor()
-    full = torch.empty(value.size(), dtype=value.dtype)
-    value.gather(0, full if dist.get_rank() == 0 else None)
-    dist.broadcast(full, 0)
-    return full
+    pieces: list[Any] = [None] * dist.get_world_size(value._process_group)
+    dist.all_gather_object(pieces, local_tensor(value), group=value._process_group)
+    return torch.cat(pieces)
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 import ckpt
 from ckpt.root import lock
@@ -66,3 +69,15 @@ def test_a_run_does_not_wait_for_a_prune_without_end(storage: Storage, monkeypat
         lock_root(storage, pruning, to_prune=True)
         with pytest.raises(ckpt.LockedError, match="ckpt prune, process"):
             lock_root(storage, run)
+
+
+@pytest.mark.not_on_s3("a lease is asked for when the root is taken")
+def test_a_resume_from_a_root_that_another_run_has_changes_nothing(tmp_path: Path) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with ckpt.StateManager(tmp_path, model=model) as manager:
+        manager.save_state("first")
+        before = other.weight.detach().clone()
+        with pytest.raises(ckpt.LockedError, match="another run writes to"):
+            ckpt.StateManager(tmp_path, model=other).resume()
+    assert torch.equal(other.weight, before)
+    assert not torch.equal(other.weight, model.weight)

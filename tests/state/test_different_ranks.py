@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
-from ckpt.formats.layout import is_sharded, local_tensor
+from ckpt.formats.sharded_tensors import is_sharded, local_tensor
 from ckpt.save.checksums import weighted_sum
 from tests.helpers.places import Place
 from tests.helpers.processes import run_alone, run_ranks

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import ckpt
-from ckpt.formats.layout import is_sharded, local_tensor
+from ckpt.formats.sharded_tensors import is_sharded, local_tensor
 from tests.helpers.places import Place
 from tests.helpers.processes import run_alone, run_ranks
 from tests.helpers.sharded import plain, step, whole

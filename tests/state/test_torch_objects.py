@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import ckpt
+from ckpt.state.optimizer import OptimizerPart
 from tests.helpers.forgery import alter_json
 
 MAKE: dict[str, Callable[[Any], Any]] = {
@@ -87,3 +88,22 @@ def test_a_class_with_a_state_of_its_own_kind_is_asked_itself(tmp_path: Path) ->
     with loading:
         loading.load_state("a")
     assert second.last_epoch == 7
+
+
+@pytest.mark.parametrize(
+    ("state", "why"), [([1, 2], "no state of AdamW"), ({"exp_avg": None}, "no state of AdamW: step is missing")]
+)
+def test_a_state_that_an_optimizer_would_stumble_over_is_a_misfit(state: object, why: str) -> None:
+    model = nn.Linear(2, 2)
+    part = OptimizerPart("optimizer", torch.optim.AdamW(model.parameters()), {"": model})
+    saved = {"state": {"weight": state}, "param_groups": [{"params": ["weight", "bias"]}]}
+    assert part.check(saved) == {"state.weight": why}
+
+
+def test_an_optimizer_of_ones_own_may_keep_its_state_as_it_likes() -> None:
+    class Own(torch.optim.SGD):
+        pass
+
+    model = nn.Linear(2, 2)
+    part = OptimizerPart("optimizer", Own(model.parameters(), lr=0.1), {"": model})
+    assert part.check({"state": {"weight": [1, 2]}, "param_groups": [{"params": ["weight", "bias"]}]}) == {}

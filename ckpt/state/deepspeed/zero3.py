@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ckpt.formats.layout import Box, Layout, gathered, is_sharded
+from ckpt.formats.layout import Box, Layout
+from ckpt.formats.sharded_tensors import gathered, is_sharded
 from ckpt.formats.tensor_bytes import narrowed
 
 

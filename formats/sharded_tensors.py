@@ -1,0 +1,119 @@
+"""Live tensors that are sharded over ranks, be it DTensors or FSDP 1's ShardedTensors: their layouts and shards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ckpt.formats.layout import Box, Layout, over_all_ranks
+from ckpt.formats.shard_outline import ShardOutline
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether a value is a tensor of which every rank holds a shard: a DTensor, or FSDP 1's ShardedTensor."""
+    if type(value) in _PLAIN:  # most are; hasattr for a missing attribute of a tensor is slow
+        return False
+    return hasattr(value, "__create_chunk_list__") or hasattr(value, "local_shards")
+
+
+def layout_of(tensor: Any) -> Layout:
+    """The layout of a sharded tensor over all ranks that the mesh was made for from which its own was taken."""
+    if hasattr(tensor, "device_mesh"):
+        return _root_layout(tensor.device_mesh, tensor.placements)
+    return over_all_ranks(own_layout(tensor), tuple(range(torch.distributed.get_world_size())))
+
+
+def own_layout(tensor: Any) -> Layout:
+    """The layout of a sharded tensor over the ranks of its own mesh or process group, which may be some of them."""
+    if hasattr(tensor, "device_mesh"):
+        return _mesh_layout(tensor.device_mesh, tensor.placements)
+    layout = group_layout(tensor._process_group)
+    expected = layout.holders(tuple(tensor.size()), 0).values()
+    for piece in tensor.metadata().shards_metadata:
+        box = Box(tuple(piece.shard_offsets), tuple(piece.shard_sizes))
+        if box not in expected and not box.is_empty:
+            raise ValueError(f"a ShardedTensor of shape {list(tensor.size())} is not divided along dimension 0")
+    return layout
+
+
+def group_layout(group: Any) -> Layout:
+    """That of FSDP 1, which divides dimension 0 over the ranks of a process group as torch.chunk does."""
+    ranks = tuple(torch.distributed.get_process_group_ranks(group))
+    return Layout((len(ranks),), ranks, ("S0",))
+
+
+@lru_cache(maxsize=1000)
+def _mesh_layout(mesh: Any, placed: tuple[Any, ...]) -> Layout:
+    return Layout(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(map(_placement_text, placed)))
+
+
+def on_part_of_mesh(tensor: Any) -> bool:
+    """Whether a sharded tensor lies on a submesh, so that `layout_of` assumes it replicated over the other ranks."""
+    return len(layout_of(tensor).ranks) != len(own_layout(tensor).ranks)
+
+
+def divided(tensors: Iterable[Any]) -> frozenset[Layout]:
+    """The layouts of those tensors that are sharded and not fully replicated."""
+    found = {layout_of(tensor) for tensor in tensors if is_sharded(tensor)}
+    return frozenset(layout for layout in found if not layout.is_replicated)
+
+
+@lru_cache(maxsize=1000)
+def _root_layout(mesh: Any, placed: tuple[Any, ...]) -> Layout:
+    return over_all_ranks(_mesh_layout(mesh, placed), tuple(mesh._get_root_mesh().mesh.flatten().tolist()))
+
+
+def _placement_text(placement: Any) -> str:
+    if placement.is_replicate():
+        return "R"
+    if hasattr(placement, "split_factor"):
+        return f"S{placement.dim}/{placement.split_factor}"
+    if placement.is_shard():
+        return f"S{placement.dim}"
+    raise ValueError(f"a tensor with placement {placement} has no value of its own to save")
+
+
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """This rank's shard; an empty tensor if it has none."""
+    if hasattr(tensor, "to_local"):
+        with torch.no_grad():  # returns the shard itself, without an autograd node
+            piece: torch.Tensor = tensor.to_local()
+        return piece.detach()
+    shards = tensor.local_shards()
+    if shards:
+        first: torch.Tensor = shards[0].tensor.detach()
+        return first
+    return torch.empty((0, *tensor.size()[1:]), dtype=tensor.dtype)
+
+
+def gathered(tensor: Any) -> torch.Tensor:
+    """The full tensor, at least on rank 0. Collective: every rank makes this call."""
+    if hasattr(tensor, "full_tensor"):
+        full: torch.Tensor = tensor.full_tensor()
+        return full
+    whole = torch.empty(tensor.size(), dtype=tensor.dtype)
+    tensor.gather(0, whole if torch.distributed.get_rank() == 0 else None)
+    return whole
+
+
+def empty_like(tensor: Any, dtype: torch.dtype) -> Any:
+    """An uninitialised tensor with the shape, device and sharding of another one."""
+    if not is_sharded(tensor):
+        return torch.empty(tensor.size(), dtype=dtype, device=tensor.device)
+    if hasattr(tensor, "device_mesh"):
+        return ShardOutline.of(tensor).around(torch.empty_like(local_tensor(tensor), dtype=dtype))
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.shard import Shard as Piece
+
+    metadata = copy.deepcopy(tensor.metadata())
+    metadata.tensor_properties.dtype = dtype
+    pieces = [Piece(torch.empty_like(shard.tensor, dtype=dtype), shard.metadata) for shard in tensor.local_shards()]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        pieces, sharded_tensor_metadata=metadata, process_group=tensor._process_group
+    )
