@@ -38,10 +38,11 @@ ONCE_KEYWORDS: dict[str, Any] = {
     "layout": "whole", "gradients": "yes", "background": 1, "when_busy": "later", "host_memory": "8 elephants",
 }  # fmt: skip
 NONSENSE_OF_SAVES: dict[str, Any] = {**ONCE_KEYWORDS, "device_memory": "much", "read_back": "maybe", "sha256": "yes"}
-NONSENSE_OF_RANKS: dict[str, Any] = {"timeout": float("nan"), "shared": "no", "broadcast": 0, "handle_sigterm": None}
+ONCE_OF_RANKS: dict[str, Any] = {"timeout": float("nan"), "shared": "no", "broadcast": 0, "handle_sigterm": None}
+NONSENSE_OF_RANKS: dict[str, Any] = {**ONCE_OF_RANKS, "alone": 1}
 OLD: dict[str, Any] = {
     **ONCE_KEYWORDS,
-    **NONSENSE_OF_RANKS,
+    **ONCE_OF_RANKS,
     "mirror_keep": 1,
     "mirror_bandwidth": -1,
     "mirror_backlog": 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -194,7 +195,7 @@ class OneAhead:
 
 
 class Background(OneAhead):
-    """Reads in a thread, up to two batches ahead."""
+    """Reads in a thread, two batches ahead."""
 
     def __iter__(self) -> Iterator[Any]:
         ahead: queue.Queue[Any] = queue.Queue(2)
@@ -211,6 +212,8 @@ class Background(OneAhead):
         thread.start()
         try:
             while (batch := ahead.get()) is not None:
+                while thread.is_alive() and not ahead.full():  # on a busy machine too
+                    time.sleep(0.001)
                 yield batch
         finally:
             left.set()

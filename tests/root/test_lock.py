@@ -75,7 +75,7 @@ def test_a_run_does_not_wait_for_a_prune_without_end(storage: Storage, monkeypat
 def test_a_resume_from_a_root_that_another_run_has_changes_nothing(tmp_path: Path) -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     with ckpt.StateManager(tmp_path, model=model) as manager:
-        manager.save_state("first")
+        manager.save_state("first", wait=True)
         before = other.weight.detach().clone()
         with pytest.raises(ckpt.LockedError, match="another run writes to"):
             ckpt.StateManager(tmp_path, model=other).resume()
