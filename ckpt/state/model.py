@@ -19,6 +19,7 @@ from ckpt.state.deepspeed.engine import is_engine, refuse_bare
 from ckpt.state.deepspeed.parts import refresh
 from ckpt.state.deepspeed.zero3 import is_partitioned, is_zero3
 from ckpt.state.fsdp1 import is_fsdp1
+from ckpt.state.meta_device import materialise
 from ckpt.state.model_config import describe
 from ckpt.state.parts import LEFT, Notes, Read, SavedTensor
 from ckpt.state.replicated import UNKNOWN, Replication, broadcast_buffers, equal_parameters
@@ -108,6 +109,7 @@ class ModelPart:
         return unfit
 
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
+        self._materialise(set(saved) - unfit.keys())
         live = self.places()
         fitting = {name for name in live if name not in unfit or _fits_when_cast(live[name], saved.get(name))}
         # a tied tensor is read under the last of its names that was saved
@@ -127,6 +129,12 @@ class ModelPart:
             self.load({**live, **extra}, left=live.keys() - (fitting & saved.keys()))
 
         return load
+
+    def _materialise(self, filled: Collection[str]) -> None:
+        if not is_fsdp1(self.model):
+            module = unwrap(self.model)
+            raw = clean_names(module, module.state_dict(keep_vars=True))
+            materialise(self.key, module, [name for name, clean in raw.items() if clean in filled])
 
     def load(self, state: dict[str, Any], left: Collection[str] = ()) -> None:
         """Load a state whose tensors are those of `places`, already filled, except the names in `left`."""

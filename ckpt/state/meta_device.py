@@ -1,0 +1,55 @@
+"""Models that are still on the meta device when a checkpoint is loaded: they get memory for what it fills."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt.errors import MismatchError
+from ckpt.formats.sharded_tensors import is_sharded
+
+_LISTED = 10
+
+
+def is_on_meta(tensor: Any) -> bool:
+    """Whether a tensor has no memory."""
+    return isinstance(tensor, torch.Tensor) and tensor.device.type == "meta"
+
+
+def materialise(key: str, module: nn.Module, filled: Collection[str]) -> None:
+    """Give every tensor of a model that has none its memory: a shard where its mesh is, others on the default device.
+
+    They remain the same objects, which an optimizer may hold already. `filled`: the names, as `state_dict` has them, of
+    those that are read from the checkpoint. Refused where others have no memory either: nobody would give them values.
+    """
+    named = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    empty = {name: tensor for name, tensor in named.items() if is_on_meta(tensor)}
+    ours = {id(named[name]) for name in filled if name in named}
+    left = [name for name, tensor in empty.items() if id(tensor) not in ours]
+    if left:
+        more = f" and {len(left) - _LISTED} more" if len(left) > _LISTED else ""
+        raise MismatchError(
+            f"{key} is on the meta device, and the checkpoint has no values for {', '.join(left[:_LISTED])}{more}. "
+            "Call to_empty(device=...) on the model, give these their values, then load."
+        )
+    if empty:
+        _allocate(module)
+
+
+def _allocate(module: Any) -> None:
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)  # or parameters would become other objects
+    try:
+        module._apply(_with_memory)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+
+def _with_memory(tensor: Any) -> Any:
+    if not is_on_meta(tensor):
+        return tensor
+    device = tensor.device_mesh.device_type if is_sharded(tensor) else torch.get_default_device()
+    return torch.empty_like(tensor, device=device)
