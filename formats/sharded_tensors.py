@@ -97,9 +97,22 @@ def gathered(tensor: Any) -> torch.Tensor:
     if hasattr(tensor, "full_tensor"):
         full: torch.Tensor = tensor.full_tensor()
         return full
+    if torch.distributed.get_world_size(tensor._process_group) < torch.distributed.get_world_size():
+        return _gathered_in_group(tensor)
     whole = torch.empty(tensor.size(), dtype=tensor.dtype)
     tensor.gather(0, whole if torch.distributed.get_rank() == 0 else None)
     return whole
+
+
+def _gathered_in_group(tensor: Any) -> torch.Tensor:
+    """The same for a ShardedTensor over some of the ranks, which PyTorch's call takes for ranks of all."""
+    group, mine = tensor._process_group, local_tensor(tensor)
+    count = torch.distributed.get_world_size(group)
+    padded = mine.new_zeros((-(-tensor.size()[0] // count), *tensor.size()[1:]))
+    padded[: len(mine)] = mine
+    pieces = [torch.empty_like(padded) for _ in range(count)]
+    torch.distributed.all_gather(pieces, padded, group=group)
+    return torch.cat(pieces)[: tensor.size()[0]]
 
 
 def empty_like(tensor: Any, dtype: torch.dtype) -> Any:

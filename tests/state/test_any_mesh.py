@@ -100,6 +100,29 @@ def _load(rank: int, root: str, way: str | None) -> None:
                 assert state(model, optimizer) == Path(root, f"{number}-later.txt").read_text(), name
 
 
+def _save_whole(rank: int, root: str) -> None:
+    model = _hybrid_fsdp1(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer, 0)
+    whole = ckpt.SaveOptions(layout="full")
+    with ckpt.StateManager(f"{root}/run", model=model, optimizer=optimizer, saving=whole, ranks=RANKS) as manager:
+        manager.save_state("saved")
+    if rank == 0:
+        Path(root, "saved.txt").write_text(state(model, optimizer))
+    else:
+        state(model, optimizer)
+
+
+@pytest.mark.slow
+def test_a_model_over_two_process_groups_is_gathered_into_whole_files(tmp_path: Path) -> None:
+    run_ranks(4, _save_whole, str(tmp_path))
+    model = plain(2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ckpt.StateManager(tmp_path / "run", model=model, optimizer=optimizer) as manager:
+        manager.load_state("saved")
+    assert state(model, optimizer) == (tmp_path / "saved.txt").read_text()
+
+
 @pytest.mark.slow
 def test_a_model_on_any_mesh_is_loaded_by_any_number_of_ranks(tmp_path: Path) -> None:
     run_ranks(4, _save, str(tmp_path))
