@@ -143,7 +143,8 @@ def test_two_processes_on_one_root(root: Place, tmp_path: Path) -> None:
                 manager.resume()
             job.kill()
             job.join()
-            manager.save_state("ours")  # a killed process holds nothing
+            manager.resume()  # a killed process holds nothing
+            manager.save_state("ours")
     finally:
         job.kill()
         job.join()
