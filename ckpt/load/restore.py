@@ -21,6 +21,7 @@ from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import Ranks
 from ckpt.state import rng
 from ckpt.state.load_errors import naming_part
+from ckpt.state.meta_device import any_on_meta
 from ckpt.state.parts import WHOLE_PART, GradientsPart, Notes, OwnPart, Part, Place
 from ckpt.state.registry import StateRegistry
 from ckpt.storage import Storage
@@ -84,7 +85,11 @@ class Restoration:
         reader.per_rank = manifest.world_size == ranks.world_size
         misfits = find_misfits(reader, parts, strict=request.strict)
         notes.approximated.update(from_main_rank(reader, parts))
-        return cls(reader, request, parts, notes, _ask(reader, parts, misfits, notes))
+        had_no_memory = any_on_meta(parts.values())
+        setters = _ask(reader, parts, misfits, notes)
+        if had_no_memory:  # it has some now, without values until they are read
+            request.on_first_write(manifest.name)
+        return cls(reader, request, parts, notes, setters)
 
     def _read(self, call: str, broadcast: bool, held: ExitStack) -> None:
         """Read the tensors that go into new memory; verify, or read, those that go into live memory."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -17,6 +17,12 @@ _LISTED = 10
 def is_on_meta(tensor: Any) -> bool:
     """Whether a tensor has no memory."""
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "meta"
+
+
+def any_on_meta(parts: Iterable[Any]) -> bool:
+    """Whether the model of a part has a parameter without memory."""
+    models = (getattr(part, "model", None) for part in parts)
+    return any(is_on_meta(one) for model in models if isinstance(model, nn.Module) for one in model.parameters())
 
 
 def materialise(key: str, module: nn.Module, filled: Collection[str]) -> None:

@@ -92,6 +92,18 @@ def test_what_no_checkpoint_has_is_named_and_nothing_is_changed(saved: tuple[Net
     assert all(tensor.device.type == "meta" for tensor in model.state_dict().values())
 
 
+def test_a_load_that_fails_later_leaves_nothing_that_could_be_saved(saved: tuple[Net, Path]) -> None:
+    _, root = saved
+    damaged = root / "saved" / "optimizer.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    model = on_meta()
+    with ckpt.StateManager(root, model=model, optimizer=torch.optim.AdamW(model.parameters())) as manager:
+        with pytest.raises(ckpt.DamagedError):
+            manager.load_state("saved")
+        with pytest.raises(ckpt.StateError, match="failed half-way"):
+            manager.save_state("after", wait=True)
+
+
 def test_what_does_not_fit_is_not_left_without_values(saved: tuple[Net, Path]) -> None:
     _, root = saved
     model = on_meta()
