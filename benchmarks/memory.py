@@ -41,12 +41,14 @@ from ckpt.memory.tier import MemoryTier
 
 SUBJECT = "ckpt memory_every"
 RIVAL = FlashCheckpoint.name
-FIRST, LATER, CALL, COMMITTED = "lost, first", "lost, later", "call returns", "committed"
+FIRST, LATER, NOISE = "lost, first", "lost, later", "lost, none taken"
+CALL, COMMITTED = "call returns", "committed"
 SLOWER, LEFT_OUT = "slower", "left out"
 MEMORY, ROOT = "load, memory", "load, root, warm"
 TEXTS = {
-    FIRST: "training lost by the first snapshot of a run",
+    FIRST: "training lost by each of a run's first two snapshots",
     LATER: "training lost per later snapshot",
+    NOISE: "the same measured where no snapshot was taken: the noise",
     CALL: "`step()` with a snapshot returns after",
     COMMITTED: "a snapshot is committed after",
     SLOWER: "training slower with a snapshot every {every} steps",
@@ -54,6 +56,7 @@ TEXTS = {
     MEMORY: "load from memory, after SIGKILL",
     ROOT: "load of the same state from the root, page cache warm",
 }
+SLOTS = 2  # as many snapshots write to memory that is new
 SNAPSHOTS, LOOPS, ROOTS = 0.3, 0.65, 0.75  # of the seconds: until when repeats of a part, or the part, may begin
 Prints = dict[str, tuple[str, int]]
 
@@ -90,11 +93,12 @@ class Measurement:
         self.pipe.send((subject, metric, sample, unit))
 
     def measure(self) -> None:
-        if self.options.repeats:
+        for _ in range(SLOTS if self.options.repeats else 0):
             self.snapshot(FIRST)
         for count in range(self.options.repeats):
             if count == 0 or self.has_time(SNAPSHOTS):
                 self.snapshot(LATER)
+                self.no_snapshot()
         for count in range(self.options.loops):
             if count == 0 or self.has_time(LOOPS):
                 self.loop()
@@ -118,6 +122,13 @@ class Measurement:
         self.add(metric, sum(steps) - len(steps) * (before + self.training.rest(around)) / 2)
         self.add(CALL, watch.returned)
         self.add(COMMITTED, watch.committed)
+
+    def no_snapshot(self) -> None:
+        """What the same arithmetic says of steps among which there is no snapshot."""
+        around = max(1, self.options.steps // 2)
+        before = self.training.rest(around)
+        steps = self.training.run(self.options.steps)
+        self.add(NOISE, sum(steps) - len(steps) * (before + self.training.rest(around)) / 2)
 
     def rival_snapshot(self, rival: FlashCheckpoint, number: int) -> None:
         """The same with the other library, whose call returns when its snapshot is complete."""
@@ -331,11 +342,11 @@ def body(options: argparse.Namespace, samples: Samples) -> str:
 
 {table_of_targets(targets(samples, options.device))}
 
-Lost: the steps around a snapshot, less as many without. The first snapshot of a run starts the keeper and writes to
-memory that nobody has used; later ones overwrite that of the one before the last. A load is in a new process, whose
-objects exist: the manager's construction is part of it, imports and the start of the process are not. DLRover, where it
-was measured, runs without its launcher, computes no checksums and has one snapshot; its call returns when that is
-complete.
+Lost: the steps around a snapshot, less as many without. A run's first two snapshots write to memory that
+nobody has used, and the first starts the keeper; later ones overwrite that of the one before the last. A load is in a
+new process, whose objects exist: the manager's construction is part of it, imports and the start of the process are
+not. DLRover, where it was measured, runs without its launcher, computes no checksums and has one snapshot; its call
+returns when that is complete.
 """
 
 

@@ -86,6 +86,11 @@ class Layout:
     def replicated(cls, world_size: int) -> Layout:
         return cls((world_size,), tuple(range(world_size)), ("R",))
 
+    @classmethod
+    def of_one(cls, rank: int) -> Layout:
+        """That of a tensor which one rank has whole."""
+        return cls((1,), (rank,), ("R",))
+
     @property
     def is_replicated(self) -> bool:
         return set(self.placements) == {"R"}

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ckpt.errors import ConfigError, DamagedError, MissingError
@@ -25,8 +26,9 @@ from ckpt.formats.native.pieced import pieced
 from ckpt.formats.native.shard_table import ShardTable
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.pieces import PiecedTensor, check_complete
+from ckpt.ranks.group import MAIN
 from ckpt.root.catalog import MARKER, UncommittedError, locate, read_manifest, scan
-from ckpt.root.file_names import part_of
+from ckpt.root.file_names import part_of, rank_of
 from ckpt.root.folder import Folder
 from ckpt.root.trust import BELIEVES_ALL, Trust
 from ckpt.root.verified_file import VerifiedFile
@@ -138,18 +140,28 @@ def _checkpoint(
         ours = _of_part(manifest, part)
         if wrong := problems(storage, ours, show=True, threads=1):
             raise DamagedError(f"{name} is damaged: {'; '.join(wrong)}.")
-        common = [file for file in ours.files if part_of(file.name) == part]
-        tensors = pieced(_tensor_file(storage, name, file) for file in common)
         state = _state(storage, manifest, part)
-        if "differs" in state:
+        table = ShardTable.from_json(state["spread"], manifest) if "spread" in state else ShardTable({})
+        united = "united" in state
+        common = [file for file in ours.files if united or part_of(file.name) == part]
+        tensors = pieced(
+            (_tensor_file(storage, name, file) for file in common),
+            partial(_is_written_by, table) if united else lambda file, tensor: True,
+        )
+        if "differs" in state and not united:
             of_ranks = pieced(_tensor_file(storage, name, file) for file in _own_files(manifest, part))
             tensors = merged(f"{name}: {part}", tensors, of_ranks, state["differs"].get("tensors", {}))
         check_complete(tensors, name)
         if "spread" in state:
-            table = ShardTable.from_json(state["spread"], manifest)
             _check_table(tensors, table, f"{name}: {part}")
             tensors |= {alias: tensors[first] for alias, first in table.aliases.items()}  # tied: they are in no file
         yield TensorSource(tensors, state.get("about", {}), manifest)
+
+
+def _is_written_by(table: ShardTable, file: TensorFile, name: str) -> bool:
+    """Whether a file of a united part is of a rank that was to write the tensor: others have bytes of their own."""
+    spec = table.tensors.get(name)
+    return spec is not None and (rank_of(file.where) or MAIN) in spec.writers()
 
 
 def _check_table(tensors: Mapping[str, PiecedTensor], table: ShardTable, where: str) -> None:

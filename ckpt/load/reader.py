@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt.errors import DamagedError
 from ckpt.formats.damage import damage_reported
-from ckpt.formats.layout import Box, Layout
+from ckpt.formats.layout import Box, Layout, over_all_ranks
 from ckpt.formats.native.documents import INLINE, STATE, decode_inline, from_json, parts_in, rank_document
 from ckpt.formats.native.json_values import Decoder
 from ckpt.formats.native.manifest import Manifest
@@ -48,6 +48,7 @@ class CheckpointReader:
         self._tensors_of: dict[str, PartTensors] = {}
         self._tables: dict[str, ShardTable] = {}
         self._trees: dict[str, tuple[Any, dict[str, SavedTensor]]] = {}
+        self.shares: dict[str, Callable[[Any], Any]] = {}  # by part: reduces its state to what this rank has of it
         self.per_rank = False  # as many ranks load it as saved it: each restores its own state
         self.parts: dict[str, Any] = {}
         self.own: dict[str, Any] = {}
@@ -198,8 +199,11 @@ class CheckpointReader:
         """The layouts in which a part's tensors were sharded; none if it was saved whole."""
         if not self.spread(key):
             return frozenset()
-        layouts = (spec.layout for spec in self._table(key).tensors.values())
-        return frozenset(layout for layout in layouts if not layout.is_replicated)
+        layouts = {spec.layout for spec in self._table(key).tensors.values() if not spec.layout.is_replicated}
+        if not self._part(key).get("united"):
+            return frozenset(layouts)
+        ranks = tuple(range(self.manifest.world_size))  # live layouts are over all ranks, too
+        return frozenset(over_all_ranks(layout, ranks) for layout in layouts)
 
     def _table(self, key: str) -> ShardTable:
         if key not in self._tables:
@@ -207,7 +211,10 @@ class CheckpointReader:
         return self._tables[key]
 
     def _decoded(self, key: str, find: Callable[[str], Any]) -> Any:
-        return Decoder(find, self._where(key)).decode((self._own(key) or self._part(key))["state"])
+        state = (self._own(key) or self._part(key))["state"]
+        with damage_reported(self._where(key), "state that ckpt writes"):
+            share = self.shares[key](state) if key in self.shares else state
+        return Decoder(find, self._where(key)).decode(share)
 
     def _part(self, key: str) -> Any:
         """A part as all ranks had it, or the main rank; what no other rank had, as this rank had it."""
@@ -233,9 +240,17 @@ class CheckpointReader:
 
     def _open_common(self, key: str) -> PartTensors:
         if self.spread(key):
-            files = partial(self._files, spread_file, key)
-            return ShardedTensors(self._table(key), files, self.rank, lambda rank: self._is_here(key, rank))
+            files_of = partial(self._files_of_rank, key)
+            return ShardedTensors(self._table(key), files_of, self.rank, lambda rank: self._is_here(key, rank))
         return WholeTensors(self._files(whole_file, key), f"{self.manifest.name}: {key}")
+
+    def _files_of_rank(self, key: str, rank: int) -> list[TensorFile]:
+        """The files with a rank's shards of a part. Of a united part they may also be where its own tensors are."""
+        shards = self._files(spread_file, key, rank)
+        if not self._part(key).get("united"):
+            return shards
+        whole = self._files(whole_file, key) if rank == MAIN else []
+        return [*shards, *self._files(whole_file, own_key(key, rank)), *whole]
 
     def _files(self, name: Callable[..., str], *about: Any) -> list[TensorFile]:
         """The files of a name that exist: with the trained tensors, and with the frozen ones."""

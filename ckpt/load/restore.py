@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ckpt.load.accelerate_reader import open_any
 from ckpt.load.accelerate_state import UNKNOWN_PROGRESS
 from ckpt.load.broadcast import planned_broadcasts
 from ckpt.load.fit import Misfits, find_misfits, from_main_rank
+from ckpt.load.live_division import Elsewhere, find_elsewhere
 from ckpt.load.reader import CheckpointReader
 from ckpt.load.select import Candidate
 from ckpt.ranks.consensus import run_on_all_ranks
@@ -67,18 +69,21 @@ class Restoration:
         Without `verify_before_overwrite`, live tensors have been written when this returns or raises.
         """
         call = f"load_state({candidate.manifest.name!r})"
-        restoration: Restoration = run_on_all_ranks(request.ranks, call, lambda: cls._checked(candidate, request))
+        elsewhere = find_elsewhere(request.ranks, call, request.registry.parts)
+        checked = partial(cls._checked, candidate, request, elsewhere)
+        restoration: Restoration = run_on_all_ranks(request.ranks, call, checked)
         restoration._read(call, _uses_broadcast(candidate.storage, request), candidate.held)
         return restoration
 
     @classmethod
-    def _checked(cls, candidate: Candidate, request: RestoreRequest) -> Restoration:
+    def _checked(cls, candidate: Candidate, request: RestoreRequest, elsewhere: Elsewhere) -> Restoration:
         """Open the checkpoint, check that it fits, and ask for the tensors of what does. Reads no tensor."""
         manifest, ranks, registry = candidate.manifest, request.ranks, request.registry
         notes = Notes()
         if manifest.origin:
             notes.approximated["progress"] = UNKNOWN_PROGRESS
         reader = open_any(candidate.storage, manifest, ranks.rank, registry.parts)
+        reader.shares = _shares(registry.parts, elsewhere)
         request.check(reader)
         notes.approximated.update(reader.state.get("lacking", {}))
         parts = {**registry.parts, **_own_parts(reader, request, notes)}
@@ -87,6 +92,9 @@ class Restoration:
         notes.approximated.update(from_main_rank(reader, parts))
         had_no_memory = any_on_meta(parts.values())
         setters = _ask(reader, parts, misfits, notes)
+        for key in sorted(reader.parts.keys() - parts.keys() - elsewhere.parts):
+            if not reader.lacks(key):
+                notes.skipped[key] = "in the checkpoint, but not managed here"
         if had_no_memory:  # it has some now, without values until they are read
             request.on_first_write(manifest.name)
         return cls(reader, request, parts, notes, setters)
@@ -170,6 +178,13 @@ def _why_none_of_its_own(manifest: Manifest, ranks: Ranks) -> str | None:
     return f"{manifest.origin} keeps none" if manifest.origin else None
 
 
+def _shares(parts: Mapping[str, Part], elsewhere: Elsewhere) -> dict[str, Callable[[Any], Any]]:
+    """For parts of which other ranks have more: the function that leaves that out of a saved state."""
+    return {
+        key: partial(part.share, elsewhere=names) for key, part in parts.items() if (names := elsewhere.names.get(key))
+    }
+
+
 @torch.no_grad()  # a piece of a DTensor is then the piece itself
 def _ask(
     reader: CheckpointReader, parts: Mapping[str, Part], misfits: Misfits, notes: Notes
@@ -182,8 +197,6 @@ def _ask(
             notes.skipped[key] = unfit[WHOLE_PART]
         else:
             setters[key] = _ask_for_part(reader, key, part, unfit, notes)
-    for key in sorted(key for key in reader.parts.keys() - parts.keys() if not reader.lacks(key)):
-        notes.skipped[key] = "in the checkpoint, but not managed here"
     return setters
 
 

@@ -38,6 +38,7 @@ class StateCapture:
         self, parts: Iterable[Part], rank_parts: Mapping[str, Part], rank_state: Mapping[str, Any]
     ) -> LiveState:
         """The state of parts that all ranks have, of parts that are this rank's alone, and values of this rank."""
+        parts = list(parts)
         unsharded, sharded = self._divided(parts)
         gathered = sharded if self.layout == "full" else []
         own = [self._live(part) for part in rank_parts.values()]
@@ -48,6 +49,7 @@ class StateCapture:
             rank_values={"state": values},
             writes_common=self._writes_common,
             guarantees=self._guarantees,
+            divisible=frozenset(part.key for part in parts if part.can_be_sharded),
         )
         return LiveState(
             state,

@@ -39,6 +39,8 @@ class CapturedState:
     replicas: Mapping[str, ReplicaTensors] = field(default_factory=dict)
     diverged_files: Sequence[FilePlan] = ()  # with the replicas that differ from what another rank writes
     differs: Mapping[str, Any] = field(default_factory=dict)  # on the main rank, by part: what differs, on which ranks
+    united: Mapping[str, Any] = field(default_factory=dict)  # on the main rank: parts of which ranks have other tensors
+    divisible: frozenset[str] = frozenset()  # keys of parts whose tensors may be divided by name over the ranks
 
     @cached_property
     def common_files(self) -> list[FilePlan]:
@@ -115,6 +117,8 @@ class CapturedState:
         for key, part in self.sharded.items():
             table = {name: entry for name, entry in self.tables[key].items() if name != "written"}
             values[key] = {**_value(part), "spread": table}
+        for key, united in self.united.items():
+            values[key] = {**values.get(key, {}), **united}
         for key, differs in self.differs.items():
             if key in values:
                 values[key]["differs"] = differs

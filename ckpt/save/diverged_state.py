@@ -14,38 +14,45 @@ from ckpt.save.captured_state import CapturedState
 
 
 def with_diverged_state(
-    captured: CapturedState, diverged: Mapping[str, Any], snapshot: Mapping[str, FilePlan]
+    captured: CapturedState,
+    diverged: Mapping[str, Any],
+    writes: Mapping[str, list[str]],
+    snapshot: Mapping[str, FilePlan],
 ) -> CapturedState:
     """The same, with this rank's own state of these parts in its document, and the files of their tensors.
 
-    `diverged`: by part, the verdict on this rank. `snapshot`: the files of its snapshot, by path, if there is one.
+    `diverged`: by part, the verdict on this rank. `writes`: by part, further tensors that this rank writes for all.
+    `snapshot`: the files of its snapshot, by path, if there is one.
     """
-    own, files = dict(captured.rank_values["own"]), []
+    own = dict(captured.rank_values["own"])
     for key, verdict in diverged.items():
-        entry, file = {"absent": True}, None
-        if "absent" not in verdict:
-            entry, file = _diverged(captured, key, verdict["tensors"], snapshot)
-        own[own_key(key, captured.rank)] = entry
-        files += [file] if file else []
+        absent = "absent" in verdict
+        own[own_key(key, captured.rank)] = {"absent": True} if absent else _entry(captured, key, verdict["tensors"])
+    names = {key: {*diverged.get(key, {}).get("tensors", ()), *writes.get(key, ())} for key in {**diverged, **writes}}
+    files = [file for key in names if (file := _file(captured, key, names[key], snapshot)) is not None]
     return replace(captured, rank_values={**captured.rank_values, "own": own}, diverged_files=files)
 
 
-def _diverged(
-    captured: CapturedState, key: str, names: list[str], snapshot: Mapping[str, FilePlan]
-) -> tuple[dict[str, Any], FilePlan | None]:
+def _file(captured: CapturedState, key: str, names: set[str], snapshot: Mapping[str, FilePlan]) -> FilePlan | None:
+    """The file with these tensors; those that are among the shards which this rank writes anyway are left out."""
+    replicas = captured.replicas.get(key)
+    mine = names.intersection(replicas.stored) if replicas else set()
+    return replicas.file_of(mine, snapshot.get(replicas.path)) if replicas and mine else None
+
+
+def _entry(captured: CapturedState, key: str, names: list[str]) -> dict[str, Any]:
     sharded: ShardedState | None = captured.sharded.get(key) or captured.gathered.get(key)
     replicas = captured.replicas.get(key)
     mine = set(replicas.stored).intersection(names) if replicas else set()
-    file = replicas.file_of(mine, snapshot.get(replicas.path)) if replicas and mine else None
     found = replicas.names(mine) if replicas else []
     part = sharded or captured.parts[key]
     shards = {name for name in found if sharded and is_sharded(sharded.tensors[name])}
     entry = {"class": part.kind, "state": part.values, "plain": [name for name in found if name not in shards]}
     if sharded is None:
-        return entry, file
+        return entry
     tensors = {name: _on_submesh(sharded, name) for name in sorted(shards)}
     tensors |= {name: sharded.table.tensors[name] for name in names if name not in mine}  # among the shards it writes
-    return {**entry, "spread": ShardTable(tensors, sharded.table.aliases).to_json()}, file
+    return {**entry, "spread": ShardTable(tensors, sharded.table.aliases).to_json()}
 
 
 def _on_submesh(part: ShardedState, name: str) -> ShardSpec:

@@ -41,7 +41,15 @@ class RankDescription:
     def details(self) -> dict[str, Any]:
         """All that the main rank needs to find out what differs, and which ranks can save their own."""
         own = {key: {name: layout.to_json() for name, layout in self._submesh_layouts(key)} for key in self._sharded}
-        return {"parts": self.parts, "tables": self.captured.tables, "layouts": own, "kept": self._savable()}
+        parts: dict[str, PartState | ShardedState] = {**self.captured.parts, **self._sharded}
+        trees = {key: parts[key].values for key in self.parts if key in self.captured.divisible}
+        return {
+            "parts": self.parts,
+            "tables": self.captured.tables,
+            "layouts": own,
+            "kept": self._savable(),
+            "trees": trees,
+        }
 
     @cached_property
     def parts(self) -> dict[str, Any]:

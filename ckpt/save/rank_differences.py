@@ -1,7 +1,8 @@
 """What ranks hold differently: the main rank compares their descriptions, and decides which rank saves what.
 
-What all ranks hold alike is written once. State that only some ranks have, or have differently (a pipeline stage,
-experts, running statistics), each of them saves in a file of its own, and has it back when as many ranks load it.
+What all ranks hold alike is written once. Tensors that only some ranks have (those of a pipeline stage) are written by
+one of these, and any ranks load them. State that ranks have differently (experts, running statistics) each of them
+saves in a file of its own, and has it back when as many ranks load it.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from ckpt.formats.native import dtypes
 from ckpt.formats.native.shard_table import EVERY, ShardSpec, ShardTable, disagreements
 from ckpt.ranks.group import MAIN
 from ckpt.save.rank_description import TIED
+from ckpt.save.united_parts import UnitedPart, unite_parts
 from ckpt.shown import Lines
 
 
-def judge(details: list[dict[str, Any]]) -> dict[str, Any]:
-    """On the main rank: the verdict on the descriptions of all ranks, as JSON. Different shardings are refused."""
+def judge(details: list[dict[str, Any]]) -> Verdict:
+    """On the main rank: the verdict on the descriptions of all ranks. Different shardings are refused."""
     ways = [{key: _way(rank, key) for key in rank["parts"]} for rank in details]
     mixed = sorted({key for way_of in ways for key, way in way_of.items() if ways[MAIN].get(key, way) != way})
     if mixed:
         tables = [rank["tables"] for rank in details]
         refuse_to_mix([line for key in mixed for line in _disagreements(key, tables)])
-    return {**Verdict.on(details).to_json(), "attended": all(rank["attended"] for rank in details)}
+    return Verdict.on(details)
 
 
 def _way(details: dict[str, Any], key: str) -> tuple[str, str | None]:
@@ -36,10 +38,16 @@ def _way(details: dict[str, Any], key: str) -> tuple[str, str | None]:
 
 @dataclass
 class Verdict:
-    """Which rank saves what as its own, by part and tensor. What differs and cannot be saved so is a problem."""
+    """Which rank saves what as its own, by part and tensor. What differs and cannot be saved so is a problem.
+
+    `united`: the parts of which ranks hold different tensors. `writes`: by rank and part, the tensors of these that it
+    writes for all.
+    """
 
     details: list[dict[str, Any]]
+    united: dict[str, UnitedPart] = field(default_factory=dict)
     own: list[dict[str, Any]] = field(default_factory=list)
+    writes: list[dict[str, list[str]]] = field(default_factory=list)
     differs: dict[str, dict[str, Any]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     doubted: list[tuple[str, str]] = field(default_factory=list)  # part and tensor: guaranteed to be equal, and is not
@@ -47,14 +55,23 @@ class Verdict:
 
     @classmethod
     def on(cls, details: list[dict[str, Any]]) -> Verdict:
-        verdict = cls(details)
+        verdict = cls(details, unite_parts(details))
         for rank in range(len(details)):
             verdict._compare(rank)
+            verdict.writes.append(verdict._writes_for_all(rank))
         verdict._include_submeshes()
         return verdict
 
     def to_json(self) -> dict[str, Any]:
-        return {"own": self.own, "differs": self.differs, "problems": self.problems, "doubted": self.doubted}
+        """What every rank must know. The states of united parts are for the main rank alone, which writes them."""
+        return {
+            "own": self.own,
+            "writes": self.writes,
+            "differs": self.differs,
+            "problems": self.problems,
+            "doubted": self.doubted,
+            "attended": all(rank["attended"] for rank in self.details),
+        }
 
     @cached_property
     def _tables(self) -> list[dict[str, ShardTable]]:
@@ -65,16 +82,42 @@ class Verdict:
         parts, main = self.details[rank]["parts"], self.details[MAIN]["parts"]
         own: dict[str, Any] = {}
         for key, mine in parts.items():
+            if key in self.united:
+                self._compare_united(rank, key, own)
+                continue
             theirs = main.get(key)
             names = self._unsharded(rank, key) if mine["how"] == "whole" else self._sharded(rank, key)
             values = theirs is None or [mine["values"], mine["class"]] != [theirs["values"], theirs["class"]]
             if names or values:
                 own[key] = {"tensors": names}
                 self._record(key, rank, names, values=values)
-        for key in main.keys() - parts.keys():
+        for key in main.keys() - parts.keys() - self.united.keys():
             own[key] = {"absent": True}
             self._record(key, rank, [], values=True)
         self.own.append(own)
+
+    def _compare_united(self, rank: int, key: str, own: dict[str, Any]) -> None:
+        others = self.united[key].others.get(rank, ())
+        names = [name for name in others if self._can_save(rank, key, name)]
+        if names:
+            own[key] = {"tensors": names}
+            self._record(key, rank, names, values=False)
+
+    def _writes_for_all(self, rank: int) -> dict[str, list[str]]:
+        """The tensors of united parts that a rank writes, unless they are in a file that it writes anyway."""
+        found = {}
+        for key, part in self.united.items():
+            whole = self.details[rank]["parts"].get(key, {}).get("how") == "whole"
+            gathered = self.details[rank]["tables"].get(key, {}).get("written") == "whole"
+            if not (rank == MAIN and (whole or gathered)) and (names := part.written_by(rank)):
+                names = self._with_tied(rank, key, names) if whole else names
+                found[key] = [name for name in names if self._can_save(rank, key, name)]
+        return found
+
+    def _with_tied(self, rank: int, key: str, names: list[str]) -> list[str]:
+        """A tied tensor has its bytes in another one, which may be any that the rank can save."""
+        tensors = self.details[rank]["parts"][key]["tensors"]
+        return list(self._savable_of(rank, key)) if any(tensors[name][2] == TIED for name in names) else names
 
     def _record(self, key: str, rank: int, names: list[str], *, values: bool) -> None:
         differs = self.differs.setdefault(key, {"tensors": {}, "values": []})
@@ -99,14 +142,18 @@ class Verdict:
         found = []
         for name, entry in mine.tensors.items():
             same = theirs is not None and theirs.tensors.get(name) == entry
-            if (not same or self._has_other_bytes(rank, key, name, entry)) and self._can_save(rank, key, name):
+            is_other = not same or self._is_written_otherwise(rank, key, name, entry)
+            if is_other and self._can_save(rank, key, name):
                 found.append(name)
                 self._check_mesh(rank, key, name, entry)
         return found
 
-    def _has_other_bytes(self, rank: int, key: str, name: str, entry: ShardSpec) -> bool:
+    def _is_written_otherwise(self, rank: int, key: str, name: str, entry: ShardSpec) -> bool:
+        """Whether the rank that is to write this rank's shard has other bytes, or no such tensor."""
         whole = self.details[MAIN]["tables"][key]["written"] == "whole"
         writer = _writer(entry, rank, whole=whole)
+        if self._tables[writer].get(key, ShardTable({})).tensors.get(name) != entry:
+            return True
         mine, theirs = (self._checksum(r, key, name) for r in (rank, writer))
         return mine is not None and theirs is not None and mine != theirs
 

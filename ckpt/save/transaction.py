@@ -22,7 +22,7 @@ from ckpt.save.comparison_history import ComparisonHistory
 from ckpt.save.diverged_state import with_diverged_state
 from ckpt.save.live_state import LiveState
 from ckpt.save.rank_description import RankDescription, outlines_match
-from ckpt.save.rank_differences import judge, refuse_to_mix
+from ckpt.save.rank_differences import Verdict, judge, refuse_to_mix
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.snapshot import Snapshot, Snapshots
 from ckpt.save.tensor_copies import TensorCopies
@@ -170,13 +170,20 @@ class SaveTransaction:
         """The ranks hold different state: each saves what is its own, or all refuse, before anything is written."""
         captured: CapturedState = self.captured.value
         mine = Result.capture(lambda: {**self._described(captured).details, "attended": self.attended})
-        verdict = self._agree(mine, judge, " (state compared)")
+        judged: list[Verdict] = []  # on the main rank
+
+        def decide(details: list[dict[str, Any]]) -> dict[str, Any]:
+            judged.append(judge(details))
+            return judged[0].to_json()
+
+        verdict = self._agree(mine, decide, " (state compared)")
         if self.compared.doubt(verdict["doubted"]) and verdict["attended"]:
             return self._capture_again()
         refuse_to_mix(verdict["problems"])
-        own = verdict["own"][captured.rank]
-        diverged = Result.capture(lambda: with_diverged_state(captured, own, self._snapshot_files))
-        self.captured = diverged.then(lambda state: replace(state, differs=verdict["differs"]))
+        own, writes = verdict["own"][captured.rank], verdict["writes"][captured.rank]
+        united = {key: part.to_json() for key, part in judged[0].united.items()} if judged else {}
+        diverged = Result.capture(lambda: with_diverged_state(captured, own, writes, self._snapshot_files))
+        self.captured = diverged.then(lambda state: replace(state, differs=verdict["differs"], united=united))
         self._report_differences(verdict["differs"])
         proposal = self.captured.then(lambda state: self._proposal(state, compare=False))
         plan: dict[str, Any] = self._agree(proposal, self._plan, " (differences saved)")

@@ -18,6 +18,7 @@ from ckpt.state.deepspeed import zero3
 from ckpt.state.deepspeed.engine import is_engine, refuse_bare
 from ckpt.state.deepspeed.parts import refresh
 from ckpt.state.deepspeed.zero3 import is_partitioned, is_zero3
+from ckpt.state.division import without
 from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.meta_device import materialise
 from ckpt.state.model_config import describe
@@ -78,6 +79,12 @@ class ModelPart:
             frozenset(name for name, value in state.items() if id(value) in equal),
             frozenset(name for name, value in state.items() if id(value) in broadcast),
         )
+
+    def names(self) -> frozenset[str] | None:
+        return frozenset(self._state())
+
+    def share(self, state: Any, elsewhere: Collection[str]) -> Any:
+        return without(state, elsewhere)
 
     def tied_to_ranks(self, names: Collection[str]) -> dict[str, str]:
         """Parameters. Buffers (running statistics) of another rank are acceptable: they come from other samples."""

@@ -12,6 +12,7 @@ from torch import nn
 from ckpt.formats.layout import Layout
 from ckpt.formats.sharded_tensors import divided, empty_like, is_sharded
 from ckpt.state import fsdp1
+from ckpt.state.division import without
 from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.parts import Notes, Place, Read, SavedTensor
 from ckpt.state.replicated import Replication, equal_parameters
@@ -43,6 +44,15 @@ class OptimizerPart:
         """Equal parameters and gradients give equal optimizer state."""
         equal = equal_parameters(self.models.values())
         return Replication(all_equal=bool(equal) and all(id(parameter) in equal for parameter in self._parameters()))
+
+    def names(self) -> frozenset[str] | None:
+        if not self.can_be_sharded or self._fsdp1() is not None:
+            return None
+        names = frozenset(self._names().values())
+        return None if any(name.startswith("@") for name in names) else names
+
+    def share(self, state: Any, elsewhere: Collection[str]) -> Any:
+        return without(state, elsewhere, len(self.optimizer.param_groups))
 
     def tied_to_ranks(self, names: Collection[str]) -> dict[str, str]:
         return {name.rpartition(".")[0]: name for name in names}

@@ -92,6 +92,12 @@ class Part(Protocol):
     def replication(self, state: Any) -> Replication:
         """Which plain tensors of a captured state are equal on every rank by construction."""
 
+    def names(self) -> frozenset[str] | None:
+        """The names by which its state may be divided over the ranks; None if it may not."""
+
+    def share(self, state: Any, elsewhere: Collection[str]) -> Any:
+        """A saved state, as JSON, without the names that only other ranks have."""
+
     def tied_to_ranks(self, names: Collection[str]) -> dict[str, str]:
         """Of tensors that differed between the ranks that saved them: the keys whose state fits no other ranks, each
         with the tensor's name. For the rest, rank 0's value is an acceptable approximation."""
@@ -130,6 +136,12 @@ class UnshardedPart:
 
     def replication(self, state: Any) -> Replication:
         return UNKNOWN
+
+    def names(self) -> frozenset[str] | None:
+        return None
+
+    def share(self, state: Any, elsewhere: Collection[str]) -> Any:
+        return state
 
     def tied_to_ranks(self, names: Collection[str]) -> dict[str, str]:
         return {}

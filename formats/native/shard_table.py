@@ -53,6 +53,11 @@ class ShardSpec:
         """How many different shards there are, at least."""
         return count_shards(self.layout, self.shape)
 
+    def writers(self) -> set[int]:
+        """The ranks that write their shards of it."""
+        copies = range(self.layout.copies) if self.copy == EVERY else (self.copy,)
+        return {rank for copy in copies for rank in self.layout.holders(self.shape, copy)}
+
 
 @dataclass(frozen=True)
 class ShardTable:
@@ -133,7 +138,7 @@ def build_table(tensors: Mapping[str, Any], world_size: int) -> ShardTable:
         if name not in aliases
     }
     refuse_overlapping(found)
-    return ShardTable(_balanced(found), aliases)
+    return ShardTable(balanced(found), aliases)
 
 
 def refuse_overlapping(tensors: Mapping[str, ShardSpec]) -> None:
@@ -170,7 +175,7 @@ def _aliases(tensors: Mapping[str, Any]) -> dict[str, str]:
     return aliases
 
 
-def _balanced(tensors: Mapping[str, ShardSpec]) -> dict[str, ShardSpec]:
+def balanced(tensors: Mapping[str, ShardSpec]) -> dict[str, ShardSpec]:
     """Assign each replicated tensor to the copy with the fewest bytes to write so far, largest tensors first.
 
     Small tensors all go to copy 0, so that they lie together for whoever reads them.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckpt.formats.layout import Layout
-from ckpt.formats.native.shard_table import ShardSpec, ShardTable, _balanced, written_by
+from ckpt.formats.native.shard_table import ShardSpec, ShardTable, balanced, written_by
 from ckpt.formats.native.tensor_file_plan import SMALL
 
 MESHES = [
@@ -46,7 +46,7 @@ def test_every_large_tensor_is_written_once_and_all_copies_have_some_to_write(
 ) -> None:
     layout, shape = laid_out(mesh, placements), (24, SMALL // 4)
     names = [f"tensor-{number}" for number in range(2 * layout.copies)]
-    table = ShardTable(_balanced({name: ShardSpec(torch.float32, shape, layout) for name in names}))
+    table = ShardTable(balanced({name: ShardSpec(torch.float32, shape, layout) for name in names}))
     live = {name: torch.zeros(shape) for name in names}
     written: Counter[str] = Counter()
     for rank in layout.ranks:

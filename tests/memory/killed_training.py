@@ -70,6 +70,11 @@ def noted(folder: str, rank: int = 0) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def furthest_steps(folder: str, world_size: int) -> list[int]:
+    """How far each rank came in any attempt: one that is killed may be a step behind the others."""
+    return [max((line.get("step", 0) for line in noted(folder, rank)), default=0) for rank in range(world_size)]
+
+
 def newest_step(*folders: Path) -> int:
     """The step of the newest committed checkpoint in these roots; 0 if there is none."""
     manifests = [json.loads(path.read_text()) for folder in folders for path in folder.glob("*/manifest.json")]
@@ -122,7 +127,7 @@ def train(plan: Plan, rank: int, world_size: int, attempt: int) -> None:
         restored = manager.resume()
         notes.add(resumed=restored.step if restored else 0, memory=bool(restored and restored.from_memory))
         die_later(plan, rank, world_size, attempt)
-        last = max(plan.steps, *(line.get("step", 0) for line in noted(plan.notes))) if attempt >= plan.kills else None
+        last = max(plan.steps, *furthest_steps(plan.notes, world_size)) if attempt >= plan.kills else None
         for _ in manager.epochs(1000):
             sampler.set_epoch(manager.progress.epoch)
             for batch in manager.batches(loader):

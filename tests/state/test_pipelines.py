@@ -1,0 +1,107 @@
+"""Pipelines: every rank has its own stages, and any other split loads what they saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import ckpt
+from tests.helpers.pipelines import LAYERS, WAYS, Job, digest, missing, read, without_layer, write
+from tests.helpers.processes import run_ranks
+
+RANKS = ckpt.RankOptions(timeout=100)
+SAVED = ("pp", "pp2", "pp2-fsdp", "pp2-tp")
+
+
+def _manager(root: str, job: Job) -> ckpt.StateManager:
+    (model,), (optimizer,) = job.parts, job.optimizers
+    return ckpt.StateManager(root, model=model, optimizer=optimizer, ranks=RANKS)
+
+
+def _save(rank: int, folder: str) -> None:
+    for way in SAVED:
+        job = WAYS[way](1)
+        with _manager(f"{folder}/{way}", job) as manager:
+            job.step(0)
+            manager.save_state("saved", wait=False)
+            write(folder, way, job.digests())
+            job.step(1)
+            write(folder, f"{way}-later", job.digests())
+
+
+def _load(rank: int, folder: str, ways: dict[str, str]) -> None:
+    """`ways`: into what every checkpoint is loaded."""
+    for saved, way in ways.items():
+        job = WAYS[way](2)
+        with _manager(f"{folder}/{saved}", job) as manager:
+            manager.load_state("saved")
+            assert not missing(job.digests(), read(folder, saved)), (saved, way)
+            if saved == way:
+                job.step(1)
+                assert not missing(job.digests(), read(folder, f"{saved}-later")), saved
+
+
+def _save_with_other_options(rank: int, folder: str) -> None:
+    """Optimizers of stages that contradict each other: each rank keeps its own."""
+    job = WAYS["pp2-fsdp"](1)
+    job.optimizers[0].param_groups[0]["weight_decay"] = 0.1 * (rank // 2)
+    with _manager(f"{folder}/run", job) as manager:
+        job.step(0)
+        manager.save_state("saved")
+        before = job.digests()
+        job.step(1)
+        manager.load_state("saved")
+        assert job.digests() == before
+
+
+@pytest.mark.slow
+def test_stages_whose_optimizers_contradict_each_other_keep_their_own(tmp_path: Path) -> None:
+    run_ranks(4, _save_with_other_options, str(tmp_path))
+    job = WAYS["whole"](1)
+    with (
+        _manager(str(tmp_path / "run"), job) as manager,
+        pytest.raises(ckpt.MismatchError, match="missing in the checkpoint"),
+    ):
+        manager.load_state("saved")
+
+
+def _save_whole(rank: int, folder: str) -> None:
+    job = WAYS["fsdp"](1)
+    with _manager(f"{folder}/run", job) as manager:
+        job.step(0)
+        manager.save_state("saved")
+    write(folder, "run", job.digests())
+
+
+def _lacks_a_layer(rank: int, folder: str) -> None:
+    job = WAYS["pp2"](1)
+    if rank == 1:
+        job = Job([without_layer(job.parts[0], "7")], job.train)
+    with _manager(f"{folder}/run", job) as manager:
+        with pytest.raises(ckpt.MismatchError, match=r"layers\.7\.up\.weight: unexpected") as caught:
+            manager.load_state("saved")
+        assert "layers.0" not in str(caught.value)
+        assert "layers.4" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_what_no_stage_has_is_refused_by_name_and_what_another_stage_has_is_not(tmp_path: Path) -> None:
+    run_ranks(2, _save_whole, str(tmp_path))
+    run_ranks(2, _load, str(tmp_path), {"run": "pp2"})
+    run_ranks(2, _lacks_a_layer, str(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_pipeline_is_loaded_into_any_other_split(tmp_path: Path) -> None:
+    run_ranks(4, _save, str(tmp_path))
+    run_ranks(4, _load, str(tmp_path), {way: way for way in SAVED})
+    run_ranks(4, _load, str(tmp_path), {"pp": "pp2-fsdp", "pp2-fsdp": "fsdp", "pp2": "pp", "pp2-tp": "pp2"})
+    run_ranks(2, _load, str(tmp_path), {"pp": "pp2", "pp2-fsdp": "pp2", "pp2-tp": "fsdp"})
+    run_ranks(8, _load, str(tmp_path), {"pp2-fsdp": "pp2-tp", "pp": "pp2-fsdp"})
+    _load(0, str(tmp_path), dict.fromkeys(SAVED, "whole"))
+    ckpt.merge(tmp_path / "pp2-fsdp" / "saved", tmp_path / "merged.safetensors")
+    merged = {name: digest(tensor) for name, tensor in load_file(tmp_path / "merged.safetensors").items()}
+    assert len(merged) == 4 * LAYERS
+    assert not missing(merged, read(str(tmp_path), "pp2-fsdp"))
