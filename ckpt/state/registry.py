@@ -20,6 +20,8 @@ from ckpt.state.model import ModelPart
 from ckpt.state.objects import KINDS, ManagedObjects, Stateful
 from ckpt.state.optimizer import OptimizerPart
 from ckpt.state.parts import GradientsPart, ObjectPart, OwnPart, Part, has_state
+from ckpt.state.rank_objects import RankObjectPart
+from ckpt.state.wrapped_optimizers import stepping
 from ckpt.state.zero_redundancy import ZeroRedundancyPart, is_zero_redundancy
 
 _RESERVED = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", KEY, "state", "manifest")
@@ -48,6 +50,7 @@ class StateRegistry:
         self._watchers = (*watchers, self._windows.watch)
         self._found = ManagedObjects()
         self._registered: dict[str, Part] = {}
+        self._per_rank: dict[str, Stateful] = {}
         self._gradients = gradients
         self._engines: dict[str, EnginePart] = {}
 
@@ -69,14 +72,11 @@ class StateRegistry:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The managed optimizers, without Accelerate's wrappers."""
+        """The managed optimizers, without wrappers that have no step hooks of their own."""
         found = []
         for part in self.parts.values():
             if isinstance(part, OptimizerPart):
-                inner: Any = part.outer if isinstance(part, ZeroRedundancyPart) else part.optimizer
-                while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
-                    inner = inner.optimizer
-                found.append(inner)
+                found.append(part.outer if isinstance(part, ZeroRedundancyPart) else stepping(part.optimizer))
         return found
 
     def optimizers_by_key(self) -> dict[str, torch.optim.Optimizer]:
@@ -85,7 +85,8 @@ class StateRegistry:
 
     def registered(self) -> list[Stateful]:
         """The objects of parts that are neither models nor optimizers."""
-        return [part.value for part in self.parts.values() if isinstance(part, ObjectPart)]
+        found = [part.value for part in self.parts.values() if isinstance(part, ObjectPart)]
+        return [*found, *self._per_rank.values()]
 
     def steppers(self) -> list[Any]:
         """All objects that step parameters: torch's and other optimizers, and engines."""
@@ -130,7 +131,8 @@ class StateRegistry:
             if is_partitioned(engine.engine):
                 key = f"{engine.key}-{rank:05d}"
                 parts[key] = PartitionsPart(key, engine.engine)
-        return parts
+        named = {f"{name}-{rank:05d}": value for name, value in self._per_rank.items()}
+        return {**parts, **{key: RankObjectPart(key, value) for key, value in named.items()}}
 
     def _gradients_part(self, rank: int, of: frozenset[int] | None = None) -> dict[str, OwnPart]:
         key = f"gradients-{rank:05d}"
@@ -172,19 +174,21 @@ class StateRegistry:
             for optimizer in self._windows.open(self.optimizers):
                 optimizer.zero_grad()
 
-    def register(self, objects: Mapping[str, Any]) -> None:
-        """Add objects; all of them, or none if any is unsuitable."""
+    def register(self, objects: Mapping[str, Any], *, per_rank: bool = False) -> None:
+        """Add objects; all of them, or none if any is unsuitable. `per_rank`: their state is each rank's own."""
         wrong = [f"{name}: {why}" for name, value in objects.items() if (why := self._obstacle(name, value))]
         if wrong:
             raise ConfigError("cannot register " + "; ".join(wrong) + ".")
         for name, value in objects.items():
             if rng.is_generator(value):
                 self.generators[name] = value
+            elif per_rank:
+                self._per_rank[name] = value
             else:
                 self._registered[name] = self.parts[name] = _registered_part(name, value)
 
     def _obstacle(self, name: str, value: Any) -> str | None:
-        if name in self.parts or name in self.generators or name in _RESERVED:
+        if any(name in known for known in (self.parts, self.generators, self._per_rank, _RESERVED)):
             return "there is such a part already"
         if rng.is_generator(value) or has_state(value):
             return None
