@@ -13,7 +13,8 @@ from ckpt.formats.native.tensor_subclasses import is_packed, pieces
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
 from ckpt.state import rng
 from ckpt.state.accumulation import Windows, holds_unsharded, obstacle
-from ckpt.state.comm_hooks import lacking_state
+from ckpt.state.comm_hooks import KEY as HOOKS
+from ckpt.state.comm_hooks import lacking_state, saved_hooks
 from ckpt.state.deepspeed.engine import KEY, engines_in, is_partitioned, with_engines
 from ckpt.state.deepspeed.parts import EnginePart, PartitionsPart
 from ckpt.state.model import ModelPart
@@ -24,7 +25,7 @@ from ckpt.state.rank_objects import RankObjectPart
 from ckpt.state.wrapped_optimizers import stepping
 from ckpt.state.zero_redundancy import ZeroRedundancyPart, is_zero_redundancy
 
-_RESERVED = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", KEY, "state", "manifest")
+_RESERVED = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", HOOKS, KEY, "state", "manifest")
 
 _IN_WINDOW = "saved in the middle of an accumulation window"
 _WITHOUT = "the next update is made without them"
@@ -140,7 +141,8 @@ class StateRegistry:
 
     def own_parts_to_save(self, rank: int) -> tuple[dict[str, OwnPart], dict[str, str]]:
         """The parts that a rank saves for itself now, and what the checkpoint will lack, each with the reason."""
-        own, lacking = self.own(rank), {**lacking_state(self.models), **self._inaccessible_gradients()}
+        own: dict[str, OwnPart] = {**self.own(rank), **saved_hooks(self.models, rank)}
+        lacking = {**lacking_state(self.models), **self._inaccessible_gradients()}
         waiting = [] if self._gradients else self._windows.open(self.optimizers)
         if not waiting:
             return own, lacking
@@ -153,8 +155,9 @@ class StateRegistry:
 
     def own_parts_to_load(self, rank: int, saved: Collection[str]) -> dict[str, OwnPart]:
         """The parts that a rank loads for itself from a checkpoint that has these keys of it."""
-        gradients = self._gradients_part(rank) if self._gradients is None else {}
-        return {**self.own(rank), **{key: part for key, part in gradients.items() if key in saved}}
+        optional: dict[str, OwnPart] = {**saved_hooks(self.models, rank)}
+        optional |= self._gradients_part(rank) if self._gradients is None else {}
+        return {**self.own(rank), **{key: part for key, part in optional.items() if key in saved}}
 
     def _inaccessible_gradients(self) -> dict[str, str]:
         """Why gradients of an unfinished accumulation window cannot be saved, if a library holds them."""
