@@ -172,13 +172,17 @@ class StateManager:
         """What the last load brought back; none if this run began afresh."""
         return self._session.restored
 
-    def register(self, **objects: Any) -> None:
+    def register(self, *, per_rank: bool | Any = False, **objects: Any) -> None:  # Any: for register(**named_objects)
         """Manage more objects, each under its name: anything with `state_dict` and `load_state_dict`, or a generator.
 
         Generators (of torch, NumPy or Python) are kept for every rank. So are other objects whose state differs between
-        ranks; as many ranks have it back, and any other number of them the main rank's.
+        ranks; as many ranks have it back, and any other number of them the main rank's. With `per_rank`, the state is
+        each rank's own at any number of ranks: new ranks keep what their objects have, and what ranks that are gone
+        had is not loaded; the report names both.
         """
-        self._session.registry.register(objects)
+        if not isinstance(per_rank, bool):
+            raise ConfigError(f"per_rank={per_rank!r} must be True or False: no object can be registered by that name.")
+        self._session.registry.register(objects, per_rank=per_rank)
 
     def unwrap(self, model: nn.Module | None = None) -> nn.Module:
         """The model, or the managed one, without what DDP, FSDP 1, DataParallel and torch.compile wrap around it."""

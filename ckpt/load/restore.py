@@ -21,12 +21,15 @@ from ckpt.load.reader import CheckpointReader
 from ckpt.load.select import Candidate
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import Ranks
+from ckpt.root.file_names import own_key
 from ckpt.state import rng
 from ckpt.state.load_errors import naming_part
 from ckpt.state.meta_device import any_on_meta
 from ckpt.state.parts import WHOLE_PART, GradientsPart, Notes, OwnPart, Part, Place
 from ckpt.state.registry import StateRegistry
 from ckpt.storage import Storage
+
+_UNMANAGED = "in the checkpoint, but not managed here"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +97,7 @@ class Restoration:
         setters = _ask(reader, parts, misfits, notes)
         for key in sorted(reader.parts.keys() - parts.keys() - elsewhere.parts):
             if not reader.lacks(key):
-                notes.skipped[key] = "in the checkpoint, but not managed here"
+                notes.skipped[key] = _UNMANAGED
         if had_no_memory:  # it has some now, without values until they are read
             request.on_first_write(manifest.name)
         return cls(reader, request, parts, notes, setters)
@@ -135,9 +138,7 @@ def rewinder(reader: CheckpointReader, ranks: Ranks, generators: Mapping[str, An
     """The function that restores this rank's generators, the registered ones too; on a new rank it seeds them."""
     saved_by, now, rank, state = reader.manifest.world_size, ranks.world_size, ranks.rank, reader.state["rng"]
     if saved_by != now:
-        gone, new = f"ranks {now} to {saved_by - 1} are gone", f"ranks {saved_by} to {now - 1} are new and seeded"
-        change = gone if now < saved_by else new
-        notes.approximated["rng"] = f"saved by {saved_by} ranks, resumed by {now}: {change}"
+        notes.approximated["rng"] = _changed_ranks(saved_by, now, "seeded")
     saved = reader.state["generators"]
     notes.skipped.update({key: "the checkpoint has no such generator" for key in generators if key not in saved})
 
@@ -160,15 +161,30 @@ def _uses_broadcast(storage: Storage, request: RestoreRequest) -> bool:
     return not is_local if request.broadcast is None else request.broadcast
 
 
+def _changed_ranks(saved_by: int, now: int, new: str) -> str:
+    """Which ranks are gone, or are there for the first time; `new` says what these do."""
+    gone, there = f"ranks {now} to {saved_by - 1} are gone", f"ranks {saved_by} to {now - 1} are new and {new}"
+    return f"saved by {saved_by} ranks, resumed by {now}: {gone if now < saved_by else there}"
+
+
 def _own_parts(reader: CheckpointReader, request: RestoreRequest, notes: Notes) -> Mapping[str, OwnPart]:
-    """The parts that each rank saves for itself alone; none, and a note for each, where the checkpoint has no such."""
-    own = request.registry.own_parts_to_load(request.ranks.rank, reader.own)
-    why = _why_none_of_its_own(reader.manifest, request.ranks)
+    """The parts that each rank saves for itself alone. Those that the checkpoint has not for these ranks are noted."""
+    manifest, ranks = reader.manifest, request.ranks
+    own = request.registry.own_parts_to_load(ranks.rank, reader.own)
+    diverged = {own_key(key, ranks.rank) for key in (*reader.parts, *request.registry.parts)}
+    notes.skipped.update(dict.fromkeys(sorted(reader.own.keys() - own.keys() - diverged), _UNMANAGED))
+    why = _why_none_of_its_own(manifest, ranks)
     if why is None:
         return own
-    for part in own.values():
-        part.missed(why, notes, strict=request.strict)
-    return {}
+    was_there = ranks.rank < manifest.world_size and not manifest.origin
+    kept = {key: part for key, part in own.items() if part.for_any_ranks and was_there}
+    for key, part in own.items():
+        if key in kept:
+            change = _changed_ranks(manifest.world_size, ranks.world_size, "keep the state that they have")
+            notes.approximated[key.rpartition("-")[0]] = change
+        else:
+            part.missed(why, notes, strict=request.strict)
+    return kept
 
 
 def _why_none_of_its_own(manifest: Manifest, ranks: Ranks) -> str | None:

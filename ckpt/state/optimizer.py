@@ -18,6 +18,7 @@ from ckpt.state.parts import Notes, Place, Read, SavedTensor
 from ckpt.state.replicated import Replication, equal_parameters
 from ckpt.state.torch_objects import unusable_states
 from ckpt.state.unwrap import parameter_names, unwrap, without_checkpointing
+from ckpt.state.wrapped_optimizers import class_of
 
 
 @dataclass
@@ -32,7 +33,7 @@ class OptimizerPart:
 
     @property
     def kind(self) -> str:
-        return type(self.optimizer).__name__
+        return class_of(self.optimizer)
 
     def frozen(self) -> frozenset[str]:
         return frozenset()

@@ -115,12 +115,16 @@ class Part(Protocol):
 class OwnPart(Part, Protocol):
     """State that every rank has of its own, and saves to its own file."""
 
+    for_any_ranks: bool  # whether a rank restores it where another number of ranks has saved it
+
     def missed(self, why: str, notes: Notes, *, strict: bool) -> None:
         """The checkpoint has none for this rank: note the consequence, or raise if `strict` forbids it."""
 
 
 class UnshardedPart:
     """Defaults of a part that is saved in full by a single rank."""
+
+    for_any_ranks: bool = False
 
     def frozen(self) -> frozenset[str]:
         return frozenset()

@@ -13,16 +13,19 @@ from ckpt.formats.native.tensor_subclasses import is_packed, pieces
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
 from ckpt.state import rng
 from ckpt.state.accumulation import Windows, holds_unsharded, obstacle
-from ckpt.state.comm_hooks import lacking_state
+from ckpt.state.comm_hooks import KEY as HOOKS
+from ckpt.state.comm_hooks import lacking_state, saved_hooks
 from ckpt.state.deepspeed.engine import KEY, engines_in, is_partitioned, with_engines
 from ckpt.state.deepspeed.parts import EnginePart, PartitionsPart
 from ckpt.state.model import ModelPart
 from ckpt.state.objects import KINDS, ManagedObjects, Stateful
 from ckpt.state.optimizer import OptimizerPart
 from ckpt.state.parts import GradientsPart, ObjectPart, OwnPart, Part, has_state
+from ckpt.state.rank_objects import RankObjectPart
+from ckpt.state.wrapped_optimizers import stepping
 from ckpt.state.zero_redundancy import ZeroRedundancyPart, is_zero_redundancy
 
-_RESERVED = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", KEY, "state", "manifest")
+_RESERVED = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", HOOKS, KEY, "state", "manifest")
 
 _IN_WINDOW = "saved in the middle of an accumulation window"
 _WITHOUT = "the next update is made without them"
@@ -48,6 +51,7 @@ class StateRegistry:
         self._watchers = (*watchers, self._windows.watch)
         self._found = ManagedObjects()
         self._registered: dict[str, Part] = {}
+        self._per_rank: dict[str, Stateful] = {}
         self._gradients = gradients
         self._engines: dict[str, EnginePart] = {}
 
@@ -69,14 +73,11 @@ class StateRegistry:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The managed optimizers, without Accelerate's wrappers."""
+        """The managed optimizers, without wrappers that have no step hooks of their own."""
         found = []
         for part in self.parts.values():
             if isinstance(part, OptimizerPart):
-                inner: Any = part.outer if isinstance(part, ZeroRedundancyPart) else part.optimizer
-                while isinstance(getattr(inner, "optimizer", None), torch.optim.Optimizer):
-                    inner = inner.optimizer
-                found.append(inner)
+                found.append(part.outer if isinstance(part, ZeroRedundancyPart) else stepping(part.optimizer))
         return found
 
     def optimizers_by_key(self) -> dict[str, torch.optim.Optimizer]:
@@ -85,7 +86,8 @@ class StateRegistry:
 
     def registered(self) -> list[Stateful]:
         """The objects of parts that are neither models nor optimizers."""
-        return [part.value for part in self.parts.values() if isinstance(part, ObjectPart)]
+        found = [part.value for part in self.parts.values() if isinstance(part, ObjectPart)]
+        return [*found, *self._per_rank.values()]
 
     def steppers(self) -> list[Any]:
         """All objects that step parameters: torch's and other optimizers, and engines."""
@@ -130,7 +132,8 @@ class StateRegistry:
             if is_partitioned(engine.engine):
                 key = f"{engine.key}-{rank:05d}"
                 parts[key] = PartitionsPart(key, engine.engine)
-        return parts
+        named = {f"{name}-{rank:05d}": value for name, value in self._per_rank.items()}
+        return {**parts, **{key: RankObjectPart(key, value) for key, value in named.items()}}
 
     def _gradients_part(self, rank: int, of: frozenset[int] | None = None) -> dict[str, OwnPart]:
         key = f"gradients-{rank:05d}"
@@ -138,7 +141,8 @@ class StateRegistry:
 
     def own_parts_to_save(self, rank: int) -> tuple[dict[str, OwnPart], dict[str, str]]:
         """The parts that a rank saves for itself now, and what the checkpoint will lack, each with the reason."""
-        own, lacking = self.own(rank), {**lacking_state(self.models), **self._inaccessible_gradients()}
+        own: dict[str, OwnPart] = {**self.own(rank), **saved_hooks(self.models, rank)}
+        lacking = {**lacking_state(self.models), **self._inaccessible_gradients()}
         waiting = [] if self._gradients else self._windows.open(self.optimizers)
         if not waiting:
             return own, lacking
@@ -151,8 +155,9 @@ class StateRegistry:
 
     def own_parts_to_load(self, rank: int, saved: Collection[str]) -> dict[str, OwnPart]:
         """The parts that a rank loads for itself from a checkpoint that has these keys of it."""
-        gradients = self._gradients_part(rank) if self._gradients is None else {}
-        return {**self.own(rank), **{key: part for key, part in gradients.items() if key in saved}}
+        optional: dict[str, OwnPart] = {**saved_hooks(self.models, rank)}
+        optional |= self._gradients_part(rank) if self._gradients is None else {}
+        return {**self.own(rank), **{key: part for key, part in optional.items() if key in saved}}
 
     def _inaccessible_gradients(self) -> dict[str, str]:
         """Why gradients of an unfinished accumulation window cannot be saved, if a library holds them."""
@@ -172,19 +177,21 @@ class StateRegistry:
             for optimizer in self._windows.open(self.optimizers):
                 optimizer.zero_grad()
 
-    def register(self, objects: Mapping[str, Any]) -> None:
-        """Add objects; all of them, or none if any is unsuitable."""
+    def register(self, objects: Mapping[str, Any], *, per_rank: bool = False) -> None:
+        """Add objects; all of them, or none if any is unsuitable. `per_rank`: their state is each rank's own."""
         wrong = [f"{name}: {why}" for name, value in objects.items() if (why := self._obstacle(name, value))]
         if wrong:
             raise ConfigError("cannot register " + "; ".join(wrong) + ".")
         for name, value in objects.items():
             if rng.is_generator(value):
                 self.generators[name] = value
+            elif per_rank:
+                self._per_rank[name] = value
             else:
                 self._registered[name] = self.parts[name] = _registered_part(name, value)
 
     def _obstacle(self, name: str, value: Any) -> str | None:
-        if name in self.parts or name in self.generators or name in _RESERVED:
+        if any(name in known for known in (self.parts, self.generators, self._per_rank, _RESERVED)):
             return "there is such a part already"
         if rng.is_generator(value) or has_state(value):
             return None

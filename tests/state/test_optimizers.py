@@ -1,0 +1,187 @@
+"""Optimizers with state or habits of their own: trained, saved, loaded by new processes, and trained on bit for bit."""
+
+from __future__ import annotations
+
+import importlib
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import PostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import ckpt
+from ckpt.formats.sharded_tensors import is_sharded, local_tensor
+from tests.helpers.processes import run_ranks
+from tests.helpers.training import exact
+
+Built = tuple[nn.Module, Any]  # a model and its optimizer
+
+
+def _bare() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False))
+
+
+def _sharded() -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    model = _bare()
+    fully_shard(model[0])
+    fully_shard(model)
+    return model
+
+
+def _local_sgd(averager: Any = None) -> Built:
+    hooks: Any = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook")
+    averaging: Any = importlib.import_module("torch.distributed.algorithms.model_averaging.averagers")
+    distributed: Any = dist
+    subgroup = distributed.new_subgroups(group_size=1)[0]
+    model = DistributedDataParallel(_bare())
+    model.register_comm_hook(hooks.PostLocalSGDState(None, subgroup, start_localSGD_iter=2), hooks.post_localSGD_hook)
+    averager = averager or averaging.PeriodicModelAverager(period=3, warmup_steps=1)
+    return model, PostLocalSGDOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), averager)
+
+
+def _hierarchical() -> Built:
+    averaging: Any = importlib.import_module("torch.distributed.algorithms.model_averaging.hierarchical_model_averager")
+    periods = OrderedDict([(2, 2), (4, 4)])
+    return _local_sgd(averaging.HierarchicalModelAverager(period_group_size_dict=periods, warmup_steps=1))
+
+
+def _of(build: Callable[[], nn.Module], optimizer: Callable[[Any], Any]) -> Callable[[], Built]:
+    def built() -> Built:
+        model = build()
+        return model, optimizer(model.parameters())
+
+    return built
+
+
+def _torchao(kind: str) -> Callable[[Any], Any]:
+    def build(parameters: Any) -> Any:
+        from torchao import optim
+
+        return getattr(optim, kind)(parameters, lr=0.1, block_size=16)
+
+    return build
+
+
+def _schedulefree(parameters: Any) -> Any:
+    optimizer = importlib.import_module("schedulefree").AdamWScheduleFree(parameters, lr=0.1, warmup_steps=3)
+    optimizer.train()
+    return optimizer
+
+
+def _shampoo(parameters: Any) -> Any:
+    return importlib.import_module("pytorch_optimizer").Shampoo(parameters)
+
+
+CASES: dict[str, tuple[int, Callable[[], Built]]] = {
+    "PostLocalSGD": (2, _local_sgd),
+    "PostLocalSGD, hierarchical": (4, _hierarchical),
+    "Muon under FSDP 2": (2, _of(_sharded, torch.optim.Muon)),
+    "Adafactor": (1, _of(_bare, torch.optim.Adafactor)),
+    "torchao 8 bits under FSDP 2": (2, _of(_sharded, _torchao("AdamW8bit"))),
+    "schedule-free": (1, _of(_bare, _schedulefree)),
+    "schedule-free under FSDP 2": (2, _of(_sharded, _schedulefree)),
+    "Shampoo": (1, _of(_bare, _shampoo)),
+}
+NEEDS = {"torchao": "torchao", "schedule-free": "schedulefree", "Shampoo": "pytorch_optimizer"}
+
+
+def _train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    for number in steps:
+        optimizer.zero_grad()
+        model(torch.linspace(0, 1, 32).reshape(4, 8) * (1 + number + rank)).pow(2).mean().backward()
+        optimizer.step()
+
+
+def _local(value: Any) -> Any:
+    return local_tensor(value) if is_sharded(value) else value
+
+
+def _mine(model: nn.Module) -> str:
+    return exact({name: _local(tensor) for name, tensor in model.state_dict().items()})
+
+
+def _straight(rank: int, folder: str, case: str) -> None:
+    torch.manual_seed(1)
+    model, optimizer = CASES[case][1]()
+    with ckpt.StateManager(
+        f"{folder}/runs", model=model, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=60), follow=False
+    ) as manager:
+        _train(model, optimizer, range(4))
+        manager.save_state("middle")
+        _train(model, optimizer, range(4, 9))
+    Path(folder, f"end-{rank}").write_text(_mine(model))
+
+
+def _resumed(rank: int, folder: str, case: str) -> None:
+    torch.manual_seed(2)
+    model, optimizer = CASES[case][1]()
+    with ckpt.StateManager(
+        f"{folder}/runs", model=model, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=60), follow=False
+    ) as manager:
+        restored = manager.load_state("middle")
+        assert not restored.approximated, restored
+        _train(model, optimizer, range(4, 9))
+    assert _mine(model) == Path(folder, f"end-{rank}").read_text()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_continues_bit_for_bit_in_new_processes(tmp_path: Path, case: str) -> None:
+    for prefix, package in NEEDS.items():
+        if case.startswith(prefix):
+            pytest.importorskip(package)
+    ranks = CASES[case][0]
+    assert run_ranks(ranks, _straight, str(tmp_path), case) == [0] * ranks
+    assert run_ranks(ranks, _resumed, str(tmp_path), case) == [0] * ranks
+
+
+def _differs_in_mid_period(rank: int, folder: str) -> None:
+    torch.manual_seed(1)
+    model, optimizer = _local_sgd()
+    with ckpt.StateManager(f"{folder}/runs", model=model, optimizer=optimizer, follow=False) as manager:
+        _train(model, optimizer, range(6))
+        mine = _mine(model)
+        gathered: list[Any] = [None, None]
+        dist.all_gather_object(gathered, mine)
+        assert gathered[0] != gathered[1]
+        manager.save_state("middle", wait=True)
+        step = optimizer.averager.step
+        _train(model, optimizer, range(1))
+        manager.load_state("middle")
+        assert _mine(model) == mine
+        assert optimizer.averager.step == step == 6
+
+
+def test_weights_that_local_sgd_has_not_averaged_yet_are_each_ranks_own(tmp_path: Path) -> None:
+    assert run_ranks(2, _differs_in_mid_period, str(tmp_path)) == [0, 0]
+
+
+def test_local_sgd_over_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:
+    model = _bare()
+    averager: Any = _Averager()
+    with ckpt.StateManager(
+        tmp_path, model=model, optimizer=PostLocalSGDOptimizer(torch.optim.AdamW(model.parameters()), averager)
+    ) as manager:
+        manager.save_state("a", wait=True)
+    with (
+        ckpt.StateManager(tmp_path, model=model, optimizer=torch.optim.AdamW(model.parameters())) as manager,
+        pytest.raises(ckpt.MismatchError, match=r"a PostLocalSGDOptimizer\(AdamW\) in the checkpoint, a AdamW here"),
+    ):
+        manager.load_state("a")
+
+
+class _Averager:
+    """The averager of one process: torch's own need a group."""
+
+    step = 0
+
+    def average_parameters(self, params: Any) -> None:
+        self.step += 1
