@@ -20,6 +20,7 @@ from ckpt.load.select import Candidate
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import Ranks
 from ckpt.state import rng
+from ckpt.state.deepspeed.parts import PartitionsPart
 from ckpt.state.load_errors import naming_part
 from ckpt.state.meta_device import any_on_meta
 from ckpt.state.parts import WHOLE_PART, GradientsPart, Notes, OwnPart, Part, Place
@@ -158,9 +159,23 @@ def _own_parts(reader: CheckpointReader, request: RestoreRequest, notes: Notes) 
     why = _why_none_of_its_own(reader.manifest, request.ranks)
     if why is None:
         return own
+    found: dict[str, OwnPart] = {}
     for part in own.values():
-        part.missed(why, notes, strict=request.strict)
-    return {}
+        regrouped = _of_other_ranks(part, reader)
+        if not regrouped:
+            part.missed(why, notes, strict=request.strict)
+        found |= regrouped
+    return found
+
+
+def _of_other_ranks(part: OwnPart, reader: CheckpointReader) -> Mapping[str, OwnPart]:
+    """Parts that load what the ranks that saved had, where state can be divided anew: partitions of ZeRO."""
+    manifest = reader.manifest
+    if not isinstance(part, PartitionsPart) or manifest.origin or manifest.hosts:
+        return {}
+    found = part.of_other_ranks(manifest.world_size)
+    reader.read_own(found, manifest.world_size)
+    return found if found.keys() <= reader.own.keys() else {}
 
 
 def _why_none_of_its_own(manifest: Manifest, ranks: Ranks) -> str | None:
