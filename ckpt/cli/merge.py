@@ -19,7 +19,8 @@ def merge(
 ) -> None:
     """Merge the sharded checkpoint at SOURCE into one safetensors file.
 
-    SOURCE is a checkpoint of ckpt, a folder of torch.distributed.checkpoint, or what Accelerate saves under FSDP.
+    SOURCE is a checkpoint of ckpt, a folder of torch.distributed.checkpoint, what Accelerate saves under FSDP, or what
+    DeepSpeed's save_checkpoint wrote: of that, the master weights.
     DESTINATION is a file: out/model.safetensors.
     """
     from ckpt.export.merge import merge

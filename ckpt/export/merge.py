@@ -39,11 +39,12 @@ def merge(
 ) -> list[str]:
     """Write the tensors of a checkpoint as one safetensors file, and return the URLs of what was written.
 
-    `source` is a checkpoint of ours, a folder of torch.distributed.checkpoint, what Accelerate saves under FSDP, or a
-    folder of safetensors. Beyond `max_shard_size` (bytes, or `"5GB"`) the output is shards and
-    `model.safetensors.index.json`. Floating point tensors are cast to `dtype`. Tied weights are written once. Less than
-    256 MB are held in memory, and the output appears only when it is complete. Either side may be a URL;
-    `storage_options` are for both. `verify_key` and `require_signed` are those of the manager.
+    `source` is a checkpoint of ours, a folder of torch.distributed.checkpoint, what Accelerate saves under FSDP, what
+    DeepSpeed's `save_checkpoint` wrote (its master weights), or a folder of safetensors. Beyond `max_shard_size`
+    (bytes, or `"5GB"`) the output is shards and `model.safetensors.index.json`. Floating point tensors are cast to
+    `dtype`. Tied weights are written once. Less than 256 MB are held in memory, and the output appears only when it is
+    complete. Either side may be a URL; `storage_options` are for both. `verify_key` and `require_signed` are those of
+    the manager.
     """
     output = _Destination.parse(destination, storage_options)
     options = ExportOptions.parse(dtype, max_shard_size)

@@ -1,6 +1,7 @@
 """Open the tensors of a part, from any format that merge, diff, load_model and push read.
 
-Checkpoints of ours, folders of torch.distributed.checkpoint, Accelerate's around them, and folders of safetensors.
+Checkpoints of ours, folders of torch.distributed.checkpoint, Accelerate's around them, what DeepSpeed writes, and
+folders of safetensors.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 from ckpt.errors import ConfigError, DamagedError, MissingError
 from ckpt.export.folders import belongs_beside
 from ckpt.export.rank_variants import is_own_file, merged
-from ckpt.formats.foreign import dcp
+from ckpt.formats.foreign import dcp, deepspeed
+from ckpt.formats.foreign.accelerate import FolderReader
 from ckpt.formats.foreign.weight_index import read_weight_map, tensors_of
 from ckpt.formats.foreign.wrapper_prefixes import unwrapped
 from ckpt.formats.native.documents import STATE, from_json, parts_in
@@ -43,6 +45,7 @@ _ACCELERATE = {"model": "pytorch_model_fsdp", "optimizer": "optimizer"}  # its f
 _KNOWN = (
     "a checkpoint of ckpt (with manifest.json), a folder of torch.distributed.checkpoint (with .metadata, *.distcp), "
     "what Accelerate saves under FSDP with SHARDED_STATE_DICT (pytorch_model_fsdp_0/, or the folder around it), "
+    "what DeepSpeed's save_checkpoint wrote (with latest, or mp_rank_00_model_states.pt), universal ones too, "
     "or a folder with model.safetensors, whole or in shards"
 )
 _WHOLE = f"model{SUFFIX}"
@@ -93,6 +96,8 @@ def open_source(
         yield TensorSource(
             _weights(found), beside={path: found.reader(path) for path in found.files if belongs_beside(path)}
         )
+    elif (save := deepspeed.save_in(found)) is not None:
+        yield TensorSource(_model_of_deepspeed(save, part))
     else:
         raise _unreadable_error(found)
 
@@ -218,6 +223,14 @@ def _dcp_folder(found: Folder, part: str) -> Folder | None:
                 "It is written last: this save was cut off. Merge an older checkpoint."
             )
     return None
+
+
+def _model_of_deepspeed(save: FolderReader, part: str) -> dict[str, PiecedTensor]:
+    if part != "model":
+        raise MissingError(
+            f"{save.where} has no tensors of a part {part!r}: of what DeepSpeed wrote, the model is read."
+        )
+    return deepspeed.read_model(save)
 
 
 def _distributed(folder: Folder, part: str) -> dict[str, PiecedTensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
@@ -63,6 +63,13 @@ class CheckpointReader:
         document = self._document(name)
         self.own = parts_in(document, "own", self._where(name)) if was_there else {}
         self.state = self._decoded_state(document, name)
+
+    def read_own(self, keys: Collection[str], world_size: int) -> None:
+        """Add to `own` what other ranks saved for themselves alone under these keys."""
+        for rank in range(world_size):
+            name = rank_document(rank)
+            found = parts_in(self._document(name), "own", self._where(name))
+            self.own.update({key: part for key, part in found.items() if key in keys})
 
     def rank_state(self, rank: int) -> dict[str, Any]:
         """Another rank's own state."""

@@ -23,6 +23,7 @@ from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import Ranks
 from ckpt.root.file_names import own_key
 from ckpt.state import rng
+from ckpt.state.deepspeed.parts import PartitionsPart
 from ckpt.state.load_errors import naming_part
 from ckpt.state.meta_device import any_on_meta
 from ckpt.state.parts import WHOLE_PART, GradientsPart, Notes, OwnPart, Part, Place
@@ -177,14 +178,27 @@ def _own_parts(reader: CheckpointReader, request: RestoreRequest, notes: Notes) 
     if why is None:
         return own
     was_there = ranks.rank < manifest.world_size and not manifest.origin
-    kept = {key: part for key, part in own.items() if part.for_any_ranks and was_there}
+    kept: dict[str, OwnPart] = {}
     for key, part in own.items():
-        if key in kept:
+        if part.for_any_ranks and was_there:
+            kept[key] = part
             change = _changed_ranks(manifest.world_size, ranks.world_size, "keep the state that they have")
             notes.approximated[key.rpartition("-")[0]] = change
+        elif regrouped := _of_other_ranks(part, reader):
+            kept |= regrouped
         else:
             part.missed(why, notes, strict=request.strict)
     return kept
+
+
+def _of_other_ranks(part: OwnPart, reader: CheckpointReader) -> Mapping[str, OwnPart]:
+    """Parts that load what the ranks that saved had, where state can be divided anew: partitions of ZeRO."""
+    manifest = reader.manifest
+    if not isinstance(part, PartitionsPart) or manifest.origin or manifest.hosts:
+        return {}
+    found = part.of_other_ranks(manifest.world_size)
+    reader.read_own(found, manifest.world_size)
+    return found if found.keys() <= reader.own.keys() else {}
 
 
 def _why_none_of_its_own(manifest: Manifest, ranks: Ranks) -> str | None:

@@ -26,6 +26,8 @@ _ALWAYS = 256 << 20  # bytes of tensors, however small an archive is: one elemen
 _LOCAL_HEADER = struct.Struct("<26xHH")  # skips to the lengths of the name and of the extra field
 _REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 _PARAMETER = "torch._utils._rebuild_parameter"
+_TYPED = "torch._tensor._rebuild_from_type_v2"  # of a tensor that has attributes, which are not read
+_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter")
 _UNTYPED = "torch.storage.UntypedStorage"
 _STORAGES = {
     "torch.FloatStorage": torch.float32,
@@ -42,7 +44,9 @@ _STORAGES = {
     "torch.ComplexDoubleStorage": torch.complex128,
 }
 DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-TENSORS = frozenset((*_REBUILD, _PARAMETER, _UNTYPED, *_STORAGES, *DTYPES, "collections.OrderedDict"))
+TENSORS = frozenset(
+    (*_REBUILD, _PARAMETER, _TYPED, *_CLASSES, _UNTYPED, *_STORAGES, *DTYPES, "collections.OrderedDict")
+)
 
 
 def find_tensor(reader: ByteReader, start: int, length: int, where: str) -> Region:
@@ -56,7 +60,7 @@ def find_tensor(reader: ByteReader, start: int, length: int, where: str) -> Regi
 
 def is_tensor(found: Any) -> bool:
     """Whether a value that was read from a pickle describes a tensor."""
-    return isinstance(found, Described) and found.name in (*_REBUILD, _PARAMETER)
+    return isinstance(found, Described) and found.name in (*_REBUILD, _PARAMETER, _TYPED)
 
 
 @contextmanager
@@ -123,6 +127,8 @@ class _TensorRecord:
     def described(cls, found: Described) -> _TensorRecord:
         if found.name == _PARAMETER:
             found = found.arguments[0]
+        if found.name == _TYPED:
+            found = _without_attributes(found)
         if found.name not in _REBUILD:
             raise ValueError(f"it describes {found.name}, not a tensor")
         storage, first, sizes, strides, _, _, *rest = found.arguments
@@ -139,6 +145,13 @@ class _TensorRecord:
     @property
     def stop(self) -> int:
         return self.start + reach(self.sizes, self.strides) * self.dtype.itemsize
+
+
+def _without_attributes(found: Described) -> Described:
+    rebuild, kind, arguments, _ = found.arguments
+    if kind.name not in _CLASSES:
+        raise ValueError(f"it describes {kind.name}, not a tensor")
+    return Described(rebuild.name, arguments)
 
 
 def _dtype(storage: str, rest: list[Any], *, typed: bool) -> torch.dtype:

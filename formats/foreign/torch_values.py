@@ -7,7 +7,7 @@ Supported are containers, numbers, text, NumPy arrays, and torch's dtypes, devic
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -25,10 +25,10 @@ _DTYPE = "numpy.dtype"
 _KINDS = "biufcSU"  # of NumPy: numbers and text; never objects
 
 
-def read_values(reader: ByteReader, start: int, length: int, where: str) -> Any:
-    """The value that was saved to these bytes of a file."""
+def read_values(reader: ByteReader, start: int, length: int, where: str, allowed: Container[str] | None = None) -> Any:
+    """The value that was saved to these bytes of a file. Other names that are `allowed` remain `Described`."""
     with open_archive(reader, start, length, where, "no plain data of torch.save") as archive:
-        return _ValueBuilder(archive).built(archive.described(ALLOWED))
+        return _ValueBuilder(archive).built(archive.described(ALLOWED if allowed is None else allowed))
 
 
 class _ValueBuilder:

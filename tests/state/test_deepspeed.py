@@ -47,7 +47,7 @@ def _resumed(rank: int, folder: str) -> None:
 
 
 def _resumed_by_one(rank: int, folder: str) -> None:
-    """The number of ranks is another one: nothing is loaded, or the model alone, and masters that follow it."""
+    """By another number of ranks: the model, and masters that are more exact than it."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     from ckpt.integrations.accelerate import attach
@@ -58,11 +58,8 @@ def _resumed_by_one(rank: int, folder: str) -> None:
         _, engine, *_ = prepared(accelerator, CASES[case])
         fresh = exact(weights(engine))
         manager = attach(accelerator, f"{folder}/{case}")
-        with pytest.raises(ckpt.MismatchError, match=r"\(2, and there are 1 here\).*as many processes.*strict=False"):
-            manager.resume()
-        assert exact(weights(engine)) == fresh
-        restored = manager.load_state("here", strict=False)
-        assert "begins anew" in restored.skipped["deepspeed-00000"]
+        restored = manager.load_state("here")
+        assert "deepspeed-00000" in restored.resharded
         saved = weights(engine)
         assert fresh != exact(saved) == _seen(folder, 0)[case][1]
         for name, parameter in engine.module.named_parameters():

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ckpt.errors import MismatchError, StateError
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.documents import to_json
+from ckpt.state.deepspeed.other_ranks import Regrouping, SavedPartitionsPart
 from ckpt.state.objects import Stateful
 from ckpt.state.parts import WHOLE_PART, Notes, Read, UnshardedPart
 
@@ -147,6 +148,15 @@ class PartitionsPart(UnshardedPart):
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
         values = read()
         return lambda: self._load(values())
+
+    def of_other_ranks(self, saved_by: int) -> dict[str, SavedPartitionsPart]:
+        """Parts that load what another number of ranks saved, by their keys."""
+        if dist.get_world_size(self.engine.optimizer.dp_process_group) != dist.get_world_size():
+            return {}
+        regrouping = Regrouping(self.engine, saved_by, self._load)
+        stem = self.key.rpartition("-")[0]
+        keys = {f"{stem}-{rank:05d}": rank for rank in range(saved_by)}
+        return {key: SavedPartitionsPart(key, rank, self.kind, regrouping) for key, rank in keys.items()}
 
     def missed(self, why: str, notes: Notes, *, strict: bool) -> None:
         if strict:

@@ -1,0 +1,207 @@
+"""What DeepSpeed itself wrote is read without it: master weights, buffers and tied parameters, bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckpt
+from tests.helpers.processes import run_alone, run_ranks
+from tests.helpers.training import exact
+
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+
+
+def _read_as_deepspeed_does(rank: int, folder: str) -> None:
+    """Beside every folder what `zero_to_fp32` makes of it, and a universal one."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from deepspeed.checkpoint.ds_to_universal import main
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    from tests.helpers.zero_folders import TAG
+
+    for save in sorted(Path(folder).iterdir()):
+        torch.save(get_fp32_state_dict_from_zero_checkpoint(str(save)), f"{save}.pt")
+        given = {"input_folder": f"{save}/{TAG}", "output_folder": f"{save}-universal/{TAG}_universal"}
+        fixed = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+        main(Namespace(**given, **fixed, inject_missing_state=True))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.helpers.zero_folders import WORLD_SIZE, write_folders
+
+    folder = tmp_path_factory.mktemp("written")
+    assert run_ranks(WORLD_SIZE, write_folders, str(folder)) == [0] * WORLD_SIZE
+    assert run_alone(_read_as_deepspeed_does, str(folder)) == 0
+    return folder
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_what_deepspeed_wrote_is_merged_and_loaded_as_its_own_tool_reads_it(written: Path, tmp_path: Path) -> None:
+    from tests.helpers.engines import build
+    from tests.helpers.zero_folders import STAGES, TAG
+
+    for stage in STAGES:
+        theirs = torch.load(written / f"zero-{stage}.pt")
+        for number, save in enumerate((f"zero-{stage}", f"zero-{stage}/{TAG}", f"zero-{stage}-universal")):
+            ckpt.merge(written / save, tmp_path / f"{stage}-{number}.safetensors")
+            ours = load_file(tmp_path / f"{stage}-{number}.safetensors")
+            frozen = theirs.get("frozen", ours["frozen"]).float()  # their own tool loses it under ZeRO 1
+            same = {"head.weight": ours["words.weight"], "frozen": ours["frozen"].float()}
+            assert exact({**ours, **same}) == exact({**theirs, "frozen": frozen}), save
+        net = build()
+        assert not ckpt.load_model(written / f"zero-{stage}", net)
+        assert exact(net.state_dict()) == exact({**theirs, "frozen": frozen})
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_a_model_that_zero_3_divided_gives_the_same_logits_in_transformers(written: Path, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    from tests.helpers.zero_folders import llama, words
+
+    model: Any = llama()
+    ckpt.merge(written / "llama", tmp_path / "model.safetensors")
+    model.config.save_pretrained(tmp_path)
+    model.load_state_dict(torch.load(written / "llama.pt"))
+    merged = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert exact(merged(words()).logits) == exact(model(words()).logits)
+
+
+SHAPES = {"embed.weight": (3, 4), "bias": (5,)}
+
+
+def _weights() -> dict[str, torch.Tensor]:
+    return {name: torch.arange(torch.Size(shape).numel()).float().reshape(shape) for name, shape in SHAPES.items()}
+
+
+def _model_states(**more: Any) -> dict[str, Any]:
+    shapes = [{name: torch.Size(shape) for name, shape in SHAPES.items()}]
+    module = {**{name: tensor.bfloat16() for name, tensor in _weights().items()}, "seen": torch.ones(2).half()}
+    return {"module": module, "buffer_names": ["seen"], "param_shapes": shapes, "shared_params": {}, **more}
+
+
+def _zero_states(stage: int, partition: torch.Tensor, world_size: int) -> dict[str, Any]:
+    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    return {"optimizer_state_dict": {"zero_stage": stage, "partition_count": world_size, key: [partition]}}
+
+
+def _save(folder: Path, stage: int, world_size: int = 2, **more: Any) -> Path:
+    """A folder as DeepSpeed writes it, of two parameters and a buffer, without starting an engine."""
+    folder.mkdir()
+    flat = torch.cat([tensor.flatten() for tensor in _weights().values()])
+    for rank in range(world_size):
+        partition = flat.chunk(world_size)[rank] if stage < 3 else _shares(rank, world_size)
+        states = _zero_states(stage, partition, world_size)
+        torch.save(states, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        if stage == 3:
+            torch.save(_model_states(**more), folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    if stage < 3:
+        torch.save(_model_states(**more), folder / "mp_rank_00_model_states.pt")
+    return folder
+
+
+def _shares(rank: int, world_size: int) -> torch.Tensor:
+    shares = []
+    for tensor in _weights().values():
+        share = -(-tensor.numel() // world_size)
+        padded = torch.cat([tensor.flatten(), torch.full((world_size * share - tensor.numel(),), -1.0)])
+        shares.append(padded[rank * share : (rank + 1) * share])
+    return torch.cat(shares)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_partitions_of_any_number_of_ranks_are_put_together(tmp_path: Path, stage: int, world_size: int) -> None:
+    folder = _save(tmp_path / "save", stage, world_size)
+    ckpt.merge(folder, tmp_path / "model.safetensors")
+    assert exact(load_file(tmp_path / "model.safetensors")) == exact({**_weights(), "seen": torch.ones(2)})
+
+
+def test_without_zero_the_model_is_read_as_it_was_saved(tmp_path: Path) -> None:
+    states = _model_states(param_shapes=None)
+    torch.save(states, tmp_path / "mp_rank_00_model_states.pt")
+    ckpt.merge(tmp_path, tmp_path / "model.safetensors")
+    assert exact(load_file(tmp_path / "model.safetensors")) == exact({**states["module"], "seen": torch.ones(2)})
+
+
+class _Runs:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("executed",)
+
+
+def _spoilt(folder: Path, how: str) -> None:
+    optimizer, model = folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt", folder / "mp_rank_00_model_states.pt"
+    if how == "a rank is missing":
+        optimizer.unlink()
+    elif how == "no rank is there":
+        for path in folder.glob("*_optim_states.pt"):
+            path.unlink()
+    elif how == "shapes are too large":
+        torch.save(_model_states(param_shapes=[{"bias": torch.Size((1 << 40,))}]), model)
+    elif how == "shapes are no sizes":
+        torch.save(_model_states(param_shapes=[{"bias": [-1, 5]}]), model)
+    elif how == "a partition is short":
+        torch.save(_zero_states(2, torch.zeros(2), 2), optimizer)
+    elif how == "a partition is no tensor":
+        torch.save(_zero_states(2, "none", 2), optimizer)  # type: ignore[arg-type]
+    elif how == "it would run code":
+        torch.save(_model_states(client=_Runs()), model)
+    elif how == "it is no archive":
+        model.write_bytes(b"\x80\x02}q\x00.")
+    elif how == "a parameter has no place":
+        torch.save(_model_states(param_shapes=[], module={}, shared_params={"tied": "embed"}), model)
+
+
+SPOILT = {
+    "a rank is missing": "of 1 ranks, and 2 wrote it",
+    "no rank is there": "of 0 ranks, and several wrote it",
+    "shapes are too large": "and its parameters 1099511627776",
+    "shapes are no sizes": "no sizes or offsets such as -1",
+    "a partition is short": "and its parameters 17",
+    "a partition is no tensor": "a str stands where a tensor should",
+    "it would run code": r"names 'posix.mkdir'.*It was not executed",
+    "it is no archive": "holds no plain data of torch.save",
+    "a parameter has no place": "groups of parameters are not the 1",
+}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+def test_a_damaged_save_is_refused_by_one_error(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = _save(tmp_path / "save", 2)
+    _spoilt(folder, how)
+    with pytest.raises(ckpt.DamagedError, match=SPOILT[how]):
+        ckpt.merge(folder, tmp_path / "model.safetensors")
+    assert not Path("executed").exists()
+
+
+def test_what_latest_names_is_read_and_nothing_outside_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    _save(tmp_path / "run" / "step", 3)
+    (tmp_path / "run" / "latest").write_text("step\n")
+    assert ckpt.merge(tmp_path / "run", tmp_path / "model.safetensors")
+    _save(tmp_path / "outside", 3)
+    (tmp_path / "run" / "latest").write_text("../outside")
+    with pytest.raises(ckpt.MissingError, match=r"latest names '../outside', and no such save"):
+        ckpt.merge(tmp_path / "run", tmp_path / "other.safetensors")
+
+
+@pytest.mark.parametrize("more", ["mp_rank_01_model_states.pt", "layer_03-model_00-model_states.pt"])
+def test_other_parallelism_of_deepspeed_is_refused_by_name(tmp_path: Path, more: str) -> None:
+    folder = _save(tmp_path / "save", 1)
+    torch.save(_model_states(), folder / more)
+    with pytest.raises(ckpt.UnsupportedError, match=r"pipeline, tensor or expert parallelism.*save_16bit_model"):
+        ckpt.merge(folder, tmp_path / "model.safetensors")
+    with pytest.raises(ckpt.MissingError, match="the model is read"):
+        ckpt.merge(_save(tmp_path / "other", 1), tmp_path / "model.safetensors", part="optimizer")
