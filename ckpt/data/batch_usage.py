@@ -11,6 +11,7 @@ from torch import nn
 
 from ckpt.formats.sharded_tensors import is_sharded
 from ckpt.state.fsdp1 import is_fsdp1
+from ckpt.state.joined_model import parts_of
 
 CERTAIN = 4  # batches: fewer without training may be those that a script found unfit, or had read ahead
 
@@ -28,7 +29,8 @@ class BatchUsage:
         self._micro_steps = self._counted()
         self._seen = False
         sharded = [model for model in self._models if is_fsdp1(model) or any(map(is_sharded, model.parameters()))]
-        self._hooks = [model.register_forward_pre_hook(self._hook()) for model in sharded]
+        parts = [part for model in sharded for part in parts_of(model)]
+        self._hooks = [part.register_forward_pre_hook(self._hook()) for part in parts]
 
     @property
     def seen(self) -> bool:

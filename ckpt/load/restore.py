@@ -173,7 +173,8 @@ def _own_parts(reader: CheckpointReader, request: RestoreRequest, notes: Notes) 
     manifest, ranks = reader.manifest, request.ranks
     own = request.registry.own_parts_to_load(ranks.rank, reader.own)
     diverged = {own_key(key, ranks.rank) for key in (*reader.parts, *request.registry.parts)}
-    notes.skipped.update(dict.fromkeys(sorted(reader.own.keys() - own.keys() - diverged), _UNMANAGED))
+    for key in sorted(reader.own.keys() - own.keys() - diverged):
+        notes.skipped[f"{key.rpartition('-')[0]} (each rank's own)"] = _UNMANAGED
     why = _why_none_of_its_own(manifest, ranks)
     if why is None:
         return own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.formats.layout import Layout
 from ckpt.formats.native.dtypes import name_of
 from ckpt.formats.sharded_tensors import divided, is_sharded
@@ -20,11 +22,14 @@ from ckpt.state.deepspeed.parts import refresh
 from ckpt.state.deepspeed.zero3 import is_partitioned, is_zero3
 from ckpt.state.division import without
 from ckpt.state.fsdp1 import is_fsdp1
+from ckpt.state.joined_model import JoinedModel, parts_of
 from ckpt.state.meta_device import materialise
 from ckpt.state.model_config import describe
 from ckpt.state.parts import LEFT, Notes, Read, SavedTensor
 from ckpt.state.replicated import UNKNOWN, Replication, broadcast_buffers, equal_parameters
 from ckpt.state.unwrap import clean_names, parameters_in, unwrap
+
+_FEW = 5
 
 
 @dataclass
@@ -38,10 +43,12 @@ class ModelPart:
 
     @property
     def kind(self) -> str:
-        return type(unwrap(self.model)).__name__
+        return type(unwrap(parts_of(unwrap(self.model))[0])).__name__
 
     def __post_init__(self) -> None:
         refuse_bare(self.key, self.model)
+        if isinstance(self.model, JoinedModel):
+            _refuse_unjoinable(self.key, self.model)
 
     def capture(self) -> dict[str, Any]:
         """The state with the live parameters and buffers. Tied tensors are one object, on every rank."""
@@ -185,3 +192,17 @@ def _fits_when_cast(live: Any, saved: Any) -> bool:
     if not isinstance(live, torch.Tensor) or not isinstance(saved, SavedTensor) or is_lazy(live):
         return False
     return tuple(live.size()) == saved.shape and live.dtype != saved.dtype
+
+
+def _refuse_unjoinable(key: str, model: JoinedModel) -> None:
+    """Refuse parts that have a name twice, and those of FSDP 1 and DeepSpeed, whose state is theirs alone."""
+    if is_fsdp1(model) or any(map(is_engine, model.parts)):
+        raise UnsupportedError(f"{key}=ckpt.Joined(...): parts cannot be under FSDP 1 or DeepSpeed. Use fully_shard.")
+    counts = Counter(clean_names(model, model.state_dict(keep_vars=True)).values())
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
+        more = f" and {len(twice) - _FEW} more" if len(twice) > _FEW else ""
+        raise ConfigError(
+            f"{key}=ckpt.Joined(...): several parts have the names {', '.join(twice[:_FEW])}{more}. If names begin "
+            'anew in every part, give each a prefix: ckpt.Joined({"stages.3": part}).'
+        )

@@ -11,6 +11,7 @@ from torch import nn
 
 from ckpt.errors import ConfigError
 from ckpt.root.retention import Keep
+from ckpt.state.joined import Joined
 
 KINDS = ("model", "optimizer", "scheduler", "scaler", "dataloader")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -116,9 +117,11 @@ class GivenObjects:
 
 
 def named(kind: str, value: Any) -> dict[str, Any]:
-    """Objects by key, for a single object, a sequence, or a dict: `model`, `model.0`, `model.generator`."""
+    """Objects by key, for one object, `Joined` ones, a sequence, or a dict: `model`, `model.0`, `model.generator`."""
     if value is None:
         return {}
+    if isinstance(value, Joined):
+        return {kind: value.as_one(kind)}
     if isinstance(value, Mapping):
         return {f"{kind}.{_checked(name)}": item for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt.errors import UnsupportedError
 from ckpt.formats.layout import Layout
 from ckpt.formats.sharded_tensors import divided, empty_like, is_sharded
 from ckpt.state import fsdp1
 from ckpt.state.division import without
 from ckpt.state.fsdp1 import is_fsdp1
+from ckpt.state.joined_optimizer import JoinedOptimizer
 from ckpt.state.parts import Notes, Place, Read, SavedTensor
 from ckpt.state.replicated import Replication, equal_parameters
 from ckpt.state.torch_objects import unusable_states
@@ -26,7 +28,7 @@ class OptimizerPart:
     """An optimizer's state by parameter name, so that it can be restored with another order or other wrappers."""
 
     key: str
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | JoinedOptimizer
     models: Mapping[str, nn.Module]
     same_class: bool = True
     can_be_sharded: bool = True
@@ -70,7 +72,7 @@ class OptimizerPart:
     def capture(self) -> dict[str, Any]:
         model = self._fsdp1()
         if model is not None:
-            return fsdp1.optimizer_state(model, self.optimizer)
+            return fsdp1.optimizer_state(model, self._single)
         names = self._names()
         raw = self.optimizer.state_dict()
         state = {names[index] if isinstance(index, int) else index: value for index, value in raw["state"].items()}
@@ -107,7 +109,7 @@ class OptimizerPart:
         values = self._named(values)
         model = self._fsdp1()
         if model is not None:
-            fsdp1.load_optimizer_state(model, self.optimizer, values)
+            fsdp1.load_optimizer_state(model, self._single, values)
             return
         state = {name: value for name, value in values["state"].items() if f"state.{name}" not in unfit}
         indices = {name: index for index, name in self._names().items()}
@@ -127,7 +129,7 @@ class OptimizerPart:
         Otherwise, state of the parameter's shape gets the parameter's device and sharding.
         """
         parameters = self._parameters_by_name()  # once: it walks all models
-        state = {} if self._fsdp1() is not None else self.optimizer.state
+        state: Mapping[Any, Any] = {} if self._fsdp1() is not None else self.optimizer.state
 
         def find(saved: SavedTensor) -> Any:
             name, _, key = saved.name.rpartition(".")
@@ -154,6 +156,12 @@ class OptimizerPart:
         listed = [name for group in saved["param_groups"] for name in group["params"]]
         clean = {name: without_checkpointing(name) for name in listed if isinstance(name, str)}
         return renamed(saved, clean | {nameless(index): name for index, name in self._names().items()})
+
+    @property
+    def _single(self) -> torch.optim.Optimizer:
+        if isinstance(self.optimizer, JoinedOptimizer):
+            raise UnsupportedError(f"{self.key}=ckpt.Joined(...): FSDP 1 has one optimizer. Use fully_shard.")
+        return self.optimizer
 
     def _fsdp1(self) -> nn.Module | None:
         return next((model for model in self.models.values() if is_fsdp1(model)), None)

@@ -19,6 +19,7 @@ from ckpt.formats.layout import Layout
 from ckpt.formats.sharded_tensors import empty_like, is_sharded, local_tensor
 from ckpt.state.deepspeed.engine import is_engine
 from ckpt.state.fsdp1 import is_fsdp1
+from ckpt.state.joined import JoinedState
 from ckpt.state.objects import Stateful
 from ckpt.state.replicated import UNKNOWN, Replication
 from ckpt.state.torch_objects import problem_with
@@ -213,7 +214,11 @@ class ObjectPart(UnshardedPart):
 
     @property
     def kind(self) -> str:
-        return type(self.value).__name__
+        return type(self._first).__name__
+
+    @property
+    def _first(self) -> Stateful:
+        return self.value.objects[0] if isinstance(self.value, JoinedState) else self.value
 
     def capture(self) -> Any:
         return self.value.state_dict()
@@ -222,7 +227,7 @@ class ObjectPart(UnshardedPart):
         return Replication(of_main=getattr(self.value, "of_main_rank", False) is True)
 
     def check(self, saved: Any) -> dict[str, str]:
-        problem = problem_with(self.value, saved)  # of other objects than PyTorch's, only they themselves know
+        problem = problem_with(self._first, saved)  # of other objects than PyTorch's, only they themselves know
         return {WHOLE_PART: problem} if problem else {}
 
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:

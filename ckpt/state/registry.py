@@ -17,6 +17,7 @@ from ckpt.state.comm_hooks import KEY as HOOKS
 from ckpt.state.comm_hooks import lacking_state, saved_hooks
 from ckpt.state.deepspeed.engine import KEY, engines_in, is_partitioned, with_engines
 from ckpt.state.deepspeed.parts import EnginePart, PartitionsPart
+from ckpt.state.joined_optimizer import JoinedOptimizer
 from ckpt.state.model import ModelPart
 from ckpt.state.objects import KINDS, ManagedObjects, Stateful
 from ckpt.state.optimizer import OptimizerPart
@@ -74,15 +75,16 @@ class StateRegistry:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The managed optimizers, without wrappers that have no step hooks of their own."""
-        found = []
-        for part in self.parts.values():
-            if isinstance(part, OptimizerPart):
-                found.append(part.outer if isinstance(part, ZeroRedundancyPart) else stepping(part.optimizer))
-        return found
+        return list(self.optimizers_by_key().values())
 
     def optimizers_by_key(self) -> dict[str, torch.optim.Optimizer]:
-        keys = (key for key, part in self.parts.items() if isinstance(part, OptimizerPart))
-        return dict(zip(keys, self.optimizers, strict=True))
+        found: dict[str, torch.optim.Optimizer] = {}
+        for key, part in self.parts.items():
+            if isinstance(part, OptimizerPart) and isinstance(part.optimizer, JoinedOptimizer):
+                found |= {f"{key}[{number}]": inner for number, inner in enumerate(part.optimizer.optimizers)}
+            elif isinstance(part, OptimizerPart):
+                found[key] = part.outer if isinstance(part, ZeroRedundancyPart) else stepping(part.optimizer)
+        return found
 
     def registered(self) -> list[Stateful]:
         """The objects of parts that are neither models nor optimizers."""
@@ -210,7 +212,7 @@ def _found_parts(found: ManagedObjects) -> dict[str, Part]:
 def _optimizer_part(key: str, optimizer: Stateful, models: dict[str, nn.Module]) -> Part:
     if is_zero_redundancy(optimizer):
         return ZeroRedundancyPart.of(key, optimizer, models)
-    if isinstance(optimizer, torch.optim.Optimizer):
+    if isinstance(optimizer, torch.optim.Optimizer | JoinedOptimizer):
         return OptimizerPart(key, optimizer, models)
     return ObjectPart(key, optimizer)
 

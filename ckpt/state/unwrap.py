@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckpt.state.deepspeed.engine import is_engine
+from ckpt.state.joined_model import JoinedModel
 
 _CHECKPOINTED = "_checkpoint_wrapped_module"
 _walked = threading.local()  # `walks`: the modules of every model that was walked, where that is remembered
@@ -28,7 +29,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 def clean_names(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Names of `module.state_dict()`, each with its name in the unwrapped model."""
     names = list(names)
-    if not names or not any(map(_inner_name, kinds_in(module))):
+    if not names or not any(isinstance(node, JoinedModel) or _inner_name(node) for node in kinds_in(module)):
         return {name: name for name in names}
     return {name: clean_name(module, name) for name in names}
 
@@ -42,6 +43,10 @@ def clean_name(module: nn.Module, name: str) -> str:
             node = getattr(node, _CHECKPOINTED)  # `state_dict` leaves the word out, `named_parameters` does not
         if node is not None and _inner_name(node) == word:
             node = getattr(node, word)
+            continue
+        if isinstance(node, JoinedModel) and word in node.prefixes:
+            word_in_model, node = node.prefixes[word], node._modules[word]
+            kept += [word_in_model] if word_in_model else []
             continue
         kept.append(word)
         node = node._modules.get(word) if node is not None else None
@@ -60,7 +65,8 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
         inner = inner_names[type(node)]
         for name, child in node._modules.items():
             if child is not None:
-                walk(child, prefix if name == inner else f"{prefix}{name}.")
+                in_model = node.prefixes[name] if isinstance(node, JoinedModel) else name
+                walk(child, prefix if name == inner or not in_model else f"{prefix}{in_model}.")
 
     walk(module, "")
     return names

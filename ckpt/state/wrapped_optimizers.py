@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ckpt.state.joined_optimizer import JoinedOptimizer
+
 
 def is_local_sgd(optimizer: Any) -> bool:
     """Whether this is a PostLocalSGDOptimizer. Imports nothing: a live one has imported its module."""
@@ -25,5 +27,5 @@ def stepping(optimizer: Any) -> Any:
 
 def class_of(optimizer: Any) -> str:
     """The class that a saved state fits: `AdamW`, or `PostLocalSGDOptimizer(AdamW)`, which has a counter beside it."""
-    name = type(optimizer).__name__
+    name = optimizer.kind if isinstance(optimizer, JoinedOptimizer) else type(optimizer).__name__
     return f"{name}({class_of(optimizer.optim)})" if is_local_sgd(optimizer) else name

@@ -36,7 +36,8 @@ def test_the_model_alone_is_restored_and_no_generator_is_touched(
     assert torch.equal(torch.get_rng_state(), before)
     assert exact(model.state_dict()) == exact(saved.state_dict())
     assert restored.restored == ("model",)
-    assert restored.skipped == {"optimizer": "in the checkpoint, but not managed here"}
+    unmanaged = "in the checkpoint, but not managed here"
+    assert restored.skipped == {"gradients (each rank's own)": unmanaged, "optimizer": unmanaged}
     assert f"resumed from {tmp_path}/x" in capfd.readouterr().err
 
 

@@ -12,11 +12,13 @@ from tests.helpers.pipelines import LAYERS, WAYS, Job, digest, missing, read, wi
 from tests.helpers.processes import run_ranks
 
 RANKS = ckpt.RankOptions(timeout=100)
-SAVED = ("pp", "pp2", "pp2-fsdp", "pp2-tp")
+SAVED = ("pp", "pp2", "pp2-fsdp", "pp2-tp", "pp2-interleaved-fsdp")
 
 
 def _manager(root: str, job: Job) -> ckpt.StateManager:
-    (model,), (optimizer,) = job.parts, job.optimizers
+    if len(job.parts) == 1:
+        return ckpt.StateManager(root, model=job.parts[0], optimizer=job.optimizers[0], ranks=RANKS)
+    model, optimizer = ckpt.Joined(job.parts), ckpt.Joined(job.optimizers)
     return ckpt.StateManager(root, model=model, optimizer=optimizer, ranks=RANKS)
 
 
@@ -97,7 +99,8 @@ def test_what_no_stage_has_is_refused_by_name_and_what_another_stage_has_is_not(
 def test_a_pipeline_is_loaded_into_any_other_split(tmp_path: Path) -> None:
     run_ranks(4, _save, str(tmp_path))
     run_ranks(4, _load, str(tmp_path), {way: way for way in SAVED})
-    run_ranks(4, _load, str(tmp_path), {"pp": "pp2-fsdp", "pp2-fsdp": "fsdp", "pp2": "pp", "pp2-tp": "pp2"})
+    interleaved = "pp2-interleaved-fsdp"
+    run_ranks(4, _load, str(tmp_path), {"pp": interleaved, interleaved: "fsdp", "pp2": "pp", "pp2-tp": "pp2"})
     run_ranks(2, _load, str(tmp_path), {"pp": "pp2", "pp2-fsdp": "pp2", "pp2-tp": "fsdp"})
     run_ranks(8, _load, str(tmp_path), {"pp2-fsdp": "pp2-tp", "pp": "pp2-fsdp"})
     _load(0, str(tmp_path), dict.fromkeys(SAVED, "whole"))
