@@ -7,7 +7,7 @@ import re
 from ckpt.formats.native.header import SUFFIX
 
 _FROZEN = "+frozen"  # no part is named so
-_RANK_SUFFIX = re.compile(rf"[/-](\d{{5}})(?:{re.escape(_FROZEN)})?{re.escape(SUFFIX)}$")
+_RANK_SUFFIX = re.compile(rf"[/-](\d{{5}})(?:{re.escape(_FROZEN)})?(?:\.[0-9a-f]{{8}})?{re.escape(SUFFIX)}$")
 
 
 def whole_file(key: str, *, frozen: bool = False) -> str:

@@ -77,6 +77,24 @@ def _save_whole(rank: int, folder: str) -> None:
     write(folder, "run", job.digests())
 
 
+def _save_twice(rank: int, folder: str) -> None:
+    job = WAYS["pp2"](1)
+    with _manager(f"{folder}/run", job) as manager:
+        for number in range(2):
+            job.step(number)
+            manager.save_state("saved")
+    write(folder, "run", job.digests())
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_was_saved_again_under_its_name_is_merged(tmp_path: Path) -> None:
+    run_ranks(2, _save_twice, str(tmp_path))
+    ckpt.merge(tmp_path / "run" / "saved", tmp_path / "merged.safetensors")
+    merged = {name: digest(tensor) for name, tensor in load_file(tmp_path / "merged.safetensors").items()}
+    assert len(merged) == 4 * LAYERS
+    assert not missing(merged, read(str(tmp_path), "run"))
+
+
 def _lacks_a_layer(rank: int, folder: str) -> None:
     job = WAYS["pp2"](1)
     if rank == 1:
