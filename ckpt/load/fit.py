@@ -37,7 +37,8 @@ def from_main_rank(reader: CheckpointReader, parts: Mapping[str, Part]) -> dict[
 def _misfits(reader: CheckpointReader, parts: Mapping[str, Part], key: str, part: Part) -> dict[str, str]:
     if not reader.has(key):
         return {WHOLE_PART: f"missing: the checkpoint has no such part{_counts(reader, parts, key)}"}
-    if part.same_class and reader.kind(key) not in ("", part.kind):  # not every format records the class
+    kinds = ("", part.kind, *part.other_kinds)  # not every format records the class
+    if part.same_class and reader.kind(key) not in kinds:
         return {WHOLE_PART: f"a {reader.kind(key)} in the checkpoint, a {part.kind} here"}
     with naming_part(key):
         bound = _bound_to_ranks(reader, key, part)

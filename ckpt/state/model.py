@@ -45,6 +45,10 @@ class ModelPart:
     def kind(self) -> str:
         return type(unwrap(parts_of(unwrap(self.model))[0])).__name__
 
+    @property
+    def other_kinds(self) -> tuple[str, ...]:
+        return ()
+
     def __post_init__(self) -> None:
         refuse_bare(self.key, self.model)
         if isinstance(self.model, JoinedModel):

@@ -37,6 +37,10 @@ class OptimizerPart:
     def kind(self) -> str:
         return class_of(self.optimizer)
 
+    @property
+    def other_kinds(self) -> tuple[str, ...]:
+        return ()
+
     def frozen(self) -> frozenset[str]:
         return frozenset()
 

@@ -75,6 +75,10 @@ class Part(Protocol):
     def kind(self) -> str:
         """The class of the object."""
 
+    @property
+    def other_kinds(self) -> tuple[str, ...]:
+        """Further classes whose state fits."""
+
     def capture(self) -> Any:
         """The state as a tree of values and live tensors."""
 
@@ -124,6 +128,10 @@ class OwnPart(Part, Protocol):
 
 class UnshardedPart:
     """Defaults of a part that is saved in full by a single rank."""
+
+    @property
+    def other_kinds(self) -> tuple[str, ...]:
+        return ()
 
     for_any_ranks: bool = False
 

@@ -23,9 +23,10 @@ def is_zero_redundancy(optimizer: Any) -> bool:
 
 @dataclass
 class ZeroRedundancyPart(OptimizerPart):
-    """The inner optimizer, which has this rank's parameters. Each rank saves its own state, for the same world size.
+    """The inner optimizer, which has this rank's parameters. Each rank saves the state of these, under their names.
 
-    The outer `state_dict` is not used: it holds the state of all ranks, gathered beforehand on one of them.
+    A checkpoint has it as the state of one optimizer, which any number of ranks loads, also into an optimizer of all
+    parameters. The outer `state_dict` is not used: it holds the state of all ranks, gathered beforehand on one of them.
     """
 
     outer: Any = None
@@ -37,11 +38,11 @@ class ZeroRedundancyPart(OptimizerPart):
                 f"{key}: ZeroRedundancyOptimizer(overlap_with_ddp=True) has no optimizer before its buckets are known, "
                 "so its state cannot be loaded before training. Build it without overlap_with_ddp."
             )
-        return cls(key, optimizer.optim, models, outer=optimizer, can_be_sharded=False)
+        return cls(key, optimizer.optim, models, outer=optimizer)
 
     @property
-    def kind(self) -> str:
-        return type(self.outer).__name__
+    def other_kinds(self) -> tuple[str, ...]:
+        return (type(self.outer).__name__,)  # what earlier versions of ckpt called it
 
     def replication(self, state: Any) -> Replication:
         return UNKNOWN
