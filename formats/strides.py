@@ -49,6 +49,14 @@ def is_dense(sizes: Sizes, strides: Sizes) -> bool:
     return True
 
 
+def is_permuted(sizes: Sizes, strides: Sizes) -> bool:
+    """Whether the elements are contiguous, in row-major order of some order of the dimensions: a transposed tensor."""
+    if len(sizes) != len(strides) or 0 in sizes:
+        return False
+    order = sorted(range(len(sizes)), key=lambda dim: (strides[dim], sizes[dim]), reverse=True)
+    return is_dense(tuple(sizes[dim] for dim in order), tuple(strides[dim] for dim in order))
+
+
 def dense_strides(sizes: Sizes) -> Sizes:
     """The strides of a contiguous tensor."""
     return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))

@@ -30,6 +30,7 @@ from ckpt.util.console import progress_bar
 
 _MODEL = "model"
 _ABSENT = "-"
+_REFERENCES = {"$tensor", "$strided"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,12 +207,12 @@ def _rank_hashes(rank: str, document: Any) -> dict[str, str]:
 
 def _flatten(value: Any, path: str = "") -> dict[str, Any]:
     """Every value of nested containers by its path, without tensors, which are compared by their bytes."""
-    if isinstance(value, dict) and "$tensor" not in value and value:
+    if isinstance(value, dict) and not _REFERENCES & value.keys() and value:
         inside = value.items()
     elif isinstance(value, list) and value:
         inside = ((str(index), item) for index, item in enumerate(value))  # type: ignore[assignment]
     else:
-        return {} if isinstance(value, dict) and "$tensor" in value else {path: value}
+        return {} if isinstance(value, dict) and _REFERENCES & value.keys() else {path: value}
     found: dict[str, Any] = {}
     for key, item in inside:
         found |= _flatten(item, f"{path}.{key}" if path else key)

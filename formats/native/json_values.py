@@ -2,8 +2,8 @@
 
 None, booleans, numbers, strings, lists and dicts with string keys are themselves. Anything else is an object with a
 single key that starts with `$` and names the type: `{"$tuple": [1, 2]}`. Tensors and arrays are references to tensors
-stored elsewhere: `{"$tensor": "state.weight.exp_avg"}`. A type without an entry in `json_codecs` is refused, never
-pickled.
+stored elsewhere: `{"$tensor": "state.weight.exp_avg"}`, with their strides if these are not row-major. A type without
+an entry in `json_codecs` is refused, never pickled.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from ckpt.formats.native.json_codecs import (
 )
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.sharded_tensors import is_sharded
+from ckpt.formats.strides import checked_sizes, is_permuted
 from ckpt.formats.tensor_bytes import host_bytes
 from ckpt.shown import Lines
 
@@ -125,7 +126,10 @@ class Encoder:
             return self._refuse(path, f"a tensor of layout {tensor.layout} and dtype {tensor.dtype}; only dense ones")
         if tensor.is_meta:
             return self._refuse(path, "a tensor on the meta device, which has no data")
-        return {"$tensor": self._add(path, tensor.detach())}
+        name = self._add(path, tensor.detach())
+        if tensor.is_contiguous() or not is_permuted(tensor.shape, tensor.stride()):
+            return {"$tensor": name}
+        return {"$strided": [name, list(tensor.stride())]}
 
     def _packed(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
         kind, context = tensor_subclasses.about(tensor)
@@ -207,6 +211,7 @@ class Decoder:
 
     tensor: Callable[[str], Any]
     where: str = "the state"
+    _strided: dict[Any, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def decode(self, data: Any) -> Any:
         with damage_reported(self.where, "state that ckpt writes"):
@@ -228,6 +233,8 @@ class Decoder:
     def _tagged(self, tag: str, inner: Any, depth: int) -> Any:
         if tag == "$tensor":
             return self.tensor(inner)
+        if tag == "$strided":
+            return self._with_strides(*inner)
         if tag == "$items":
             found = {self._decode(key, depth): self._decode(value, depth) for key, value in inner}
             if len(found) != len(inner):
@@ -241,6 +248,19 @@ class Decoder:
             raise DamagedError(f"the state holds a value of an unknown kind, {tag!r}. Was it written by a newer ckpt?")
         kind, back = BY_TAG[tag]
         return back(of_type(kind, self._decode(inner, depth)))
+
+    def _with_strides(self, name: str, strides: list[int]) -> Any:
+        """A tensor whose elements are in another order in memory than in the file: products of it round as before."""
+        tensor, wanted = self.tensor(name), checked_sizes(strides)
+        if not isinstance(tensor, torch.Tensor) or is_sharded(tensor) or tensor.stride() == wanted:
+            return tensor  # a placeholder, before reading; or memory that is in use
+        if not is_permuted(tensor.shape, wanted):
+            raise ValueError(f"a tensor of shape {list(tensor.shape)} has no strides {list(wanted)}")
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, wanted)
+        if key not in self._strided:  # tied tensors are one again
+            laid = torch.empty_strided(tensor.shape, wanted, dtype=tensor.dtype, device=tensor.device)
+            self._strided[key] = tensor, laid.copy_(tensor)
+        return self._strided[key][1]
 
     def _packed(self, inner: Mapping[str, Any], depth: int) -> Any:
         tensor_subclasses.check_known(inner["kind"])

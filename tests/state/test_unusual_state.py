@@ -206,3 +206,33 @@ def test_later_checkpoints_of_a_lora_write_the_bytes_of_its_adapters_alone(tmp_p
     with ckpt.StateManager(tmp_path, model=other) as manager:
         manager.load_state("b")
     assert exact(other.state_dict()) == exact(model.state_dict())
+
+
+class Held:
+    """An object whose tensors are transposed in memory, in another order of three dimensions, tied, and plain."""
+
+    def __init__(self, value: float) -> None:
+        transposed = torch.arange(6.0).reshape(2, 3).t() * value
+        permuted = (torch.arange(24.0).reshape(2, 3, 4) * value).permute(2, 0, 1)
+        self.state = {"a": transposed, "b": permuted, "again": transposed, "c": torch.ones(2, 3) * value}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_tensors_come_back_in_the_order_in_memory_that_they_had(tmp_path: Path) -> None:
+    saved, loaded = Held(1.0), Held(2.0)
+    loaded.state = {}
+    with ckpt.StateManager(tmp_path) as manager:
+        manager.register(held=saved)
+        manager.save_state("a")
+    with ckpt.StateManager(tmp_path) as manager:
+        manager.register(held=loaded)
+        manager.load_state("a")
+    assert exact(loaded.state) == exact(saved.state)
+    strides = {name: tensor.stride() for name, tensor in loaded.state.items()}
+    assert strides == {"a": (1, 3), "b": (1, 12, 4), "again": (1, 3), "c": (3, 1)}
+    assert loaded.state["a"].data_ptr() == loaded.state["again"].data_ptr()
