@@ -33,13 +33,18 @@ def merged(
     several = [
         name for name, ranks in differs.items() if name in found or (len(ranks) > 1 and not _is_divided(own, name))
     ]
-    if several:
-        more = f" and {len(several) - _FEW} more" if len(several) > _FEW else ""
+    warn_of_variants(where, several)
+    return found | {name: _first_of_each_box(tensor) for name, tensor in own.items() if name not in found}
+
+
+def warn_of_variants(where: str, names: Collection[str]) -> None:
+    """Say which tensors several ranks have different values of."""
+    if names:
+        more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
         _log.warning(
             "%s: ranks have different %s%s; those of rank 0 are used, or of the first rank that has them.",
-            where, ", ".join(several[:_FEW]), more,
+            where, ", ".join(list(names)[:_FEW]), more,
         )  # fmt: skip
-    return found | {name: _first_of_each_box(tensor) for name, tensor in own.items() if name not in found}
 
 
 def _is_divided(own: Mapping[str, PiecedTensor], name: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpt.errors import ConfigError, DamagedError, MissingError
 from ckpt.export.folders import belongs_beside
-from ckpt.export.rank_variants import is_own_file, merged
+from ckpt.export.rank_variants import is_own_file, merged, warn_of_variants
 from ckpt.formats.foreign import dcp, deepspeed
 from ckpt.formats.foreign.accelerate import FolderReader
 from ckpt.formats.foreign.weight_index import read_weight_map, tensors_of
@@ -153,7 +153,9 @@ def _checkpoint(
             (_tensor_file(storage, name, file) for file in common),
             partial(_is_written_by, table) if united else lambda file, tensor: True,
         )
-        if "differs" in state and not united:
+        if united:  # the table has the values of the first rank
+            warn_of_variants(f"{name}: {part}", state.get("differs", {}).get("tensors", {}))
+        elif "differs" in state:
             of_ranks = pieced(_tensor_file(storage, name, file) for file in _own_files(manifest, part))
             tensors = merged(f"{name}: {part}", tensors, of_ranks, state["differs"].get("tensors", {}))
         check_complete(tensors, name)

@@ -371,3 +371,15 @@ def test_merging_experts_says_that_they_are_the_first_ranks(
     assert "1.weight" in caplog.text
     assert "0.weight" not in caplog.text
     assert "rank 0" in caplog.text
+
+
+def test_merging_stages_says_which_running_statistics_are_the_first_ranks(
+    root: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run_ranks(4, _save, str(root), "FSDP 2 on stages, other names", True, "auto") == [0, 0, 0, 0]
+    with caplog.at_level("WARNING", "ckpt"):
+        ckpt.merge(f"{root}/step-1", tmp_path / "all.safetensors")
+    assert "stage0.1.running_mean" in caplog.text
+    assert "stage1.1.running_mean" in caplog.text
+    assert "stage0.0.weight" not in caplog.text
+    assert {"stage0.0.weight", "stage1.0.weight"} <= load_file(tmp_path / "all.safetensors").keys()

@@ -109,12 +109,15 @@ def _mine(model: nn.Module) -> str:
     return exact({name: _local(tensor) for name, tensor in model.state_dict().items()})
 
 
+def _managed(folder: str, model: nn.Module, optimizer: Any) -> ckpt.StateManager:
+    ranks = ckpt.RankOptions(timeout=60)
+    return ckpt.StateManager(f"{folder}/runs", model=model, optimizer=optimizer, ranks=ranks, follow=False)
+
+
 def _straight(rank: int, folder: str, case: str) -> None:
     torch.manual_seed(1)
     model, optimizer = CASES[case][1]()
-    with ckpt.StateManager(
-        f"{folder}/runs", model=model, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=60), follow=False
-    ) as manager:
+    with _managed(folder, model, optimizer) as manager:
         _train(model, optimizer, range(4))
         manager.save_state("middle")
         _train(model, optimizer, range(4, 9))
@@ -124,9 +127,7 @@ def _straight(rank: int, folder: str, case: str) -> None:
 def _resumed(rank: int, folder: str, case: str) -> None:
     torch.manual_seed(2)
     model, optimizer = CASES[case][1]()
-    with ckpt.StateManager(
-        f"{folder}/runs", model=model, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=60), follow=False
-    ) as manager:
+    with _managed(folder, model, optimizer) as manager:
         restored = manager.load_state("middle")
         assert not restored.approximated, restored
         _train(model, optimizer, range(4, 9))
