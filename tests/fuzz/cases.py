@@ -26,7 +26,9 @@ KINDS = {
     "safetensors-sharded": "model",
     "torch-save": "pickle",
     "lightning": "pickle",
-    "deepspeed": "pickle",
+    "zero-1": "zero",
+    "zero-3": "zero",
+    "zero-universal": "zero",
     "memory": "memory",
 }
 

@@ -26,6 +26,7 @@ from tests.fuzz.targets import TARGETS, import_everything
 from tests.fuzz.tree import Tree, read_tree
 
 BATCH = 250  # inputs of a process
+_TOLD = 10_000  # where there is no terminal, a line for so many
 _STRUCTURES = 4  # every so many batches, one of structures
 _REFUSED = {  # by design: state of two ranks in one process, a folder without an optimizer, a model in a pickle
     *(
@@ -88,10 +89,16 @@ class Fuzzer:
         first, count = self._options.first, self._options.inputs
         ranges = [(start, min(start + BATCH, first + count)) for start in range(first, first + count, BATCH)]
 
+        told = 0
+
         def said(done: int) -> None:
+            nonlocal told
+            shown = f"{done:,} inputs, {done / max(0.1, time.monotonic() - began):.0f}/s"
             if sys.stderr.isatty():
-                rate = done / max(0.1, time.monotonic() - began)
-                print(f"\r{done:,} inputs, {rate:.0f}/s ", end="", file=sys.stderr, flush=True)
+                print(f"\r{shown} ", end="", file=sys.stderr, flush=True)
+            elif done >= told + _TOLD:
+                told = done
+                print(shown, flush=True)
 
         return Pool(self._scratch, self._options.jobs, self._work).run(ranges, said)
 

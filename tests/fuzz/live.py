@@ -51,6 +51,7 @@ class Seen:
             "set": {3, 4},
             "bytes": b"\x00\xff",
             "mean": torch.linspace(0, 1, 5),
+            "transposed": torch.linspace(0, 1, 6).reshape(2, 3).t(),
             "half": torch.ones(2, dtype=torch.bfloat16),
             "long": 1 << 80,
             "dtype": torch.float32,

@@ -7,10 +7,10 @@ threads and settings.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 
 import ckpt
 from tests.fuzz.live import Live, Untied
+from tests.fuzz.zero_seeds import STAGES, zero
 from tests.helpers.processes import run_ranks
 
 NAMES = ("step-00000001", "step-00000002")
@@ -188,29 +189,6 @@ def lightning(folder: Path) -> None:
     trainer.save_checkpoint(folder / "state.pt")
 
 
-def deepspeed(folder: Path) -> None:
-    run_ranks(1, _save_with_deepspeed, str(folder))
-    for found in sorted(folder.rglob("*.pt")):
-        shutil.copyfile(found, folder / "state.pt")
-
-
-def _save_with_deepspeed(rank: int, folder: str) -> None:
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import HashStore
-
-    os.environ.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": "cpu"})
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first, for a minute
-    live = Live(tied=False)
-    config = {"train_batch_size": 1, "zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
-    engine, *_ = deepspeed.initialize(
-        model=live.model, optimizer=live.optimizer, config=config, dist_init_required=False
-    )
-    engine.save_checkpoint(folder)
-
-
 def memory(folder: Path) -> None:
     """The folder of a killed run in a host's memory, with two snapshots."""
     from tests.memory.deserted import create_place, snapshot
@@ -240,12 +218,12 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "safetensors-sharded": safetensors_sharded,
     "torch-save": torch_save,
     "lightning": lightning,
-    "deepspeed": deepspeed,
+    **{name: partial(zero, stage) for name, stage in STAGES.items()},
     "memory": memory,
 }
 
 
-SLOW = ("lightning", "deepspeed")  # minutes to import and build, where the machine is busy
+SLOW = ("lightning", *STAGES)  # minutes to import and build, where the machine is busy
 
 
 def make(folder: Path, names: Iterable[str]) -> None:

@@ -215,6 +215,7 @@ def _pickles(draw: Draw, trees: Trees) -> tuple[str, Tree]:
         "accelerate": "root/checkpoint_0/custom_checkpoint_0.pkl",
         "accelerate-pickles": "root/checkpoint_0/pytorch_model.bin",
         "torch-save": "state.pt",
+        "zero-3": next((path for path in trees.get("zero-3", {}) if path.endswith("_optim_states.pt")), ""),
     }
     seed = draw(st.sampled_from([name for name in places if name in trees]))
     code = pickles.program(draw(st.lists(st.sampled_from(pickles.PIECES), max_size=40)))

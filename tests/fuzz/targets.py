@@ -240,21 +240,25 @@ ACCELERATE: dict[str, Operation] = {
     "ckpt pull of Accelerate": command("pull", "ROOT", "OUT/pulled"),
     "ckpt diff of Accelerate": command("diff", "TOP/root/checkpoint_0", "TOP/root/checkpoint_0"),
 }
-DCP: dict[str, Operation] = {
-    "merge of DCP": _merge("dcp"),
-    "load_model of DCP": _load_model("dcp"),
-    "ckpt merge of DCP": command("merge", "TOP/dcp", "OUT/model.safetensors"),
-    "ckpt diff of DCP": command("diff", "TOP/dcp", "TOP/dcp"),
-    "ckpt show of DCP": command("show", "TOP/dcp"),
-}
-MODEL: dict[str, Operation] = {
-    "merge of safetensors": _merge("model"),
-    "load_model of safetensors": _load_model("model"),
+
+
+def _of_a_model(path: str, whose: str) -> dict[str, Operation]:
+    """What is done with a model that somebody else wrote."""
+    return {
+        f"merge of {whose}": _merge(path),
+        f"load_model of {whose}": _load_model(path),
+        f"ckpt merge of {whose}": command("merge", f"TOP/{path}", "OUT/model.safetensors"),
+        f"ckpt diff of {whose}": command("diff", f"TOP/{path}", f"TOP/{path}"),
+        f"ckpt show of {whose}": command("show", f"TOP/{path}"),
+    }
+
+
+DCP = _of_a_model("dcp", "DCP")
+MODEL = {
+    **_of_a_model("model", "safetensors"),
     "pull of safetensors": lambda place: ckpt.pull(place.at("model"), f"{place.out}/pulled"),
-    "ckpt merge of safetensors": command("merge", "TOP/model", "OUT/model.safetensors"),
-    "ckpt diff of safetensors": command("diff", "TOP/model", "TOP/model"),
-    "ckpt show of safetensors": command("show", "TOP/model"),
 }
+ZERO = {**_of_a_model("zero", "DeepSpeed"), "values of a pickle of DeepSpeed": _values("state.pt")}
 PICKLE: dict[str, Operation] = {"values of a pickle": _values("state.pt")}
 MEMORY: dict[str, Operation] = {
     "ckpt memory ls": _memory("ls"),
@@ -269,6 +273,7 @@ TARGETS: dict[str, dict[str, Operation]] = {
     "accelerate": ACCELERATE,
     "dcp": DCP,
     "model": MODEL,
+    "zero": ZERO,
     "pickle": PICKLE,
     "memory": MEMORY,
 }
