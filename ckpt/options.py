@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from ckpt.errors import ConfigError
 from ckpt.root.open import open_tiers
 from ckpt.root.retention import Keep
@@ -81,6 +83,8 @@ class RankOptions(_Checked):
     `broadcast`: when loading, read what all ranks of a host need once and pass it on among them; None means where the
     root is remote. `handle_sigterm`: save and stop when the process is told to terminate. `alone`: this process is a
     run of its own, in a root of its own, whatever other processes its launcher has started, or are in its group.
+    `process_group`: the ranks that have this state, where they are not all of the job: one model of several that are
+    trained side by side, say. Only they build the manager, in a root of its own, where they are numbered from 0.
     """
 
     timeout: float = 300.0
@@ -88,6 +92,17 @@ class RankOptions(_Checked):
     broadcast: bool | None = None
     handle_sigterm: bool = True
     alone: bool = False
+    process_group: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alone and self.process_group is not None:
+            refuse("RankOptions", ["alone=True and process_group=... name different ranks: give one of them"])
+
+    @property
+    def meeting(self) -> dict[str, Any]:
+        """How long a rank waits for others, and for which."""
+        return {"timeout": self.timeout, "alone": self.alone, "process_group": self.process_group}
 
 
 @dataclass(frozen=True)
@@ -214,6 +229,12 @@ def problems(options: Mapping[str, Any], names: Iterable[str] | None = None) -> 
     ]
 
 
+def _is_group(value: Any) -> bool:
+    if value is None or not dist.is_available():
+        return value is None
+    return isinstance(value, dist.ProcessGroup) or value is dist.GroupMember.NON_GROUP_MEMBER
+
+
 def _is_place(value: Any) -> bool:
     return check.is_path(value) or is_storage(value)
 
@@ -258,6 +279,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "broadcast": _MAYBE,
     "handle_sigterm": _FLAG,
     "alone": _FLAG,
+    "process_group": (_is_group, "a process group, as torch.distributed.new_group returns it"),
     "url": _WHERE,
     "bandwidth": (check.optional(check.is_rate), "bytes per second, as '50MB'"),
     "backlog": (check.is_count, "a number of checkpoints, 1 or more"),

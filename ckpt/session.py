@@ -87,7 +87,7 @@ class Session:
     def _meet_ranks(self) -> Hosts:
         options = self.options.ranks
         place, own_root = place_of(self.storage), may_have_separate_roots(self.storage, shared=options.shared)
-        self.ranks = find_ranks(place, options.timeout, own_root=own_root, alone=options.alone)
+        self.ranks = find_ranks(place, own_root=own_root, **options.meeting)
         if self.ranks.world_size > 1 and any(isinstance(storage, MemoryStorage) for storage in self.tiers):
             raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
         try_out_tiers(*self.tiers)
@@ -111,7 +111,7 @@ class Session:
     def _build_registry(self) -> StateRegistry:
         asked = self.options.saving.gradients
         gradients = (self.source.gradients or None) if asked is None else asked
-        return StateRegistry(self.source.find, (self.loop.watch,), gradients=gradients)
+        return StateRegistry(self.source.find, (self.loop.watch,), gradients=gradients, members=self.ranks.members)
 
     def _build_loader(self, hosts: Hosts) -> StateLoader:
         return StateLoader(

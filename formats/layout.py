@@ -20,6 +20,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.resharding import _shards_get_overlap_region_wrt_saved_tensor
 
+from ckpt.errors import RanksError
+
 _PLACEMENT = re.compile(r"R|S(\d+)(?:/(\d+))?")
 
 Overlap = list[tuple[int, int, int]]  # for each dimension: the start in one box, the start in the other, the length
@@ -176,6 +178,27 @@ def _placement(text: str) -> Any:
         return Replicate()
     dim = int(match.group(1))
     return Shard(dim) if match.group(2) is None else _StridedShard(dim, split_factor=int(match.group(2)))
+
+
+Members = tuple[int, ...] | None  # some ranks of a job, by their numbers there; None: all of them
+
+
+@lru_cache(maxsize=1000)
+def among(layout: Layout, members: Members) -> Layout:
+    """The same layout with the numbers that its ranks have among `members`. Raises if others are in it."""
+    if members is None:
+        return layout
+    numbers = {rank: number for number, rank in enumerate(members)}
+    if any(rank not in numbers for rank in layout.ranks):
+        raise RanksError(
+            f"a tensor is sharded over ranks {_listed(layout.ranks)}, and this manager has ranks {_listed(members)}. "
+            "Build it on every rank that holds a shard, with ranks=ckpt.RankOptions(process_group=...) of them all."
+        )
+    return Layout(layout.mesh, tuple(numbers[rank] for rank in layout.ranks), layout.placements)
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 @lru_cache(maxsize=1000)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ckpt.formats.layout import Box, Layout, over_all_ranks
+from ckpt.formats.layout import Box, Layout, Members, among, over_all_ranks
 from ckpt.formats.shard_outline import ShardOutline
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -22,11 +22,21 @@ def is_sharded(value: Any) -> bool:
     return hasattr(value, "__create_chunk_list__") or hasattr(value, "local_shards")
 
 
-def layout_of(tensor: Any) -> Layout:
-    """The layout of a sharded tensor over all ranks that the mesh was made for from which its own was taken."""
-    if hasattr(tensor, "device_mesh"):
+def layout_of(tensor: Any, members: Members = None) -> Layout:
+    """The layout of a sharded tensor over all ranks that the mesh was made for from which its own was taken.
+
+    With `members`, over these ranks of the job alone, and with their numbers among them.
+    """
+    if members is None and hasattr(tensor, "device_mesh"):
         return _root_layout(tensor.device_mesh, tensor.placements)
-    return over_all_ranks(own_layout(tensor), tuple(range(torch.distributed.get_world_size())))
+    return over_ranks(own_layout(tensor), members)
+
+
+def over_ranks(own: Layout, members: Members) -> Layout:
+    """The layout over all ranks, or over those of `members`, of a tensor that lies on some of them."""
+    if members is None:
+        return over_all_ranks(own, tuple(range(torch.distributed.get_world_size())))
+    return over_all_ranks(among(own, members), tuple(range(len(members))))
 
 
 def own_layout(tensor: Any) -> Layout:
@@ -53,14 +63,14 @@ def _mesh_layout(mesh: Any, placed: tuple[Any, ...]) -> Layout:
     return Layout(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(map(_placement_text, placed)))
 
 
-def on_part_of_mesh(tensor: Any) -> bool:
+def on_part_of_mesh(tensor: Any, members: Members = None) -> bool:
     """Whether a sharded tensor lies on a submesh, so that `layout_of` assumes it replicated over the other ranks."""
-    return len(layout_of(tensor).ranks) != len(own_layout(tensor).ranks)
+    return len(layout_of(tensor, members).ranks) != len(own_layout(tensor).ranks)
 
 
-def divided(tensors: Iterable[Any]) -> frozenset[Layout]:
+def divided(tensors: Iterable[Any], members: Members = None) -> frozenset[Layout]:
     """The layouts of those tensors that are sharded and not fully replicated."""
-    found = {layout_of(tensor) for tensor in tensors if is_sharded(tensor)}
+    found = {layout_of(tensor, members) for tensor in tensors if is_sharded(tensor)}
     return frozenset(layout for layout in found if not layout.is_replicated)
 
 

@@ -39,7 +39,7 @@ ONCE_KEYWORDS: dict[str, Any] = {
 }  # fmt: skip
 NONSENSE_OF_SAVES: dict[str, Any] = {**ONCE_KEYWORDS, "device_memory": "much", "read_back": "maybe", "sha256": "yes"}
 ONCE_OF_RANKS: dict[str, Any] = {"timeout": float("nan"), "shared": "no", "broadcast": 0, "handle_sigterm": None}
-NONSENSE_OF_RANKS: dict[str, Any] = {**ONCE_OF_RANKS, "alone": 1}
+NONSENSE_OF_RANKS: dict[str, Any] = {**ONCE_OF_RANKS, "alone": 1, "process_group": 5}
 OLD: dict[str, Any] = {
     **ONCE_KEYWORDS,
     **ONCE_OF_RANKS,

@@ -114,7 +114,7 @@ class ResumeSource:
             )
 
     def _ranks(self) -> Ranks:
-        return find_ranks(self._storage.url, self._options.ranks.timeout)
+        return find_ranks(self._storage.url, **self._options.ranks.meeting)
 
 
 def _last_of_trainer(output_dir: str) -> str | None:

@@ -110,11 +110,17 @@ def planned_broadcasts(ranks: Ranks, call: str, *phases: list[Transfer]) -> Iter
 
 def _make_group(ranks: Ranks, plan: list[HostPlan]) -> BroadcastGroup | None:
     """The group of this rank's host. Every rank creates all groups, and keeps a reference to none but its own."""
-    groups = [dist.new_group(host["ranks"], timeout=_DEADLINE, backend="gloo") for host in plan]
+    some = ranks.members is not None  # then no other rank of the job takes part
+    members = [_in_job(ranks, host["ranks"]) for host in plan]
+    groups = [dist.new_group(each, _DEADLINE, "gloo", use_local_synchronization=some) for each in members]
     for group, host in zip(groups, plan, strict=True):
         if ranks.rank in host["ranks"]:
             return BroadcastGroup(group, ranks, host)
     return None
+
+
+def _in_job(ranks: Ranks, numbers: list[int]) -> list[int]:
+    return numbers if ranks.members is None else [ranks.members[number] for number in numbers]
 
 
 def _described(phases: Sequence[list[Transfer]]) -> dict[str, str]:

@@ -74,7 +74,8 @@ class BroadcastGroup:
 
     def broadcast(self, memory: torch.Tensor, source: int) -> None:
         """Fill the memory on all ranks with the contents that it has on the source rank."""
-        work = self._pending = dist.broadcast(memory, source, group=self.group, async_op=True)
+        in_job = source if self._ranks.members is None else self._ranks.members[source]
+        work = self._pending = dist.broadcast(memory, in_job, group=self.group, async_op=True)
         began, watched = time.monotonic(), LivenessWatch(self._ranks.timeout, longest=_POLL.total_seconds())
         while not _has_ended(work, _POLL):
             self._check_members(watched, late=time.monotonic() - began > _LATE)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt.errors import DamagedError
 from ckpt.formats.damage import damage_reported
-from ckpt.formats.layout import Box, Layout, over_all_ranks
+from ckpt.formats.layout import Box, Layout, Members, over_all_ranks
 from ckpt.formats.native.documents import INLINE, STATE, decode_inline, from_json, parts_in, rank_document
 from ckpt.formats.native.json_values import Decoder
 from ckpt.formats.native.manifest import Manifest
@@ -41,6 +41,7 @@ class CheckpointReader:
         self._storage = storage
         self.manifest = manifest
         self.rank = rank
+        self.members: Members = None  # the numbers in the job of the ranks that load, if they are not all
         self._records = {file.name: file for file in manifest.files}
         self.broadcasts = Broadcasts(rank)
         self._asked: list[Any] = []  # transfers into new memory
@@ -150,7 +151,7 @@ class CheckpointReader:
             plain = target.detach() if target.requires_grad else target
             tensors.fill(saved.name, plain, Box((0,) * len(saved.shape), saved.shape))
             return target
-        layout = layout_of(target)
+        layout = layout_of(target, self.members)
         box = layout.box(saved.shape, self.rank) if layout.holds(self.rank) else None
         if box is not None and not box.is_empty:
             tensors.fill(saved.name, local_tensor(target), box)

@@ -87,6 +87,7 @@ class Restoration:
         if manifest.origin:
             notes.approximated["progress"] = UNKNOWN_PROGRESS
         reader = open_any(candidate.storage, manifest, ranks.rank, registry.parts)
+        reader.members = ranks.members
         reader.shares = _shares(registry.parts, elsewhere)
         request.check(reader)
         notes.approximated.update(reader.state.get("lacking", {}))
@@ -243,7 +244,11 @@ def _ask_for_part(
 
 def _resharded(reader: CheckpointReader, parts: Mapping[str, Part]) -> dict[str, str]:
     """The parts that are sharded in another way than when they were saved."""
-    layouts = {key: (reader.layouts(key), part.layouts()) for key, part in parts.items() if reader.has_tensors(key)}
+    layouts = {
+        key: (reader.layouts(key), part.layouts(reader.members))
+        for key, part in parts.items()
+        if reader.has_tensors(key)
+    }
     return {
         key: f"{_layout_text(saved)} -> {_layout_text(live)}" for key, (saved, live) in layouts.items() if saved != live
     }

@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 
 from ckpt.errors import StorageError
+from ckpt.formats.layout import Members
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.memory.replica_plan import files_in
+from ckpt.ranks.group import Ranks
 from ckpt.root.catalog import find
 from ckpt.storage import Storage
 from ckpt.util.sizes import parse_size
@@ -54,18 +56,21 @@ class HostLink:
     """A connection between the first ranks of all hosts."""
 
     group: Any
+    members: Members = None  # the numbers in the job of the ranks that are connected here, if they are not all
     bandwidth: float = field(default_factory=lambda: bandwidth())
     closing: bool = False
     _block: torch.Tensor = field(default_factory=lambda: torch.empty(_BLOCK, dtype=torch.uint8), repr=False)
 
     @classmethod
-    def connect(cls, owners: Sequence[int]) -> HostLink | None:
+    def connect(cls, owners: Sequence[int], ranks: Ranks) -> HostLink | None:
         """Every rank makes this call. Returns None on those that are not first on their host."""
+        some = ranks.members is not None  # then no other rank of the job takes part
+        numbers = [ranks.members[owner] for owner in owners] if ranks.members is not None else [*owners]
         try:
-            group = dist.new_group([*owners], timeout=_PATIENCE, backend="gloo")
+            group = dist.new_group(numbers, _PATIENCE, "gloo", use_local_synchronization=some)
         except (RuntimeError, ValueError) as error:
             raise LinkError(f"the hosts cannot be connected: {error}") from error
-        return cls(group) if dist.get_rank() in owners else None
+        return cls(group, ranks.members) if ranks.rank in owners else None
 
     def send(self, storage: Storage, name: str, receiver: int) -> None:
         """Send a snapshot: its files that are here, and the manifest last. Returns when the other host has committed
@@ -120,10 +125,13 @@ class HostLink:
         return header
 
     def _send(self, data: torch.Tensor, receiver: int, tag: int = _DATA) -> None:
-        self._wait(lambda: dist.isend(data, receiver, self.group, tag), receiver)
+        self._wait(lambda: dist.isend(data, self._in_job(receiver), self.group, tag), receiver)
 
     def _receive(self, data: torch.Tensor, sender: int, tag: int = _DATA) -> None:
-        self._wait(lambda: dist.irecv(data, sender, self.group, tag), sender)
+        self._wait(lambda: dist.irecv(data, self._in_job(sender), self.group, tag), sender)
+
+    def _in_job(self, rank: int) -> int:
+        return rank if self.members is None else self.members[rank]
 
     def _wait(self, begin: Callable[[], Any], other: int) -> None:
         if self.closing:

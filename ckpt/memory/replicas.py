@@ -107,7 +107,7 @@ class Replicas:
     def _connect(self, hosts: Hosts) -> None:
         owners = tuple(sorted(set(hosts.first)))
         if owners != self._owners:
-            self._link, self._owners = HostLink.connect(owners), owners
+            self._link, self._owners = HostLink.connect(owners, self.ranks), owners
 
     def _plan(self, hosts: Hosts, place: MemoryPlace | None) -> list[Transfer]:
         if not hosts.separate_roots:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch.distributed as dist
 
+from ckpt.errors import ConfigError
+from ckpt.formats.layout import Members
+from ckpt.formats.native.block_hash import digest
 from ckpt.ranks.built_managers import built_here
 from ckpt.ranks.group import Ranks, SingleProcess
 from ckpt.ranks.launchers import require_process_group
@@ -16,25 +20,53 @@ OWN_ROOTS = "own roots"  # the name under which managers meet whose hosts may ha
 
 
 def find_ranks(
-    root: str, timeout: float, *, own_root: bool = False, alone: bool = False, reads_only: bool = False
+    root: str,
+    timeout: float,
+    *,
+    own_root: bool = False,
+    alone: bool = False,
+    reads_only: bool = False,
+    process_group: Any = None,
 ) -> Ranks:
-    """The ranks of this job, for a manager of `root`; with `alone`, this process, whatever others there are.
+    """The ranks of this job, for a manager of `root`; with `alone`, this process, whatever others there are; with a
+    process group, the ranks in it.
 
     The n-th manager of a root on each rank meets the n-th of the same root on the others. Where hosts may have
     separate roots (`own_root`), paths may differ between ranks: the n-th such manager meets the others' n-th.
     """
+    there_is_a_job = dist.is_available() and dist.is_initialized()
     if alone:
-        return SingleProcess()
-    if not (dist.is_available() and dist.is_initialized()):
+        return SingleProcess((dist.get_rank(),) if there_is_a_job and dist.get_world_size() > 1 else None)
+    if not there_is_a_job:
         require_process_group(reads_only=reads_only)
         return SingleProcess()
-    if dist.get_world_size() == 1:
-        return SingleProcess()
+    members = _members(process_group)
+    numbers = members or range(dist.get_world_size())
+    if len(numbers) == 1:
+        return SingleProcess(members)
     job = TimedStore(dist.distributed_c10d._get_default_store(), timeout).below(_attempt())
     built = built_here()
-    key = built.add(OWN_ROOTS if own_root else root, root)
+    key = built.add(meeting_name(OWN_ROOTS if own_root else root, members), root)
     built.publish(job, dist.get_rank())
-    return StoreGroup(job.below(key), dist.get_rank(), dist.get_world_size(), timeout, job, built)
+    return StoreGroup(job.below(key), numbers.index(dist.get_rank()), len(numbers), timeout, job, built, members)
+
+
+def meeting_name(name: str, members: Members) -> str:
+    """The name under which managers meet: those of different process groups never do, even with the same root."""
+    return name if members is None else f"{name} of ranks {digest(repr(members).encode())}"
+
+
+def _members(process_group: Any) -> Members:
+    """The ranks in a process group, by their numbers in the job; None for all of them."""
+    if process_group is None or process_group is dist.group.WORLD:
+        return None
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(
+            f"rank {dist.get_rank()} is not in the process_group that was given to this manager. Build the manager on "
+            "the ranks of the group alone."
+        )
+    members = tuple(dist.get_process_group_ranks(process_group))
+    return None if members == tuple(range(dist.get_world_size())) else members
 
 
 def _attempt() -> str:

@@ -6,6 +6,7 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+from ckpt.formats.layout import Members
 from ckpt.ranks.liveness import LivenessWatch
 
 MAIN = 0  # the rank that gathers, decides and broadcasts
@@ -19,6 +20,10 @@ class Ranks(Protocol):
 
     @property
     def world_size(self) -> int: ...
+
+    @property
+    def members(self) -> Members:
+        """Their numbers in the job, where they are some of its ranks: in messages, and for PyTorch's own calls."""
 
     @property
     def timeout(self) -> float:
@@ -75,11 +80,12 @@ class SingleProcess:
     world_size = 1
     timeout = math.inf
 
-    def __init__(self) -> None:
+    def __init__(self, members: Members = None) -> None:
+        self.members = members
         self._values: dict[str, str] = {}
 
     def channel(self, name: str) -> Ranks:
-        return SingleProcess()
+        return SingleProcess(self.members)
 
     def gather(self, call: str, data: str) -> list[str]:
         return [data]

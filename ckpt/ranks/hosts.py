@@ -15,7 +15,7 @@ from ckpt.errors import AbsentError, RanksError
 from ckpt.formats.native.manifest import Host
 from ckpt.ranks.built_managers import built_here
 from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
-from ckpt.ranks.find import OWN_ROOTS
+from ckpt.ranks.find import OWN_ROOTS, meeting_name
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.storage import Storage
 
@@ -69,7 +69,7 @@ def find_hosts(ranks: Ranks, storage: Storage, *, shared: bool | None) -> Hosts:
     """
     if ranks.world_size == 1 or not may_have_separate_roots(storage, shared=shared):
         return ONE_SHARED_ROOT
-    opened = Result({"url": storage.url, "opened": built_here().labels(OWN_ROOTS)})
+    opened = Result({"url": storage.url, "opened": built_here().labels(meeting_name(OWN_ROOTS, ranks.members))})
     nonce = decide_together(ranks, _CALL, opened, lambda roots: _agree_on_root(roots, shared=shared))
     probes = [f".host-{nonce}-{rank}" for rank in range(ranks.world_size)]
     run_on_all_ranks(ranks, _CALL, lambda: storage.write(probes[ranks.rank], [host_name().encode()]))

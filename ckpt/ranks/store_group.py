@@ -10,6 +10,7 @@ import time
 from contextlib import AbstractContextManager, suppress
 
 from ckpt.errors import RanksError
+from ckpt.formats.layout import Members
 from ckpt.ranks.built_managers import BuiltManagers
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.heartbeat import Heartbeat
@@ -30,16 +31,25 @@ _ADVICE = (
 
 class StoreGroup:
     """The ranks of a manager. `job` is the store that all managers share: what each rank has built, and its heartbeats.
+    There, and in messages, a rank has its number in the job, which `members` has where they are some of its ranks.
 
     Gathers and broadcasts are numbered (`_turn`), the same on every rank, and so are the gathers that the main rank has
     given up (`_failed_gathers`): a rank that comes too late finds neither an old answer nor one of another call.
     """
 
     def __init__(
-        self, store: TimedStore, rank: int, world_size: int, timeout: float, job: TimedStore, built: BuiltManagers
+        self,
+        store: TimedStore,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        job: TimedStore,
+        built: BuiltManagers,
+        members: Members = None,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.members = members
         self.timeout = timeout
         self._store = store
         self._job = job
@@ -52,11 +62,11 @@ class StoreGroup:
         self._channels = [self]
         interval = min(1.0, timeout / 4)
         self._heartbeat = Heartbeat(store, rank, interval)
-        self._job_heartbeat = Heartbeat(job, rank, interval)
+        self._job_heartbeat = Heartbeat(job, self._in_job(rank), interval)
 
     def channel(self, name: str) -> Ranks:
         store = self._store.below(name)
-        channel = StoreGroup(store, self.rank, self.world_size, self.timeout, self._job, self._built)
+        channel = StoreGroup(store, self.rank, self.world_size, self.timeout, self._job, self._built, self.members)
         self._channels.append(channel)
         return channel
 
@@ -122,14 +132,19 @@ class StoreGroup:
         return self._store.compare_set(key, "", value)
 
     def silent(self, ranks: list[int], watch: LivenessWatch) -> list[int]:
-        stores = (self._store, self._job)
-        return watch.silent({rank: sum(store.add(f"alive/{rank}", 0) for store in stores) for rank in ranks})
+        def heartbeats(rank: int) -> int:
+            return self._store.add(f"alive/{rank}", 0) + self._job.add(f"alive/{self._in_job(rank)}", 0)
+
+        return watch.silent({rank: heartbeats(rank) for rank in ranks})
 
     def abandon(self) -> None:
         self._abandoned = True
 
     def linger(self) -> None:
         linger([channel._unread for channel in self._channels], self.timeout)
+
+    def _in_job(self, rank: int) -> int:
+        return rank if self.members is None else self.members[rank]
 
     def _answer_key(self, rank: int) -> str:
         return f"{self._turn}.{self._failed_gathers}/from/{rank}"
@@ -176,9 +191,10 @@ class StoreGroup:
             self._raise_failed_gather()
         silent = self.silent([rank for rank, key in keys.items() if not self._store.check([key])], watch)
         if silent:
+            numbers = [self._in_job(rank) for rank in silent]
             raise RanksError(
-                f"{call}: {format_ranks(silent)} did not answer within {self.timeout:g} s."
-                f"{self._built.difference(self._job, self.rank, silent) or f' {_ADVICE}'} "
+                f"{call}: {format_ranks(numbers)} did not answer within {self.timeout:g} s."
+                f"{self._built.difference(self._job, self._in_job(self.rank), numbers) or f' {_ADVICE}'} "
                 f"{'Nothing was committed; earlier' if self.rank == MAIN else 'Earlier'} checkpoints are kept."
             )
 

@@ -98,7 +98,7 @@ class StateCapture:
     def _live(self, part: Part, *, described: bool = False) -> LivePart:
         tree = _state_of(part)
         if self.ranks.world_size > 1:
-            self._guarantees[part.key] = self.compared.with_doubts(part.key, part.replication(tree))
+            self._guarantees[part.key] = self.compared.with_doubts(part.key, part.replication(tree, self.ranks.members))
         if not described and not self._writes_common:
             return LivePart(part.key, part.kind, tree)
         return LivePart(part.key, part.kind, tree, part.frozen(), _about(part, tree))
@@ -106,15 +106,15 @@ class StateCapture:
     def _encoded_sharded(
         self, part: LivePart, substitute: documents.Substitute | None, problems: list[str]
     ) -> ShardedState:
-        world_size = self.ranks.world_size
-        state = documents.encode_sharded(part.kind, part.tree, part.key, problems, world_size, substitute)
+        size, members = self.ranks.world_size, self.ranks.members
+        state = documents.encode_sharded(part.kind, part.tree, part.key, problems, size, substitute, members)
         table = state.table.with_every_copy() if self.hosts.separate_roots else state.table
         return replace(state, table=table, frozen=part.frozen, about=part.about)
 
 
 def _refuse_shards_of_others(part: Part) -> None:
     """For a manager of one process: what it holds must be all there is."""
-    others = {rank for layout in part.layouts() for rank in layout.ranks}
+    others = {rank for layout in part.layouts(None) for rank in layout.ranks}
     if len(others) > 1:
         raise RanksError(
             f"{part.key} is sharded over {len(others)} ranks, and this manager saves for its process alone: its shard "

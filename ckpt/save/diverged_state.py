@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ckpt.formats.layout import among
 from ckpt.formats.native.shard_table import ShardedState, ShardSpec, ShardTable
 from ckpt.formats.sharded_tensors import is_sharded, own_layout
 from ckpt.formats.state import FilePlan
@@ -57,4 +58,4 @@ def _entry(captured: CapturedState, key: str, names: list[str]) -> dict[str, Any
 
 def _on_submesh(part: ShardedState, name: str) -> ShardSpec:
     entry = part.table.tensors[name]
-    return ShardSpec(entry.dtype, entry.shape, own_layout(part.tensors[name]))
+    return ShardSpec(entry.dtype, entry.shape, among(own_layout(part.tensors[name]), part.members))

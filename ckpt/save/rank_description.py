@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ckpt.formats.layout import Layout
+from ckpt.formats.layout import Layout, among
 from ckpt.formats.native import documents, dtypes
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.shard_table import ShardedState
@@ -117,7 +117,7 @@ class RankDescription:
 
         def is_uncertain(name: str) -> bool:
             tensor = tensors.get(name)
-            return on_part_of_mesh(tensor) if is_sharded(tensor) else guarantee.is_uncertain(name)
+            return on_part_of_mesh(tensor, part.members) if is_sharded(tensor) else guarantee.is_uncertain(name)
 
         return is_uncertain
 
@@ -131,10 +131,11 @@ class RankDescription:
         return found
 
     def _submesh_layouts(self, key: str) -> Iterator[tuple[str, Layout]]:
-        tensors = self._sharded[key].tensors
-        for name in self._sharded[key].table.tensors:
-            if is_sharded(tensors[name]) and on_part_of_mesh(tensors[name]):
-                yield name, own_layout(tensors[name])
+        part = self._sharded[key]
+        for name in part.table.tensors:
+            tensor = part.tensors[name]
+            if is_sharded(tensor) and on_part_of_mesh(tensor, part.members):
+                yield name, among(own_layout(tensor), part.members)
 
     def _savable(self) -> dict[str, list[str]]:
         """What this rank could save as its own: its replicas, and the shards that it writes anyway."""

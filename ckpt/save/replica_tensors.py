@@ -102,7 +102,7 @@ def sharded_replicas(
         if not is_sharded(tensor):
             if guarantee.is_uncertain(name) and not (gathered and rank == MAIN):
                 found[name] = Shard.whole(tensor)
-        elif on_part_of_mesh(tensor) and not (gathered and _is_gathered(entry.layout, rank)):
+        elif on_part_of_mesh(tensor, part.members) and not (gathered and _is_gathered(entry.layout, rank)):
             found[name] = Shard(local_tensor(tensor), entry.shape, entry.layout.box(entry.shape, rank).offsets)
     return found
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt.formats.layout import Layout, over_all_ranks
-from ckpt.formats.sharded_tensors import group_layout
+from ckpt.errors import UnsupportedError
+from ckpt.formats.layout import Layout, Members
+from ckpt.formats.sharded_tensors import group_layout, over_ranks
 from ckpt.state.unwrap import clean_name, kinds_in, unwrap
 
 
@@ -27,10 +28,10 @@ def is_flat(model: nn.Module) -> bool:
     return not all(wrapper._use_orig_params for wrapper in _wrappers(model))
 
 
-def layout(model: nn.Module) -> Layout:
+def layout(model: nn.Module, members: Members) -> Layout:
     """The layout of every parameter: sharded along dimension 0 over the ranks of the process group, and, with
     HYBRID_SHARD, replicated over such groups."""
-    return over_all_ranks(group_layout(_group(model)), tuple(range(torch.distributed.get_world_size())))
+    return over_ranks(group_layout(_group(model)), members)
 
 
 def _wrappers(model: nn.Module) -> list[Any]:
@@ -80,6 +81,11 @@ def load_model_state(model: nn.Module, state: dict[str, Any]) -> None:
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+    if 0 not in torch.distributed.get_process_group_ranks(_group(model)):
+        raise UnsupportedError(
+            "PyTorch gives the state of an optimizer under FSDP 1 only to a process group that has rank 0 of the job, "
+            "and this one has not. Use FSDP 2 (fully_shard)."
+        )
     stepped = bool(optimizer.state)
     state = get_optimizer_state_dict(model, optimizer)
     if not stepped:  # the call has initialised it

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ckpt.errors import ConfigError, UnsupportedError
-from ckpt.formats.layout import Layout
+from ckpt.formats.layout import Layout, Members
 from ckpt.formats.native.dtypes import name_of
 from ckpt.formats.sharded_tensors import divided, is_sharded
 from ckpt.state import fsdp1
@@ -82,8 +82,8 @@ class ModelPart:
         """The configuration from which Hugging Face's tools build such a model, if it has one."""
         return describe(unwrap(self.model), list(tensors_in(state)))
 
-    def replication(self, state: Mapping[str, Any]) -> Replication:
-        equal, broadcast = equal_parameters([self.model]), broadcast_buffers(self.model)
+    def replication(self, state: Mapping[str, Any], members: Members) -> Replication:
+        equal, broadcast = equal_parameters([self.model], members), broadcast_buffers(self.model, members)
         if not equal and not broadcast:
             return UNKNOWN
         return Replication(
@@ -107,12 +107,12 @@ class ModelPart:
         parameters = parameters_in(unwrap(self.model))
         return is_fsdp1(self.model) or any(is_sharded(value) or is_partitioned(value) for value in parameters)
 
-    def layouts(self) -> frozenset[Layout]:
+    def layouts(self, members: Members) -> frozenset[Layout]:
         if is_fsdp1(self.model):
-            return frozenset({fsdp1.layout(self.model)})
+            return frozenset({fsdp1.layout(self.model, members)})
         if is_zero3(self.model):
             return frozenset({zero3.layout()})
-        return divided(unwrap(self.model).parameters())
+        return divided(unwrap(self.model).parameters(), members)
 
     def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
         live = self.places()

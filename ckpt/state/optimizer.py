@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ckpt.errors import UnsupportedError
-from ckpt.formats.layout import Layout
+from ckpt.formats.layout import Layout, Members
 from ckpt.formats.sharded_tensors import divided, empty_like, is_sharded
 from ckpt.state import fsdp1
 from ckpt.state.division import without
@@ -47,9 +47,9 @@ class OptimizerPart:
     def about(self, state: Any) -> dict[str, Any]:
         return {}
 
-    def replication(self, state: Any) -> Replication:
+    def replication(self, state: Any, members: Members) -> Replication:
         """Equal parameters and gradients give equal optimizer state."""
-        equal = equal_parameters(self.models.values())
+        equal = equal_parameters(self.models.values(), members)
         return Replication(all_equal=bool(equal) and all(id(parameter) in equal for parameter in self._parameters()))
 
     def names(self) -> frozenset[str] | None:
@@ -67,11 +67,11 @@ class OptimizerPart:
     def is_sharded(self) -> bool:
         return self._fsdp1() is not None or any(map(is_sharded, self._parameters()))
 
-    def layouts(self) -> frozenset[Layout]:
+    def layouts(self, members: Members) -> frozenset[Layout]:
         model = self._fsdp1()
         if model is not None:
-            return frozenset({fsdp1.layout(model)})
-        return divided(self._parameters())
+            return frozenset({fsdp1.layout(model, members)})
+        return divided(self._parameters(), members)
 
     def capture(self) -> dict[str, Any]:
         model = self._fsdp1()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ckpt.errors import UnsupportedError
-from ckpt.formats.layout import Layout
+from ckpt.formats.layout import Layout, Members
 from ckpt.formats.sharded_tensors import empty_like, is_sharded, local_tensor
 from ckpt.state.deepspeed.engine import is_engine
 from ckpt.state.fsdp1 import is_fsdp1
@@ -91,11 +91,11 @@ class Part(Protocol):
     def is_sharded(self) -> bool:
         """Whether its tensors are sharded over the ranks."""
 
-    def layouts(self) -> frozenset[Layout]:
-        """The layouts of its sharded tensors; empty if every rank has all of them in full."""
+    def layouts(self, members: Members) -> frozenset[Layout]:
+        """The layouts of its sharded tensors over these ranks; empty if every rank has all of them in full."""
 
-    def replication(self, state: Any) -> Replication:
-        """Which plain tensors of a captured state are equal on every rank by construction."""
+    def replication(self, state: Any, members: Members) -> Replication:
+        """Which plain tensors of a captured state are equal on each of these ranks by construction."""
 
     def names(self) -> frozenset[str] | None:
         """The names by which its state may be divided over the ranks; None if it may not."""
@@ -141,13 +141,13 @@ class UnshardedPart:
     def is_sharded(self) -> bool:
         return False
 
-    def layouts(self) -> frozenset[Layout]:
+    def layouts(self, members: Members) -> frozenset[Layout]:
         return frozenset()
 
     def about(self, state: Any) -> dict[str, Any]:
         return {}
 
-    def replication(self, state: Any) -> Replication:
+    def replication(self, state: Any, members: Members) -> Replication:
         return UNKNOWN
 
     def names(self) -> frozenset[str] | None:
@@ -231,7 +231,7 @@ class ObjectPart(UnshardedPart):
     def capture(self) -> Any:
         return self.value.state_dict()
 
-    def replication(self, state: Any) -> Replication:
+    def replication(self, state: Any, members: Members) -> Replication:
         return Replication(of_main=getattr(self.value, "of_main_rank", False) is True)
 
     def check(self, saved: Any) -> dict[str, str]:

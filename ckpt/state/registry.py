@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from ckpt.errors import ConfigError
+from ckpt.formats.layout import Members
 from ckpt.formats.native.tensor_subclasses import is_packed, pieces
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
 from ckpt.state import rng
 from ckpt.state.accumulation import Windows, holds_unsharded, obstacle
 from ckpt.state.comm_hooks import KEY as HOOKS
 from ckpt.state.comm_hooks import lacking_state, saved_hooks
-from ckpt.state.deepspeed.engine import KEY, engines_in, is_partitioned, with_engines
+from ckpt.state.deepspeed.engine import KEY, engines_in, is_partitioned, refuse_some_ranks, with_engines
 from ckpt.state.deepspeed.parts import EnginePart, PartitionsPart
 from ckpt.state.joined_optimizer import JoinedOptimizer
 from ckpt.state.model import ModelPart
@@ -42,7 +43,12 @@ class StateRegistry:
     """
 
     def __init__(
-        self, find: Callable[[], ManagedObjects], watchers: Iterable[Watcher] = (), *, gradients: bool | None
+        self,
+        find: Callable[[], ManagedObjects],
+        watchers: Iterable[Watcher] = (),
+        *,
+        gradients: bool | None,
+        members: Members = None,
     ) -> None:
         self.models: Mapping[str, nn.Module] = {}
         self.parts: dict[str, Part] = {}
@@ -54,6 +60,7 @@ class StateRegistry:
         self._registered: dict[str, Part] = {}
         self._per_rank: dict[str, Stateful] = {}
         self._gradients = gradients
+        self._members = members  # the ranks that have these objects, where they are some of the job's
         self._engines: dict[str, EnginePart] = {}
 
     def refresh(self) -> None:
@@ -63,6 +70,8 @@ class StateRegistry:
             return
         _refuse_unmanageable({**found.models, **found.optimizers, **found.others, **found.custom})
         engines = {key: self._engine_part(key, engine) for key, engine in engines_in(found.models).items()}
+        if self._members is not None:
+            refuse_some_ranks(engines, self._members)
         engine_parts = {part.key: part for part in engines.values()}
         parts = {**_found_parts(with_engines(found)), **engine_parts, **self._registered}
         known = self._hookable

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ckpt.formats.layout import Members
 from ckpt.state.deepspeed.engine import is_engine
 from ckpt.state.unwrap import modules_in
 
@@ -37,13 +38,13 @@ class Replication:
 UNKNOWN = Replication()
 
 
-def equal_parameters(models: Iterable[nn.Module]) -> frozenset[int]:
-    """The identities of parameters that DeepSpeed, or DistributedDataParallel over all ranks, keeps equal."""
+def equal_parameters(models: Iterable[nn.Module], members: Members = None) -> frozenset[int]:
+    """The identities of parameters that DeepSpeed, or DistributedDataParallel over all these ranks, keeps equal."""
     found: set[int] = set()
     for model in models:
         if is_engine(model):
             found.update(map(id, model.parameters()))
-        for wrapper in _synchronised(model):
+        for wrapper in _synchronised(model, members):
             ignored = wrapper.parameters_to_ignore
             if ignored:
                 named = wrapper.module.named_parameters(remove_duplicate=False)
@@ -54,24 +55,27 @@ def equal_parameters(models: Iterable[nn.Module]) -> frozenset[int]:
     return frozenset(found)
 
 
-def broadcast_buffers(model: nn.Module) -> frozenset[int]:
+def broadcast_buffers(model: nn.Module, members: Members = None) -> frozenset[int]:
     """The identities of buffers that every forward pass overwrites with those of rank 0."""
     found: set[int] = set()
-    for wrapper in _synchronised(model):
+    for wrapper in _synchronised(model, members):
         if wrapper.broadcast_buffers:
             named = wrapper.module.named_buffers(remove_duplicate=False)
             found.update(id(buffer) for name, buffer in named if name not in wrapper.parameters_to_ignore)
     return frozenset(found)
 
 
-def _synchronised(model: nn.Module) -> Iterator[DistributedDataParallel]:
+def _synchronised(model: nn.Module, members: Members) -> Iterator[DistributedDataParallel]:
     for module in modules_in(model):
-        if isinstance(module, DistributedDataParallel) and _is_synchronous(module):
+        if isinstance(module, DistributedDataParallel) and _is_synchronous(module, members):
             yield module
 
 
-def _is_synchronous(wrapper: DistributedDataParallel) -> bool:
+def _is_synchronous(wrapper: DistributedDataParallel, members: Members) -> bool:
     """Whether the wrapper spans all ranks (not those of a pipeline stage) and keeps their gradients equal."""
     hooks = getattr(wrapper, "_comm_hooks", ())
-    everywhere = dist.get_world_size(wrapper.process_group) == dist.get_world_size()
+    if members is None:
+        everywhere = dist.get_world_size(wrapper.process_group) == dist.get_world_size()
+    else:
+        everywhere = {*members} <= {*dist.get_process_group_ranks(wrapper.process_group)}
     return everywhere and all(getattr(hook, "__module__", "") in _SYNCHRONOUS for hook, _ in hooks)

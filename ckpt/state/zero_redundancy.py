@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ckpt.errors import UnsupportedError
+from ckpt.formats.layout import Members
 from ckpt.state.optimizer import OptimizerPart
 from ckpt.state.parts import WHOLE_PART
 from ckpt.state.replicated import UNKNOWN, Replication
@@ -44,7 +45,7 @@ class ZeroRedundancyPart(OptimizerPart):
     def other_kinds(self) -> tuple[str, ...]:
         return (type(self.outer).__name__,)  # what earlier versions of ckpt called it
 
-    def replication(self, state: Any) -> Replication:
+    def replication(self, state: Any, members: Members) -> Replication:
         return UNKNOWN
 
     def tied_to_ranks(self, names: Collection[str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats.damage import damage_reported, reason
+from ckpt.formats.layout import Members
 from ckpt.formats.native import dtypes
 from ckpt.formats.native.json_codecs import from_base64, of_type, to_base64
 from ckpt.formats.native.json_values import Decoder, Encoder
@@ -52,12 +53,22 @@ def encode_part(
 
 
 def encode_sharded(
-    kind: str, value: Any, prefix: str, problems: list[str], world_size: int, substitute: Substitute | None = None
+    kind: str,
+    value: Any,
+    prefix: str,
+    problems: list[str],
+    world_size: int,
+    substitute: Substitute | None = None,
+    members: Members = None,
 ) -> ShardedState:
-    """The state of a part whose tensors may be sharded. Every rank has the same values, and its own shards."""
+    """The state of a part whose tensors may be sharded. Every rank has the same values, and its own shards.
+
+    `members`: the ranks' numbers in the job, where they are some of its ranks.
+    """
     encoder = Encoder(prefix=prefix, problems=problems, allow_sharded=True, substitute=substitute)
     values = encoder.encode(value)
-    return ShardedState(kind, values, build_table(encoder.tensors, world_size), encoder.tensors)
+    table = build_table(encoder.tensors, world_size, members)
+    return ShardedState(kind, values, table, encoder.tensors, members=members)
 
 
 def encode_inline(value: Any, prefix: str, problems: list[str]) -> Any:

@@ -17,7 +17,7 @@ import torch
 
 from ckpt.errors import DamagedError, UnsupportedError
 from ckpt.formats.damage import damage_reported
-from ckpt.formats.layout import Box, Layout, Ranges
+from ckpt.formats.layout import Box, Layout, Members, Ranges
 from ckpt.formats.layout_json import check_covered, count_shards, layout_from_json
 from ckpt.formats.native import dtypes
 from ckpt.formats.native.manifest import Manifest
@@ -112,6 +112,7 @@ class ShardedState:
     tensors: Mapping[str, Any]
     frozen: frozenset[str] = frozenset()  # tensors that training does not change
     about: Mapping[str, Any] = field(default_factory=dict)  # JSON that other tools need to rebuild the object
+    members: Members = None  # the numbers in the job of the ranks that it is sharded over, if they are not all
 
     @property
     def outlines(self) -> dict[str, torch.Tensor]:
@@ -128,12 +129,16 @@ class ShardedState:
 
 
 @torch.no_grad()  # the local shard of a DTensor is then the shard itself, without an autograd node
-def build_table(tensors: Mapping[str, Any], world_size: int) -> ShardTable:
-    """The shard table of live tensors. Plain tensors count as replicated on every rank."""
+def build_table(tensors: Mapping[str, Any], world_size: int, members: Members = None) -> ShardTable:
+    """The shard table of live tensors. Plain tensors count as replicated on every rank, or on those of `members`."""
     aliases = _aliases(tensors)
     everywhere = Layout.replicated(world_size)
+
+    def layout(tensor: Any) -> Layout:
+        return layout_of(tensor, members) if is_sharded(tensor) else everywhere
+
     found = {
-        name: ShardSpec(tensor.dtype, tuple(tensor.size()), layout_of(tensor) if is_sharded(tensor) else everywhere)
+        name: ShardSpec(tensor.dtype, tuple(tensor.size()), layout(tensor))
         for name, tensor in tensors.items()
         if name not in aliases
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -60,6 +60,15 @@ def refuse_bare(key: str, model: nn.Module) -> None:
         raise ConfigError(
             f"{key} is trained by a DeepSpeed engine, which keeps its weights once more. Give the engine itself: what "
             "deepspeed.initialize() or accelerator.prepare() has returned."
+        )
+
+
+def refuse_some_ranks(keys: Collection[str], members: tuple[int, ...]) -> None:
+    """Refuse engines for a manager of some ranks: their partitions are those of all ranks of the job."""
+    if keys:
+        raise UnsupportedError(
+            f"{', '.join(sorted(keys))}: DeepSpeed divides its state over all ranks of the job, and this manager has "
+            f"{len(members)} of them. Leave out process_group= and alone=, and build the manager on every rank."
         )
 
 
