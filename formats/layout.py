@@ -194,11 +194,17 @@ def among(layout: Layout, members: Members) -> Layout:
             f"a tensor is sharded over ranks {_listed(layout.ranks)}, and this manager has ranks {_listed(members)}. "
             "Build it on every rank that holds a shard, with ranks=ckpt.RankOptions(process_group=...) of them all."
         )
-    return Layout(layout.mesh, tuple(numbers[rank] for rank in layout.ranks), layout.placements)
+    return interned(Layout(layout.mesh, tuple(numbers[rank] for rank in layout.ranks), layout.placements))
 
 
 def _listed(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+@lru_cache(maxsize=1000)
+def interned(layout: Layout) -> Layout:
+    """The first of equal layouts: to compare two that name thousands of ranks, for every tensor, takes long."""
+    return layout
 
 
 @lru_cache(maxsize=1000)
@@ -210,14 +216,16 @@ def over_all_ranks(own: Layout, ranks: tuple[int, ...]) -> Layout:
     parts = _translations(own.ranks, ranks)
     if len(parts) == 1:
         return own
-    return Layout((len(parts), *own.mesh), tuple(itertools.chain(*parts)), ("R", *own.placements))
+    return interned(Layout((len(parts), *own.mesh), tuple(itertools.chain(*parts)), ("R", *own.placements)))
 
 
 def _translations(some: tuple[int, ...], ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Some ranks, and others in the same pattern, that make up all of them, each once; if none do, these alone."""
     first, left, parts = min(some), set(ranks), []
-    while left:
-        part = tuple(min(left) + rank - first for rank in some)
+    for lowest in sorted(ranks):
+        if lowest not in left:
+            continue
+        part = tuple(lowest + rank - first for rank in some)
         if not left.issuperset(part):
             return [some]
         left.difference_update(part)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from ckpt.formats.layout import Box, Layout
+from ckpt.formats.layout import Box, Layout, interned
 from ckpt.formats.strides import Sizes, checked_sizes
 from ckpt.formats.tiling import find_fault
 
@@ -27,7 +27,7 @@ def layout_from_json(fields: Mapping[str, Any], world_size: int | None = None) -
         raise ValueError(f"rank {max(ranks)} is in a mesh, and there were {world_size}")
     if len(placements) != len(mesh) or not all(map(_PLACEMENT.fullmatch, placements)):
         raise ValueError(f"{list(placements)} are no placements on a mesh of {len(mesh)} dimensions")
-    return Layout(mesh, ranks, placements)
+    return interned(Layout(mesh, ranks, placements))
 
 
 def check_covered(layout: Layout, shape: Sizes) -> None:

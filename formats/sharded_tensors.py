@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ckpt.formats.layout import Box, Layout, Members, among, over_all_ranks
+from ckpt.formats.layout import Box, Layout, Members, among, interned, over_all_ranks
 from ckpt.formats.shard_outline import ShardOutline
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -60,7 +60,8 @@ def group_layout(group: Any) -> Layout:
 
 @lru_cache(maxsize=1000)
 def _mesh_layout(mesh: Any, placed: tuple[Any, ...]) -> Layout:
-    return Layout(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(map(_placement_text, placed)))
+    ranks, placements = tuple(mesh.mesh.flatten().tolist()), tuple(map(_placement_text, placed))
+    return interned(Layout(tuple(mesh.mesh.shape), ranks, placements))
 
 
 def on_part_of_mesh(tensor: Any, members: Members = None) -> bool:

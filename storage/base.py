@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from ckpt.errors import ConfigError, ConflictError, DamagedError, LockedError, TruncatedError
@@ -42,10 +42,11 @@ class StablePieces:
 
 @dataclass(frozen=True)
 class Entry:
-    """A stored object: its key below the root and its size in bytes."""
+    """A stored object: its key below the root, its size in bytes, and its `version`, if the listing says it."""
 
     key: str
     size: int
+    version: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,10 @@ class Storage(Protocol):
     def url(self) -> str:
         """The root, as a user would write it. Holds no secret."""
 
-    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> str | None:
         """Store the pieces, one after the other, as the object `key`; an older one is replaced.
+
+        Returns the version that was written, where the storage says so at once; it may say so only if `over` is given.
 
         `over` is the `version` that may be replaced; with none, nothing may be there. Of two who write over the same
         version one succeeds. The other gets a `ConflictError`, and the object is kept.

@@ -31,10 +31,10 @@ class ObjectStorage:
     def __repr__(self) -> str:
         return f"ObjectStorage({self.url!r})"
 
-    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
+    def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> str | None:
         check_key(key)
         self._leases.confirm()
-        self._objects.put(key, pieces, over=over)
+        return self._objects.put(key, pieces, over=over) or None
 
     def version(self, key: str) -> str | None:
         return self._objects.version(check_key(key))

@@ -287,4 +287,4 @@ class TestCommand:
 
     def test_a_name_that_is_not_there_is_answered_with_those_that_are(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["nonsense"]) == 2
-        assert "cpu|gpu|memory|merge" in capsys.readouterr().err
+        assert "cpu|gpu|memory|merge|s3" in capsys.readouterr().err

@@ -10,13 +10,14 @@ from functools import partial
 import click
 
 from ckpt.cli.output import echo
-from ckpt.errors import MissingError, StorageError, shows_damage
-from ckpt.formats.native.manifest import FILE_NAME, Manifest
+from ckpt.errors import CheckpointError, MissingError, StorageError, shows_damage
+from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.root import catalog
-from ckpt.root.catalog import Checkpoint
+from ckpt.root.overview import Outline, Overview
+from ckpt.root.summary import Summary
 from ckpt.root.verify import files_on_other_hosts, problems, size_problems, without_other_hosts
 from ckpt.shown import shown
-from ckpt.storage import Storage, open_storage
+from ckpt.storage import open_storage
 from ckpt.util.console import format_age, format_number, format_size, format_table, one_line
 
 _COLUMNS = ("name", "step", "age", "size", "metrics", "world", "intact")
@@ -33,49 +34,55 @@ def ls(root: str, verify: bool) -> None:
 
 def show_checkpoints(root: str, *, verify: bool = False) -> None:
     """Print what `ckpt ls` does."""
-    storage, found = _checkpoints(root)
-    if not found:
-        catalog.check_exists(storage)
+    found = _overview(root)
+    if not found.checkpoints:
+        catalog.check_exists(found.storage)
         echo(f"There are no checkpoints in {root}.")
         return
-    _show_table([_row(storage, checkpoint, verify=verify) for checkpoint in found])
+    _show_table([_row(found, checkpoint, verify=verify) for checkpoint in found.checkpoints])
     echo("every byte checked" if verify else "sizes checked; --verify reads every byte")
 
 
-def _checkpoints(root: str) -> tuple[Storage, list[Checkpoint]]:
+def _overview(root: str) -> Overview:
     """The checkpoints below a root, or the one that `root` itself is."""
     storage = open_storage(root)
     if "://" not in storage.url and not os.path.isdir(storage.url):
         raise MissingError(f"{root} does not exist.")
-    found = catalog.scan(storage)
-    if not found and any(entry.key == FILE_NAME for entry in storage.list()):
-        storage, names = catalog.locate(root)
-        found = [catalog.find(storage, name) for name in names]
-    return storage, found
+    found = Overview.of(storage)
+    if not found.checkpoints and FILE_NAME in found.files:
+        storage, (name,) = catalog.locate(root)
+        return Overview.of(storage, storage.list(name))
+    return found
 
 
-def _row(storage: Storage, checkpoint: Checkpoint, *, verify: bool) -> list[str]:
-    manifest = checkpoint.manifest
-    if manifest is None:
+def _row(found: Overview, checkpoint: Outline, *, verify: bool) -> list[str]:
+    summary = checkpoint.summary
+    if summary is None:
         return [checkpoint.name, *"-----", f"no: {_short_reason(checkpoint)}"]
     return [
         checkpoint.name,
-        str(manifest.step),
-        format_age(manifest.created),
-        format_size(manifest.size),
-        " ".join(f"{name}={format_number(value)}" for name, value in manifest.metrics.items()) or "-",
-        str(manifest.world_size),
-        _intact(storage, manifest, verify=verify),
+        str(summary.step),
+        format_age(summary.created),
+        format_size(summary.size),
+        " ".join(f"{name}={format_number(value)}" for name, value in summary.metrics.items()) or "-",
+        str(summary.world_size),
+        _intact(found, summary, verify=verify),
     ]
 
 
-def _intact(storage: Storage, manifest: Manifest, *, verify: bool) -> str:
+def _intact(found: Overview, summary: Summary, *, verify: bool) -> str:
+    """What the listing says, if it has just the files of the checkpoint; else what the manifest says."""
+    if not verify and summary.has_all_of(found.sizes(summary.name)):
+        return "yes"
+    storage = found.storage
     find_problems = partial(problems, show=True) if verify else size_problems
     try:
+        manifest = catalog.read_manifest(storage, summary.name)
         others = files_on_other_hosts(storage, manifest)
         wrong = find_problems(storage, without_other_hosts(storage, manifest))
-    except StorageError as error:
-        return f"{'no' if shows_damage(error) else 'not known'}: {one_line(str(error))}"
+    except (StorageError, CheckpointError) as error:
+        gone = isinstance(error, CheckpointError) or shows_damage(error)
+        return f"{'no' if gone else 'not known'}: {one_line(str(error))}"
     if wrong:
         return f"no: {'; '.join(wrong)}"
     return f"yes, but for the files of {listed_hosts(others)}" if others else "yes"
@@ -86,7 +93,7 @@ def listed_hosts(others: Mapping[str, str]) -> str:
     return ", ".join(sorted(set(others.values())))
 
 
-def _short_reason(checkpoint: Checkpoint) -> str:
+def _short_reason(checkpoint: Outline) -> str:
     return without_name(str(checkpoint.problem), checkpoint.name).partition(":")[0]
 
 

@@ -13,6 +13,7 @@ from ckpt.formats.native.manifest import Manifest
 from ckpt.integrations.epoch_start import EpochStart
 from ckpt.load.restored import Restored
 from ckpt.root.retention import Keep
+from ckpt.root.summary import Summary
 from ckpt.util.console import say
 
 PART = "trainer_state"
@@ -86,11 +87,11 @@ class TotalLimit(Keep):
     def check(self, metrics: Mapping[str, float], where: str) -> None:
         """Accept NaN: such a checkpoint is never the best, and no reason to stop."""
 
-    def cannot_rank(self, intact: Sequence[Manifest]) -> str:
+    def cannot_rank(self, intact: Sequence[Manifest | Summary]) -> str:
         """Trainer itself raises where an evaluation lacks its metric; before the first, the newest are kept."""
         return ""
 
-    def removable(self, newest_first: Sequence[Manifest], damaged: Collection[str] = ()) -> list[str]:
+    def removable(self, newest_first: Sequence[Manifest | Summary], damaged: Collection[str] = ()) -> list[str]:
         intact = [manifest for manifest in newest_first if manifest.name not in damaged]
         best = self.best_of(intact[::-1])  # of equal ones, the first that was reached
         others = [manifest for manifest in intact if manifest not in best]

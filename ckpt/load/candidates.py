@@ -9,8 +9,9 @@ from typing import TypedDict
 from ckpt.errors import StorageError, VersionError
 from ckpt.load.accelerate_reader import foreign_names, read_any
 from ckpt.root import catalog
-from ckpt.root.catalog import Checkpoint
 from ckpt.root.folder import ROOT
+from ckpt.root.overview import Outline, Overview
+from ckpt.root.summary import Summary
 from ckpt.storage import Storage
 
 _log = logging.getLogger("ckpt")
@@ -56,7 +57,7 @@ def list_tiers(tiers: Sequence[Storage], name: str | None) -> list[Listed]:
     unreadable: dict[int, StorageError] = {}
     for tier, storage in enumerate(tiers if name != ROOT else ()):
         try:
-            found = catalog.scan(storage) if name is None else [catalog.find(storage, catalog.check_name(name))]
+            found = Overview.of(storage).checkpoints if name is None else [_named(storage, name)]
         except StorageError as error:
             unreadable[tier] = error
         else:
@@ -73,7 +74,8 @@ def list_tiers(tiers: Sequence[Storage], name: str | None) -> list[Listed]:
 def list_memory(storage: Storage) -> list[Listed]:
     """The snapshots in this host's memory that are committed. What cannot be read there is as good as absent."""
     try:
-        return _committed([_listed(MEMORY, checkpoint, checkpoint.name) for checkpoint in catalog.scan(storage)])
+        found = Overview.of(storage).checkpoints
+        return _committed([_listed(MEMORY, checkpoint, checkpoint.name) for checkpoint in found])
     except StorageError as error:
         _log.warning("%s cannot be read: %s", storage.url, error)
         return []
@@ -146,10 +148,15 @@ def _root_unreadable(tiers: Sequence[Storage], listed: list[Listed], unreadable:
     )
 
 
-def _listed(tier: int, checkpoint: Checkpoint, name: str | None) -> Listed:
+def _named(storage: Storage, name: str) -> Outline:
+    found = catalog.find(storage, catalog.check_name(name))
+    return Outline(name, Summary.of(found.manifest) if found.manifest else None, found.problem)
+
+
+def _listed(tier: int, checkpoint: Outline, name: str | None) -> Listed:
     if isinstance(checkpoint.problem, VersionError) and name is None:
         raise checkpoint.problem
-    manifest = checkpoint.manifest
+    manifest = checkpoint.summary
     return {
         "tier": tier,
         "name": checkpoint.name,

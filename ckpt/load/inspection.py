@@ -25,7 +25,7 @@ from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.load import per_host
 from ckpt.load.accelerate_reader import read_any
 from ckpt.ranks.consensus import Result, decide_together
-from ckpt.ranks.group import Ranks
+from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import Hosts
 from ckpt.root import catalog
 from ckpt.root.trust import Trust
@@ -60,7 +60,8 @@ class Inspection:
         `held` receives its lock, against removal.
         """
         found: list[Manifest] = []
-        verdict = Result.capture(lambda: _inspect(storage, name, held, found, self.trust))
+        lists = storage.is_local or self.ranks.rank == MAIN  # an object store shows every rank the same
+        verdict = Result.capture(lambda: _inspect(storage, name, held, found, self.trust, lists=lists))
         problem: Verdict | None = decide_together(self.ranks, self.call, verdict, _joined)
         if problem is None:
             return found[0]
@@ -86,13 +87,15 @@ class Inspection:
         return checked.value, storage.value
 
 
-def _inspect(storage: Storage, name: str, held: ExitStack, found: list[Manifest], trust: Trust) -> Verdict | None:
+def _inspect(
+    storage: Storage, name: str, held: ExitStack, found: list[Manifest], trust: Trust, *, lists: bool
+) -> Verdict | None:
     """What is wrong with a checkpoint, as this rank sees it; None if nothing is, and its manifest is in `found`."""
     try:
         if name:
             held.enter_context(storage.lock(name, shared=True))
         manifest = trust.checked(read_any(storage, name))
-        wrong = size_problems(storage, manifest)
+        wrong = size_problems(storage, manifest) if lists else []
     except LockedError as error:
         return _verdict(f"{name} is being removed or cleaned up by another process: {error}", busy=True)
     except UntrustedError as error:

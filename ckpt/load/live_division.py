@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt.formats.native import documents
 from ckpt.formats.native.block_hash import digest
-from ckpt.ranks.consensus import Result, decide_together
+from ckpt.ranks.consensus import Result, decide_together, first_of_each
 from ckpt.ranks.group import Ranks
 from ckpt.state.parts import Part
 
@@ -27,7 +27,7 @@ def find_elsewhere(ranks: Ranks, call: str, parts: Mapping[str, Part]) -> Elsewh
         return Elsewhere()
     mine = Result.capture(lambda: _names(parts))
     digests = mine.then(lambda names: digest(documents.to_json(names)))
-    speakers = decide_together(ranks, f"{call} (names)", digests, _first_of_each)
+    speakers = decide_together(ranks, f"{call} (names)", digests, first_of_each)
     if len(speakers) == 1:
         return Elsewhere()
     said = Result(mine.value if ranks.rank in speakers else {})
@@ -41,11 +41,6 @@ def find_elsewhere(ranks: Ranks, call: str, parts: Mapping[str, Part]) -> Elsewh
 def _names(parts: Mapping[str, Part]) -> dict[str, list[str]]:
     found = {key: part.names() for key, part in parts.items()}
     return {key: sorted(names) for key, names in found.items() if names is not None}
-
-
-def _first_of_each(digests: list[str]) -> list[int]:
-    """The first rank of all that have the same names, for every set of names."""
-    return [rank for rank, text in enumerate(digests) if text not in digests[:rank]]
 
 
 def _together(said: list[dict[str, list[str]]]) -> dict[str, list[str]]:

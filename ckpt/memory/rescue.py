@@ -23,9 +23,11 @@ from ckpt.memory.place import MemoryPlace
 from ckpt.memory.root_token import identity_of, read_token
 from ckpt.memory.slot_storage import slot_storage
 from ckpt.root import deletion
-from ckpt.root.catalog import Checkpoint, find, scan
+from ckpt.root.catalog import find, scan
 from ckpt.root.commit import Attempt
 from ckpt.root.lock import lock_root
+from ckpt.root.overview import Overview
+from ckpt.root.summary import Summary
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import reading, size_problems, without_other_hosts
 from ckpt.storage import Grouping, LocalStorage, MemoryStorage, Staging, Storage, open_storage
@@ -123,7 +125,8 @@ class Rescue:
             self._look()
             self._refuse_another(target)
             found = deletion.sweep(target)
-            self._lacks_manifests = any(checkpoint.was_committed and not checkpoint.committed for checkpoint in found)
+            lacking = (outline for outline in found.checkpoints if outline.summary is None)
+            self._lacks_manifests = any(outline.was_committed for outline in lacking)
             return self._rescue_newest(target, snapshots, _committed(found, target))
 
     def _open_root(self) -> Storage:
@@ -138,7 +141,7 @@ class Rescue:
         if not self.settings.get("separate_roots") and digest_of(identity) != self.place.facts.get("root_sha256"):
             raise RefusedError(f"{target.url} was made anew, or another run has ended there, since the snapshots.")
 
-    def _rescue_newest(self, target: Storage, snapshots: list[Manifest], committed: list[Manifest]) -> str:
+    def _rescue_newest(self, target: Storage, snapshots: list[Manifest], committed: list[Summary]) -> str:
         newest = max(committed, key=lambda manifest: manifest.sequence, default=None)
         damaged = []
         for snapshot in snapshots:
@@ -225,15 +228,15 @@ class Rescue:
         return False
 
 
-def _committed(found: list[Checkpoint], target: Storage) -> list[Manifest]:
+def _committed(found: Overview, target: Storage) -> list[Summary]:
     """The checkpoints of the root. One that only a newer ckpt can read may be newer than any snapshot."""
-    for checkpoint in found:
+    for checkpoint in found.checkpoints:
         if isinstance(checkpoint.problem, VersionError):
             raise RefusedError(f"{target.url} has checkpoints of a newer ckpt: {checkpoint.problem}")
-    return [checkpoint.manifest for checkpoint in found if checkpoint.manifest is not None]
+    return found.committed
 
 
-def _refuse_stray(snapshot: Manifest, committed: list[Manifest], target: Storage) -> None:
+def _refuse_stray(snapshot: Manifest, committed: list[Summary], target: Storage) -> None:
     """Refuse what continues from a checkpoint that somebody has removed, to go back: a resume does not take it either.
 
     A snapshot's parent is the root's checkpoint before it. A later one in the root has the same parent.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ckpt import errors
 from ckpt.errors import CkptError, RanksError
 from ckpt.ranks.group import MAIN, Ranks
+from ckpt.ranks.liveness import format_ranks
 from ckpt.shown import Lines, shown
 
 
@@ -52,7 +53,10 @@ class Result:
 
     @classmethod
     def from_json(cls, data: str) -> Result:
-        fields = json.loads(data)
+        return cls.from_fields(json.loads(data))
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> Result:
         if "kind" not in fields:
             return cls(fields["value"])
         text = fields["text"]
@@ -83,6 +87,14 @@ def decide_together(ranks: Ranks, call: str, mine: Result, decide: Callable[[lis
     return decision.value
 
 
+def first_of_each(digests: list[str]) -> list[int]:
+    """On the main rank: the first rank of all that have the same digest, for every digest. It speaks for the others."""
+    first: dict[str, int] = {}
+    for rank, text in enumerate(digests):
+        first.setdefault(text, rank)
+    return list(first.values())
+
+
 def run_on_all_ranks(ranks: Ranks, call: str, do: Callable[[], Any]) -> Any:
     """Run `do` on every rank. Returns this rank's value; an error on any rank is raised on all of them."""
     with ranks.working():
@@ -93,8 +105,9 @@ def run_on_all_ranks(ranks: Ranks, call: str, do: Callable[[], Any]) -> Any:
 
 def _values(call: str, answers: list[str]) -> list[Any]:
     """The values of all ranks; raises one error for all that failed, with the ranks where they did."""
-    _require_same_call(call, answers)
-    results = [Result.from_json(answer) for answer in answers]
+    said = [json.loads(answer) for answer in answers]
+    _require_same_call(call, said)
+    results = [Result.from_fields(fields) for fields in said]
     failed = {rank: result.error for rank, result in enumerate(results) if result.error is not None}
     if not failed:
         return [result.value for result in results]
@@ -102,10 +115,12 @@ def _values(call: str, answers: list[str]) -> list[Any]:
     raise _joined(causes or failed, world_size=len(answers))
 
 
-def _require_same_call(call: str, answers: list[str]) -> None:
-    calls = {rank: json.loads(answer)["call"] for rank, answer in enumerate(answers)}
-    if any(other != call for other in calls.values()):
-        listed = "; ".join(f"rank {rank} called {other}" for rank, other in calls.items())
+def _require_same_call(call: str, said: list[Any]) -> None:
+    calls: dict[str, list[int]] = {}
+    for rank, fields in enumerate(said):
+        calls.setdefault(fields["call"], []).append(rank)
+    if calls.keys() != {call}:
+        listed = "; ".join(f"{format_ranks(ranks)} called {other}" for other, ranks in calls.items())
         raise RanksError(
             f"the ranks do different things: {listed}. Every rank must make the same calls in the same order."
         )

@@ -49,11 +49,10 @@ class Hosts:
 
     def records(self) -> tuple[Host, ...]:
         """The hosts as the manifest lists them: for each root its host's name, and the ranks that see it."""
-        owners = sorted(set(self.first))
-        return tuple(
-            Host(self.names[owner], tuple(rank for rank, first in enumerate(self.first) if first == owner))
-            for owner in owners
-        )
+        ranks: dict[int, list[int]] = {}
+        for rank, owner in enumerate(self.first):
+            ranks.setdefault(owner, []).append(rank)
+        return tuple(Host(self.names[owner], tuple(ranks[owner])) for owner in sorted(ranks))
 
     def __str__(self) -> str:
         return "; ".join(f"{host.name} (ranks {', '.join(map(str, host.ranks))})" for host in self.records())

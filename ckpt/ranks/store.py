@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from ckpt.errors import RanksError
 
 T = TypeVar("T")
 _LEAST = 3.0  # seconds: a store on a busy machine may be slow to answer
+_AT_ONCE = 256  # keys in one call
 _AGAIN = 1.0  # seconds for a store that did not answer the call before
 
 
@@ -43,8 +45,22 @@ class TimedStore:
     def get(self, key: str) -> str:
         return self._call(lambda: self._store.get(key)).decode()
 
+    def get_all(self, keys: list[str]) -> list[str]:
+        """The values of many keys, all of which are there: a few requests, however many keys."""
+        return [value.decode() for value in self._chunked(keys, self._store.multi_get)]
+
     def check(self, keys: list[str]) -> bool:
         return self._call(lambda: self._store.check(keys))
+
+    def check_each(self, keys: list[str]) -> list[bool]:
+        """Whether each of many keys is there."""
+        return self._each(keys, lambda key: self._store.check([key]))
+
+    def add_each(self, keys: list[str], amount: int) -> list[int]:
+        return self._each(keys, lambda key: self._store.add(key, amount))
+
+    def delete_each(self, keys: list[str]) -> None:
+        self._each(keys, self._store.delete_key)
 
     def add(self, key: str, amount: int) -> int:
         return self._call(lambda: self._store.add(key, amount))
@@ -54,6 +70,17 @@ class TimedStore:
 
     def compare_set(self, key: str, expected: str, value: str) -> str:
         return self._call(lambda: self._store.compare_set(key, expected, value)).decode()
+
+    def _each(self, keys: list[str], do: Callable[[str], T]) -> list[T]:
+        """One request for each key. The thread that makes them is woken once for many: that costs more than they do."""
+        return self._chunked(keys, lambda some: [do(key) for key in some])
+
+    def _chunked(self, keys: list[str], do: Callable[[list[str]], list[T]]) -> list[T]:
+        """As many keys in one call as are sure to be done within its deadline."""
+        found: list[T] = []
+        for start in range(0, len(keys), _AT_ONCE):
+            found += self._call(partial(do, keys[start : start + _AT_ONCE]))
+        return found
 
     def _call(self, do: Callable[[], T]) -> T:
         try:

@@ -83,9 +83,8 @@ class StoreGroup:
         except RanksError as error:
             self._give_up(str(error), keys)
             raise
-        answers = [self._store.get(key) for key in keys]
-        for key in [*keys, *self._used_keys]:  # a rank that has answered has read the broadcasts before
-            self._store.delete_key(key)
+        answers = self._store.get_all(keys)
+        self._store.delete_each([*keys, *self._used_keys])  # a rank that has answered has read the broadcasts before
         self._used_keys.clear()
         self._unread.clear()
         self._turn += 1
@@ -118,8 +117,9 @@ class StoreGroup:
     def notes(self, key: str) -> dict[int, str]:
         if self._store.add(f"{key}/count", 0) == 0:
             return {}
-        keys = {rank: f"{key}/{rank}" for rank in range(self.world_size)}
-        return {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
+        keys = [f"{key}/{rank}" for rank in range(self.world_size)]
+        noted = [rank for rank, there in enumerate(self._store.check_each(keys)) if there]
+        return dict(zip(noted, self._store.get_all([keys[rank] for rank in noted]), strict=True))
 
     def publish(self, key: str, value: str) -> None:
         self._store.set(f"{key}/published", value)
@@ -132,10 +132,9 @@ class StoreGroup:
         return self._store.compare_set(key, "", value)
 
     def silent(self, ranks: list[int], watch: LivenessWatch) -> list[int]:
-        def heartbeats(rank: int) -> int:
-            return self._store.add(f"alive/{rank}", 0) + self._job.add(f"alive/{self._in_job(rank)}", 0)
-
-        return watch.silent({rank: heartbeats(rank) for rank in ranks})
+        own = self._store.add_each([f"alive/{rank}" for rank in ranks], 0)
+        job_wide = self._job.add_each([f"alive/{self._in_job(rank)}" for rank in ranks], 0)
+        return watch.silent({rank: sum(both) for rank, *both in zip(ranks, own, job_wide, strict=True)})
 
     def abandon(self) -> None:
         self._abandoned = True
@@ -152,7 +151,7 @@ class StoreGroup:
     def _give_up(self, text: str, keys: list[str]) -> None:
         """Send the error to the ranks that did answer; or each of them would report the main rank as silent."""
         with suppress(RanksError):
-            answered = sum(self._store.check([key]) for key in keys)
+            answered = sum(self._store.check_each(keys))
             self._failed_gathers += 1
             self._store.set(f"{_FAILURES}/{self._failed_gathers}", text)
             self._store.add(_FAILURES, 1)
@@ -189,7 +188,8 @@ class StoreGroup:
             self._heartbeat.beat()
         else:
             self._raise_failed_gather()
-        silent = self.silent([rank for rank, key in keys.items() if not self._store.check([key])], watch)
+        answered = self._store.check_each(list(keys.values()))
+        silent = self.silent([rank for rank, there in zip(keys, answered, strict=True) if not there], watch)
         if silent:
             numbers = [self._in_job(rank) for rank in silent]
             raise RanksError(

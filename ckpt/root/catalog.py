@@ -8,26 +8,33 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from ckpt.errors import AbsentError, CheckpointError, ConfigError, DamagedError, MissingError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
-from ckpt.storage import HubStorage, Storage, open_storage
+from ckpt.storage import Entry, HubStorage, Storage, open_storage
 from ckpt.storage.base import read_document
 from ckpt.util.checked_json import is_key
 from ckpt.util.option_values import path_text, settings
+from ckpt.util.threads import in_parallel
 
 LOCK = ".lock"  # in a root: locked by the run that writes to it
 MARKER = ".saving"  # in a checkpoint's folder while it is being saved or removed
 STATE = "state.json"
+_READERS = 16  # threads that read manifests from an object store
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,199}")
 
 
 class UncommittedError(DamagedError):
     """There are files of a checkpoint, and no manifest."""
+
+
+def was_committed(problem: CheckpointError | None) -> bool:
+    """Whether a checkpoint with that problem has a manifest, though it may not be readable."""
+    return not isinstance(problem, MissingError | UncommittedError)
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class Checkpoint:
     @property
     def was_committed(self) -> bool:
         """Whether it has a manifest, though it may not be readable."""
-        return self.committed or not isinstance(self.problem, MissingError | UncommittedError)
+        return was_committed(self.problem)
 
     @property
     def step(self) -> int | None:
@@ -68,12 +75,39 @@ def scan(storage: Storage) -> list[Checkpoint]:
 
     A folder is a checkpoint if it has a manifest, a save marker or a `state.json`.
     """
-    files: dict[str, set[str]] = defaultdict(set)
-    for entry in storage.list():
+    listed = {name: inside for name, inside in by_folder(storage.list()).items() if is_checkpoint(name, inside)}
+    found = find_listed(storage, listed)
+    return sorted(found, key=lambda checkpoint: commit_order(checkpoint.name, checkpoint.manifest), reverse=True)
+
+
+def by_folder(entries: Iterable[Entry]) -> dict[str, dict[str, Entry]]:
+    """The objects of a root by the first name in their keys, and the rest of these."""
+    files: dict[str, dict[str, Entry]] = defaultdict(dict)
+    for entry in entries:
         name, _, file = entry.key.partition("/")
-        files[name].add(file)
-    names = [name for name, inside in files.items() if inside & {FILE_NAME, MARKER, STATE} and is_key(name)]
-    return sorted((find(storage, name) for name in names), key=_commit_order, reverse=True)
+        files[name][file] = entry
+    return files
+
+
+def is_checkpoint(name: str, inside: Mapping[str, Entry]) -> bool:
+    """Whether a folder with these files is a checkpoint, committed or not."""
+    return any(file in inside for file in (FILE_NAME, MARKER, STATE)) and is_key(name)
+
+
+def find_listed(storage: Storage, folders: Mapping[str, Mapping[str, Entry]]) -> list[Checkpoint]:
+    """The checkpoints of folders that were just listed. Manifests are read several at a time, unless they are local."""
+    committed = [name for name, inside in folders.items() if FILE_NAME in inside]
+    cut_off = [
+        Checkpoint(name, f"{storage.url}/{name}", problem=_uncommitted(name))
+        for name, inside in folders.items()
+        if FILE_NAME not in inside
+    ]
+    threads = 1 if storage.is_local else _READERS
+    return [*in_parallel(lambda name: _find_listed(storage, name), committed, threads, "ckpt-list"), *cut_off]
+
+
+def _find_listed(storage: Storage, name: str) -> Checkpoint:
+    return _found(storage, name, known=lambda: "")  # to name the others for each would list the root once more
 
 
 def manifests_of_run(storage: Storage, run: str) -> list[Manifest]:
@@ -84,15 +118,28 @@ def manifests_of_run(storage: Storage, run: str) -> list[Manifest]:
 
 def find(storage: Storage, name: str) -> Checkpoint:
     """The checkpoint of that name. Reads its manifest only."""
+    return _found(storage, name, known=lambda: _known(storage))
+
+
+def _found(storage: Storage, name: str, known: Callable[[], str]) -> Checkpoint:
     url = f"{storage.url}/{name}"
     try:
-        return Checkpoint(name, url, read_manifest(storage, name))
+        return Checkpoint(name, url, _read_manifest(storage, name, known))
     except CheckpointError as error:
         # its traceback would keep the caller's frames alive: a manager, and with it the lock on its root
         return Checkpoint(name, url, problem=error.with_traceback(None))
 
 
 def read_manifest(storage: Storage, name: str) -> Manifest:
+    return _read_manifest(storage, name, known=lambda: _known(storage))
+
+
+def _known(storage: Storage) -> str:
+    names = ", ".join(checkpoint.name for checkpoint in scan(storage) if checkpoint.committed)
+    return f" There are: {names or 'none'}."
+
+
+def _read_manifest(storage: Storage, name: str, known: Callable[[], str]) -> Manifest:
     where = f"{name}/{FILE_NAME}"
     try:
         manifest = Manifest.from_bytes(read_document(storage, where), where)
@@ -101,14 +148,24 @@ def read_manifest(storage: Storage, name: str) -> Manifest:
     else:
         return replace(manifest, name=name)  # the folder's name counts: a user may have renamed or copied it
     if not any(True for _ in storage.list(name)):
-        known = ", ".join(checkpoint.name for checkpoint in scan(storage) if checkpoint.committed) or "none"
-        raise MissingError(f"there is no checkpoint {name!r} in {storage.url}. There are: {known}.")
-    raise UncommittedError(f"{name} was never committed: its save was cut off before the manifest was written.")
+        raise MissingError(f"there is no checkpoint {name!r} in {storage.url}.{known()}")
+    raise _uncommitted(name)
 
 
-def _commit_order(checkpoint: Checkpoint) -> tuple[int, str, str]:
-    manifest = checkpoint.manifest
-    return (manifest.sequence, manifest.created, "") if manifest else (-1, "", checkpoint.name)
+def _uncommitted(name: str) -> UncommittedError:
+    return UncommittedError(f"{name} was never committed: its save was cut off before the manifest was written.")
+
+
+class _Committed(Protocol):
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def created(self) -> str: ...
+
+
+def commit_order(name: str, found: _Committed | None) -> tuple[int, str, str]:
+    """Sorts checkpoints by their commits; those without a readable manifest come first, by name."""
+    return (found.sequence, found.created, "") if found else (-1, "", name)
 
 
 def list_checkpoints(

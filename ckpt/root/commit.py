@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ckpt.errors import NotDurableError, StorageError
@@ -81,8 +82,10 @@ class Attempt:
                 for plan in plans
             ]
 
-    def commit(self, storage: Storage, manifest: Manifest, receipts: Mapping[str, str]) -> None:
+    def commit(self, storage: Storage, manifest: Manifest, receipts: Mapping[str, str]) -> str | None:
         """Write the manifest: from then on the checkpoint exists, and what it replaces does not.
+
+        Returns the version of the manifest, where the storage says it.
 
         After a `NotDurableError` it exists too; the replaced files are kept, as a crash may restore the old manifest.
         """
@@ -91,23 +94,25 @@ class Attempt:
             staged = {**receipts, FILE_NAME: receipt}
             keyed = {f"{self.name}/{path}": receipt for path, receipt in staged.items()}
             storage.publish(keyed, gone=[f"{self.name}/{path}" for path in self.replaces])
-            return
-        self._put_manifest(storage, manifest)
+            return None
+        version = self._put_manifest(storage, manifest)
         with suppress(StorageError):  # it is committed: what could not be removed is removed before a later save
-            remove_uncommitted(storage, self.name)
+            remove_uncommitted(storage, self.name, manifest)
+        return version
 
-    def _put_manifest(self, storage: Storage, manifest: Manifest) -> None:
+    def _put_manifest(self, storage: Storage, manifest: Manifest) -> str | None:
         """Write the manifest over the expected version. If that fails, read it back: the answer alone may be lost."""
         key, data = f"{self.name}/{FILE_NAME}", manifest.to_bytes()
         try:
-            storage.write(key, [data], over=self.expected_version)
+            return storage.write(key, [data], over=self.expected_version)
         except NotDurableError:
             # The kernel reports a failed fsync once: a second fsync alone would succeed, and prove nothing.
-            storage.write(key, [data], over=self._own_version(storage, manifest))
+            return storage.write(key, [data], over=self._own_version(storage, manifest))
         except StorageError as error:
             if not self._has_taken_effect(storage, manifest):
                 raise
             _log.warning("%s/%s was written, though the storage said otherwise: %s", storage.url, key, error)
+            return None
 
     def _own_version(self, storage: Storage, manifest: Manifest) -> str | None:
         """The version of the manifest that was just written; the expected one if another run has replaced it since."""
@@ -121,9 +126,13 @@ class Attempt:
             return False
         return current is not None and current.id == manifest.id
 
+    @cached_property
+    def _occupied(self) -> frozenset[str]:
+        return frozenset(self.occupied_paths)
+
     def path_for(self, path: str) -> str:
         """Where a file is written: under its own path, or with the attempt's id in it if that path is occupied."""
-        if path not in self.occupied_paths:
+        if path not in self._occupied:
             return path
         stem, _, suffix = path.rpartition(".")
         return f"{stem}.{self.id[:8]}.{suffix}"

@@ -11,12 +11,15 @@ from dataclasses import dataclass, field, replace
 from ckpt.errors import ConflictError, StorageError
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.root import deletion
-from ckpt.root.catalog import find, scan
+from ckpt.root.catalog import find
 from ckpt.root.commit import Attempt
 from ckpt.root.file_names import rank_of
+from ckpt.root.index import Index
 from ckpt.root.lock import lock_root
+from ckpt.root.overview import Overview
 from ckpt.root.retention import Keep
 from ckpt.root.save_marker import DAY
+from ckpt.root.summary import Summary
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import size_problems
 from ckpt.storage import Storage
@@ -39,15 +42,16 @@ class Copies:
     bandwidth: float | None = None  # bytes per second
     has_all_files: bool = True  # whether `source` has all files of a checkpoint
     is_leader: bool = True  # of several hosts that copy, the leader alone locks, sweeps and applies retention
-    _copied: dict[str, Manifest] | None = None  # in the target; None until it was listed. Replaced, never changed
+    _copied: dict[str, Summary] | None = None  # in the target; None until it was listed. Replaced, never changed
+    _index: Index = field(default_factory=Index)  # of the target
     _names: set[str] = field(default_factory=set)  # that are in use in the target, or will be
     _unconfirmed: list[Manifest] = field(default_factory=list)  # sent from here, not yet seen to be committed there
     _held: ExitStack = field(default_factory=ExitStack)
 
     @property
-    def newest(self) -> Manifest | None:
+    def newest(self) -> Summary | None:
         """The newest checkpoint in the target, as far as it is known."""
-        return max((self._copied or {}).values(), key=lambda manifest: manifest.sequence, default=None)
+        return max((self._copied or {}).values(), key=lambda summary: summary.sequence, default=None)
 
     def is_free(self, name: str) -> bool:
         """Whether the target is known to have nothing under that name, so that any file path there is new."""
@@ -65,10 +69,12 @@ class Copies:
             if self.is_leader:
                 lock_root(self.target, held)
                 # hosts do not wait for each other here: another one may have begun to send, or still be sending
-                deletion.sweep(self.target, spared=resumable, age=None if self.has_all_files else DAY)
-            self._names |= {entry.key.partition("/")[0] for entry in self.target.list()}
-            found = scan(self.target)
-            self._copied = {checkpoint.name: checkpoint.manifest for checkpoint in found if checkpoint.manifest}
+                found = deletion.sweep(self.target, spared=resumable, age=None if self.has_all_files else DAY)
+            else:
+                found = Overview.of(self.target)
+            self._names |= found.files.keys()
+            self._copied = {summary.name: summary for summary in found.committed}
+            self._index = found.index
             self._held = held.pop_all()
 
     def copy(self, manifest: Manifest) -> None:
@@ -78,7 +84,7 @@ class Copies:
         if replaced is None or replaced.id != manifest.id:
             began = time.monotonic()
             try:
-                self._send(manifest, replaced)
+                self._send(manifest, self._manifest_of(replaced))
             except LostError:  # the next attempt locks the target again
                 self.close()
                 raise
@@ -92,6 +98,11 @@ class Copies:
         """Release the lock on the target."""
         self._held.close()
         self._copied = None
+
+    def _manifest_of(self, summary: Summary | None) -> Manifest | None:
+        """The manifest in the target of which that is the summary; None if it is not there any more."""
+        found = find(self.target, summary.name).manifest if summary is not None else None
+        return found if found is not None and summary is not None and found.id == summary.id else None
 
     def _send(self, manifest: Manifest, replaced: Manifest | None) -> None:
         """Send the files that the target lacks, and commit. A path means the same bytes there, and none is partial."""
@@ -110,14 +121,15 @@ class Copies:
         self._unconfirmed.append(manifest)
         if not size_problems(self.target, manifest):
             with suppress(ConflictError):  # of two hosts that find all files there, one commits
-                attempt.commit(self.target, manifest, {})
+                version = attempt.commit(self.target, manifest, {})
+                self._index.add(version, Summary.of(manifest))
         self._confirm_commits()
 
     def _confirm_commits(self) -> None:
         for manifest in list(self._unconfirmed):
             current = find(self.target, manifest.name).manifest
             if current is not None and current.sequence >= manifest.sequence:
-                self._copied = {**(self._copied or {}), manifest.name: current}
+                self._copied = {**(self._copied or {}), manifest.name: Summary.of(current)}
                 self._unconfirmed.remove(manifest)
 
     def _send_files(self, name: str, missing: list[FileRecord], *, sha256: bool) -> None:
@@ -125,8 +137,9 @@ class Copies:
         total = sum(file.size for file in files)
         with progress_bar(f"copying {name}", total, in_bytes=True, show=total > PROGRESS_MIN_BYTES) as advance:
             throttle = _Throttle(self.bandwidth, advance)
+            newest = None if sha256 or not files else self._manifest_of(self.newest)
             for file in files:
-                if sha256 or not self._link(name, file):  # the newest copy's hashes are its own claim
+                if newest is None or not self._link(newest, name, file):  # the newest copy's hashes are its own claim
                     pieces = VerifiedFile.of(self.source, name, file, sha256=sha256).pieces()
                     self.target.write(f"{name}/{file.path}", throttle.limit(pieces))
 
@@ -136,11 +149,10 @@ class Copies:
             return self.is_leader
         return self.source.version(f"{name}/{file.path}") is not None
 
-    def _link(self, name: str, file: FileRecord) -> bool:
+    def _link(self, newest: Manifest, name: str, file: FileRecord) -> bool:
         """Link a file to the newest copy's, if that has the same bytes: frozen weights are sent once."""
-        newest = self.newest
-        same = next((other for other in newest.files if _same_bytes(other, file)), None) if newest else None
-        if newest is None or same is None:
+        same = next((other for other in newest.files if _same_bytes(other, file)), None)
+        if same is None:
             return False
         try:
             self.target.link(f"{newest.name}/{same.path}", f"{name}/{file.path}")
@@ -150,15 +162,16 @@ class Copies:
         return True
 
     def _apply_retention(self) -> None:
-        if self.keep is None or self._copied is None or not self.is_leader:
+        if self._copied is None or not self.is_leader:
             return
-        newest_first = sorted(self._copied.values(), key=lambda manifest: manifest.sequence, reverse=True)
+        newest_first = sorted(self._copied.values(), key=lambda summary: summary.sequence, reverse=True)
         try:
-            left = deletion.apply_retention(self.keep, self.target, newest_first, ())
+            left = deletion.apply_retention(self.keep, self.target, newest_first, ()) if self.keep else newest_first
         except StorageError as error:  # the copy is committed; the removal is tried again after the next one
             _log.warning("old copies were not removed: %s", error)
         else:
-            self._copied = {manifest.name: manifest for manifest in left}
+            self._copied = {summary.name: summary for summary in left}
+            self._index.update(self.target, set(self._copied))
 
 
 def _same_bytes(file: FileRecord, other: FileRecord) -> bool:

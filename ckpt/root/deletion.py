@@ -7,22 +7,29 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 from ckpt.errors import ConflictError, FullError, LockedError, VersionError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
-from ckpt.root.catalog import MARKER, Checkpoint, find, scan
+from ckpt.root.catalog import MARKER, Checkpoint, find, was_committed
+from ckpt.root.overview import Overview
 from ckpt.root.retention import Keep
 from ckpt.root.save_marker import mark_removal, marked_names, marker_and_version, read_marker
+from ckpt.root.summary import Summary
 from ckpt.storage import Entry, Staging, Storage
+from ckpt.util.threads import in_parallel
 
 _log = logging.getLogger("ckpt")
+Listed = TypeVar("Listed", Manifest, Summary)
+_UNKNOWN = "has a manifest that cannot be read, so that its files are not known"
+_REMOVERS = 8  # threads that remove checkpoints from an object store
 _PROBE_FILE = re.compile(r"\.(?:host-[0-9a-f]{32}-\d+|try-[0-9a-f]{32})")
 
 
-def sweep(storage: Storage, spared: Container[str] = (), *, age: float | None = None) -> list[Checkpoint]:
-    """Delete what earlier crashes left, and return the checkpoints of the root. The caller must hold the root's lock.
+def sweep(storage: Storage, spared: Container[str] = (), *, age: float | None = None) -> Overview:
+    """Delete what earlier crashes left, and return what is in the root then. The caller must hold the root's lock.
 
     Leftovers of the `spared` checkpoints are kept, because somebody resumes them. With `age`, so are those younger
     than that many seconds: where other hosts write to the same root, they may still be at work.
@@ -30,24 +37,27 @@ def sweep(storage: Storage, spared: Container[str] = (), *, age: float | None = 
     entries = list(storage.list())
     if age is None:
         _delete_probe_files(storage, entries)
-    for name in marked_names(entries):
+    marked = marked_names(entries)
+    for name in marked:
         if name not in spared and (age is None or _is_older(storage, name, age)):
             remove_uncommitted(storage, name)
     storage.sweep(age=age)
-    return scan(storage)
+    return Overview.of(storage, None if marked else entries)
 
 
-def remove_uncommitted(storage: Storage, name: str) -> None:
+def remove_uncommitted(storage: Storage, name: str, committed: Manifest | None = None) -> None:
     """Delete the files of an interrupted save that no manifest lists, and its marker last.
+
+    `committed`: the manifest that was just written there, if that is known.
 
     A file that no marker and no manifest lists belongs to somebody else, and is kept. While somebody reads the
     checkpoint, or where this version of ckpt cannot read its manifest, nothing is deleted: a later save tries again.
     """
     if isinstance(storage, Staging) or _is_empty(storage, name):
         return
-    checkpoint = find(storage, name)
-    listed = {file.path for file in checkpoint.manifest.files} if checkpoint.manifest else set()
-    stray = [path for path in _marked_files(storage, name) if path not in {*listed, FILE_NAME}]
+    checkpoint = find(storage, name) if committed is None else Checkpoint(name, storage.url, committed)
+    listed = {FILE_NAME, *(file.path for file in (checkpoint.manifest.files if checkpoint.manifest else ()))}
+    stray = [path for path in _marked_files(storage, name) if path not in listed]
     if checkpoint.manifest is None and _has_manifest(storage, name):
         return
     try:
@@ -85,25 +95,36 @@ def _delete_probe_files(storage: Storage, entries: Iterable[Entry]) -> None:
         storage.delete(left)
 
 
-def remove(storage: Storage, manifest: Manifest) -> bool:
+def remove(storage: Storage, checkpoint: Manifest | Summary) -> bool:
     """Remove a checkpoint, unless somebody reads or replaces it. Returns whether it is gone."""
-    return not remove_or_explain(storage, manifest)
+    return not remove_or_explain(storage, checkpoint)
 
 
-def remove_or_explain(storage: Storage, manifest: Manifest) -> str:
+def remove_all(storage: Storage, checkpoints: Sequence[Manifest | Summary]) -> dict[str, str]:
+    """By name, what `remove_or_explain` returns for each: several at a time, unless the storage is local."""
+    threads = 1 if storage.is_local or isinstance(storage, Staging) else _REMOVERS
+    reasons = in_parallel(lambda each: remove_or_explain(storage, each), checkpoints, threads, "ckpt-remove")
+    return {checkpoint.name: reason for checkpoint, reason in zip(checkpoints, reasons, strict=True)}
+
+
+def remove_or_explain(storage: Storage, checkpoint: Manifest | Summary) -> str:
     """Remove a checkpoint and return "", or return why it is kept: somebody reads it, or replaces it with a new save.
 
     The manifest is deleted first: no reader ever finds a manifest without its files. If the removal is cut off, its
     marker lists the files that are still to be deleted.
     """
-    name = manifest.name
+    name = checkpoint.name
     if not any(True for _ in storage.list(name)):
         return ""  # a user has removed it by hand
     try:
         with storage.lock(name):
-            paths = [file.path for file in manifest.files]
+            current = find(storage, name)
+            manifest = checkpoint if isinstance(checkpoint, Manifest) else current.manifest
+            if manifest is None and was_committed(current.problem):
+                return f"{_UNKNOWN}: {current.problem}"
+            paths = [file.path for file in manifest.files] if manifest else []
             if not isinstance(storage, Staging):
-                why_kept, left = _claim_removal(storage, manifest, paths)
+                why_kept, left = _claim_removal(storage, checkpoint.id, current, paths)
                 if why_kept:
                     return why_kept
                 paths = list(dict.fromkeys([*paths, *left]))
@@ -113,37 +134,38 @@ def remove_or_explain(storage: Storage, manifest: Manifest) -> str:
     return ""
 
 
-def _claim_removal(storage: Storage, manifest: Manifest, paths: list[str]) -> tuple[str, tuple[str, ...]]:
+def _claim_removal(storage: Storage, id: str, current: Checkpoint, paths: list[str]) -> tuple[str, tuple[str, ...]]:
     """Write the marker of a removal. Returns why the checkpoint is kept, if it is, and files left by older attempts."""
-    current = find(storage, manifest.name)
-    if isinstance(current.problem, VersionError) or (current.manifest and current.manifest.id != manifest.id):
+    if isinstance(current.problem, VersionError) or (current.manifest and current.manifest.id != id):
         return "was saved anew meanwhile", ()
-    marker, version = marker_and_version(storage, manifest.name)
-    if marker is not None and marker.id != manifest.id:
+    marker, version = marker_and_version(storage, current.name)
+    if marker is not None and marker.id != id:
         return "is being saved anew, or such a save was cut off", ()
     left = marker.files if marker else ()
     try:
         with suppress(FullError):  # the removal makes room
-            mark_removal(storage, manifest.name, [*paths, *left], manifest.id, over=version)
+            mark_removal(storage, current.name, [*paths, *left], id, over=version)
     except ConflictError:
         return "is being saved anew", ()
     return "", left
 
 
-def apply_retention(
-    keep: Keep, storage: Storage, newest_first: list[Manifest], damaged: Iterable[str]
-) -> list[Manifest]:
+def apply_retention(keep: Keep, storage: Storage, newest_first: list[Listed], damaged: Iterable[str]) -> list[Listed]:
     """Remove the checkpoints that `keep` does not keep. Returns those that are left."""
     _warn_if_unranked(keep, storage, newest_first)
     removable = keep.removable(newest_first, set(damaged))
-    removed = {manifest.name for manifest in newest_first if manifest.name in removable and remove(storage, manifest)}
-    return [manifest for manifest in newest_first if manifest.name not in removed]
+    reasons = remove_all(storage, [checkpoint for checkpoint in newest_first if checkpoint.name in removable])
+    for name, reason in reasons.items():
+        if reason.startswith(_UNKNOWN) and (storage.url, name) not in _warned:
+            _warned.add((storage.url, name))
+            _log.warning("%s/%s is not removed: it %s", storage.url, name, reason)
+    return [checkpoint for checkpoint in newest_first if reasons.get(checkpoint.name) != ""]
 
 
 _warned: set[tuple[str, str | None]] = set()
 
 
-def _warn_if_unranked(keep: Keep, storage: Storage, newest_first: list[Manifest]) -> None:
+def _warn_if_unranked(keep: Keep, storage: Storage, newest_first: Sequence[Manifest | Summary]) -> None:
     """Warn once, when a save came with other metrics, or when something is kept that would otherwise be removed."""
     why = keep.cannot_rank(newest_first)
     warning = (storage.url, keep.metric)

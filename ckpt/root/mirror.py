@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 from ckpt.errors import CheckpointError, LockedError, StorageError
 from ckpt.formats.native.manifest import Manifest
+from ckpt.root.catalog import find
 from ckpt.root.copy import Copies
+from ckpt.root.summary import Summary
 from ckpt.util.console import say
 from ckpt.util.threads import SerialWorker
 
@@ -50,7 +52,7 @@ class MirrorWorker:
         self._background = SerialWorker("ckpt-mirror")
 
     @property
-    def newest(self) -> Manifest | None:
+    def newest(self) -> Summary | None:
         """The newest checkpoint in the mirror, as far as it is known."""
         return self.copies.newest
 
@@ -58,22 +60,24 @@ class MirrorWorker:
         """Whether the mirror is known to have nothing under that name, so that any file path there is new."""
         return self.copies.is_free(name)
 
-    def start(self, newest_first: list[Manifest]) -> None:
+    def start(self, newest_first: list[Summary]) -> None:
         """Lock the mirror for this run, and enqueue what the last run has not copied.
 
         Refused if another run copies to it. If the mirror cannot be reached, every copy tries again.
         """
         recent = newest_first[: self.backlog]
         try:
-            self.copies.open_target([manifest.name for manifest in recent])
+            self.copies.open_target([summary.name for summary in recent])
         except LockedError:
             raise
         except StorageError as error:
             self._record_failure("it could not be opened", error)
         newest = self.newest
-        for manifest in reversed(recent):
-            if newest is None or manifest.sequence > newest.sequence:
-                self.enqueue(manifest)
+        for summary in reversed(recent):
+            if newest is None or summary.sequence > newest.sequence:
+                manifest = find(self.copies.source, summary.name).manifest
+                if manifest is not None and manifest.id == summary.id:
+                    self.enqueue(manifest)
 
     def enqueue(self, manifest: Manifest) -> None:
         """Copy a checkpoint after those before it. Returns at once."""

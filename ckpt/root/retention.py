@@ -9,6 +9,7 @@ from typing import Any
 
 from ckpt.errors import ConfigError, MetricError
 from ckpt.formats.native.manifest import Manifest
+from ckpt.root.summary import Summary
 from ckpt.util.option_values import is_count, is_kind, is_one_of, optional, said
 
 _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -61,7 +62,7 @@ class Keep:
                 "and earlier checkpoints are kept: look at the run from there. To save all the same, leave it out."
             )
 
-    def removable(self, newest_first: Sequence[Manifest], damaged: Collection[str] = ()) -> list[str]:
+    def removable(self, newest_first: Sequence[Manifest | Summary], damaged: Collection[str] = ()) -> list[str]:
         """The names of the checkpoints that may be removed.
 
         Damaged ones do not count as kept. They are removable when they are older than all that `last` keeps.
@@ -75,7 +76,7 @@ class Keep:
         removable = (manifest for manifest in newest_first if manifest.sequence < oldest)
         return [manifest.name for manifest in removable if manifest.name not in kept]
 
-    def cannot_rank(self, intact: Sequence[Manifest]) -> str:
+    def cannot_rank(self, intact: Sequence[Manifest | Summary]) -> str:
         """Why the best ones are not known: no checkpoint has the metric. Empty if they are known, or not asked for."""
         if not self.best or not intact or self._ranked(intact):
             return ""
@@ -83,16 +84,16 @@ class Keep:
         known = ", ".join(dict.fromkeys(names))
         return f"no checkpoint has a metric {self.metric!r}; there are: {known or 'none'}"
 
-    def _ranked(self, intact: Sequence[Manifest]) -> list[Manifest]:
+    def _ranked(self, intact: Sequence[Manifest | Summary]) -> list[Manifest | Summary]:
         if not self.metric:
             return []
         return [manifest for manifest in intact if not math.isnan(manifest.metrics.get(self.metric, math.nan))]
 
-    def best_of(self, intact: Sequence[Manifest]) -> list[Manifest]:
+    def best_of(self, intact: Sequence[Manifest | Summary]) -> list[Manifest | Summary]:
         """The `best` checkpoints by the metric, best first. Of equal ones, the first in `intact` is preferred."""
         sign = 1 if self.mode == "min" else -1
         name = self.metric or ""
         return sorted(self._ranked(intact), key=lambda manifest: sign * manifest.metrics[name])[: self.best]
 
-    def _milestones(self, intact: Sequence[Manifest]) -> list[Manifest]:
+    def _milestones(self, intact: Sequence[Manifest | Summary]) -> list[Manifest | Summary]:
         return [manifest for manifest in intact if self.every and manifest.step % self.every == 0]

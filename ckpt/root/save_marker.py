@@ -108,9 +108,10 @@ def _write(
     over: str | None,
     removing: bool = False,
 ) -> None:
+    new = set(files)
     marker = {
         "files": files,
-        "replaces": [path for path in dict.fromkeys(replaces) if path not in files],
+        "replaces": [path for path in dict.fromkeys(replaces) if path not in new],
         "id": id,
         "since": utc_now(),
         "removing": removing,

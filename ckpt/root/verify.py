@@ -199,9 +199,11 @@ def _header_problems(files: Iterable[VerifiedFile]) -> list[str]:
     return wrong
 
 
-def size_problems(storage: Storage, manifest: Manifest) -> list[str]:
-    """Files that are missing, or whose size differs from the manifest's. Reads no file."""
-    found = _sizes(storage, manifest)
+def size_problems(storage: Storage, manifest: Manifest, sizes: Mapping[str, int] | None = None) -> list[str]:
+    """Files that are missing, or whose size differs from the manifest's. Reads no file.
+
+    `sizes`: those of the files in its folder, by path, if it was listed already."""
+    found = _sizes(storage, manifest) if sizes is None else sizes
     problems = []
     for file in manifest.files:
         if file.path not in found:
@@ -243,9 +245,10 @@ def files_on_other_hosts(storage: Storage, manifest: Manifest) -> dict[str, str]
     if not manifest.hosts:
         return {}
     found = _sizes(storage, manifest)
-    holders = {file.path: host for file in manifest.files if (host := _host_of(file, manifest))}
-    here = {host for path, host in holders.items() if path in found}
-    return {path: host.name for path, host in holders.items() if here and host not in here}
+    hosts: dict[int | None, Host] = {rank: host for host in reversed(manifest.hosts) for rank in host.ranks}
+    holders = {file.path: host for file in manifest.files if (host := hosts.get(rank_of(file.name)))}
+    here = {id(host) for path, host in holders.items() if path in found}
+    return {path: host.name for path, host in holders.items() if here and id(host) not in here}
 
 
 def without_other_hosts(storage: Storage, manifest: Manifest) -> Manifest:

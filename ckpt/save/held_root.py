@@ -9,18 +9,25 @@ from dataclasses import dataclass
 from ckpt.errors import VersionError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root import deletion
+from ckpt.root.catalog import find
+from ckpt.root.index import Index
 from ckpt.root.lock import lock_root
 from ckpt.root.mirror import MirrorWorker
+from ckpt.root.retention import Keep
+from ckpt.root.summary import Summary
 from ckpt.storage import Storage
 
 
 @dataclass
 class HeldRoot:
-    """The lock of a root, and what the lock makes certain: the manifests that are there, newest first."""
+    """The lock of a root, and what the lock makes certain: the checkpoints that are there, newest first."""
 
+    storage: Storage
     lock: ExitStack
-    committed: list[Manifest]
+    committed: list[Summary]
     unreadable: Mapping[str, VersionError]  # by name: manifests of a newer version of ckpt
+    index: Index
+    newest: Manifest | None = None  # that this run has committed
 
     @classmethod
     def acquire(
@@ -37,29 +44,43 @@ class HeldRoot:
         with ExitStack() as lock:  # if anything below fails, the root is released
             lock_root(storage, lock)
             found = deletion.sweep(storage)
-            committed = [checkpoint.manifest for checkpoint in found if checkpoint.manifest is not None]
-            problems = {checkpoint.name: checkpoint.problem for checkpoint in found}
+            problems = {checkpoint.name: checkpoint.problem for checkpoint in found.checkpoints}
             unreadable = {name: problem for name, problem in problems.items() if isinstance(problem, VersionError)}
             if mirror is not None:
-                mirror.start([manifest for manifest in committed if manifest.name not in damaged])
+                mirror.start([summary for summary in found.committed if summary.name not in damaged])
             if on_hold is not None:
                 on_hold()
-            return cls(lock.pop_all(), committed, unreadable)
+            return cls(storage, lock.pop_all(), found.committed, unreadable, found.index)
 
     def find(self, name: str) -> Manifest | None:
-        """The committed manifest of that name, if there is one."""
-        return next((manifest for manifest in self.committed if manifest.name == name), None)
+        """The committed manifest of that name, if there is one. Any but the newest is read."""
+        known = next((summary for summary in self.committed if summary.name == name), None)
+        if known is None:
+            return None
+        if self.newest is not None and self.newest.id == known.id:
+            return self.newest
+        manifest = find(self.storage, name).manifest
+        return manifest if manifest is not None and manifest.id == known.id else None
 
-    def add(self, manifest: Manifest) -> None:
-        """Record a commit. It replaces an older checkpoint of its name."""
-        self.committed = [manifest, *self._others(manifest.name)]
+    def add(self, manifest: Manifest, version: str | None) -> None:
+        """Record a commit. It replaces an older checkpoint of its name. `version`: of its manifest, if it is known."""
+        summary = Summary.of(manifest)
+        self.newest = manifest
+        self.committed = [summary, *self._others(manifest.name)]
+        self.index.add(version, summary)
 
     def discard(self, name: str) -> None:
         """Record a removal."""
         self.committed = self._others(name)
 
-    def _others(self, name: str) -> list[Manifest]:
-        return [manifest for manifest in self.committed if manifest.name != name]
+    def retain(self, keep: Keep | None, damaged: Collection[str]) -> None:
+        """Remove what is not to be kept; now and then, store what is left for later listings."""
+        if keep is not None:
+            self.committed = deletion.apply_retention(keep, self.storage, self.committed, damaged)
+        self.index.update(self.storage, {summary.name for summary in self.committed})
+
+    def _others(self, name: str) -> list[Summary]:
+        return [summary for summary in self.committed if summary.name != name]
 
 
 def files_of(storage: Storage, name: str) -> list[str]:

@@ -7,10 +7,11 @@ from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root.catalog import find
 from ckpt.root.folder import ROOT, is_foreign
 from ckpt.root.open import parent_instead
+from ckpt.root.summary import Summary
 from ckpt.storage import Storage
 
 
-def refuse_to_overtake(url: str, newest: Manifest | None, failed_load: str) -> None:
+def refuse_to_overtake(url: str, newest: Summary | None, failed_load: str) -> None:
     """For a run that has not resumed: refused if there are checkpoints, or may be since a load failed."""
     if failed_load:
         raise ConfigError(

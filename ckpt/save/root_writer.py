@@ -20,6 +20,7 @@ from ckpt.root.catalog import find
 from ckpt.root.commit import Attempt, EarlierFile, WrittenFile
 from ckpt.root.mirror import MirrorWorker
 from ckpt.root.retention import Keep
+from ckpt.root.summary import Summary
 from ckpt.root.trust import Seal
 from ckpt.save.environment import device_name, versions
 from ckpt.save.held_root import HeldRoot, adopt, files_of
@@ -127,9 +128,9 @@ class RootWriter:
 
     def _release(self) -> None:
         """Release the root. What is committed there must be listed again before the next save."""
-        if self._held is not None:
-            self._held.lock.close()
-            self._held = None
+        held, self._held = self._held, None
+        if held is not None:
+            held.lock.close()
 
     def _in_held_root(self, do: Callable[[], Attempt]) -> Attempt:
         """Call `do` with the root held. If the root or its lock file was removed meanwhile, lock it and call again."""
@@ -152,7 +153,7 @@ class RootWriter:
         _log.warning("%s The root is locked again, and made anew. Checkpoints that are gone: %s.", lost, gone)
 
     @property
-    def _committed(self) -> list[Manifest]:
+    def _committed(self) -> list[Summary]:
         return self._held.committed if self._held is not None else []
 
     def committed_as(self, name: str) -> Manifest | None:
@@ -212,10 +213,9 @@ class RootWriter:
         return self.mirror is None or self.mirror.is_free(name)
 
     @property
-    def _newest(self) -> Manifest | None:
+    def _newest(self) -> Summary | None:
         mirrored = self.mirror.newest if self.mirror is not None else None
-        known = [*self._committed, *filter(None, [mirrored])]
-        return max(known, key=lambda manifest: manifest.sequence, default=None)
+        return max([*self._committed, *filter(None, [mirrored])], key=lambda known: known.sequence, default=None)
 
     @property
     def _highest(self) -> int:
@@ -238,9 +238,9 @@ class RootWriter:
             **{"world_size": self.ranks.world_size, **facts},
         )
         receipts = {record.file.path: record.receipt for record in stored if record.receipt is not None}
-        manifest, seconds = self.seal.sealed(unsealed), facts["seconds"]
-        self.commit_manifest(attempt, manifest, receipts)
-        said = (self.storage.url, attempt.name, format_size(manifest.size), seconds["blocked"], seconds["total"])
+        self.commit_manifest(attempt, manifest := self.seal.sealed(unsealed), receipts)
+        waited, total = facts["seconds"]["blocked"], facts["seconds"]["total"]
+        said = (self.storage.url, attempt.name, format_size(manifest.size), waited, total)
         _log.log(self.log_level, "saved %s/%s: %s, training waited %.2f s, durable after %.2f s", *said)
         return manifest
 
@@ -248,7 +248,7 @@ class RootWriter:
         """Commit a manifest in this root: the main rank's own, or that which the main rank has committed in its."""
         self._last_sequence = max(self._last_sequence, manifest.sequence)
         try:
-            attempt.commit(self.storage, manifest, receipts)
+            version = attempt.commit(self.storage, manifest, receipts)
         except NotDurableError as error:
             self._record(manifest)
             raise NotDurableError(
@@ -259,11 +259,11 @@ class RootWriter:
         except StorageError:
             self._unsure[attempt.name] = manifest
             raise
-        self._record(manifest)
+        self._record(manifest, version)
 
-    def _record(self, manifest: Manifest) -> None:
+    def _record(self, manifest: Manifest, version: str | None = None) -> None:
         assert self._held is not None
-        self._held.add(manifest)
+        self._held.add(manifest, version)
         self.damaged.discard(manifest.name)
         self._has_committed = True
         if self.mirror is not None:
@@ -278,13 +278,12 @@ class RootWriter:
             del self._unsure[name]
 
     def retain(self) -> None:
-        """Remove the checkpoints that are not to be kept."""
-        held = self._held
-        if self.keep is None or held is None:
+        """Remove the checkpoints that are not to be kept, and store the index of the others when it is time."""
+        if (held := self._held) is None:
             return
         try:
             with self.ranks.working(job_wide=True):  # to remove much takes long, and others may be at the next save
-                held.committed = deletion.apply_retention(self.keep, self.storage, held.committed, self.damaged)
+                held.retain(self.keep, self.damaged)
         except StorageError as error:  # the save stands; what could not be removed is tried again after the next save
             _log.warning("old checkpoints were not removed: %s", error)
 

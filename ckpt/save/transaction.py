@@ -10,25 +10,28 @@ from typing import Any
 
 import torch
 
-from ckpt.errors import RanksError, StorageError
+from ckpt.errors import StorageError
 from ckpt.formats.native.documents import rank_document
 from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.formats.state import FilePlan
-from ckpt.ranks.consensus import Result, decide_together
+from ckpt.ranks.consensus import Result, decide_together, first_of_each
 from ckpt.ranks.group import MAIN, Ranks
-from ckpt.root.commit import Attempt, WrittenFile
+from ckpt.root.commit import Attempt
 from ckpt.save.captured_state import CapturedState
 from ckpt.save.comparison_history import ComparisonHistory
 from ckpt.save.diverged_state import with_diverged_state
 from ckpt.save.live_state import LiveState
 from ckpt.save.rank_description import RankDescription, outlines_match
 from ckpt.save.rank_differences import Verdict, judge, refuse_to_mix
+from ckpt.save.reports import merge_reports
 from ckpt.save.root_writer import RootWriter
+from ckpt.save.shared_details import SplitDetails, join_details
 from ckpt.save.snapshot import Snapshot, Snapshots
 from ckpt.save.tensor_copies import TensorCopies
 from ckpt.util.gc_pause import gc_paused
 
 _log = logging.getLogger("ckpt")
+MAIN_WRITES = 64  # ranks whose documents the main rank writes; of more ranks, each writes its own
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,13 @@ class SaveTransaction:
         self.root.advance(self.request.name, done["id"], self.written)
 
     @property
+    def _own_documents(self) -> list[FilePlan]:
+        """This rank's document, if it writes it itself: of many ranks, those do that write files in any case."""
+        captured: CapturedState = self.captured.value
+        few = self.root.ranks.world_size <= MAIN_WRITES or self.root.hosts.separate_roots
+        return [] if few or not captured.rank_files else [FilePlan.of(rank_document(captured.rank), captured.document)]
+
+    @property
     def _owns_another_root(self) -> bool:
         return self.root.owns_root and self.root.ranks.rank != MAIN
 
@@ -169,14 +179,16 @@ class SaveTransaction:
     def _save_differences(self) -> dict[str, Any]:
         """The ranks hold different state: each saves what is its own, or all refuse, before anything is written."""
         captured: CapturedState = self.captured.value
-        mine = Result.capture(lambda: {**self._described(captured).details, "attended": self.attended})
+        mine = Result.capture(lambda: SplitDetails.of(self._described(captured).details))
         judged: list[Verdict] = []  # on the main rank
 
-        def decide(details: list[dict[str, Any]]) -> dict[str, Any]:
-            judged.append(judge(details))
+        def decide(answers: list[dict[str, Any]]) -> dict[str, Any]:
+            judged.append(judge(join_details(answers)))
             return judged[0].to_json()
 
-        verdict = self._agree(mine, decide, " (state compared)")
+        frames = self._agree(mine.then(lambda split: split.digest), first_of_each, " (descriptions)")
+        said = mine.then(lambda split: split.answer(speaks=captured.rank in frames, attended=self.attended))
+        verdict = self._agree(said, decide, " (state compared)")
         if self.compared.doubt(verdict["doubted"]) and verdict["attended"]:
             return self._capture_again()
         refuse_to_mix(verdict["problems"])
@@ -212,9 +224,10 @@ class SaveTransaction:
     def _proposal(self, captured: CapturedState, *, compare: bool = True) -> dict[str, Any]:
         """What the main rank must know of this rank to plan the save."""
         several = compare and self.root.ranks.world_size > 1
+        own = self._own_documents
         return {
-            "document": captured.document.decode(),
-            "paths": [file.path for file in (*captured.rank_files, *captured.diverged_files)],
+            "document": None if own else captured.document.decode(),
+            "paths": [file.path for file in (*own, *captured.rank_files, *captured.diverged_files)],
             "outline": self._described(captured).outline if several else {},
             "present": self.root.files_of(self.request.name) if self._owns_another_root else [],
         }
@@ -226,9 +239,9 @@ class SaveTransaction:
         """On the main rank: begin the save under names for all files; None if the ranks hold different state."""
         if proposals[MAIN]["outline"] and not outlines_match([proposal["outline"] for proposal in proposals]):
             return None
-        texts = [proposal["document"].encode() for proposal in proposals]
         captured: CapturedState = self.captured.value
-        own = [FilePlan.of(rank_document(rank), text) for rank, text in enumerate(texts)]
+        texts = {rank: proposal["document"] for rank, proposal in enumerate(proposals)}
+        own = [FilePlan.of(rank_document(rank), text.encode()) for rank, text in texts.items() if text is not None]
         self.documents = [captured.values_file, *own]
         shared = [file.path for file in [*captured.common_files, *self.documents]]
         paths = [*shared, *(path for proposal in proposals for path in proposal["paths"])]
@@ -244,7 +257,8 @@ class SaveTransaction:
         captured: CapturedState = self.captured.value
         if not captured.writes_common:
             captured.join_gathers()
-        live = [*captured.files, *(self.documents if captured.writes_common else ())]
+        self.documents = [*self.documents, *self._own_documents]
+        live = [*captured.files, *(self.documents if captured.writes_common else self._own_documents)]
         files = [*(self._snapshot_files.get(file.path, file) for file in live), *captured.diverged_files]
         began = time.monotonic()
         stored = attempt.write(self.root.storage, files, self.root.linkable, show=captured.rank == MAIN)
@@ -273,24 +287,6 @@ def _settled(captured: CapturedState) -> CapturedState:
     for device in captured.devices:
         torch.accelerator.synchronize(device)
     return captured
-
-
-def merge_reports(reports: list[list[dict[str, Any]]]) -> list[WrittenFile]:
-    """The files that ranks report, each once. Where hosts have roots of their own, their copies must be the same."""
-    stored: dict[str, WrittenFile] = {}
-    other: dict[str, int] = {}
-    for rank, report in enumerate(reports):
-        for entry in report:
-            record = FileRecord.from_json(entry["file"])
-            if stored.setdefault(record.name, WrittenFile(record, entry["receipt"])).file != record:
-                other.setdefault(record.name, rank)
-    if other:
-        named = ", ".join(f"{name} on rank {rank}" for name, rank in other.items())
-        raise RanksError(
-            f"these files differ from the main rank's: {named}. Hosts with roots of their own keep a copy each of what "
-            "is not sharded over ranks, so it must be the same on all of them. Make it so, or use a shared root."
-        )
-    return list(stored.values())
 
 
 def _few(names: list[str]) -> str:

@@ -11,13 +11,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.errors import ConfigError, LockedError, MetricError, MissingError
-from ckpt.formats.native.manifest import Manifest
+from ckpt.errors import CheckpointError, ConfigError, LockedError, MetricError, MissingError
 from ckpt.root import catalog, deletion
 from ckpt.root import verify as verifying
 from ckpt.root.lock import lock_root
+from ckpt.root.overview import Overview
 from ckpt.root.retention import Keep
 from ckpt.root.save_marker import SaveMarker, marked_names, read_marker
+from ckpt.root.summary import Summary
 from ckpt.root.verify import size_problems, without_other_hosts
 from ckpt.storage import Entry, Staging, Storage, Unfinished, open_storage
 from ckpt.util.console import format_duration
@@ -82,7 +83,7 @@ class Plan:
 
     storage: Storage
     grace: float
-    going: tuple[Manifest, ...]
+    going: tuple[Summary, ...]
     leftovers: tuple[Leftover, ...]
     outcome: Pruned
 
@@ -91,20 +92,20 @@ class Plan:
         entries = list(storage.list())
         if not entries and not any(True for _ in storage.unfinished()):
             raise MissingError(f"there is nothing at {storage.url}.")
-        found = catalog.scan(storage)
-        manifests = [checkpoint.manifest for checkpoint in found if checkpoint.manifest is not None]
-        damaged = {checkpoint.name: str(checkpoint.problem) for checkpoint in found if checkpoint.problem is not None}
-        if keep is not None and (why := keep.cannot_rank(manifests)):
+        found = Overview.of(storage, entries)
+        committed, problems = found.committed, {outline.name: outline.problem for outline in found.checkpoints}
+        damaged = {name: str(problem) for name, problem in problems.items() if problem is not None}
+        if keep is not None and (why := keep.cannot_rank(committed)):
             raise MetricError(f"{storage.url}: {why}. Nothing was removed.")
         leftovers = _leftovers(storage, entries)
         old = tuple(leftover for leftover in leftovers if leftover.age >= grace)
-        removable = _removable(storage, keep, manifests, damaged, verify=verify) if keep else []
-        going = tuple(manifest for manifest in manifests if manifest.name in removable)
+        removable = _removable(found, keep, damaged, verify=verify) if keep else []
+        going = tuple(summary for summary in committed if summary.name in removable)
         outcome = Pruned(
             url=storage.url,
-            removed={manifest.name: without_other_hosts(storage, manifest).size for manifest in going},
+            removed={summary.name: _size_here(found, summary) for summary in going},
             swept={leftover.name: leftover.size for leftover in old},
-            kept=tuple(manifest.name for manifest in manifests if manifest not in going),
+            kept=tuple(summary.name for summary in committed if summary not in going),
             damaged={name: why for name, why in damaged.items() if name not in {left.name for left in leftovers}},
             spared={left.name: f"was left {format_duration(left.age)} ago" for left in leftovers if left.age < grace},
         )
@@ -114,11 +115,12 @@ class Plan:
         """Remove what was planned, except what has changed since."""
         spared = dict(self.outcome.spared)
         swept = self._sweep(spared)
-        removed = [manifest.name for manifest in self.going if self._remove(manifest, spared)]
-        gone = {name: self.outcome.removed[name] for name in removed}
+        reasons = deletion.remove_all(self.storage, self.going)
+        spared |= {name: reason for name, reason in reasons.items() if reason}
+        gone = {name: self.outcome.removed[name] for name, reason in reasons.items() if not reason}
         if isinstance(self.storage, Staging):
             self.storage.settle()
-        kept = (*self.outcome.kept, *(manifest.name for manifest in self.going if manifest.name not in gone))
+        kept = (*self.outcome.kept, *(summary.name for summary in self.going if summary.name not in gone))
         return Pruned(
             url=self.storage.url, removed=gone, swept=swept, kept=kept, damaged=self.outcome.damaged, spared=spared
         )
@@ -157,23 +159,35 @@ class Plan:
         if read_marker(self.storage, leftover.name) is not None:
             spared[leftover.name] = "is being read"
 
-    def _remove(self, manifest: Manifest, spared: dict[str, str]) -> bool:
-        reason = deletion.remove_or_explain(self.storage, manifest)
-        if reason:
-            spared[manifest.name] = reason
-        return not reason
+
+def _size_here(found: Overview, summary: Summary) -> int:
+    """The bytes of a checkpoint, without the files that other hosts keep in separate roots."""
+    if summary.contents:
+        return summary.size
+    manifest = catalog.find(found.storage, summary.name).manifest
+    return without_other_hosts(found.storage, manifest).size if manifest else 0
 
 
-def _removable(
-    storage: Storage, keep: Keep, manifests: list[Manifest], damaged: dict[str, str], *, verify: bool
-) -> list[str]:
+def _wrong_sizes(found: Overview, summary: Summary) -> list[str]:
+    """Files that are missing or have other sizes. The manifest is read only if the listing does not show all files."""
+    if summary.has_all_of(found.sizes(summary.name)):
+        return []
+    try:
+        manifest = catalog.read_manifest(found.storage, summary.name)
+    except CheckpointError as error:
+        return [str(error)]
+    return size_problems(found.storage, without_other_hosts(found.storage, manifest))
+
+
+def _removable(found: Overview, keep: Keep, damaged: dict[str, str], *, verify: bool) -> list[str]:
     """The checkpoints that may be removed. Those found to be damaged are added to `damaged`, and do not count."""
-    for manifest in manifests:
-        if wrong := size_problems(storage, without_other_hosts(storage, manifest)):
-            damaged[manifest.name] = "; ".join(wrong)
-    while names := keep.removable(manifests, damaged):
-        newest = next(manifest.name for manifest in manifests if manifest.name not in damaged)
-        wrong = _damage(storage, newest) if verify else []
+    committed = found.committed
+    for summary in committed:
+        if wrong := _wrong_sizes(found, summary):
+            damaged[summary.name] = "; ".join(wrong)
+    while names := keep.removable(committed, damaged):
+        newest = next(summary.name for summary in committed if summary.name not in damaged)
+        wrong = _damage(found.storage, newest) if verify else []
         if not wrong:
             return names
         damaged[newest] = "; ".join(wrong)

@@ -3,11 +3,44 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt.util.fork_safety import OwnerProcess
+
+Item = TypeVar("Item")
+Returned = TypeVar("Returned")
+
+
+def in_parallel(call: Callable[[Item], Returned], items: Sequence[Item], threads: int, name: str) -> list[Returned]:
+    """Call with every item, in several threads. Returns the results in order; after an error no more calls begin."""
+    if min(threads, len(items)) < 2:
+        return [call(item) for item in items]
+    results: dict[int, Returned] = {}
+    waiting = list(enumerate(items))[::-1]
+
+    def work() -> None:
+        try:
+            while waiting:
+                try:
+                    number, item = waiting.pop()
+                except IndexError:  # another thread has taken the last
+                    return
+                results[number] = call(item)
+        except BaseException:
+            waiting.clear()
+            raise
+
+    workers = [ThreadCall(work, name) for _ in range(min(threads, len(items)))]
+    try:
+        failed = [worker for worker in workers if worker.has_failed()]
+    except BaseException:  # an interrupt
+        waiting.clear()
+        raise
+    for worker in failed:
+        worker.result()
+    return [results[number] for number in range(len(items))]
 
 
 class ThreadCall:

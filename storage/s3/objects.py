@@ -20,7 +20,7 @@ from ckpt.storage.s3.write import Write
 _DELETED_AT_ONCE = 1000
 _READ_AT_ONCE = 8 << 20
 _CHUNK = 1 << 20
-_MOST_PAGES = 2000  # of a thousand objects each: whoever lists more does not end
+_MOST_PAGES = 20_000  # of a thousand objects each: whoever lists more does not end
 # where the next page of a list begins, and how it is asked for
 _OBJECTS = {"NextContinuationToken": "ContinuationToken"}
 _PARTS = {"NextPartNumberMarker": "PartNumberMarker"}
@@ -83,7 +83,7 @@ class S3Objects:
                 if not found["Key"].startswith(self._prefix + prefix):
                     raise strange_answer(self.url, "lists keys below another prefix than was asked for")
                 if not found["Key"].endswith("/"):  # a placeholder for a folder, as consoles create them
-                    yield Entry(found["Key"].removeprefix(self._prefix), found["Size"])
+                    yield Entry(found["Key"].removeprefix(self._prefix), found["Size"], found.get("ETag"))
 
     def _pages(self, method: str, markers: Mapping[str, str], key: str = "", **arguments: Any) -> Iterator[Any]:
         """The pages of a listing. `markers`: the fields that say where the next begins, and how it is asked for."""

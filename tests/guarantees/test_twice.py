@@ -13,7 +13,7 @@ from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.ranks.preemption import Preemption
 from ckpt.root.copy import Copies
 from ckpt.root.save_marker import mark_save, read_marker
-from ckpt.save.transaction import merge_reports
+from ckpt.save.reports import merge_reports
 from ckpt.storage import MemoryStorage, Storage, open_storage
 from ckpt.util.clock import utc_now
 from tests.helpers.byte_checkpoints import tensor_file

@@ -126,7 +126,7 @@ class TestLeftovers:
             storage.write(key, [b"x"])
         found = sweep(storage)
         assert keys(storage) == {*others, *(f"committed/{path}" for path in (*FILES, FILE_NAME))}
-        assert [checkpoint.name for checkpoint in found] == ["committed"]
+        assert [checkpoint.name for checkpoint in found.checkpoints] == ["committed"]
         assert is_whole(storage, manifest)
 
     def test_of_a_save_that_was_to_replace_a_checkpoint_are_swept_and_the_checkpoint_is_kept(

@@ -1,0 +1,231 @@
+"""What thousands of ranks cost the main rank: a save and a resume on one of them, the others simulated.
+
+Real: the manager of rank 0 with its DTensors, the TCPStore and the exchange of all ranks through it, planning, the save
+marker, the manifest, the object storage with its leases and the index. Simulated: the other ranks (their answers are
+rank 0's with their own file names, and are put into the store before rank 0 asks for them, which is not timed), the
+collectives (PyTorch's fake process group), and S3 (objects in memory; its requests are counted, not sent).
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  (registers the backend)
+
+import ckpt
+from benchmarks import scale_checkpoints
+from benchmarks.scale_checkpoints import LATENCY
+from benchmarks.shared.counted_objects import CountedObjects
+from benchmarks.shared.measure import in_a_new_process
+from benchmarks.shared.report import Run, in_seconds, parser, table
+from benchmarks.shared.results import Samples
+from ckpt.ranks.store import TimedStore
+from ckpt.ranks.store_group import StoreGroup
+from ckpt.storage.object_storage import ObjectStorage
+
+SIZES = (16, 256, 4096, 16_384)
+SAVE, AGAIN, RESUME = "first save", "next save", "resume"
+PHASES = (SAVE, AGAIN, RESUME)
+KINDS = {"put": "PUT", "get": "GET", "head": "HEAD", "list": "LIST", "delete": "DELETE"}
+
+REAL = "Real: rank 0 with its manager, the TCPStore, planning, manifest, leases, index"
+SIMULATED = "Simulated: all other ranks, collectives, and S3, whose requests are counted and not sent"
+TIMED = "Seconds are rank 0's, without those that the simulation took; all other ranks wait for it"
+REQUESTS = "Requests are rank 0's. Others write their own files; in a resume each takes a lease and reads the manifest"
+NOTES = (REAL, SIMULATED, TIMED, REQUESTS)
+
+
+class Model(nn.Module):
+    """Many small tensors, each sharded over all ranks: only their number and layout count here."""
+
+    def __init__(self, ranks: int, count: int) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (ranks,))
+        shape = torch.Size((ranks, 2))
+        for index in range(count):
+            shard = DTensor.from_local(torch.zeros(1, 2), mesh, [Shard(0)], run_check=False, shape=shape, stride=(2, 1))
+            self.register_parameter(f"layer_{index}", nn.Parameter(shard))
+
+
+class OtherRanks:
+    """All ranks but the first, as the first sees them: their answers in the store, and their files in the bucket."""
+
+    def __init__(self, ranks: int, objects: CountedObjects) -> None:
+        self.ranks, self.objects = ranks, objects
+        self.seconds = 0.0  # that were spent on simulation
+        self.requests: Counter[str] = Counter()  # of rank 0 to the store
+        self.sent = 0  # bytes that rank 0 has received
+        self.exchanges = 0
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        gather, broadcast, call = StoreGroup.gather, StoreGroup.broadcast, TimedStore._call
+        others, rest = self, self.ranks - 1
+
+        def answered_gather(group: StoreGroup, name: str, data: str) -> list[str]:
+            others.answer(group, data)
+            return gather(group, name, data)
+
+        def read_broadcast(group: StoreGroup, name: str, data: str) -> str:
+            key = f"{group._turn}/all/read"
+            found = broadcast(group, name, data)
+            with others.paused():
+                group._store._store.add(key, rest)
+            others.exchanges += 1
+            return found
+
+        def counted_call(store: TimedStore, do: Any) -> Any:
+            others.requests["calls"] += 1
+            return call(store, do)
+
+        StoreGroup.gather, StoreGroup.broadcast = answered_gather, read_broadcast  # type: ignore[method-assign]
+        TimedStore._call = counted_call  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            StoreGroup.gather, StoreGroup.broadcast = gather, broadcast  # type: ignore[method-assign]
+            TimedStore._call = call  # type: ignore[method-assign]
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - began
+
+    def answer(self, group: StoreGroup, data: str) -> None:
+        with self.paused():
+            said = json.loads(data)
+            value = said.get("value")
+            if isinstance(value, list) and value and isinstance(value[0], dict) and "file" in value[0]:
+                said["value"] = [entry for entry in value if "00000" in entry["file"]["name"]]
+                for entry in said["value"]:
+                    self._copy_file(entry["file"]["path"])
+            text = json.dumps(said)
+            for rank in range(1, self.ranks):
+                answer = text.replace("00000.", f"{rank:05d}.")
+                group._store._store.set(group._answer_key(rank), answer)
+                self.sent += len(answer)
+
+    def _copy_file(self, path: str) -> None:
+        for key, content in [item for item in self.objects.content.items() if item[0].endswith(f"/{path}")]:
+            for rank in range(1, self.ranks):
+                self.objects.content[key.replace("00000.", f"{rank:05d}.")] = content
+
+
+def measure(ranks: int, tensors: int) -> dict[str, dict[str, float]]:
+    """The figures of each phase, in a process of its own."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
+    objects = CountedObjects("bucket/run")
+    others = OtherRanks(ranks, objects)
+    figures: dict[str, dict[str, float]] = {}
+
+    def phase(name: str, do: Any) -> None:
+        others.seconds, others.sent, others.exchanges = 0.0, 0, 0
+        others.requests.clear()
+        objects.requests.clear()
+        before, began = _peak(), time.perf_counter()
+        do()
+        took = time.perf_counter() - began - others.seconds
+        figures[name] = {
+            "seconds": took,
+            "memory": max(0, _peak() - before),
+            "received": others.sent,
+            "exchanges": others.exchanges,
+            "calls": others.requests["calls"],
+            **{kind: objects.requests[kind] for kind in KINDS},
+        }
+        print(f"{ranks} ranks, {name}: {took:.1f} s, simulation {others.seconds:.1f} s", flush=True)
+
+    with others.answering():
+        with manager_of(objects, ranks, tensors) as manager:
+            manager.resume()
+            phase(SAVE, partial(manager.save_state, "step-1", wait=True))
+            phase(AGAIN, partial(manager.save_state, "step-2", wait=True))
+        with manager_of(objects, ranks, tensors) as manager:
+            phase(RESUME, manager.resume)
+    figures["manifest"] = {"size": len(objects.content["step-2/manifest.json"])}
+    return figures
+
+
+def manager_of(objects: CountedObjects, ranks: int, tensors: int) -> ckpt.StateManager:
+    options = ckpt.RankOptions(broadcast=False, timeout=600.0)
+    return ckpt.StateManager(ObjectStorage(objects), model=Model(ranks, tensors), ranks=options)
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def body(samples: Samples, sizes: Sequence[int]) -> str:
+    rows = []
+    for phase in PHASES:
+        for ranks in sizes:
+            found = {key: samples.best(f"{ranks} ranks", f"{phase}, {key}") or 0.0 for key in _METRICS}
+            requests = ", ".join(f"{found[kind]:.0f} {KINDS[kind]}" for kind in KINDS if found[kind])
+            rows.append(
+                [phase, f"{ranks:,}", in_seconds(found["seconds"]), f"{found['memory'] / 1e6:.0f} MB",
+                 f"{found['received'] / 1e6:.1f} MB", f"{found['calls']:,.0f}", f"{found['exchanges']:.0f}", requests]
+            )  # fmt: skip
+    head = ["", "ranks", "seconds", "more memory", "received", "calls of the store", "exchanges", "S3 requests"]
+    return table(head, rows)
+
+
+def body_of_checkpoints(samples: Samples, counts: Sequence[int]) -> str:
+    tasks = [row.metric for row in samples.rows() if row.subject == f"{counts[0]} checkpoints"]
+    rows = []
+    for task in [metric.removesuffix(", seconds") for metric in tasks if metric.endswith(", seconds")]:
+        cells = [task]
+        for count in counts:
+            seconds = samples.best(f"{count} checkpoints", f"{task}, seconds") or 0.0
+            requests = samples.best(f"{count} checkpoints", f"{task}, requests") or 0.0
+            cells += [f"{requests:.0f}", in_seconds(seconds), f"{seconds / LATENCY:.0f}"]
+        rows.append(cells)
+    head = [f"{count} checkpoints: {what}" for count in counts for what in ("requests", "time", "time / latency")]
+    return f"""Beside many checkpoints on S3, each request of {1000 * LATENCY:.0f} ms (simulated). Time by latency is
+the most round trips that can have followed each other.
+
+{table(["", *head], rows)}"""
+
+
+_METRICS = ("seconds", "memory", "received", "exchanges", "calls", *KINDS)
+_UNITS = {"seconds": "s", "memory": "B", "received": "B"}
+
+
+def keep(ranks: int, figures: dict[str, dict[str, float]], samples: Samples) -> None:
+    for phase in PHASES:
+        for key in _METRICS:
+            samples.add(f"{ranks} ranks", f"{phase}, {key}", figures[phase][key], _UNITS.get(key, ""))
+    samples.add(f"{ranks} ranks", "manifest", figures["manifest"]["size"], "B")
+
+
+def main(arguments: Sequence[str]) -> None:
+    options_parser = parser("scale", __doc__)
+    options_parser.add_argument("--ranks", default=",".join(map(str, SIZES)), help="numbers of ranks, with commas")
+    options_parser.add_argument("--tensors", type=int, default=20_000)
+    options_parser.add_argument("--checkpoints", default="100,1000", help="numbers of checkpoints in a root")
+    options: Namespace = options_parser.parse_args(arguments)
+    run = Run("scale", options, "torch")
+    sizes = [int(text) for text in options.ranks.split(",")]
+    counts = [int(text) for text in options.checkpoints.split(",")]
+    for ranks in sizes:
+        keep(ranks, in_a_new_process(measure, ranks, options.tensors), run.samples)
+    for count in counts:
+        for task, (seconds, requests) in in_a_new_process(scale_checkpoints.measure, count).items():
+            run.samples.add(f"{count} checkpoints", f"{task}, seconds", seconds)
+            run.samples.add(f"{count} checkpoints", f"{task}, requests", requests, "requests")
+    text = f"{body(run.samples, sizes)}\n\n{body_of_checkpoints(run.samples, counts)}"
+    run.keep(f"Rank 0 of many, {options.tensors:,} tensors", text, None, *NOTES)

@@ -1,0 +1,94 @@
+"""An object store in memory that counts the requests which S3 would have been sent."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from ckpt.errors import AbsentError
+from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed
+
+_PAGE = 1000  # objects in an answer to LIST, keys in a DELETE
+_PART = 8 << 20  # bytes of a ranged read
+
+
+class CountedObjects:
+    """`Objects` for `ckpt.storage.object_storage.ObjectStorage`."""
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+        self.latency = 0.0  # seconds of a request
+        self.content: dict[str, bytes] = {}
+        self.requests: Counter[str] = Counter()
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.prefix}"
+
+    def put(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> str:
+        data = b"".join(bytes(piece) for piece in pieces)
+        self._count("put", 1)
+        if over not in (ANY, self._version(key)):
+            raise changed(f"{self.url}/{key}")
+        self.content[key] = data
+        return self._version(key) or ""
+
+    def version(self, key: str) -> str | None:
+        self._count("head", 1)
+        return self._version(key)
+
+    def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        self._count("get", 1)
+        return self._found(key)[start:stop]
+
+    def fill(self, key: str, start: int, buffers: list[memoryview]) -> int:
+        size = sum(map(len, buffers))
+        self._count("get", max(1, math.ceil(size / _PART)))
+        data = memoryview(self._found(key))[start : start + size]
+        missing = size - len(data)
+        for buffer in buffers:
+            part, data = data[: len(buffer)], data[len(buffer) :]
+            buffer[: len(part)] = part
+        return missing
+
+    def copy(self, source: str, target: str) -> None:
+        self._count("head", 1)
+        self._count("put", 1)
+        self.content[target] = self._found(source)
+
+    def entries(self, prefix: str) -> Iterator[Entry]:
+        found = [key for key in list(self.content) if key.startswith(prefix)]
+        for start in range(0, max(1, len(found)), _PAGE):
+            self._count("list", 1)
+            for key in found[start : start + _PAGE]:
+                version = self._version(key) if key.endswith("manifest.json") else None
+                yield Entry(key, len(self.content[key]), version)
+
+    def remove(self, keys: list[str]) -> None:
+        self._count("delete", math.ceil(len(keys) / _PAGE))
+        for key in keys:
+            self.content.pop(key, None)
+
+    def unfinished(self, prefix: str) -> Iterator[Unfinished]:
+        self._count("list", 1)
+        return iter(())
+
+    def abort(self, prefix: str, age: float) -> None:
+        self._count("list", 1)
+
+    def _count(self, kind: str, requests: int) -> None:
+        self.requests[kind] += requests
+        time.sleep(self.latency * requests)
+
+    def _version(self, key: str) -> str | None:
+        data = self.content.get(key)
+        return None if data is None else hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+    def _found(self, key: str) -> bytes:
+        try:
+            return self.content[key]
+        except KeyError:
+            raise AbsentError(f"{self.url}/{key} does not exist.") from None

@@ -1,0 +1,70 @@
+"""Everything that a root holds, from one listing: which checkpoints, in which order, and with which files.
+
+Manifests that the index knows are not read. Imports no torch: the command `ckpt` starts without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ckpt.errors import CheckpointError
+from ckpt.formats.native.manifest import FILE_NAME
+from ckpt.root.catalog import by_folder, commit_order, find_listed, is_checkpoint, was_committed
+from ckpt.root.index import INDEX, Index
+from ckpt.root.summary import Summary
+from ckpt.storage import Entry, Storage
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A checkpoint as the listing shows it. Without a summary it is not committed or not readable: see `problem`."""
+
+    name: str
+    summary: Summary | None = None
+    problem: CheckpointError | None = None
+
+    @property
+    def was_committed(self) -> bool:
+        """Whether it has a manifest, though it may not be readable."""
+        return was_committed(self.problem)
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The checkpoints of a root, newest first; those without a readable manifest come last."""
+
+    storage: Storage
+    checkpoints: list[Outline]
+    index: Index
+    files: Mapping[str, Mapping[str, Entry]]  # by folder and path
+
+    @classmethod
+    def of(cls, storage: Storage, entries: Iterable[Entry] | None = None) -> Overview:
+        """`entries`: what `storage.list()` has just returned, if it was called already."""
+        files = by_folder(storage.list() if entries is None else entries)
+        names = [name for name, inside in files.items() if is_checkpoint(name, inside)]
+        index = Index.read(storage) if INDEX in files else Index()
+        known = {name: index.find(name, _manifest_version(files[name])) for name in names}
+        read = find_listed(storage, {name: files[name] for name in names if known[name] is None})
+        outlines = [Outline(name, summary) for name, summary in known.items() if summary is not None]
+        for checkpoint in read:
+            summary = Summary.of(checkpoint.manifest) if checkpoint.manifest else None
+            outlines.append(Outline(checkpoint.name, summary, checkpoint.problem))
+            if summary is not None:
+                index.add(_manifest_version(files[checkpoint.name]), summary)  # listed before it was read
+        found = sorted(outlines, key=lambda outline: commit_order(outline.name, outline.summary), reverse=True)
+        return cls(storage, found, index, files)
+
+    @property
+    def committed(self) -> list[Summary]:
+        return [outline.summary for outline in self.checkpoints if outline.summary is not None]
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """The sizes of the files in a checkpoint's folder, by path."""
+        return {path: entry.size for path, entry in self.files.get(name, {}).items()}
+
+
+def _manifest_version(inside: Mapping[str, Entry]) -> str | None:
+    entry = inside.get(FILE_NAME)
+    return entry.version if entry is not None else None

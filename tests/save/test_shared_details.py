@@ -1,0 +1,42 @@
+"""The descriptions of ranks: each distinct one is sent once, and the main rank has all of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ckpt.ranks.consensus import first_of_each
+from ckpt.save.shared_details import SplitDetails, join_details
+
+
+def details(stage: int, rank: int) -> dict[str, Any]:
+    names = [f"layers.{stage}.weight", f"layers.{stage}.bias"]
+    whole = {"class": "M", "values": "v", "how": "whole", "sums": {}, "pieces": {}}
+    spread = {"class": "M", "values": "w", "how": "spread", "tensors": {}}
+    return {
+        "parts": {
+            "norm": {**whole, "tensors": {"mean": ["float32", [2], f"sum-{rank}"], "base": ["", [], None]}},
+            "model": {**spread, "sums": {names[1]: "same"}, "pieces": {names[0]: f"piece-{rank}"}},
+        },
+        "tables": {"model": {"written": "in pieces", "tensors": {name: [] for name in names}}},
+        "layouts": {"model": {names[0]: {"ranks": [stage]}}},
+        "kept": {"model": names},
+        "trees": {"model": dict.fromkeys(names, 1)},
+    }
+
+
+def test_one_rank_of_each_kind_sends_its_description_and_the_main_rank_has_all() -> None:
+    everything = [details(stage=rank // 4, rank=rank) for rank in range(8)]
+    split = [SplitDetails.of(each) for each in everything]
+    speakers = first_of_each([each.digest for each in split])
+    assert speakers == [0, 4]
+    answers = [each.answer(speaks=rank in speakers, attended=True) for rank, each in enumerate(split)]
+    assert ["frame" in answer for answer in answers] == [rank in (0, 4) for rank in range(8)]
+    assert join_details(json.loads(json.dumps(answers))) == [{**each, "attended": True} for each in everything]
+
+
+def test_a_description_that_differs_in_anything_but_checksums_is_sent() -> None:
+    other = details(0, 1)
+    other["parts"]["norm"]["tensors"]["mean"][1] = [3]
+    assert SplitDetails.of(other).digest != SplitDetails.of(details(0, 1)).digest
+    assert SplitDetails.of(details(0, 1)).digest == SplitDetails.of(details(0, 2)).digest
