@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 MASK = "***"
-MOST_LINES = 10
+MOST_LINES = 10  # of an error
 LONGEST = 10_000  # characters of one text: an attacker's name may have megabytes
 _SHORTEST = 6  # characters of a secret that is recognised wherever it occurs: shorter ones are parts of words
 _known: list[str] = []  # the longest first: one secret may be a part of another
@@ -67,10 +67,12 @@ class Lines(str):
 
     @classmethod
     def listing(cls, head: str, offenders: Iterable[str], tail: str = "") -> Lines:
-        """A sentence, an indented line for each of the first ten offenders, and what to do."""
+        """A sentence, an indented line for each offender, and what to do: ten lines, and how many more there are."""
         listed = list(offenders)
-        more = [f"and {len(listed) - MOST_LINES} more"] if len(listed) > MOST_LINES else []
-        indented = [f"  {shown(line)}" for line in (*listed[:MOST_LINES], *more)]
+        room = MOST_LINES - (2 if tail else 1)
+        some = listed if len(listed) <= room else listed[: room - 1]
+        more = [f"and {len(listed) - len(some):,} more"] if len(some) < len(listed) else []
+        indented = [f"  {shown(line)}" for line in (*some, *more)]
         return cls.of([head, *indented, *([tail] if tail else [])])
 
 

@@ -9,6 +9,11 @@ import torch
 from ckpt.errors import UnsupportedError
 
 
+def device_obstacle(device: torch.device) -> str | None:
+    """Why tensors on a device are neither saved nor loaded: torch_xla computes them later, when it is told to."""
+    return "on an XLA device (TPU), which ckpt does not support" if device.type == "xla" else None
+
+
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, without a copy. The view keeps the tensor alive."""
     size = memory_size(tensor)

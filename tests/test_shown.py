@@ -69,13 +69,15 @@ def test_the_message_of_an_error_is_escaped_however_it_is_read(kind: type[CkptEr
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
-def test_an_error_with_many_offenders_lists_ten_and_keeps_all() -> None:
+def test_an_error_with_many_offenders_has_ten_lines_and_keeps_all() -> None:
     problems = [f"model: w{number}\n\x1b: missing" for number in range(30)]
     error = MismatchError(Lines.listing("it does not fit:", problems, "Build it anew."), tuple(problems))
     head, *listed, more, tail = str(error).splitlines()
-    assert (head, more, tail) == ("it does not fit:", "  and 20 more", "Build it anew.")
-    assert listed == [rf"  model: w{number}\n\x1b: missing" for number in range(10)]
+    assert (head, more, tail) == ("it does not fit:", "  and 23 more", "Build it anew.")
+    assert listed == [rf"  model: w{number}\n\x1b: missing" for number in range(7)]
     assert len(error.problems) == 30
+    assert len(Lines.listing("head", problems[:8], "tail").splitlines()) == 10
+    assert len(Lines.listing("head", problems).splitlines()) == 10
 
 
 def test_lines_of_an_error_are_the_same_on_another_rank() -> None:

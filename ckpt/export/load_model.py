@@ -178,7 +178,8 @@ def _load_folder(
         if strict and misfits:
             lines = [f"{name}: {why}" for name, why in sorted(misfits.items())]
             head = f"{shown} does not fit the model; nothing was changed:"
-            raise MismatchError(Lines.listing(head, lines), tuple(lines))
+            advice = "Build the model as it was when it was saved, or use strict=False to load what fits."
+            raise MismatchError(Lines.listing(head, lines, advice), tuple(lines))
         fitting = {name for name in wanted if name in saved and name not in misfits}
         for name in fitting:
             _fill(wanted[name], saved[name], rank)

@@ -8,7 +8,11 @@ from ckpt.errors import MismatchError
 from ckpt.load.reader import CheckpointReader
 from ckpt.shown import Lines
 from ckpt.state.load_errors import naming_part
+from ckpt.state.model import ModelPart
 from ckpt.state.parts import WHOLE_PART, Part
+
+_NAMED = 3  # tensors in a note
+_EQUAL_BUFFERS = "or have one for all (SyncBatchNorm, DistributedDataParallel with broadcast_buffers=True)"
 
 Misfits = Mapping[str, Mapping[str, str]]  # what does not fit and why, by part and key; WHOLE_PART for all of a part
 
@@ -27,10 +31,17 @@ def from_main_rank(reader: CheckpointReader, parts: Mapping[str, Part]) -> dict[
     for key, part in parts.items():
         differs = reader.differs(key)
         names = differs.get("tensors", {})
-        taken = len(names) - len(part.tied_to_ranks(names)) if names else 0
+        bound = set(part.tied_to_ranks(names).values()) if names else set()
+        taken = [name for name in names if name not in bound]
         if taken or differs.get("values"):
             saved_by = reader.manifest.world_size
-            found[key] = f"each of the {saved_by} ranks that saved it had its own; all have the main rank's now"
+            what = ", ".join(taken[:_NAMED]) or "values"
+            more = f" and {len(taken) - _NAMED} more" if len(taken) > _NAMED else ""
+            way_out = _EQUAL_BUFFERS if isinstance(part, ModelPart) else "or register it with per_rank=True"
+            found[key] = (
+                f"each of the {saved_by} ranks that saved it had its own {what}{more}; every rank has the main rank's "
+                f"now. Resume with {saved_by} ranks to keep them apart, {way_out}"
+            )
     return found
 
 

@@ -23,6 +23,8 @@ from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import Ranks
 from ckpt.root.file_names import own_key
 from ckpt.state import rng
+from ckpt.state.comm_hooks import KEY as HOOKS
+from ckpt.state.comm_hooks import has_hook_state
 from ckpt.state.deepspeed.parts import PartitionsPart
 from ckpt.state.load_errors import naming_part
 from ckpt.state.meta_device import any_on_meta
@@ -175,8 +177,13 @@ def _own_parts(reader: CheckpointReader, request: RestoreRequest, notes: Notes) 
     own = request.registry.own_parts_to_load(ranks.rank, reader.own)
     diverged = {own_key(key, ranks.rank) for key in (*reader.parts, *request.registry.parts)}
     for key in sorted(reader.own.keys() - own.keys() - diverged):
+        if key.startswith(f"{HOOKS}-") and not has_hook_state(reader.tree(key)):
+            continue  # buckets alone: nobody misses them where gradients are summed in another way
         notes.skipped[f"{key.rpartition('-')[0]} (each rank's own)"] = _UNMANAGED
     why = _why_none_of_its_own(manifest, ranks)
+    for key, hooks in request.registry.hooks(ranks.rank).items():
+        if key not in own:
+            hooks.missed(why or "the checkpoint has no state of theirs", notes, strict=request.strict)
     if why is None:
         return own
     was_there = ranks.rank < manifest.world_size and not manifest.origin

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from ckpt.errors import RanksError
+from ckpt.ranks.liveness import format_ranks, ranks_by_value
 from ckpt.ranks.shutdown import UnreadBroadcast
 from ckpt.ranks.store import TimedStore
 
@@ -48,7 +49,8 @@ class BuiltManagers:
             built |= {other: _read(store, other) for other in others}
         if all(labels.keys() == self._labels.keys() for labels in built.values()):
             return ""
-        listed = "; ".join(f"rank {number} opened {_listed(labels)}" for number, labels in sorted(built.items()))
+        opened = ranks_by_value({number: _listed(labels) for number, labels in sorted(built.items())})
+        listed = "; ".join(f"{format_ranks(found)} opened {labels}" for labels, found in opened.items())
         return (
             f" The ranks have not opened the same roots: {listed}. Build the same managers on every rank, for the same "
             "root; where every host has a root of its own, give them ranks=ckpt.RankOptions(shared=False)."

@@ -10,8 +10,11 @@ from typing import Any
 from ckpt import errors
 from ckpt.errors import CkptError, RanksError
 from ckpt.ranks.group import MAIN, Ranks
-from ckpt.ranks.liveness import format_ranks
-from ckpt.shown import Lines, shown
+from ckpt.ranks.liveness import format_ranks, ranks_by_value
+from ckpt.shown import MOST_LINES, Lines, shown
+
+_MOST_TEXTS = 8  # errors of ranks that are named in one
+_MOST_BEGINNINGS = 4
 
 
 class FollowingError(RanksError):
@@ -116,23 +119,45 @@ def _values(call: str, answers: list[str]) -> list[Any]:
 
 
 def _require_same_call(call: str, said: list[Any]) -> None:
-    calls: dict[str, list[int]] = {}
-    for rank, fields in enumerate(said):
-        calls.setdefault(fields["call"], []).append(rank)
-    if calls.keys() != {call}:
-        listed = "; ".join(f"{format_ranks(ranks)} called {other}" for other, ranks in calls.items())
+    calls = {rank: fields["call"] for rank, fields in enumerate(said)}
+    if any(other != call for other in calls.values()):
+        listed = "; ".join(f"{format_ranks(found)} called {other}" for other, found in ranks_by_value(calls).items())
         raise RanksError(
             f"the ranks do different things: {listed}. Every rank must make the same calls in the same order."
         )
 
 
 def _joined(failed: dict[int, Exception], world_size: int) -> CkptError:
-    """One error for those of several ranks: of the first one's class, with every rank's text unless all are equal."""
+    """One error for those of several ranks: of the first one's class, with the texts of the ranks unless all are equal.
+
+    It has ten lines at most: a text of several lines is the first rank's, and of other ones the beginning is given.
+    """
     kind = _kind(next(iter(failed.values())))
-    texts = list(dict.fromkeys(str(error) for error in failed.values()))
+    texts = ranks_by_value({rank: str(error) for rank, error in failed.items()})
     if len(failed) == world_size and len(texts) == 1:
-        return _make_error(kind, texts[0])
-    return _make_error(kind, "; ".join(f"rank {rank}: {error}" for rank, error in failed.items()))
+        return _make_error(kind, next(iter(texts)))
+    named = [f"{format_ranks(found)}: {text}" for text, found in texts.items()]
+    if len(named) == 1:
+        return _make_error(kind, named[0])
+    if not any("\n" in text for text in named):
+        more = f"; and {len(named) - _MOST_TEXTS} other errors" if len(named) > _MOST_TEXTS else ""
+        return _make_error(kind, "; ".join(named[:_MOST_TEXTS]) + more)
+    others = "; ".join(_beginning(text) for text in named[1:_MOST_BEGINNINGS])
+    more = f"; and {len(named) - _MOST_BEGINNINGS} other errors" if len(named) > _MOST_BEGINNINGS else ""
+    return _make_error(kind, f"{_shortened(named[0], MOST_LINES - 1)}\n{others}{more}")
+
+
+def _beginning(text: str) -> str:
+    """The first sentence of a text, and the first offender that it lists."""
+    first, *offenders = text.splitlines()
+    return " ".join([first, *(offender.strip() for offender in offenders[:1])])
+
+
+def _shortened(text: str, most: int) -> str:
+    first, *lines = text.splitlines()
+    if len(lines) < most:
+        return text
+    return "\n".join([first, *lines[: most - 3], "  and more", lines[-1]])
 
 
 def _kind(error: Exception) -> str:

@@ -17,6 +17,7 @@ from ckpt.ranks.built_managers import built_here
 from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
 from ckpt.ranks.find import OWN_ROOTS, meeting_name
 from ckpt.ranks.group import MAIN, Ranks
+from ckpt.ranks.liveness import format_ranks, ranks_by_value
 from ckpt.storage import Storage
 
 _log = logging.getLogger("ckpt")
@@ -109,7 +110,8 @@ def _agree_on_root(roots: list[_OpenedRoot], *, shared: bool | None) -> str:
     mixed = any(url in root["opened"] and url != root["url"] for url in urls for root in roots)
     names = {url.rstrip("/").rpartition("/")[2] for url in urls}
     if mixed or (len(names) > 1 and shared is not False):
-        listed = "; ".join(f"rank {rank} opened {', '.join(root['opened'])}" for rank, root in enumerate(roots))
+        opened = ranks_by_value({rank: ", ".join(root["opened"]) for rank, root in enumerate(roots)})
+        listed = "; ".join(f"{format_ranks(found)} opened {urls}" for urls, found in opened.items())
         raise RanksError(
             f"the ranks have not opened the same root: {listed}. Every rank must build the same managers in the same "
             "order. If these are the roots of one run, one on each host, give the managers "

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _LONGEST = 20.0  # seconds between two checks
+_SPELLED_OUT = 3  # ranks of a run, each with its number
+_MOST_RUNS = 8
 
 
 @dataclass
@@ -34,5 +37,24 @@ class LivenessWatch:
         return [rank for rank in counts if now - self._seen[rank][1] >= self.timeout]
 
 
+def ranks_by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
+    """The ranks that have each value."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
 def format_ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    """`rank 3`, `ranks 1, 2`, `ranks 0 to 62`; of many runs the first ones, and how many ranks more."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [f"{run[0]} to {run[-1]}" if len(run) > _SPELLED_OUT else ", ".join(map(str, run)) for run in runs]
+    more = sum(map(len, runs[_MOST_RUNS:]))
+    return f"ranks {', '.join(texts[:_MOST_RUNS])}" + (f" and {more} more" if more else "")

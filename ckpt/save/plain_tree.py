@@ -16,7 +16,7 @@ _SCALARS = frozenset({bool, int, float, str, type(None)})
 _KEYS = frozenset({str, int})
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 _TOO_DEEP = 50
-_NEVER = tuple(map(attrgetter, ("is_nested", "is_quantized", "is_meta")))
+_NEVER = tuple(map(attrgetter, ("is_nested", "is_quantized", "is_meta", "is_xla")))
 _NO_LAZY_BITS = (torch.Tensor.is_conj, torch.Tensor.is_neg)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from ckpt.errors import RanksError
 from ckpt.formats.native.manifest import FileRecord
 from ckpt.root.commit import WrittenFile
+from ckpt.util.checked_json import joined
 
 
 def merge_reports(reports: list[list[dict[str, Any]]]) -> list[WrittenFile]:
@@ -19,7 +20,7 @@ def merge_reports(reports: list[list[dict[str, Any]]]) -> list[WrittenFile]:
             if stored.setdefault(record.name, WrittenFile(record, entry["receipt"])).file != record:
                 other.setdefault(record.name, rank)
     if other:
-        named = ", ".join(f"{name} on rank {rank}" for name, rank in other.items())
+        named = joined([f"{name} on rank {rank}" for name, rank in other.items()])
         raise RanksError(
             f"these files differ from the main rank's: {named}. Hosts with roots of their own keep a copy each of what "
             "is not sharded over ranks, so it must be the same on all of them. Make it so, or use a shared root."

@@ -38,8 +38,8 @@ class Joined:
     Models: the parts of a model that this rank has, for example its stages of a pipeline, as modules or as
     `PipelineStage`s of torch.distributed.pipelining. Names are those in the parts, which must be names of the whole
     model; a dict gives each part a prefix, for parts whose names begin anew (`{"stages.3": part}`). Optimizers: one for
-    each part or for each parameter, all of one class; in a dict, the keys are of no importance. Schedulers and
-    scalers: all have the same state.
+    each part or for each parameter, all of one class; in a dict, the keys are of no importance (one by names of
+    parameters, which have dots, is joined without being told so). Schedulers and scalers: all have the same state.
 
         StateManager(root, model=Joined(parts), optimizer=Joined(optimizers), scheduler=Joined(schedulers))
     """

@@ -117,12 +117,17 @@ class GivenObjects:
 
 
 def named(kind: str, value: Any) -> dict[str, Any]:
-    """Objects by key, for one object, `Joined` ones, a sequence, or a dict: `model`, `model.0`, `model.generator`."""
+    """Objects by key, for one object, `Joined` ones, a sequence, or a dict: `model`, `model.0`, `model.generator`.
+
+    A dict of optimizers by names of parameters, which have dots (`{"layers.0.weight": optimizer}`), is one optimizer.
+    """
     if value is None:
         return {}
     if isinstance(value, Joined):
         return {kind: value.as_one(kind)}
     if isinstance(value, Mapping):
+        if kind == "optimizer" and any("." in name for name in value if isinstance(name, str)):
+            return {kind: Joined(value).as_one(kind)}
         return {f"{kind}.{_checked(name)}": item for name, item in value.items()}
     if isinstance(value, list | tuple):
         return {f"{kind}.{index}": item for index, item in enumerate(value)}

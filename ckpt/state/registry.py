@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt.errors import ConfigError
+from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.formats.layout import Members
 from ckpt.formats.native.tensor_subclasses import is_packed, pieces
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
+from ckpt.formats.tensor_bytes import device_obstacle
 from ckpt.state import rng
 from ckpt.state.accumulation import Windows, holds_unsharded, obstacle
 from ckpt.state.comm_hooks import KEY as HOOKS
-from ckpt.state.comm_hooks import lacking_state, saved_hooks
+from ckpt.state.comm_hooks import HooksPart, is_hook_state, lacking_state, saved_hooks
 from ckpt.state.deepspeed.engine import KEY, engines_in, is_partitioned, refuse_some_ranks, with_engines
 from ckpt.state.deepspeed.parts import EnginePart, PartitionsPart
 from ckpt.state.joined_optimizer import JoinedOptimizer
@@ -26,6 +27,7 @@ from ckpt.state.parts import GradientsPart, ObjectPart, OwnPart, Part, has_state
 from ckpt.state.rank_objects import RankObjectPart
 from ckpt.state.wrapped_optimizers import stepping
 from ckpt.state.zero_redundancy import ZeroRedundancyPart, is_zero_redundancy
+from ckpt.util.checked_json import joined
 
 _RESERVED = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", HOOKS, KEY, "state", "manifest")
 
@@ -170,6 +172,10 @@ class StateRegistry:
         optional |= self._gradients_part(rank) if self._gradients is None else {}
         return {**self.own(rank), **{key: part for key, part in optional.items() if key in saved}}
 
+    def hooks(self, rank: int) -> dict[str, HooksPart]:
+        """The part of DDP's communication hooks, whose state a checkpoint may lack."""
+        return saved_hooks(self.models, rank)
+
     def _inaccessible_gradients(self) -> dict[str, str]:
         """Why gradients of an unfinished accumulation window cannot be saved, if a library holds them."""
         if holds_unsharded(self.models):
@@ -192,7 +198,7 @@ class StateRegistry:
         """Add objects; all of them, or none if any is unsuitable. `per_rank`: their state is each rank's own."""
         wrong = [f"{name}: {why}" for name, value in objects.items() if (why := self._obstacle(name, value))]
         if wrong:
-            raise ConfigError("cannot register " + "; ".join(wrong) + ".")
+            raise ConfigError(f"cannot register {joined(wrong)}.")
         for name, value in objects.items():
             if rng.is_generator(value):
                 self.generators[name] = value
@@ -206,6 +212,8 @@ class StateRegistry:
             return "there is such a part already"
         if rng.is_generator(value) or has_state(value):
             return None
+        if is_hook_state(value):
+            return f"a {type(value).__name__} is saved with the DistributedDataParallel model that has the hook"
         return f"a {type(value).__name__} has no state_dict and load_state_dict"
 
 
@@ -251,4 +259,16 @@ def _refuse_unmanageable(objects: Mapping[str, Any]) -> None:
         elif not has_state(value):
             wrong.append(f"{key} is a {type(value).__name__}, which has no state_dict and load_state_dict")
     if wrong:
-        raise ConfigError("StateManager: " + "; ".join(wrong) + ".")
+        raise ConfigError(f"StateManager: {joined(wrong)}.")
+    models = {key: value for key, value in objects.items() if isinstance(value, nn.Module)}
+    refuse_devices({key: {one.device for one in model.parameters()} for key, model in models.items()})
+
+
+def refuse_devices(devices: Mapping[str, Iterable[torch.device]]) -> None:
+    """Raise if the parameters of some models, by key, are on a device whose tensors cannot be saved."""
+    obstacles = {key: why for key, found in devices.items() for device in found if (why := device_obstacle(device))}
+    for key, why in obstacles.items():
+        raise UnsupportedError(
+            f"{key} has parameters {why}: its values may not have been computed when they are copied. Give the manager "
+            "a model on the CPU or a GPU, to which you copy the state before a save, or use torch_xla's checkpoints."
+        )

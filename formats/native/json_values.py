@@ -41,7 +41,7 @@ from ckpt.formats.native.json_codecs import (
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.sharded_tensors import is_sharded
 from ckpt.formats.strides import checked_sizes, is_permuted
-from ckpt.formats.tensor_bytes import host_bytes
+from ckpt.formats.tensor_bytes import device_obstacle, host_bytes
 from ckpt.shown import Lines
 
 _NAME = re.compile("[^\\[\\]'\"\\s\ud800-\udfff]+")
@@ -126,6 +126,8 @@ class Encoder:
             return self._refuse(path, f"a tensor of layout {tensor.layout} and dtype {tensor.dtype}; only dense ones")
         if tensor.is_meta:
             return self._refuse(path, "a tensor on the meta device, which has no data")
+        if (why := device_obstacle(tensor.device)) is not None:
+            return self._refuse(path, f"a tensor {why}")
         name = self._add(path, tensor.detach())
         if tensor.is_contiguous() or not is_permuted(tensor.shape, tensor.stride()):
             return {"$tensor": name}

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import ckpt
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
@@ -142,6 +143,66 @@ def test_training_continues_bit_for_bit_in_new_processes(tmp_path: Path, case: s
     ranks = CASES[case][0]
     assert run_ranks(ranks, _straight, str(tmp_path), case) == [0] * ranks
     assert run_ranks(ranks, _resumed, str(tmp_path), case) == [0] * ranks
+
+
+def _in_backward(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    """An optimizer for every parameter, under its name, stepped in the backward pass."""
+    optimizers: dict[str, torch.optim.Optimizer] = {
+        name: torch.optim.AdamW([value], lr=0.1) for name, value in model.named_parameters()
+    }
+    for name, value in model.named_parameters():
+
+        def step(_: torch.Tensor, optimizer: torch.optim.Optimizer = optimizers[name]) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        value.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
+    return optimizers
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_optimizers_in_the_backward_pass_by_names_with_dots_continue_bit_for_bit(tmp_path: Path, joined: bool) -> None:
+    steps: list[Any] = []
+    hook = register_optimizer_step_post_hook(lambda optimizer, *_: steps.append(optimizer))
+    try:
+        ends = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            model = _bare()
+            optimizers = _in_backward(model)
+            assert "0.weight" in optimizers
+            given: Any = ckpt.Joined(list(optimizers.values())) if joined else optimizers
+            with ckpt.StateManager(tmp_path, model=model, optimizer=given, follow=False) as manager:
+                if seed == 1:
+                    _backward(model, range(3))
+                    manager.save_state("middle")
+                else:
+                    restored = manager.load_state("middle")
+                    assert not restored.approximated, restored
+                    assert not restored.skipped, restored
+                _backward(model, range(3, 6))
+            states = [optimizer.state_dict() for optimizer in optimizers.values()]
+            ends.append(exact([model.state_dict(), states]))
+        assert ends[0] == ends[1]
+        assert len(steps) == 2 * (6 + 3)
+    finally:
+        hook.remove()
+
+
+def _backward(model: nn.Module, steps: range) -> None:
+    for number in steps:
+        model(torch.linspace(0, 1, 32).reshape(4, 8) * (1 + number)).pow(2).mean().backward()
+
+
+def _adafactor_under_fsdp(rank: int) -> None:
+    model = _sharded()
+    with pytest.raises(RuntimeError, match=r"in-place operations that require placement changes"):
+        _train(model, torch.optim.Adafactor(model.parameters()), range(1))
+
+
+def test_torchs_adafactor_does_not_run_under_fsdp() -> None:
+    """Once it does, it belongs into `CASES`."""
+    assert run_ranks(2, _adafactor_under_fsdp) == [0, 0]
 
 
 def _differs_in_mid_period(rank: int, folder: str) -> None:

@@ -1,21 +1,18 @@
-"""ZeroRedundancyOptimizer and PowerSGD: state that every rank has of its own."""
+"""ZeroRedundancyOptimizer: every rank has the state of its own parameters."""
 
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
-from tests.helpers.places import Place
 from tests.helpers.processes import run_alone, run_ranks
 from tests.helpers.training import exact
 
@@ -109,21 +106,3 @@ def test_a_zero_redundancy_optimizer_goes_on_exactly_and_is_loaded_by_any_number
     assert run_ranks(3, _three, str(tmp_path), "middle") == [0, 0, 0]
     assert run_alone(_alone, str(tmp_path)) == 0
     assert run_ranks(3, _three, str(tmp_path), "alone") == [0, 0, 0]
-
-
-def _with_power_sgd(rank: int, root: str) -> None:
-    model = DistributedDataParallel(nn.Linear(4, 4))
-    model.register_comm_hook(powersgd.PowerSGDState(None), powersgd.powerSGD_hook)
-    said: list[str] = []
-    logging.getLogger("ckpt").addHandler(handler := logging.Handler())
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    with ckpt.StateManager(root, model=model, ranks=ckpt.RankOptions(timeout=60), follow=False) as manager:
-        manager.save_state("a")
-        manager.save_state("b")
-        restored = manager.load_state("b")
-    assert "begin anew" in restored.approximated["model.powerSGD"]
-    assert sum("PowerSGD" in text for text in said) == (rank == 0)
-
-
-def test_power_sgds_state_is_named_as_not_kept(root: Place) -> None:
-    assert run_ranks(2, _with_power_sgd, str(root)) == [0, 0]
