@@ -13,6 +13,7 @@ from ckpt.cli.output import echo
 from ckpt.errors import CheckpointError, MissingError, StorageError, shows_damage
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.root import catalog
+from ckpt.root.foreign_kind import reads_instead
 from ckpt.root.overview import Outline, Overview
 from ckpt.root.summary import Summary
 from ckpt.root.verify import files_on_other_hosts, problems, size_problems, without_other_hosts
@@ -37,7 +38,7 @@ def show_checkpoints(root: str, *, verify: bool = False) -> None:
     found = _overview(root)
     if not found.checkpoints:
         catalog.check_exists(found.storage)
-        echo(f"There are no checkpoints in {root}.")
+        echo(f"There are no checkpoints in {root}.{reads_instead(found.storage)}")
         return
     _show_table([_row(found, checkpoint, verify=verify) for checkpoint in found.checkpoints])
     echo("every byte checked" if verify else "sizes checked; --verify reads every byte")

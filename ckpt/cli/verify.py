@@ -11,6 +11,7 @@ from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.native.signature import short
 from ckpt.root import catalog
 from ckpt.root import verify as verifying
+from ckpt.root.foreign_kind import reads_instead
 from ckpt.root.trust import Trust
 from ckpt.root.verify import Verification, files_on_other_hosts
 from ckpt.shown import shown
@@ -32,7 +33,7 @@ def verify(url: str, key: str | None) -> None:
     trust = verifying.required_by(key)
     storage, names, pointed_at = catalog.resolve(url)
     if not names:
-        raise MissingError(f"there are no checkpoints in {url}.")
+        raise MissingError(f"there are no checkpoints in {url}.{reads_instead(storage)}")
     width = max(len(shown(name)) for name in names)
     verdicts = [_show_verdict(storage, name, width, trust) for name in names]
     if any(verdict.is_fault or (pointed_at and verdict.state != verifying.INTACT) for verdict in verdicts):

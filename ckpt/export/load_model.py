@@ -192,7 +192,7 @@ def _matched(
 ) -> tuple[Mapping[str, Any], Mapping[str, PiecedTensor]]:
     """Live and saved tensors under the same names: an adapter's file has names of its own."""
     if ADAPTER_CONFIG not in source.beside or CONFIG in source.beside:
-        return live, source.tensors
+        return live, _named_as_here(live, source)
     adapters = part.about(live).get("adapters", {}).values()
     if not adapters:
         raise MismatchError(
@@ -202,6 +202,12 @@ def _matched(
     names = max(tables, key=lambda table: len(table.keys() & source.tensors.keys()))
     saved = {names.get(name) or name: tensor for name, tensor in source.tensors.items()}
     return {name: live[name] for name in names.values() if name is not None}, saved
+
+
+def _named_as_here(live: Mapping[str, Any], source: TensorSource) -> Mapping[str, PiecedTensor]:
+    """The saved tensors, those under their other name that the model has only under that one."""
+    other = {name: new for name, new in source.other_names.items() if name not in live and new in live}
+    return {other.get(name, name): tensor for name, tensor in source.tensors.items()}
 
 
 def _misfits(live: Mapping[str, Any], saved: Mapping[str, PiecedTensor]) -> dict[str, str]:

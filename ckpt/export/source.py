@@ -17,7 +17,7 @@ from typing import Any
 from ckpt.errors import ConfigError, DamagedError, MissingError
 from ckpt.export.folders import belongs_beside
 from ckpt.export.rank_variants import is_own_file, merged, warn_of_variants
-from ckpt.formats.foreign import dcp, deepspeed
+from ckpt.formats.foreign import dcp, deepspeed, megatron
 from ckpt.formats.foreign.accelerate import FolderReader
 from ckpt.formats.foreign.weight_index import read_weight_map, tensors_of
 from ckpt.formats.foreign.wrapper_prefixes import unwrapped
@@ -46,6 +46,7 @@ _KNOWN = (
     "a checkpoint of ckpt (with manifest.json), a folder of torch.distributed.checkpoint (with .metadata, *.distcp), "
     "what Accelerate saves under FSDP with SHARDED_STATE_DICT (pytorch_model_fsdp_0/, or the folder around it), "
     "what DeepSpeed's save_checkpoint wrote (with latest, or mp_rank_00_model_states.pt), universal ones too, "
+    "a torch_dist folder of Megatron-Core (with common.pt, metadata.json), "
     "or a folder with model.safetensors, whole or in shards"
 )
 _WHOLE = f"model{SUFFIX}"
@@ -58,13 +59,14 @@ class TensorSource:
     """The tensors of a part by their unwrapped names, each complete; of a checkpoint of ours also its manifest.
 
     `about` describes the model, if a checkpoint of ours holds a description. `beside` are other files of a folder of
-    safetensors: a configuration, a tokenizer.
+    safetensors: a configuration, a tokenizer. `other_names` are those that some tensors may have in a model instead.
     """
 
     tensors: dict[str, PiecedTensor]
     about: Mapping[str, Any] = field(default_factory=dict)
     manifest: Manifest | None = None
     beside: Mapping[str, Callable[[], bytes]] = field(default_factory=dict)
+    other_names: Mapping[str, str] = field(default_factory=dict)
 
 
 @contextmanager
@@ -85,8 +87,11 @@ def open_source(
             yield opened
         return
     trust.refuse_unsigned(os.fspath(source))
-    folder = _dcp_folder(found, part)
-    if folder is not None:
+    written = megatron.save_in(found)
+    folder = None if written is not None else _dcp_folder(found, part)
+    if written is not None:
+        yield _megatron(written, part)
+    elif folder is not None:
         yield TensorSource(_distributed(folder, part))
     elif {MARKER, STATE} & found.files.keys():
         raise UncommittedError(
@@ -233,6 +238,15 @@ def _model_of_deepspeed(save: FolderReader, part: str) -> dict[str, PiecedTensor
             f"{save.where} has no tensors of a part {part!r}: of what DeepSpeed wrote, the model is read."
         )
     return deepspeed.read_model(save)
+
+
+def _megatron(folder: FolderReader, part: str) -> TensorSource:
+    save = megatron.MegatronSave.opened(folder)
+    tensors = save.tensors(part)
+    if others := sorted(save.contents.others):
+        few = f"{', '.join(others[:_FEW])}{', ...' if len(others) > _FEW else ''}"
+        _log.warning("%s: left out, because they are no tensors: %d objects (%s).", folder.where, len(others), few)
+    return TensorSource(tensors, other_names=megatron.module_names(tensors))
 
 
 def _distributed(folder: Folder, part: str) -> dict[str, PiecedTensor]:

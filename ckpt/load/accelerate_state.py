@@ -62,7 +62,7 @@ class AccelerateState:
         with _damage_named(folder.where, "an optimizer"):
             _name_parameters(found)
         problems: list[str] = []
-        self.parts = {key: _encoded(key, tree, problems) for key, tree in found.items()}
+        self.parts = {key: encoded_part(key, tree, problems) for key, tree in found.items()}
         refuse(problems)
 
     def rank_state(self, rank: int) -> dict[str, Any]:
@@ -113,7 +113,8 @@ def _damage_named(where: str, what: str) -> Iterator[None]:
         ) from error
 
 
-def _encoded(key: str, tree: Any, problems: list[str]) -> ForeignPart:
+def encoded_part(key: str, tree: Any, problems: list[str]) -> ForeignPart:
+    """The state of a part as a checkpoint has it. Values that no file can hold are added to the problems."""
     encoder = Encoder(prefix=key, problems=problems)
     return ForeignPart(encoder.encode(tree), encoder.tensors)
 

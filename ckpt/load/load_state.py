@@ -146,10 +146,11 @@ class StateLoader:
 
     def _report(self, choice: Choice[Restoration], parts: list[str]) -> Restored:
         generators = [key for key in self.live.registry.generators if key not in choice.ready.notes.skipped]
+        lacking = choice.ready.reader.state.get("lacking", {})
         self.follow(choice.manifest, choice.damaged, choice.tier)
         restored = restored_from(
             choice,
-            (*parts, *generators, "rng", "progress"),
+            (*parts, *generators, *(() if "rng" in lacking else ("rng",)), "progress"),
             begins_at=self.live.loop.begins_at(),
             on_read=self.live.loop.patterns.note_asked,
         )
@@ -167,11 +168,11 @@ class StateLoader:
 
 
 def _note_loaders(reader: CheckpointReader, loaders: Iterable[str], notes: Notes) -> None:
-    """Accelerate saves the position of a loader only where the loader knows it, and in the loader's own form."""
+    """Others save the position of a loader only where the loader knows it, and in the loader's own form."""
     for key in loaders:
         done = reader.parts.get(key, {}).get("state", {}).get("_num_yielded", "those that were done")
         notes.skipped.pop(key, None)
         notes.approximated[key] = (
-            "its epoch begins anew, because Accelerate does not save where every loader was. For the middle of it call "
-            f"accelerator.skip_first_batches(loader, {done})"
+            f"its epoch begins anew, because what {reader.manifest.origin} saved does not say where every loader was. "
+            f"For the middle of it call accelerator.skip_first_batches(loader, {done})"
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ckpt.formats.foreign import accelerate
 from ckpt.formats.layout import Layout
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.accelerate_reader import open_any
@@ -86,7 +87,7 @@ class Restoration:
         """Open the checkpoint, check that it fits, and ask for the tensors of what does. Reads no tensor."""
         manifest, ranks, registry = candidate.manifest, request.ranks, request.registry
         notes = Notes()
-        if manifest.origin:
+        if manifest.origin == accelerate.NAME:
             notes.approximated["progress"] = UNKNOWN_PROGRESS
         reader = open_any(candidate.storage, manifest, ranks.rank, registry.parts)
         reader.members = ranks.members
@@ -140,14 +141,16 @@ class Restoration:
 
 def rewinder(reader: CheckpointReader, ranks: Ranks, generators: Mapping[str, Any], notes: Notes) -> Callable[[], None]:
     """The function that restores this rank's generators, the registered ones too; on a new rank it seeds them."""
-    saved_by, now, rank, state = reader.manifest.world_size, ranks.world_size, ranks.rank, reader.state["rng"]
-    if saved_by != now:
+    saved_by, now, rank, state = reader.manifest.world_size, ranks.world_size, ranks.rank, reader.state.get("rng")
+    if saved_by != now and state is not None:
         notes.approximated["rng"] = _changed_ranks(saved_by, now, "seeded")
     saved = reader.state["generators"]
     notes.skipped.update({key: "the checkpoint has no such generator" for key in generators if key not in saved})
 
     def rewind() -> None:
-        if rank < saved_by:
+        if state is None:
+            pass  # converted from what keeps none, as `lacking` says
+        elif rank < saved_by:
             rng.restore(state)
         else:
             rng.derive(state, rank)
@@ -213,7 +216,10 @@ def _of_other_ranks(part: OwnPart, reader: CheckpointReader) -> Mapping[str, Own
 def _why_none_of_its_own(manifest: Manifest, ranks: Ranks) -> str | None:
     """Why a checkpoint has nothing that would be this rank's alone: other ranks saved it, or another tool."""
     if manifest.world_size != ranks.world_size:
-        return f"saved by another number of ranks ({manifest.world_size}, and there are {ranks.world_size} here)"
+        separate = " with separate roots" if manifest.hosts else ""
+        return (
+            f"saved by another number of ranks ({manifest.world_size}, and there are {ranks.world_size} here){separate}"
+        )
     return f"{manifest.origin} keeps none" if manifest.origin else None
 
 

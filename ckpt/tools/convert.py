@@ -1,4 +1,4 @@
-"""Convert checkpoints of Accelerate to ours, and ours to Accelerate's."""
+"""Convert checkpoints of Accelerate, DeepSpeed and Megatron-Core to ours, and ours to Accelerate's and Megatron's."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from typing import Any
 
 import torch
 
-from ckpt.data.progress import Progress
-from ckpt.errors import ConfigError, MissingError, StorageError
-from ckpt.formats.foreign import accelerate
+from ckpt.errors import ConfigError, StorageError
+from ckpt.formats.foreign import accelerate, megatron
 from ckpt.formats.foreign.tied_weights import same_place
 from ckpt.formats.native import documents, tensor_file_plan
 from ckpt.formats.native.json_values import refuse
-from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.state import FilePlan
-from ckpt.load.accelerate_state import UNKNOWN_PROGRESS, AccelerateState, ForeignPart
+from ckpt.load.accelerate_state import ForeignPart
 from ckpt.memory.root_token import remove_token
 from ckpt.ranks.group import SingleProcess
 from ckpt.root import deletion
@@ -32,10 +30,11 @@ from ckpt.root.trust import Seal
 from ckpt.save.root_writer import RootWriter
 from ckpt.shown import Lines
 from ckpt.storage import open_storage
-from ckpt.tools.export_accelerate import export
+from ckpt.tools import export_accelerate, export_megatron
+from ckpt.tools.import_foreign import Imported, import_from
 
 OURS = "ckpt"
-TARGETS = (OURS, accelerate.NAME)
+TARGETS = (OURS, accelerate.NAME, megatron.NAME)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,53 +63,42 @@ def convert(
 ) -> Converted:
     """Convert a checkpoint, and return what was written, approximated and skipped.
 
-    To "ckpt": `source` is a folder that Accelerate's `save_state` wrote, `destination` a root; the checkpoint is named
-    like the folder, or `name`. To "accelerate": `source` is a checkpoint of ours, `destination` a folder that
-    `accelerator.load_state` will read, with as many processes as saved the checkpoint. No pickle is executed. The
-    output appears when it is complete. Models are streamed tensor by tensor; other parts are held one at a time.
-    `sign`, as for the manager, signs a checkpoint of ours; Accelerate knows no signatures.
+    To "ckpt": `source` is a folder that Accelerate's `save_state` wrote, DeepSpeed's `save_checkpoint` (its master
+    weights and its optimizer; universal ones, too), or Megatron-Core as `torch_dist` (its model); `destination` is a
+    root, and the checkpoint is named like the folder, or `name`. To "accelerate": `source` is a checkpoint of ours,
+    `destination` a folder that `accelerator.load_state` will read, with as many processes as saved the checkpoint. To
+    "megatron": its model, which has Megatron's names, in a folder that `megatron.core.dist_checkpointing.load` reads.
+    No pickle is executed. The output appears when it is complete. Models are streamed tensor by tensor; other parts are
+    held one at a time.
+    `sign`, as for the manager, signs a checkpoint of ours; others know no signatures.
     """
     if to not in TARGETS:
         raise ConfigError(f"to={to!r} is none of {', '.join(TARGETS)}.")
     if to == OURS:
-        return _import_accelerate(source, destination, name, Seal(key=find_signing_key(sign)))
+        return _import(source, destination, name, Seal(key=find_signing_key(sign)))
     if name is not None:
         raise ConfigError("name= is for a checkpoint in a root. A folder is named by its path.")
+    export = export_megatron.export if to == megatron.NAME else export_accelerate.export
     url, parts, skipped = export(source, destination)
     return Converted(url=url, parts=parts, skipped=skipped)
 
 
-def _import_accelerate(
-    source: str | os.PathLike[str], root: str | os.PathLike[str], name: str | None, seal: Seal
-) -> Converted:
+def _import(source: str | os.PathLike[str], root: str | os.PathLike[str], name: str | None, seal: Seal) -> Converted:
     folder = Folder.at(source)
-    _require_accelerate(folder)
-    foreign = AccelerateState(folder)
+    found = import_from(folder)
     chosen = check_name(folder.name if name is None else name)
-    files = [*_tensor_files(foreign.parts), *_documents(foreign)]
+    files = [*_tensor_files(found.parts), *_documents(found)]
     with closing(RootWriter(open_storage(root), SingleProcess(), seal=seal)) as writer:
-        _write(writer, chosen, files, foreign.saved.world_size)
+        _write(writer, chosen, files, found)
     return Converted(
         url=f"{writer.storage.url}/{chosen}",
-        parts=(*foreign.parts, "rng"),
-        approximated={"progress": UNKNOWN_PROGRESS},
-        skipped=foreign.saved.left_out,
+        parts=found.written,
+        approximated=found.approximated,
+        skipped=found.skipped,
     )
 
 
-def _require_accelerate(folder: Folder) -> None:
-    if not folder.files:
-        raise MissingError(f"there is nothing at {folder.where}. Give the folder that save_state wrote.")
-    if FILE_NAME in folder.files:
-        raise ConfigError(f"{folder.where} is a checkpoint of ckpt already. For another kind, say to='accelerate'.")
-    if not accelerate.is_accelerate(folder.files):
-        raise ConfigError(
-            f"{folder.where} is not what Accelerate's save_state writes: there is no random_states_0.pkl in it. For "
-            "model weights alone, see ckpt.merge."
-        )
-
-
-def _write(writer: RootWriter, name: str, files: list[FilePlan], world_size: int) -> None:
+def _write(writer: RootWriter, name: str, files: list[FilePlan], found: Imported) -> None:
     writer.hold()
     remove_token(writer.storage)  # what a run has left in memory does not continue from what is written now
     if find(writer.storage, name).committed:
@@ -120,7 +108,7 @@ def _write(writer: RootWriter, name: str, files: list[FilePlan], world_size: int
     try:
         records = attempt.write(writer.storage, files, {}, show=True)
         seconds = dict.fromkeys(("written", "total"), time.monotonic() - began) | {"blocked": 0.0, "copied": 0.0}
-        facts = {"world_size": world_size, "progress": Progress().to_json(), "origin": accelerate.NAME}
+        facts = {"world_size": found.world_size, "progress": found.progress.to_json(), "origin": found.origin}
         writer.commit(attempt, records, {**facts, "seconds": seconds})
     except BaseException:
         with suppress(StorageError):  # the first error is the one to raise
@@ -145,12 +133,12 @@ def _outline(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _documents(foreign: AccelerateState) -> list[FilePlan]:
-    parts = {key: {"class": "", "state": part.values} for key, part in foreign.parts.items()}
-    ranks = range(foreign.saved.world_size)
+def _documents(found: Imported) -> list[FilePlan]:
+    parts = {key: {"class": "", "state": part.values} for key, part in found.parts.items()}
+    ranks = range(found.world_size)
     return [
         FilePlan.of(documents.STATE, documents.to_json({"parts": parts})),
-        *(FilePlan.of(documents.rank_document(rank), _rank_document(foreign.rank_state(rank))) for rank in ranks),
+        *(FilePlan.of(documents.rank_document(rank), _rank_document(found.rank_state(rank))) for rank in ranks),
     ]
 
 

@@ -36,7 +36,7 @@ def export(
     path = path_text(destination, "the destination")
     if "://" in path:
         raise ConfigError(f"{path} is no path: Accelerate reads folders on a disk.")
-    with _locked_checkpoint(source) as (storage, manifest), atomic_folder(path) as folder:
+    with locked_checkpoint(source) as (storage, manifest), atomic_folder(path) as folder:
         exported = _Export(storage, manifest, os.fspath(folder))
         exported.parts()
         exported.generators()
@@ -44,7 +44,8 @@ def export(
 
 
 @contextmanager
-def _locked_checkpoint(source: str | os.PathLike[str]) -> Iterator[tuple[Storage, Manifest]]:
+def locked_checkpoint(source: str | os.PathLike[str]) -> Iterator[tuple[Storage, Manifest]]:
+    """The storage and the manifest of the one checkpoint at a path or URL, whose files are all there."""
     storage, names = locate(source)
     if len(names) != 1:
         listed = f"Name the one to convert: {storage.url}/{names[0]}." if names else "There is none to convert."
@@ -121,6 +122,11 @@ class _Export:
     def generators(self) -> None:
         for rank in range(self.manifest.world_size):
             state = self.reader.rank_state(rank)
+            if "rng" not in state:
+                raise ConfigError(
+                    f"{self.manifest.name} was converted from {self.manifest.origin} without random generators, and "
+                    "Accelerate asks for them. Resume from it, save, and convert that."
+                )
             step = state.get("source", {}).get("step", 0)
             self._write(file_of("random_states", rank), random_states(state["rng"], step))
             self._note_skipped(state)

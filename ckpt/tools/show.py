@@ -20,6 +20,7 @@ from ckpt.formats.native.header import SUFFIX, Outline, outlines
 from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.root import catalog
 from ckpt.root.file_names import part_of
+from ckpt.root.foreign_kind import reads_instead
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import files_on_other_hosts, reader_threads, size_problems, without_other_hosts
 from ckpt.storage import Storage
@@ -97,7 +98,7 @@ def summarize(url: str | os.PathLike[str], options: Mapping[str, Any] | None = N
     """Summarize the checkpoint at a URL, or the newest checkpoint of a root whose files have their sizes."""
     storage, names = catalog.locate(url, options)
     if not names:
-        raise MissingError(f"there are no checkpoints in {storage.url}.")
+        raise MissingError(f"there are no checkpoints in {storage.url}.{reads_instead(storage)}")
     skipped: dict[str, str] = {}
     for name in names:
         try:

@@ -45,7 +45,7 @@ _DISTINCTIVE = {"optimizer", "scheduler"}  # written before the random states; m
 _TRAINER_FILES = re.compile(r"trainer_state\.json|training_args\.bin|scheduler\.pt|rng_state.*\.pth")
 _UNREADABLE = {
     re.compile(r".*_rank\d+\.bin"): "holds pieces of one rank as torch.save wrote them",
-    re.compile(r"pytorch_model(_\d+)?/.*"): "was written by DeepSpeed",
+    re.compile(r"pytorch_model(_\d+)?/.*"): "was written by DeepSpeed (name its folder alone, and it is converted)",
 }
 _SPARSE = (_LOADER, _SAMPLER)  # not every loader has a file, so numbers may be missing
 

@@ -46,6 +46,8 @@ _ALLOWED = frozenset(
                 "_MEM_FORMAT_ENCODING",
             )
         ),
+        *(f"{_HOME}.planner.{name}" for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")),
+        *(f"megatron.core.dist_checkpointing.strategies.torch.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
         f"{_HOME}.filesystem._StorageInfo",
         f"{_HOME}.filesystem._StoragePrefix",
         "torch.serialization._get_layout",

@@ -1,4 +1,4 @@
-"""Folders that DeepSpeed's `save_checkpoint` wrote, with ZeRO 0 to 3, and universal ones: the model in them.
+"""Folders that DeepSpeed's `save_checkpoint` wrote, with ZeRO 0 to 3, and universal ones: model, optimizer, counters.
 
 Trained parameters are the master weights of ZeRO, as `zero_to_fp32.py` of DeepSpeed gives them. Others, and buffers,
 come from the states of the model. The files are pickles, which are read as data: nothing is executed.
@@ -9,20 +9,28 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from ckpt.errors import DamagedError, MissingError, UnsupportedError
 from ckpt.formats.damage import damage_reported
-from ckpt.formats.foreign import zero_partitions
+from ckpt.formats.foreign import deepspeed_optimizer, zero_partitions
 from ckpt.formats.foreign.accelerate import FolderReader
-from ckpt.formats.foreign.deepspeed_states import ModelStates, ZeroStates, master_weight, read_states
+from ckpt.formats.foreign.deepspeed_states import (
+    EngineFacts,
+    ModelStates,
+    ZeroStates,
+    master_weight,
+    read_states,
+    widened,
+)
 from ckpt.formats.foreign.wrapper_prefixes import unwrapped
 from ckpt.formats.foreign.zero_partitions import Flat
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.strides import Sizes
 
+NAME = "deepspeed"
 _LATEST = ("latest", "latest_universal")  # name the folder of the newest save
 _LONGEST_TAG = 4096  # bytes
 _FEW = 10
@@ -57,19 +65,54 @@ def _is_save(files: Any) -> bool:
 
 def read_model(folder: FolderReader) -> dict[str, PiecedTensor]:
     """The tensors of the model that was saved to a folder."""
-    with damage_reported(folder.where, _WHAT):
-        found = _SavedEngine(folder).tensors()
-        names = unwrapped(found)
-        return {names[name]: tensor for name, tensor in found.items()}
+    return SavedEngine(folder).model()
 
 
 @dataclass(frozen=True)
-class _SavedEngine:
+class SavedEngine:
     """One save of an engine: the files with the states of its model, and with the partitions of each rank."""
 
     folder: FolderReader
 
-    def tensors(self) -> dict[str, PiecedTensor]:
+    def model(self) -> dict[str, PiecedTensor]:
+        """The tensors of the model by their names without wrappers."""
+        with damage_reported(self.folder.where, _WHAT):
+            found = self._tensors()
+            names = unwrapped(found)
+            return {names[name]: tensor for name, tensor in found.items()}
+
+    def master_model(self) -> dict[str, PiecedTensor]:
+        """The same to go on training with: beside master weights, other parameters are in fp32, too."""
+        found = self.model()
+        return {name: widened(tensor) for name, tensor in found.items()} if self._models[0].groups else found
+
+    def optimizer(self) -> dict[str, Any] | None:
+        """The optimizer's state by parameter name, as torch's `state_dict` has it by number. None if it has none."""
+        with damage_reported(self.folder.where, _WHAT):
+            self._refuse_unfit()
+            found = self._optimizer()
+            if found is None or not self._models[0].groups:
+                return found
+            names = unwrapped(self._tensors())
+            return deepspeed_optimizer.renamed(found, names)
+
+    def _optimizer(self) -> dict[str, Any] | None:
+        states, where = self._models[0], self.folder.where
+        if any(map(_MASTER.fullmatch, self.folder.files)):
+            return deepspeed_optimizer.universal(self.folder, states.groups)
+        if not states.groups:
+            return deepspeed_optimizer.undivided(states.optimizer, where)
+        return deepspeed_optimizer.divided(states.groups, self._zero(), where)
+
+    def facts(self) -> EngineFacts:
+        """What the engine counted, and the names of other state that it saved."""
+        with damage_reported(self.folder.where, _WHAT):
+            self._refuse_unfit()
+            facts = self._models[0].facts
+            is_scaled = any(states.is_scaled for states in self._read_zero)
+            return replace(facts, others=(*facts.others, "loss_scaler")) if is_scaled else facts
+
+    def _tensors(self) -> dict[str, PiecedTensor]:
         self._refuse_unfit()
         states = self._models[0]
         found = {name: states.buffer(name) for name in states.buffers}
@@ -114,10 +157,14 @@ class _SavedEngine:
         return [found[rank] for rank in range(len(found))]
 
     def _trained(self) -> Iterator[tuple[str, PiecedTensor]]:
-        paths = self._ranked(_ZERO)
         if any(map(_MASTER.fullmatch, self.folder.files)):
+            self._ranked(_ZERO)
             return self._universal()
-        return self._partitioned([ZeroStates.described(read_states(self.folder, path)) for path in paths])
+        return self._partitioned(self._zero())
+
+    @cached_property
+    def _read_zero(self) -> list[ZeroStates]:
+        return [ZeroStates.described(read_states(self.folder, path)) for path in self._ranked(_ZERO)]
 
     def _universal(self) -> Iterator[tuple[str, PiecedTensor]]:
         shapes = self._models[0].shapes
@@ -125,15 +172,22 @@ class _SavedEngine:
             name, path = match["name"], match.string
             yield name, master_weight(read_states(self.folder, path), shapes.get(name), f"{self.folder.where}/{path}")
 
-    def _partitioned(self, ranks: list[ZeroStates]) -> Iterator[tuple[str, PiecedTensor]]:
+    def _zero(self) -> list[ZeroStates]:
+        """What ZeRO divided, by rank; nothing if it was trained without."""
+        ranks = self._read_zero
         if not ranks and not self._models[0].groups:
-            return iter(())  # trained without ZeRO
+            return []
         if {states.world_size for states in ranks} != {len(ranks)} or len({states.stage for states in ranks}) > 1:
             wrote = ranks[0].world_size if ranks else "several"
             raise DamagedError(
                 f"{self.folder.where} has the *_optim_states.pt of {len(ranks)} ranks, and {wrote} wrote it. They hold "
                 "the master weights: copy all files of one save there."
             )
+        return ranks
+
+    def _partitioned(self, ranks: list[ZeroStates]) -> Iterator[tuple[str, PiecedTensor]]:
+        if not ranks:
+            return iter(())
         where, groups = self.folder.where, self._models[0].groups
         partitions = [states.partitions for states in ranks]
         if ranks[0].stage == 3:

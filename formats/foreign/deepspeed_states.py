@@ -1,4 +1,4 @@
-"""What the files of DeepSpeed's `save_checkpoint` hold, as far as a model needs it.
+"""What the files of DeepSpeed's `save_checkpoint` hold, as far as a model and an optimizer need it.
 
 Beside tensors they name classes of DeepSpeed, such as its loss scaler, which remain descriptions: nothing is imported.
 """
@@ -23,6 +23,15 @@ from ckpt.formats.strides import Sizes, checked_shape, checked_sizes
 
 _STATES = "optimizer_state_dict"
 _PARTITIONS = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
+_INNER = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}  # by stage
+_COUNTERS = ("global_steps", "skipped_steps", "global_samples")
+_READ = frozenset(  # of the states of a model: what is read, or only describes the rest
+    (
+        *("module", "buffer_names", "optimizer", "param_shapes", "shared_params", *_COUNTERS),
+        *("frozen_param_shapes", "frozen_param_fragments", "dp_world_size", "mp_world_size", "ds_config", "ds_version"),
+        *("checkpoint_parallel_dimensions", "universal_checkpoint_info"),
+    )
+)
 _EXPERTS = ("ds_autoep_layers", "autoep_layers")
 
 
@@ -39,6 +48,21 @@ def read_states(folder: FolderReader, path: str) -> Any:
 
 
 @dataclass(frozen=True)
+class EngineFacts:
+    """What an engine counted, and the keys of other state that was saved with it."""
+
+    steps: int
+    samples: int
+    others: tuple[str, ...]
+
+    @classmethod
+    def described(cls, found: Any) -> EngineFacts:
+        done, skipped, samples = checked_sizes([found.get(key) or 0 for key in _COUNTERS])
+        others = (_name(key) for key, value in found.items() if key not in _READ and value is not None)
+        return cls(max(0, done - skipped), samples, tuple(others))
+
+
+@dataclass(frozen=True)
 class ModelStates:
     """The states of a model: its tensors as the engine computes with them, and the shapes of what ZeRO has divided."""
 
@@ -48,6 +72,8 @@ class ModelStates:
     frozen: Shapes
     fragments: Mapping[str, PiecedTensor]  # of frozen parameters
     shared: Mapping[str, str]  # names of tied parameters, with the name that is saved
+    optimizer: Any  # its state where ZeRO has not divided it
+    facts: EngineFacts
 
     @classmethod
     def described(cls, found: Any) -> ModelStates:
@@ -65,6 +91,8 @@ class ModelStates:
             frozen=_shapes(found.get("frozen_param_shapes") or {}),
             fragments=dict(found.get("frozen_param_fragments") or {}),
             shared=dict(found.get("shared_params") or {}),
+            optimizer=found.get("optimizer"),
+            facts=EngineFacts.described(found),
         )
 
     @property
@@ -73,8 +101,7 @@ class ModelStates:
 
     def buffer(self, name: str) -> PiecedTensor:
         """A buffer, of 16 bits in fp32, as DeepSpeed gives it beside master weights."""
-        found = self.module[name]
-        return _widened(found) if found.dtype in (torch.float16, torch.bfloat16) else found
+        return widened(self.module[name])
 
 
 def _shapes(found: Mapping[str, Any]) -> dict[str, Sizes]:
@@ -95,18 +122,26 @@ class ZeroStates:
     world_size: int
     partitions: tuple[PiecedTensor, ...]
     paddings: Paddings | None  # behind each parameter, by group
+    inner: Any  # the state of the optimizer that ZeRO wraps
+    is_scaled: bool  # the loss, by a factor that changes
 
     @classmethod
     def described(cls, found: Any) -> ZeroStates:
         states = found[_STATES]
-        stage, count, paddings = _plain(states["zero_stage"]), states["partition_count"], "param_alignment_paddings"
+        stage, count, paddings = (
+            _plain(states.get("zero_stage", 1)),
+            states["partition_count"],
+            "param_alignment_paddings",
+        )
         if stage not in _PARTITIONS:
             raise ValueError(f"ZeRO has no stage {stage}")
         return cls(
             stage=stage,
             world_size=max(count) if isinstance(count, list) else count,
-            partitions=tuple(map(_tensor, states[_PARTITIONS[stage]])),
+            partitions=tuple(map(tensor_in, states[_PARTITIONS[stage]])),
             paddings=[checked_sizes(group) for group in states[paddings]] if states.get(paddings) else None,
+            inner=states.get(_INNER[stage]),
+            is_scaled=bool(states.get("dynamic_loss_scale")),
         )
 
 
@@ -115,16 +150,16 @@ def _plain(value: Any) -> Any:
     return value.arguments[0] if isinstance(value, Described) else value
 
 
-def _tensor(value: Any) -> PiecedTensor:
+def tensor_in(value: Any) -> PiecedTensor:
     if not isinstance(value, PiecedTensor):
         raise ValueError(f"a {type(value).__name__} stands where a tensor should")
     return value
 
 
 def master_weight(found: Any, shape: Sizes | None, where: str) -> PiecedTensor:
-    """The tensor in a file of a universal checkpoint, which is flat if ZeRO 3 saved it."""
+    """The tensor in a file of a universal checkpoint, a weight or a moment, which is flat if ZeRO 3 saved it."""
     with damage_reported(where, "part of a universal checkpoint"):
-        tensor = _tensor(found["param"] if isinstance(found, dict) else found)
+        tensor = tensor_in(found["param"] if isinstance(found, dict) else found)
         if shape is None or tensor.shape == shape:
             return tensor
         flat = Flat.joined([tensor])
@@ -145,7 +180,10 @@ class _WidenedRegion(Region):
         target.copy_(read)
 
 
-def _widened(tensor: PiecedTensor) -> PiecedTensor:
+def widened(tensor: PiecedTensor) -> PiecedTensor:
+    """A tensor of 16 bits in fp32, which has all its numbers; another as it is."""
+    if tensor.dtype not in (torch.float16, torch.bfloat16):
+        return tensor
     pieces = tuple(Piece(piece.box, _widened_region(piece.region)) for piece in tensor.pieces)
     return PiecedTensor(torch.float32, tensor.shape, pieces)
 

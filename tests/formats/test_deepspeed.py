@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import ckpt
 from tests.helpers.processes import run_alone, run_ranks
 from tests.helpers.training import exact
+from tests.helpers.zero_files import model_states, weights, write_save, zero_states
 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -28,7 +29,8 @@ def _read_as_deepspeed_does(rank: int, folder: str) -> None:
     from tests.helpers.zero_folders import TAG
 
     for save in sorted(Path(folder).iterdir()):
-        torch.save(get_fp32_state_dict_from_zero_checkpoint(str(save)), f"{save}.pt")
+        if save.name != "fp32-gradients":  # their own tool does not know it
+            torch.save(get_fp32_state_dict_from_zero_checkpoint(str(save)), f"{save}.pt")
         given = {"input_folder": f"{save}/{TAG}", "output_folder": f"{save}-universal/{TAG}_universal"}
         fixed = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
         main(Namespace(**given, **fixed, inject_missing_state=True))
@@ -63,6 +65,52 @@ def test_what_deepspeed_wrote_is_merged_and_loaded_as_its_own_tool_reads_it(writ
         assert exact(net.state_dict()) == exact({**theirs, "frozen": frozen})
 
 
+def _universal(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """What DeepSpeed's own tool made of a save: the tensors of every parameter by kind."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for path in sorted(folder.glob("*/zero/*/*.pt")):
+        value = torch.load(path)
+        found.setdefault(path.parent.name, {})[path.stem] = value["param"] if isinstance(value, dict) else value
+    return found
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize("case", ["zero-1", "zero-2", "zero-3", "fp32-gradients"])
+def test_converted_a_plain_optimizer_continues_from_every_bit_that_deepspeed_held(
+    written: Path, tmp_path: Path, case: str
+) -> None:
+    from tests.helpers.engines import build
+    from tests.helpers.zero_folders import groups_of
+
+    theirs = _universal(written / f"{case}-universal")
+    for source in (case, f"{case}-universal"):
+        converted = ckpt.convert(written / source, tmp_path)
+        assert converted.parts == ("model", "optimizer")
+        assert converted.skipped.keys() == {"client"}
+        net = build().float()
+        optimizer = torch.optim.AdamW(groups_of(net), lr=0.5)
+        with ckpt.StateManager(tmp_path, model=net, optimizer=optimizer) as manager:
+            before = torch.get_rng_state()
+            restored = manager.load_state(source)
+            assert torch.equal(torch.get_rng_state(), before)
+            assert restored.approximated.keys() == {"progress", "rng"}
+            assert (restored.step, "rng" in restored.restored) == (2, False)
+        named = {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}
+        assert len(optimizer.state) == len(named) == 4
+        for name, parameter in named.items():
+            state = optimizer.state[parameter]
+            assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+            shaped = {key: theirs[name][key].reshape(parameter.shape) for key in ("exp_avg", "exp_avg_sq", "fp32")}
+            assert state["exp_avg"].abs().sum() > 0
+            assert exact({**state, "fp32": parameter.detach()}) == exact({**shaped, "step": torch.tensor(2.0)})
+        rates = [(group["lr"], group["weight_decay"], group["betas"]) for group in optimizer.param_groups]
+        assert rates == [(0.01, 0.01, (0.9, 0.999)), (0.01, 0.0, (0.9, 0.999))]
+        net(torch.arange(4) % 7, torch.ones(4)).backward()
+        optimizer.step()
+        assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
+
+
 @pytest.mark.slow
 @needs_deepspeed
 def test_a_model_that_zero_3_divided_gives_the_same_logits_in_transformers(written: Path, tmp_path: Path) -> None:
@@ -78,58 +126,16 @@ def test_a_model_that_zero_3_divided_gives_the_same_logits_in_transformers(writt
     assert exact(merged(words()).logits) == exact(model(words()).logits)
 
 
-SHAPES = {"embed.weight": (3, 4), "bias": (5,)}
-
-
-def _weights() -> dict[str, torch.Tensor]:
-    return {name: torch.arange(torch.Size(shape).numel()).float().reshape(shape) for name, shape in SHAPES.items()}
-
-
-def _model_states(**more: Any) -> dict[str, Any]:
-    shapes = [{name: torch.Size(shape) for name, shape in SHAPES.items()}]
-    module = {**{name: tensor.bfloat16() for name, tensor in _weights().items()}, "seen": torch.ones(2).half()}
-    return {"module": module, "buffer_names": ["seen"], "param_shapes": shapes, "shared_params": {}, **more}
-
-
-def _zero_states(stage: int, partition: torch.Tensor, world_size: int) -> dict[str, Any]:
-    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-    return {"optimizer_state_dict": {"zero_stage": stage, "partition_count": world_size, key: [partition]}}
-
-
-def _save(folder: Path, stage: int, world_size: int = 2, **more: Any) -> Path:
-    """A folder as DeepSpeed writes it, of two parameters and a buffer, without starting an engine."""
-    folder.mkdir()
-    flat = torch.cat([tensor.flatten() for tensor in _weights().values()])
-    for rank in range(world_size):
-        partition = flat.chunk(world_size)[rank] if stage < 3 else _shares(rank, world_size)
-        states = _zero_states(stage, partition, world_size)
-        torch.save(states, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-        if stage == 3:
-            torch.save(_model_states(**more), folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
-    if stage < 3:
-        torch.save(_model_states(**more), folder / "mp_rank_00_model_states.pt")
-    return folder
-
-
-def _shares(rank: int, world_size: int) -> torch.Tensor:
-    shares = []
-    for tensor in _weights().values():
-        share = -(-tensor.numel() // world_size)
-        padded = torch.cat([tensor.flatten(), torch.full((world_size * share - tensor.numel(),), -1.0)])
-        shares.append(padded[rank * share : (rank + 1) * share])
-    return torch.cat(shares)
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_partitions_of_any_number_of_ranks_are_put_together(tmp_path: Path, stage: int, world_size: int) -> None:
-    folder = _save(tmp_path / "save", stage, world_size)
+    folder = write_save(tmp_path / "save", stage, world_size)
     ckpt.merge(folder, tmp_path / "model.safetensors")
-    assert exact(load_file(tmp_path / "model.safetensors")) == exact({**_weights(), "seen": torch.ones(2)})
+    assert exact(load_file(tmp_path / "model.safetensors")) == exact({**weights(), "seen": torch.ones(2)})
 
 
 def test_without_zero_the_model_is_read_as_it_was_saved(tmp_path: Path) -> None:
-    states = _model_states(param_shapes=None)
+    states = model_states(param_shapes=None)
     torch.save(states, tmp_path / "mp_rank_00_model_states.pt")
     ckpt.merge(tmp_path, tmp_path / "model.safetensors")
     assert exact(load_file(tmp_path / "model.safetensors")) == exact({**states["module"], "seen": torch.ones(2)})
@@ -148,19 +154,19 @@ def _spoilt(folder: Path, how: str) -> None:
         for path in folder.glob("*_optim_states.pt"):
             path.unlink()
     elif how == "shapes are too large":
-        torch.save(_model_states(param_shapes=[{"bias": torch.Size((1 << 40,))}]), model)
+        torch.save(model_states(param_shapes=[{"bias": torch.Size((1 << 40,))}]), model)
     elif how == "shapes are no sizes":
-        torch.save(_model_states(param_shapes=[{"bias": [-1, 5]}]), model)
+        torch.save(model_states(param_shapes=[{"bias": [-1, 5]}]), model)
     elif how == "a partition is short":
-        torch.save(_zero_states(2, torch.zeros(2), 2), optimizer)
+        torch.save(zero_states(2, torch.zeros(2), 2), optimizer)
     elif how == "a partition is no tensor":
-        torch.save(_zero_states(2, "none", 2), optimizer)  # type: ignore[arg-type]
+        torch.save(zero_states(2, "none", 2), optimizer)  # type: ignore[arg-type]
     elif how == "it would run code":
-        torch.save(_model_states(client=_Runs()), model)
+        torch.save(model_states(client=_Runs()), model)
     elif how == "it is no archive":
         model.write_bytes(b"\x80\x02}q\x00.")
     elif how == "a parameter has no place":
-        torch.save(_model_states(param_shapes=[], module={}, shared_params={"tied": "embed"}), model)
+        torch.save(model_states(param_shapes=[], module={}, shared_params={"tied": "embed"}), model)
 
 
 SPOILT = {
@@ -179,7 +185,7 @@ SPOILT = {
 @pytest.mark.parametrize("how", SPOILT)
 def test_a_damaged_save_is_refused_by_one_error(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = _save(tmp_path / "save", 2)
+    folder = write_save(tmp_path / "save", 2)
     _spoilt(folder, how)
     with pytest.raises(ckpt.DamagedError, match=SPOILT[how]):
         ckpt.merge(folder, tmp_path / "model.safetensors")
@@ -188,10 +194,10 @@ def test_a_damaged_save_is_refused_by_one_error(tmp_path: Path, how: str, monkey
 
 def test_what_latest_names_is_read_and_nothing_outside_the_folder(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    _save(tmp_path / "run" / "step", 3)
+    write_save(tmp_path / "run" / "step", 3)
     (tmp_path / "run" / "latest").write_text("step\n")
     assert ckpt.merge(tmp_path / "run", tmp_path / "model.safetensors")
-    _save(tmp_path / "outside", 3)
+    write_save(tmp_path / "outside", 3)
     (tmp_path / "run" / "latest").write_text("../outside")
     with pytest.raises(ckpt.MissingError, match=r"latest names '../outside', and no such save"):
         ckpt.merge(tmp_path / "run", tmp_path / "other.safetensors")
@@ -199,9 +205,9 @@ def test_what_latest_names_is_read_and_nothing_outside_the_folder(tmp_path: Path
 
 @pytest.mark.parametrize("more", ["mp_rank_01_model_states.pt", "layer_03-model_00-model_states.pt"])
 def test_other_parallelism_of_deepspeed_is_refused_by_name(tmp_path: Path, more: str) -> None:
-    folder = _save(tmp_path / "save", 1)
-    torch.save(_model_states(), folder / more)
+    folder = write_save(tmp_path / "save", 1)
+    torch.save(model_states(), folder / more)
     with pytest.raises(ckpt.UnsupportedError, match=r"pipeline, tensor or expert parallelism.*save_16bit_model"):
         ckpt.merge(folder, tmp_path / "model.safetensors")
     with pytest.raises(ckpt.MissingError, match="the model is read"):
-        ckpt.merge(_save(tmp_path / "other", 1), tmp_path / "model.safetensors", part="optimizer")
+        ckpt.merge(write_save(tmp_path / "other", 1), tmp_path / "model.safetensors", part="optimizer")

@@ -258,7 +258,11 @@ MODEL = {
     **_of_a_model("model", "safetensors"),
     "pull of safetensors": lambda place: ckpt.pull(place.at("model"), f"{place.out}/pulled"),
 }
-ZERO = {**_of_a_model("zero", "DeepSpeed"), "values of a pickle of DeepSpeed": _values("state.pt")}
+ZERO = {
+    **_of_a_model("zero", "DeepSpeed"),
+    "convert from DeepSpeed": _convert("zero"),
+    "values of a pickle of DeepSpeed": _values("state.pt"),
+}
 PICKLE: dict[str, Operation] = {"values of a pickle": _values("state.pt")}
 MEMORY: dict[str, Operation] = {
     "ckpt memory ls": _memory("ls"),

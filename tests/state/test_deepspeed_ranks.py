@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,72 @@ def test_partitions_of_four_ranks_are_resumed_by_two_by_one_and_by_four_again(tm
     assert run_ranks(2, _resumed, str(tmp_path), "by-two") == [0, 0]
     assert run_alone(_resumed, str(tmp_path), "by-one") == 0
     assert run_ranks(4, _resumed, str(tmp_path), "by-four") == [0] * 4
+
+
+class WithMatrix(torch.optim.AdamW):
+    """Keeps a matrix beside each partition, as preconditioners do."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for state in self.state.values():
+            state["preconditioner"] = torch.eye(2)
+        return loss
+
+
+CASES: dict[str, dict[str, Any]] = {"preconditioned": {}, "aligned": {"parameter_alignment": True}, "separate": {}}
+
+
+def _case(rank: int, case: str, **zero: Any) -> Any:
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+
+    from tests.helpers.engines import build
+    from tests.helpers.zero_folders import start
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    kind = WithMatrix if case == "preconditioned" else torch.optim.AdamW
+    return start(build(), 2, rank, kind, zero_optimization={"stage": 2, **zero}, zero_allow_untested_optimizer=True)
+
+
+def _saved_cases(rank: int, folder: str) -> None:
+    for case, zero in CASES.items():
+        engine = _case(rank, case, **zero)
+        _train(engine)
+        of_host = f"-{rank}" if case == "separate" else ""
+        with ckpt.StateManager(
+            f"{folder}/{case}{of_host}", model=engine, ranks=ckpt.RankOptions(shared=not of_host)
+        ) as manager:
+            manager.save_state("first", wait=True)
+        engine.destroy()
+
+
+def _refused_cases(rank: int, folder: str) -> None:
+    reasons = {
+        "preconditioned": "its preconditioner is not kept by element, so that it fits no other number of ranks",
+        "aligned": "another parameter_alignment than here",
+        "separate-0": r"saved by another number of ranks \(2, and there are 1 here\) with separate roots",
+    }
+    for root, why in reasons.items():
+        engine = _case(rank, root)
+        before = _gathered_weights(engine)
+        with ckpt.StateManager(f"{folder}/{root}", model=engine) as manager:
+            with pytest.raises(ckpt.MismatchError, match=why) as caught:
+                manager.resume()
+            assert len(str(caught.value).splitlines()) <= 4, str(caught.value)
+            assert _gathered_weights(engine) == before
+            restored = manager.load_state("first", strict=False)
+            assert any("deepspeed-00000" in key for key in restored.skipped), restored
+            assert _gathered_weights(engine) != before  # the model's weights, from which the optimizer begins anew
+        engine.destroy()
+
+
+def _gathered_weights(engine: Any) -> str:
+    return exact(engine.module.state_dict())
+
+
+def test_what_cannot_be_cut_anew_is_refused_with_the_reason_and_then_begins_anew(tmp_path: Path) -> None:
+    assert run_ranks(2, _saved_cases, str(tmp_path)) == [0, 0]
+    # brought together by hand, as the error about missing files says
+    shutil.copytree(tmp_path / "separate-1" / "first", tmp_path / "separate-0" / "first", dirs_exist_ok=True)
+    assert run_alone(_refused_cases, str(tmp_path)) == 0

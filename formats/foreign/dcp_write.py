@@ -1,0 +1,91 @@
+"""Writes a folder of `torch.distributed.checkpoint` with its own writer, one shard in memory at a time."""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from ckpt.formats.strides import Sizes
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard of a tensor: where it begins, and what reads it."""
+
+    offsets: Sizes
+    sizes: Sizes
+    read: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ShardedEntry:
+    """A tensor that is written as several shards."""
+
+    dtype: torch.dtype
+    shape: Sizes
+    shards: tuple[Shard, ...]
+
+
+def write_folder(
+    path: str, tensors: dict[str, ShardedEntry], values: dict[str, Any], advance: Callable[[int], None]
+) -> None:
+    """Write the tensors and other values by their names. `advance` is told the bytes of each shard."""
+    writer = FileSystemWriter(os.fspath(path), single_file_per_rank=True, thread_count=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is not asked for, either
+        save({}, storage_writer=writer, planner=_Planner(tensors, values, advance), no_dist=True)
+
+
+class _Planner(SavePlanner):
+    """Plans shards, and reads each of them when it is written."""
+
+    def __init__(
+        self, tensors: dict[str, ShardedEntry], values: dict[str, Any], advance: Callable[[int], None]
+    ) -> None:
+        self._tensors = tensors
+        self._values = values
+        self._advance = advance
+        self._shards = {(name, shard.offsets): shard for name, entry in tensors.items() for shard in entry.shards}
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        pass
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([*self._items()])
+
+    def _items(self) -> Iterator[WriteItem]:
+        for name, entry in self._tensors.items():
+            for shard in entry.shards:
+                offsets = torch.Size(shard.offsets)
+                chunk = ChunkStorageMetadata(offsets, torch.Size(shard.sizes))
+                data = TensorWriteData(chunk, TensorProperties(dtype=entry.dtype), torch.Size(entry.shape))
+                yield WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
+        for name in self._values:
+            yield WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        return create_default_global_save_plan(all_plans)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        name, offset = write_item.index.fqn, write_item.index.offset
+        if offset is not None:
+            read = self._shards[name, tuple(offset)].read()
+            self._advance(read.nbytes)
+            return read
+        data = io.BytesIO()
+        torch.save(self._values[name], data)
+        return data
