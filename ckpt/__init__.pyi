@@ -37,6 +37,7 @@ from ckpt.root.catalog import list_checkpoints as list_checkpoints
 from ckpt.root.retention import Keep as Keep
 from ckpt.root.verify import verify as verify
 from ckpt.state.joined import Joined as Joined
+from ckpt.state.marked_shards import mark_sharded as mark_sharded
 from ckpt.tools.convert import Converted as Converted
 from ckpt.tools.convert import convert as convert
 from ckpt.tools.diff import Diff as Diff

@@ -5,7 +5,7 @@ Used by all three strategies for restoring a position (`restore_by_index`, `rest
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +13,7 @@ from ckpt.data.epoch_layout import batcher_of, layout_of
 from ckpt.data.loader_info import Loader, Stateful, goes_by_index, keeper_of, size_of, splits, stateful_samplers
 from ckpt.data.position import Position
 from ckpt.data.prefetch import reads_per_batch
+from ckpt.errors import StateError
 from ckpt.state import rng, samplers
 from ckpt.state.load_errors import naming_part
 
@@ -138,6 +139,7 @@ class Cursor:
         keeper = self.keeper
         if keeper is not None and self.position.state is not None:
             with naming_part(type(keeper).__name__):
+                _refuse_state_of_others(keeper, self.position.state)
                 keeper.load_state_dict(self.position.state)
 
     def set_generators(self, states: list[Any]) -> None:
@@ -146,3 +148,15 @@ class Cursor:
 
     def _generator_states(self) -> list[Any]:
         return [rng.capture_one(generator) for generator in samplers.generators(self.loader)]
+
+
+def _refuse_state_of_others(keeper: Stateful, state: Any) -> None:
+    """Refuse another data-parallel rank's state for a loader of torchtitan: it would only warn, and begin anew."""
+    mine = getattr(keeper, "_rank_id", None)
+    if isinstance(mine, str) and isinstance(state, Mapping) and state and mine not in state:
+        saved = ", ".join(str(key) for key in state if key != "world_size")
+        raise StateError(
+            f"{type(keeper).__name__} has the data of {mine}, and this rank saved that of {saved}: the ranks are "
+            "divided over the mesh in another way. Resume with the dimensions that saved it, or leave dataloader= out "
+            "and use follow=False: the data then begins anew."
+        )

@@ -161,10 +161,10 @@ class EpochLoaders:
         resumed = [tracked for tracked in self.by_key.values() if tracked.has_saved_position]
         self.drop(*(tracked for tracked in resumed if samplers.reader(tracked.loader).dataset is data))
 
-    def state(self, unused: Callable[[TrackedLoader], int]) -> dict[str, Any]:
+    def state(self, usage: Callable[[TrackedLoader], dict[str, int]]) -> dict[str, Any]:
         """The position of each loader that was read in this epoch, and those that are unclaimed."""
         now = {
-            key: {**tracked.state(), "likeness": description(tracked.loader), "unused": unused(tracked)}
+            key: {**tracked.state(), "likeness": description(tracked.loader), **usage(tracked)}
             for key, tracked in self.by_key.items()
         }
         return {**self.unclaimed.positions, **now}

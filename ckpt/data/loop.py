@@ -251,7 +251,7 @@ class Loop:
         """The position of each loader that was read in this epoch, or for which one was restored."""
         if self.saved_progress() is not self.progress:
             return {}
-        return self._loaders.state(self._passes.unused_batches)
+        return self._loaders.state(self._passes.usage)
 
     def seen(self) -> dict[str, Any]:
         """The patterns of the loop, to be saved."""

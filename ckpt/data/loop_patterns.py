@@ -155,11 +155,12 @@ class LoopPatterns:
             return False
         return counted == progress.epoch + self._offset + 1
 
-    def settled(self, handed: HandedBatches, before: int, *, enumerated: bool) -> None:
-        """The first step in a pass. `before`: how many batches were unused when its checkpoint was saved."""
+    def settled(self, handed: HandedBatches, before: int, *, enumerated: bool, in_windows: bool) -> None:
+        """The first step in a pass. `before`: how many batches were unused when its checkpoint was saved. `in_windows`:
+        as many are read for every step, and trained on together."""
         if handed.skipped:
             self.caveats.tell("skipped", TAKEN_BACK.format(handed.skipped))
-        elif handed.left_out and handed.unused and not self.quiet:
+        elif handed.left_out and handed.unused and not self.quiet and not in_windows:
             reads_ahead = handed.unused == before
             self.caveats.differs("data", READ_AHEAD if reads_ahead else SKIPPED.format(handed.unused))
         elif handed.left_out and enumerated:

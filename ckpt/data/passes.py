@@ -32,7 +32,8 @@ class Pass:
     iterator: FindIterator
     batch: int  # the loop's count when it began
     samples: int = 0
-    fresh: bool = False  # it has handed out a batch since the last step
+    fresh: int = 0  # batches that it has handed out since the last step
+    window: int = 0  # it handed out as many for the first step, for the last one, and none is held; 0 if not known
     trained: bool = False  # since it began, or continued
     counted: int | None = None  # the epoch, by the script's own count
 
@@ -90,7 +91,7 @@ class Passes:
         """The pass hands out a batch; `nested` if it is inside a pass through another loader."""
         if not nested:
             self.progress.batch += 1
-        current.fresh = True
+        current.fresh += 1
         current.samples += samples * self._world_size
         self.progress.samples += samples * self._world_size
 
@@ -127,8 +128,10 @@ class Passes:
     def mark_training(self) -> None:
         """An optimizer was stepped: on what every open pass has handed out since the last step."""
         for current in [each for each in self.open if each.fresh]:
-            current.fresh = False
             current.tracked.trained = True
+            if current.trained:
+                current.window = current.fresh if current.fresh == current.handed.unused + 1 else 0
+            current.fresh = 0
             if not current.trained:
                 current.trained = True
                 self._begin_training(current)
@@ -145,7 +148,11 @@ class Passes:
     def _begin_training(self, current: Pass) -> None:
         current.handed.note_training()
         enumerated = bool(current.handed.left_out) and is_enumerated(current.iterator())
-        self._patterns.settled(current.handed, (current.saved or {}).get("unused", 0), enumerated=enumerated)
+        saved = current.saved or {}
+        if saved.get("window") == current.handed.unused + 1:
+            current.window = saved["window"]
+        before = saved.get("unused", 0)
+        self._patterns.settled(current.handed, before, enumerated=enumerated, in_windows=current.window > 0)
         if not current.announced:
             self._patterns.begins_pass(self.progress, current.counted, in_epochs=self.in_epochs)
             self._drop_unclaimed()
@@ -158,6 +165,10 @@ class Passes:
             if not self._patterns.quiet:
                 self._patterns.caveats.differs("data", f"{OTHER_LOADER} {what}.")
 
-    def unused_batches(self, tracked: TrackedLoader) -> int:
-        """How many batches of a loader the script was given and has not trained on."""
-        return sum(current.handed.unused for current in self.open if current.tracked is tracked)
+    def usage(self, tracked: TrackedLoader) -> dict[str, int]:
+        """How many batches of a loader the script was given and has not trained on; and, if it reads several before it
+        trains on all of them, how many."""
+        reading = [current for current in self.open if current.tracked is tracked]
+        unused = sum(0 if current.window else current.handed.unused for current in reading)
+        window = max((current.window for current in reading), default=0)
+        return {"unused": unused, "window": window} if window > 1 else {"unused": unused}

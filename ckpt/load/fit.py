@@ -13,6 +13,7 @@ from ckpt.state.parts import WHOLE_PART, Part
 
 _NAMED = 3  # tensors in a note
 _EQUAL_BUFFERS = "or have one for all (SyncBatchNorm, DistributedDataParallel with broadcast_buffers=True)"
+_OWN = "each of the"
 
 Misfits = Mapping[str, Mapping[str, str]]  # what does not fit and why, by part and key; WHOLE_PART for all of a part
 
@@ -61,7 +62,7 @@ def _bound_to_ranks(reader: CheckpointReader, key: str, part: Part) -> dict[str,
     differs = reader.differs(key).get("tensors", {})
     saved_by = reader.manifest.world_size
     return {
-        where: f"each of the {saved_by} ranks that saved it had its own {name}, and there are not as many here"
+        where: f"{_OWN} {saved_by} ranks that saved it had its own {name}, and there are not as many here"
         for where, name in part.tied_to_ranks(differs).items()
     }
 
@@ -78,6 +79,8 @@ def _require_fit(reader: CheckpointReader, misfits: Misfits) -> None:
     if problems:
         head = f"{reader.manifest.name} does not fit the live objects; nothing was changed:"
         advice = "Build the objects as they were when it was saved, or use strict=False to restore what fits."
+        if any(why.startswith(_OWN) for keys in misfits.values() for why in keys.values()):
+            advice += " Experts, and other shards, fit any number of ranks if ckpt.mark_sharded says so at the save."
         raise MismatchError(Lines.listing(head, problems, advice), tuple(problems))
 
 

@@ -10,6 +10,7 @@ import torch
 from ckpt.errors import ConfigError, UnsupportedError
 
 _Group = dict[str, Any]
+NAMES = "param_names"  # of an optimizer's own parameters, beside `params`, if it was given named ones: no option
 
 
 class StateOfAll(Mapping[Any, Any]):
@@ -62,7 +63,7 @@ class JoinedOptimizer:
     @property
     def param_groups(self) -> list[_Group]:
         return [
-            {**groups[0], "params": [value for group in groups for value in group["params"]]}
+            {**without_names(groups[0]), "params": [value for group in groups for value in group["params"]]}
             for groups in self._joined_groups()
         ]
 
@@ -89,7 +90,7 @@ class JoinedOptimizer:
             places, groups = {number: place for place, number in enumerate(own)}, []
             for group in optimizer.param_groups:
                 listed = [places[numbers[id(value)]] for value in group["params"]]
-                groups.append({**options[id(group)], "params": listed})
+                groups.append({**without_names(options[id(group)]), "params": listed})
             optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
     def _options_of(self, saved: list[_Group]) -> dict[int, _Group]:
@@ -120,6 +121,22 @@ class JoinedOptimizer:
         return joined
 
 
+def without_names(group: Mapping[str, Any]) -> _Group:
+    """A group without the names of its parameters. The live optimizer has them, and torch keeps these in a load."""
+    return {key: value for key, value in group.items() if key != NAMES}
+
+
+def contained_optimizers(value: Any) -> dict[str, JoinedOptimizer]:
+    """The optimizers in one that holds others in its `optimizers`, as torchtitan's container does, by their class."""
+    inner = getattr(value, "optimizers", None)
+    if not isinstance(value, torch.optim.Optimizer) or not isinstance(inner, list | tuple) or not inner:
+        return {}
+    if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in inner):
+        return {}
+    classes = dict.fromkeys(type(optimizer) for optimizer in inner)
+    return {kind.__name__: JoinedOptimizer([one for one in inner if type(one) is kind]) for kind in classes}
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """In the order of their numbers in `state_dict`."""
     seen: set[int] = set()
@@ -131,8 +148,8 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _same_options(one: _Group, other: _Group) -> bool:
-    keys = one.keys() - {"params"}
-    return keys == other.keys() - {"params"} and all(_equal(one[key], other[key]) for key in keys)
+    keys = one.keys() - {"params", NAMES}
+    return keys == other.keys() - {"params", NAMES} and all(_equal(one[key], other[key]) for key in keys)
 
 
 def _equal(one: Any, other: Any) -> bool:

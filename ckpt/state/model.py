@@ -23,6 +23,7 @@ from ckpt.state.deepspeed.zero3 import is_partitioned, is_zero3
 from ckpt.state.division import without
 from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.joined_model import JoinedModel, parts_of
+from ckpt.state.marked_shards import MarkedShards
 from ckpt.state.meta_device import materialise
 from ckpt.state.model_config import describe
 from ckpt.state.parts import LEFT, Notes, Read, SavedTensor
@@ -63,11 +64,17 @@ class ModelPart:
         return zero3.empty_rows(self._state())
 
     def _state(self) -> dict[str, Any]:
-        if is_fsdp1(self.model):
+        if is_fsdp1(self.model) and not self._marks():
             return fsdp1.model_state(self.model)
         module = unwrap(self.model)
         state = module.state_dict(keep_vars=True)
-        return {clean: state[name] for name, clean in clean_names(module, state).items()}
+        return self._marks().in_state({clean: state[name] for name, clean in clean_names(module, state).items()})
+
+    def _marks(self) -> MarkedShards:
+        marks = MarkedShards([self.model])
+        if marks and (is_fsdp1(self.model) or is_engine(self.model)):
+            raise UnsupportedError(f"{self.key}: ckpt.mark_sharded goes with fully_shard, not FSDP 1 or DeepSpeed.")
+        return marks
 
     def frozen(self) -> frozenset[str]:
         """Parameters that do not require gradients, under all their names."""
@@ -105,14 +112,15 @@ class ModelPart:
 
     def is_sharded(self) -> bool:
         parameters = parameters_in(unwrap(self.model))
-        return is_fsdp1(self.model) or any(is_sharded(value) or is_partitioned(value) for value in parameters)
+        divided_by_others = any(is_sharded(value) or is_partitioned(value) for value in parameters)
+        return is_fsdp1(self.model) or divided_by_others or bool(self._marks())
 
     def layouts(self, members: Members) -> frozenset[Layout]:
         if is_fsdp1(self.model):
             return frozenset({fsdp1.layout(self.model, members)})
         if is_zero3(self.model):
             return frozenset({zero3.layout()})
-        return divided(unwrap(self.model).parameters(), members)
+        return divided(map(self._marks().whole, unwrap(self.model).parameters()), members)
 
     def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
         live = self.places()
@@ -164,7 +172,12 @@ class ModelPart:
         live = module.state_dict(keep_vars=True)
         raw = clean_names(module, live)
         zero3.fill(live, {name: state[clean] for name, clean in raw.items() if clean not in left})
-        there = {name: state[clean] for name, clean in raw.items() if not is_partitioned(live[name])}
+        marks = self._marks()  # a marked parameter is filled already, through the DTensor around it
+        there = {
+            name: live[name] if marks.has(live[name]) else state[clean]
+            for name, clean in raw.items()
+            if not is_partitioned(live[name])
+        }
         module.load_state_dict(there, strict=False)
         if is_engine(self.model):
             refresh(self.model)

@@ -12,6 +12,7 @@ from torch import nn
 from ckpt.errors import ConfigError
 from ckpt.root.retention import Keep
 from ckpt.state.joined import Joined
+from ckpt.state.joined_optimizer import contained_optimizers
 
 KINDS = ("model", "optimizer", "scheduler", "scaler", "dataloader")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -119,8 +120,24 @@ class GivenObjects:
 def named(kind: str, value: Any) -> dict[str, Any]:
     """Objects by key, for one object, `Joined` ones, a sequence, or a dict: `model`, `model.0`, `model.generator`.
 
+    The optimizers in a container of them are joined: `optimizer`; if they are of several classes, `optimizer.AdamW`.
     A dict of optimizers by names of parameters, which have dots (`{"layers.0.weight": optimizer}`), is one optimizer.
     """
+    found = _named(kind, value)
+    return _without_containers(found) if kind == "optimizer" else found
+
+
+def _without_containers(optimizers: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, optimizer in optimizers.items():
+        inner = contained_optimizers(optimizer)
+        apart = "-" if "." in key else "."
+        found |= {f"{key}{apart}{kind}" if len(inner) > 1 else key: joined for kind, joined in inner.items()}
+        found |= {} if inner else {key: optimizer}
+    return found
+
+
+def _named(kind: str, value: Any) -> dict[str, Any]:
     if value is None:
         return {}
     if isinstance(value, Joined):

@@ -11,11 +11,12 @@ from torch import nn
 
 from ckpt.errors import UnsupportedError
 from ckpt.formats.layout import Layout, Members
-from ckpt.formats.sharded_tensors import divided, empty_like, is_sharded
+from ckpt.formats.sharded_tensors import divided, empty_like, is_sharded, local_tensor
 from ckpt.state import fsdp1
 from ckpt.state.division import without
 from ckpt.state.fsdp1 import is_fsdp1
-from ckpt.state.joined_optimizer import JoinedOptimizer
+from ckpt.state.joined_optimizer import JoinedOptimizer, without_names
+from ckpt.state.marked_shards import MarkedShards
 from ckpt.state.parts import Notes, Place, Read, SavedTensor
 from ckpt.state.replicated import Replication, equal_parameters
 from ckpt.state.torch_objects import unusable_states
@@ -65,13 +66,17 @@ class OptimizerPart:
         return {name.rpartition(".")[0]: name for name in names}
 
     def is_sharded(self) -> bool:
-        return self._fsdp1() is not None or any(map(is_sharded, self._parameters()))
+        marks = self._marks()
+        return self._fsdp1() is not None or any(is_sharded(one) or marks.has(one) for one in self._parameters())
 
     def layouts(self, members: Members) -> frozenset[Layout]:
         model = self._fsdp1()
         if model is not None:
             return frozenset({fsdp1.layout(model, members)})
-        return divided(self._parameters(), members)
+        return divided(map(self._marks().whole, self._parameters()), members)
+
+    def _marks(self) -> MarkedShards:
+        return MarkedShards(self.models.values())
 
     def capture(self) -> dict[str, Any]:
         model = self._fsdp1()
@@ -79,8 +84,12 @@ class OptimizerPart:
             return fsdp1.optimizer_state(model, self._single)
         names = self._names()
         raw = self.optimizer.state_dict()
-        state = {names[index] if isinstance(index, int) else index: value for index, value in raw["state"].items()}
-        groups = [{**group, "params": [names[index] for index in group["params"]]} for group in raw["param_groups"]]
+        held = self._with_shards(raw["state"])
+        state = {names[index] if isinstance(index, int) else index: value for index, value in held.items()}
+        groups = [
+            {**without_names(group), "params": [names[index] for index in group["params"]]}
+            for group in raw["param_groups"]
+        ]
         extra = {key: value for key, value in raw.items() if key not in ("state", "param_groups")}
         return {"state": state, "param_groups": groups, **extra}
 
@@ -117,15 +126,32 @@ class OptimizerPart:
             return
         state = {name: value for name, value in values["state"].items() if f"state.{name}" not in unfit}
         indices = {name: index for index, name in self._names().items()}
-        known = {indices[name]: value for name, value in state.items() if name in indices}
+        known = self._of_this_rank({indices[name]: value for name, value in state.items() if name in indices})
         live = self.optimizer.state_dict()["param_groups"]
         groups = [
-            {**saved_group, "params": mine["params"]}
+            {**without_names(saved_group), "params": mine["params"]}
             for saved_group, mine in zip(values["param_groups"], live, strict=True)
         ]
         extra = {key: value for key, value in values.items() if key not in ("state", "param_groups")}
         self.optimizer.load_state_dict({"state": known, "param_groups": groups, **extra})
         self._keep_dtypes(known)
+
+    def _with_shards(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
+        """A state by index, in which what belongs to a marked parameter is sharded as it is."""
+        marks, found = self._marks(), dict(state)
+        for index, parameter in enumerate(self._parameters() if marks else ()):
+            if marks.has(parameter) and isinstance(found.get(index), dict):
+                found[index] = {key: marks.like(parameter, value) for key, value in found[index].items()}
+        return found
+
+    def _of_this_rank(self, state: dict[Any, Any]) -> dict[Any, Any]:
+        """The same, with this rank's shards of what belongs to marked parameters."""
+        marks = self._marks()
+        for index, parameter in enumerate(self._parameters() if marks else ()):
+            if marks.has(parameter) and isinstance(state.get(index), dict):
+                entry = state[index].items()
+                state[index] = {key: local_tensor(value) if is_sharded(value) else value for key, value in entry}
+        return state
 
     def _places(self) -> Place:
         """Existing state is read in place: it may be most of the memory, which must not be needed twice.
@@ -134,13 +160,15 @@ class OptimizerPart:
         """
         parameters = self._parameters_by_name()  # once: it walks all models
         state: Mapping[Any, Any] = {} if self._fsdp1() is not None else self.optimizer.state
+        marks = self._marks()
 
         def find(saved: SavedTensor) -> Any:
             name, _, key = saved.name.rpartition(".")
             parameter = parameters.get(without_checkpointing(name.removeprefix("state.")))
             if parameter is None:
                 return None
-            there = state.get(parameter, {}).get(key) if state else None
+            there = marks.like(parameter, state.get(parameter, {}).get(key) if state else None)
+            parameter = marks.whole(parameter)
             if isinstance(there, torch.Tensor) and (there.dtype, tuple(there.size())) == (saved.dtype, saved.shape):
                 return there
             fits = saved.shape and tuple(parameter.size()) == saved.shape
@@ -180,9 +208,10 @@ class OptimizerPart:
 
     def _misshapen(self, state: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, str]:
         """State whose shape differs from the live one. Live state is needed to compare with."""
-        unfit = {}
+        unfit, marks = {}, self._marks()
         for name, parameter in zip(names.values(), self._parameters(), strict=True):
             live, saved = self.optimizer.state.get(parameter, {}), state.get(name, {})
+            live = {key: marks.like(parameter, value) for key, value in live.items()} if marks.has(parameter) else live
             for key in live.keys() & saved.keys() if isinstance(saved, dict) else ():
                 there, here = getattr(saved[key], "shape", None), getattr(live[key], "shape", None)
                 if there is not None and here is not None and tuple(there) != tuple(here):

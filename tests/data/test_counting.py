@@ -271,6 +271,31 @@ class TestPrefetchers:
             manager.save_state()
         assert "manager.batches(Prefetcher(loader))" in caplog.text
 
+    def test_reading_all_batches_of_a_step_before_it_loses_none_and_is_not_told(self, anywhere: str) -> None:
+        """As torchtitan reads the microbatches of a step."""
+
+        def trained(*, stop: int | None) -> tuple[list[int], Fixture]:
+            seen, run = list[int](), Fixture(anywhere)
+            with run.manager as manager:
+                manager.resume()
+                batches = iter(run.loader)
+                while window := [batch for _, batch in zip(range(2), batches, strict=False)]:
+                    for (inputs,) in window:
+                        seen.append(int(inputs[0]))
+                    run.train(torch.cat([inputs for (inputs,) in window]))
+                    manager.step()
+                    if len(seen) == stop:
+                        manager.save_state(wait=True)
+                        return seen, run
+            return seen, run
+
+        first, _ = trained(stop=4)
+        second, run = trained(stop=4)
+        assert run.approximated == {}
+        third, run = trained(stop=None)
+        assert run.approximated == {}
+        assert first + second + third == list(range(0, SIZE, 2))
+
     def test_a_batch_that_the_script_finds_unfit_is_no_prefetching(
         self, anywhere: str, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -229,3 +229,58 @@ def test_of_a_batch_a_few_bytes_are_taken_of_every_sample() -> None:
         "['deep'][1][1]",
         "['id']",
     ]
+
+
+class Resumable(IterableDataset[Any]):
+    """Numbers, with a state that says where it is."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < SIZE:
+            self.at += 1
+            yield self.at
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class OfRank(StatefulDataLoader):  # type: ignore[misc]
+    """Its state is that of one data-parallel rank, as torchtitan's is: it ignores that of another."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank_id = f"dp_rank_{rank}"
+        super().__init__(Resumable(), 4)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self._rank_id: super().state_dict(), "world_size": 2}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._rank_id in state:
+            super().load_state_dict(state[self._rank_id])
+
+
+def test_the_position_of_another_data_parallel_rank_is_refused(anywhere: str) -> None:
+    def first_batches(rank: int, count: int) -> list[Any]:
+        model, loader = nn.Linear(1, 1), OfRank(rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        seen = []
+        with ckpt.StateManager(anywhere, model=model, optimizer=optimizer, dataloader=loader) as manager:
+            manager.resume()
+            for batch in loader:
+                seen.append(batch.tolist())
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+                manager.step()
+                if len(seen) == count:
+                    manager.save_state(wait=True)
+                    break
+        return seen
+
+    first = first_batches(0, 2)
+    with pytest.raises(ckpt.StateError, match="has the data of dp_rank_1, and this rank saved that of dp_rank_0"):
+        first_batches(1, 2)
+    assert first + first_batches(0, 1) == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]

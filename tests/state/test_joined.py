@@ -131,3 +131,59 @@ def test_schedulers_that_differ_are_refused_when_they_are_saved(tmp_path: Path) 
         schedulers[0].step()
         with pytest.raises(ckpt.UnsupportedError, match="their states differ"):
             manager.save_state("saved")
+
+
+class Container(torch.optim.Optimizer):
+    """Optimizers that step together, as torchtitan has them: its own state is of another form."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        super().__init__([value for one in optimizers for group in one.param_groups for value in group["params"]], {})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"flat": 1}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError("of another form")
+
+
+def test_a_container_of_optimizers_is_saved_as_they_are_and_loaded_by_one(tmp_path: Path) -> None:
+    halves = Halves(1)
+    inner: list[Any] = [torch.optim.AdamW(part.named_parameters(), lr=0.1) for part in halves.parts]
+    with ckpt.StateManager(tmp_path, model=ckpt.Joined(halves.parts), optimizer=Container(inner)) as manager:
+        _step(halves.model, inner)
+        manager.save_state("saved")
+    whole = _model(2)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1.0)
+    with ckpt.StateManager(tmp_path, model=whole, optimizer=optimizer) as manager:
+        manager.load_state("saved")
+    assert _state(whole, [optimizer]) == _state(halves.model, inner)
+    assert "param_names" not in optimizer.param_groups[0]
+
+
+def test_a_container_with_several_classes_has_a_part_for_each(tmp_path: Path) -> None:
+    halves = Halves(1)
+    inner = [torch.optim.AdamW(halves.first.parameters()), torch.optim.Adagrad(halves.second.parameters())]
+    with ckpt.StateManager(tmp_path, model=ckpt.Joined(halves.parts), optimizer=Container(inner)) as manager:
+        _step(halves.model, inner)
+        manager.save_state("saved")
+        before = _state(halves.model, inner)
+        _step(halves.model, inner)
+        restored = manager.load_state("saved")
+    assert {"optimizer.AdamW", "optimizer.Adagrad"} <= set(restored.restored)
+    assert _state(halves.model, inner) == before
+
+
+def test_names_of_parameters_stay_beside_their_parameters_when_the_order_is_another(tmp_path: Path) -> None:
+    model = _model(1)
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.1)
+    with ckpt.StateManager(tmp_path, model=model, optimizer=optimizer) as manager:
+        _step(model, [optimizer])
+        manager.save_state("saved")
+    other = _model(2)
+    backwards = list(other.named_parameters())[::-1]
+    turned = torch.optim.AdamW(backwards, lr=1.0)
+    with ckpt.StateManager(tmp_path, model=other, optimizer=turned) as manager:
+        manager.load_state("saved")
+    assert _state(other, [turned]) == _state(model, [optimizer])
+    assert turned.param_groups[0]["param_names"] == [name for name, _ in backwards]

@@ -1,0 +1,144 @@
+"""Plain parameters of which every rank has a shard of its own, such as its experts: what the user says about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ckpt.errors import ConfigError, UnsupportedError
+from ckpt.formats.shard_outline import ShardOutline
+from ckpt.formats.sharded_tensors import is_sharded
+from ckpt.state.unwrap import modules_in, unwrap
+
+_MARKS = "_ckpt_shards"  # by the name of a parameter in its module: it outlives parameters that are replaced
+
+
+@dataclass(frozen=True)
+class ShardMark:
+    """Along which dimension a parameter is divided over the ranks of a mesh. `group`: of these ranks, if given so."""
+
+    dim: int
+    mesh: Any
+    group: Any = None
+
+    def around(self, local: torch.Tensor) -> Any:
+        """The DTensor whose shard on this rank is the tensor, in the same memory."""
+        from torch.distributed.tensor import Shard
+
+        kind = torch.get_default_device().type if local.is_meta else local.device.type
+        mesh = self.mesh or _mesh_of_group(self.group, kind)
+        if kind != mesh.device_type and not local.is_meta:
+            raise UnsupportedError(f"ckpt.mark_sharded: a parameter is on {kind}, and its mesh on {mesh.device_type}.")
+        shape = [size * (mesh.size() if dim == self.dim else 1) for dim, size in enumerate(local.size())]
+        stride = torch.empty(shape, device="meta").stride()
+        return ShardOutline(mesh, [Shard(self.dim)], torch.Size(shape), stride).around(local.detach())
+
+    def __deepcopy__(self, memo: Any) -> ShardMark:
+        return self  # a copy of the model is divided over the same ranks
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # groups of ranks are not pickled, and the model may be
+
+
+def mark_sharded(module: nn.Module, dim: int = 0, *, mesh: Any = None, names: Iterable[str] | None = None) -> None:
+    """Say that a module's plain parameters are shards: this rank's part of tensors divided evenly over ranks.
+
+    For parameters that no wrapper divides, such as the experts that every rank has of its own. Their state, and that of
+    the optimizer, is then saved as of one tensor, which any number of ranks can load. Without it every rank saves its
+    own, for as many ranks.
+
+        mark_sharded(model.experts, mesh=mesh["ep"])  # weights of shape [experts of this rank, ...]
+
+    `dim`: the dimension that is divided. `mesh`: a device mesh of one dimension, or a process group of all ranks; all
+    ranks if None. `names`: of the parameters, as `module.named_parameters()` has them; all if None. Without a process
+    group this does nothing: the parameters are whole. What was saved without the mark is loaded first, then marked.
+    """
+    named = dict(module.named_parameters(remove_duplicate=False))
+    wanted = list(named) if names is None else list(names)
+    wrong = [f"{name}: {why}" for name in wanted if (why := _obstacle(named.get(name), dim))]
+    if not wanted or wrong:
+        what = "; ".join(wrong) or f"{type(module).__name__} has no parameters"
+        raise ConfigError(f"ckpt.mark_sharded: {what}.")
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    mark = _mark(dim, mesh)
+    for name in wanted:
+        owner, _, own_name = name.rpartition(".")
+        vars(module.get_submodule(owner)).setdefault(_MARKS, {})[own_name] = mark
+
+
+def _obstacle(parameter: Any, dim: int) -> str | None:
+    if parameter is None:
+        return "there is no such parameter"
+    if is_sharded(parameter):
+        return "a DTensor, whose shards are known"
+    return None if 0 <= dim < parameter.dim() else f"{parameter.dim()} dimensions, and dim={dim}"
+
+
+def _mark(dim: int, mesh: Any) -> ShardMark:
+    if hasattr(mesh, "get_group"):
+        if mesh.ndim != 1:
+            raise ConfigError(f'ckpt.mark_sharded: the mesh has {mesh.ndim} dimensions. Give one of them: mesh["ep"].')
+        return ShardMark(dim, mesh)
+    ranks = dist.get_process_group_ranks(mesh)
+    if len(ranks) < dist.get_world_size():
+        raise ConfigError(
+            f"ckpt.mark_sharded: a group of {len(ranks)} ranks, and there are {dist.get_world_size()}. Give the "
+            'dimension of a mesh of all ranks, which says where the copies are: mesh["ep"].'
+        )
+    return ShardMark(dim, None, mesh if mesh is not None else dist.group.WORLD)
+
+
+@lru_cache(maxsize=4)
+def _mesh_of_group(group: Any, device: str) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(group, device)
+
+
+class MarkedShards:
+    """The marks of the parameters of some models, by the parameters' identities."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        self._marks: dict[int, ShardMark] = {}
+        for model in models:
+            for node in modules_in(unwrap(model)):
+                for name, mark in vars(node).get(_MARKS, {}).items():
+                    parameter = node._parameters.get(name)
+                    if parameter is not None and mark is not None:
+                        self._marks[id(parameter)] = mark
+
+    def __bool__(self) -> bool:
+        return bool(self._marks)
+
+    def has(self, parameter: Any) -> bool:
+        return id(parameter) in self._marks
+
+    def whole(self, parameter: Any) -> Any:
+        """A marked parameter as the DTensor that it is a shard of; any other as it is."""
+        return self.like(parameter, parameter)
+
+    def like(self, parameter: Any, value: Any) -> Any:
+        """State of a parameter: of a marked one, what has its shape is a shard as the parameter is."""
+        mark = self._marks.get(id(parameter))
+        if mark is None or not isinstance(value, torch.Tensor) or value.size() != parameter.size():
+            return value
+        if is_sharded(parameter):
+            raise ConfigError(
+                "a parameter that ckpt.mark_sharded has marked has become a DTensor, whose shards are known. Leave "
+                "the mark out, or keep the parameter from FSDP: fully_shard(..., ignored_params=...)."
+            )
+        return mark.around(value)
+
+    def in_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A model's state with marked parameters as DTensors; one under several names is one object."""
+        if not self._marks:
+            return dict(state)
+        made = {id(value): self.whole(value) for value in state.values() if self.has(value)}
+        return {name: made.get(id(value), value) for name, value in state.items()}
