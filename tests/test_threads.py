@@ -34,4 +34,4 @@ def test_an_error_is_raised_and_no_more_calls_begin() -> None:
 @pytest.mark.parametrize("threads", [1, 4])
 def test_an_index_error_of_a_call_is_not_taken_for_the_end(threads: int) -> None:
     with pytest.raises(IndexError):
-        in_parallel(lambda item: [][item], range(5), threads, "failing")  # type: ignore[misc]
+        in_parallel(lambda item: [][item], range(5), threads, "failing")
