@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -118,7 +118,10 @@ def remove_or_explain(storage: Storage, checkpoint: Manifest | Summary) -> str:
         return ""  # a user has removed it by hand
     try:
         with storage.lock(name):
-            current = find(storage, name)
+            if isinstance(storage, Staging) and isinstance(checkpoint, Manifest):
+                current = Checkpoint(name, storage.url, checkpoint)
+            else:
+                current = find(storage, name)
             manifest = checkpoint if isinstance(checkpoint, Manifest) else current.manifest
             if manifest is None and was_committed(current.problem):
                 return f"{_UNKNOWN}: {current.problem}"
@@ -150,11 +153,18 @@ def _claim_removal(storage: Storage, id: str, current: Checkpoint, paths: list[s
     return "", left
 
 
-def apply_retention(keep: Keep, storage: Storage, newest_first: list[Listed], damaged: Iterable[str]) -> list[Listed]:
-    """Remove the checkpoints that `keep` does not keep. Returns those that are left."""
+def apply_retention(
+    keep: Keep,
+    storage: Storage,
+    newest_first: list[Listed],
+    damaged: Iterable[str],
+    known: Mapping[str, Manifest] | None = None,
+) -> list[Listed]:
+    """Remove the checkpoints that `keep` does not keep. Returns those that are left. `known`: manifests by name."""
     _warn_if_unranked(keep, storage, newest_first)
     removable = keep.removable(newest_first, set(damaged))
-    reasons = remove_all(storage, [checkpoint for checkpoint in newest_first if checkpoint.name in removable])
+    gone = [checkpoint for checkpoint in newest_first if checkpoint.name in removable]
+    reasons = remove_all(storage, [(known or {}).get(checkpoint.name, checkpoint) for checkpoint in gone])
     for name, reason in reasons.items():
         if reason.startswith(_UNKNOWN) and (storage.url, name) not in _warned:
             _warned.add((storage.url, name))

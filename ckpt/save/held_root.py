@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckpt.errors import VersionError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
@@ -15,7 +15,7 @@ from ckpt.root.lock import lock_root
 from ckpt.root.mirror import MirrorWorker
 from ckpt.root.retention import Keep
 from ckpt.root.summary import Summary
-from ckpt.storage import Storage
+from ckpt.storage import Staging, Storage
 
 
 @dataclass
@@ -28,6 +28,7 @@ class HeldRoot:
     unreadable: Mapping[str, VersionError]  # by name: manifests of a newer version of ckpt
     index: Index
     newest: Manifest | None = None  # that this run has committed
+    staged: dict[str, Manifest] = field(default_factory=dict)  # by name: to read one would publish what waits for it
 
     @classmethod
     def acquire(
@@ -66,6 +67,8 @@ class HeldRoot:
         """Record a commit. It replaces an older checkpoint of its name. `version`: of its manifest, if it is known."""
         summary = Summary.of(manifest)
         self.newest = manifest
+        if isinstance(self.storage, Staging):
+            self.staged[manifest.name] = manifest
         self.committed = [summary, *self._others(manifest.name)]
         self.index.add(version, summary)
 
@@ -76,7 +79,8 @@ class HeldRoot:
     def retain(self, keep: Keep | None, damaged: Collection[str]) -> None:
         """Remove what is not to be kept; now and then, store what is left for later listings."""
         if keep is not None:
-            self.committed = deletion.apply_retention(keep, self.storage, self.committed, damaged)
+            self.committed = deletion.apply_retention(keep, self.storage, self.committed, damaged, self.staged)
+            self.staged = {one.name: self.staged[one.name] for one in self.committed if one.name in self.staged}
         self.index.update(self.storage, {summary.name for summary in self.committed})
 
     def _others(self, name: str) -> list[Summary]:

@@ -81,13 +81,16 @@ def load_model_state(model: nn.Module, state: dict[str, Any]) -> None:
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    if 0 not in torch.distributed.get_process_group_ranks(_group(model)):
-        raise UnsupportedError(
-            "PyTorch gives the state of an optimizer under FSDP 1 only to a process group that has rank 0 of the job, "
-            "and this one has not. Use FSDP 2 (fully_shard)."
-        )
     stepped = bool(optimizer.state)
-    state = get_optimizer_state_dict(model, optimizer)
+    try:
+        state = get_optimizer_state_dict(model, optimizer)
+    except ValueError as error:
+        if 0 in torch.distributed.get_process_group_ranks(_group(model)):
+            raise
+        raise UnsupportedError(  # it broadcasts from rank 0
+            "PyTorch gives this state of an optimizer under FSDP 1 only to a process group that has rank 0 of the job, "
+            f"and this one has not ({error}). Use FSDP 2 (fully_shard), or use_orig_params=True."
+        ) from error
     if not stepped:  # the call has initialised it
         optimizer.state.clear()
     if not _anywhere(stepped, model):  # a rank may hold only empty shards of parameters that have state

@@ -402,7 +402,7 @@ class TestAManifestThatTheDiskDoesNotReturn:
 
     @pytest.mark.slow
     def test_may_have_several_blocks(self, root: Folder) -> None:
-        block = FileRecord(name="x", path="x", size=900_000, blocks=("0" * 32,) * 900_000, block_size=1)
+        block = FileRecord(name="x", path="x", size=1_000_000, blocks=("0" * 32,) * 1_000_000, block_size=1)
         manifest = Manifest(name="a", id="1", sequence=1, created=MOMENT, run="", files=(block,))
         storage = LocalStorage(root)
         storage.write(MANIFEST, [manifest.to_bytes()])
