@@ -42,7 +42,8 @@ class FilePlan:
 
     `likely_unchanged`: it probably equals the file of the previous checkpoint (frozen weights). `contents` are the
     bytes and named tensors that it consists of, in order; None if some are still to be fetched. `in_memory`: all pieces
-    are in host memory and do not change until the file is written.
+    are in host memory and do not change until the file is written. `reserved`: the file of the storage that this memory
+    is, if it is one.
     """
 
     path: str
@@ -52,6 +53,7 @@ class FilePlan:
     contents: Sequence[bytes | tuple[str, torch.Tensor]] | None = None
     in_memory: bool = False
     head: int = 0  # bytes at its start (a header) that readers fetch separately
+    reserved: Any = None
 
     @classmethod
     def of(cls, path: str, data: bytes) -> FilePlan:

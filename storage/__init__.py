@@ -1,6 +1,6 @@
 """Storages: where bytes are written and read. Independent of formats and of training."""
 
-from ckpt.storage.base import ANY, Buffer, Entry, Grouping, StablePieces, Staging, Storage, Unfinished
+from ckpt.storage.base import ANY, Buffer, Entry, Grouping, Reserving, StablePieces, Staging, Storage, Unfinished
 from ckpt.storage.hub.storage import HubStorage
 from ckpt.storage.local.storage import LocalStorage
 from ckpt.storage.memory import MemoryStorage
@@ -17,6 +17,7 @@ __all__ = [
     "LocalStorage",
     "MemoryStorage",
     "ObjectStorage",
+    "Reserving",
     "StablePieces",
     "Staging",
     "Storage",

@@ -17,14 +17,24 @@ LARGEST_DOCUMENT = 64 << 20  # bytes: the manifest of a checkpoint of 50 TB has 
 
 
 @dataclass(frozen=True)
+class ReservedFile:
+    """A file below the root of a storage that is no object yet: a write of its bytes gives it the name of one."""
+
+    path: str
+    inode: int
+    size: int
+
+
+@dataclass(frozen=True)
 class StablePieces:
     """Pieces whose size is known, and which do not change until they are written.
 
-    Some may still be on their way: to iterate waits for each.
+    Some may still be on their way: to iterate waits for each. `file`: where they are already, when they have arrived.
     """
 
     size: int
     pieces: Callable[[], Iterator[memoryview]]
+    file: ReservedFile | None = None
 
     @classmethod
     def of(cls, pieces: Iterable[Buffer]) -> StablePieces | None:
@@ -146,6 +156,17 @@ class PageCached(Storage, Protocol):
 
     def evict(self, key: str) -> None:
         """Drop an object from the page cache, so that the next read comes from the disk."""
+
+
+@runtime_checkable
+class Reserving(Protocol):
+    """The methods that a storage in memory has besides `Storage`, so that its objects need not be copied there."""
+
+    def reserve(self, size: int) -> tuple[int, ReservedFile]:
+        """A file of that size, with a descriptor by which the caller maps it, fills it, and which it closes."""
+
+    def give_up(self, file: ReservedFile) -> None:
+        """The file has become no object, or has: in the first case, its memory is free for the next one."""
 
 
 @runtime_checkable

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from ckpt.errors import FullError, LockedError
 from ckpt.formats.native.manifest import FileRecord, Manifest
+from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import SingleProcess
 from ckpt.root import deletion
 from ckpt.root.commit import Attempt, EarlierFile, WrittenFile
@@ -17,6 +19,7 @@ from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
 from ckpt.save.transaction import SaveRequest, SaveTransaction
 from ckpt.storage import MemoryStorage
+from ckpt.storage.base import LostError
 
 
 @runtime_checkable
@@ -46,6 +49,13 @@ class SlotWriter(RootWriter):
     def _begin(self, attempt: Attempt, paths: list[str]) -> Attempt:
         self.keep_newest()
         return super()._begin(attempt, paths)
+
+    def make_room(self) -> None:
+        """Remove the older snapshot, so that the next one can have its memory before it is begun."""
+        if self.owns_root:
+            with suppress(LostError):  # the folder was removed: it is made anew when the snapshot is begun
+                self._hold()
+                self.keep_newest()
 
     def keep_newest(self, count: int = 1) -> None:
         """Remove all snapshots but the newest intact one, or all of them. Raises if somebody reads one of those."""
@@ -90,6 +100,7 @@ def _refuse(captured: CapturedState) -> None:
 class SlotSaver(Saver):
     """Saves into memory. An error waits for the next snapshot; the memory of a snapshot is free when it is written."""
 
+    root: SlotWriter
     written_size: int | None = None  # bytes of the last snapshot that this rank wrote
     after_commit: Callable[[str], None] | None = None  # called with the name of a snapshot, before the next one
 
@@ -103,12 +114,23 @@ class SlotSaver(Saver):
 
     def _carry_out(self, save: SaveTransaction) -> None:
         try:
+            self._make_room(save)
             super()._carry_out(save)
             self.written_size = sum(file.size for file in save.written)
         finally:
             self._release_written()
         if self.after_commit is not None and self.root.owns_root:
             self.after_commit(save.request.name)
+
+    def _make_room(self, save: SaveTransaction) -> None:
+        """On all ranks, before any takes the memory of what another removes."""
+        call = f"step() (memory, room for {save.request.name})"
+        try:
+            with self._channel.working():
+                decide_together(self._channel, call, Result.capture(self.root.make_room), lambda _: None)
+        except BaseException:
+            save.discard()
+            raise
 
     def _after_failure(self, name: str, error: Exception) -> None:
         self.root.abandon(name, error)

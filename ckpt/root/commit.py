@@ -177,7 +177,7 @@ class Attempt:
 
         Both wait for bytes that are still on their way.
         """
-        pieces = StablePieces(plan.size, plan.pieces)
+        pieces = StablePieces(plan.size, plan.pieces, plan.reserved)
         if plan.size < _WORTH_A_THREAD:
             receipt = self._put(storage, path, pieces)
             record = hashed(plan, path, advance, sha256=self.sha256)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -36,9 +36,17 @@ class Fetcher:
         self._turn = threading.Lock()
 
     def fetch(
-        self, blocks: Sequence[tuple[int, DeviceBlock]], image: memoryview, arrival: Arrival, threads: int
+        self,
+        blocks: Sequence[tuple[int, DeviceBlock]],
+        image: memoryview,
+        arrival: Arrival,
+        threads: int,
+        prepare: Callable[[int, int], None] = lambda start, size: None,
     ) -> None:
-        """Fetch blocks, each with its number, into the image. What was staged is released on the way."""
+        """Fetch blocks, each with its number, into the image. What was staged is released on the way.
+
+        `prepare`: called with the place and the size of what is about to be written to the image.
+        """
         with self._turn, ExitStack() as stack:
             workers = [WorkerThread("ckpt-fetch") for _ in range(threads)]
             for worker in workers:
@@ -51,7 +59,7 @@ class Fetcher:
                     turn = next(turns)
                     workers[turn].wait()  # until its slot is free
                     slot = self._bring(transfer, self._ring, turn)
-                    workers[turn].start(partial(_scatter, slot, transfer, image, arrival, number))
+                    workers[turn].start(partial(_scatter, slot, transfer, image, arrival, number, prepare))
                 block.release()
             for worker in workers:
                 worker.wait()
@@ -76,8 +84,16 @@ class Fetcher:
         return host_bytes(slot)
 
 
-def _scatter(slot: memoryview, transfer: Transfer, image: memoryview, arrival: Arrival, number: int) -> None:
+def _scatter(
+    slot: memoryview,
+    transfer: Transfer,
+    image: memoryview,
+    arrival: Arrival,
+    number: int,
+    prepare: Callable[[int, int], None],
+) -> None:
     """Copy a transfer of a block from its slot to its places in the image."""
     for offset, start, size in transfer.runs:
+        prepare(start, size)
         copy_bytes(slot[offset : offset + size], image[start : start + size])
     arrival.arrived(number, transfer.size)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 
 import torch
 
+from ckpt.storage.base import ReservedFile
 from ckpt.util.aligned_memory import allocate_pages
 from ckpt.util.threads import SerialWorker, ThreadCall
 
@@ -88,6 +90,10 @@ class HostImages:
         image.reserve(size)
         return image
 
+    def take_part(self, size: int) -> ImagePart:
+        """As many bytes of an image, until they are released."""
+        return ImagePart(self, self.take(size), size)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Suspend prefaulting while this context lasts, in which a load, say, needs the machine."""
@@ -139,3 +145,22 @@ class HostImages:
         work()
         for helper in helpers:
             helper.result()
+
+
+@dataclass
+class ImagePart:
+    """The bytes of an image that a snapshot has."""
+
+    images: HostImages
+    image: HostImage
+    size: int
+    files: Mapping[str, ReservedFile] = field(default_factory=dict)  # none: the bytes are in no file
+
+    def bytes(self, size: int) -> torch.Tensor:
+        return self.image.bytes(size)
+
+    def make_resident(self, start: int, size: int) -> None:
+        """Private memory is, when it is written to."""
+
+    def release(self) -> None:
+        self.images.give_back(self.image, self.size)

@@ -22,12 +22,15 @@ from ckpt.save.device_fetch import BESIDE_TRAINING, WHILE_IT_WAITS, Fetcher
 from ckpt.save.device_room import DeviceRoom
 from ckpt.save.device_staging import DeviceBlock, plan_blocks, stage
 from ckpt.save.device_streams import Device
-from ckpt.save.host_image import HostImages
+from ckpt.save.host_image import HostImages, ImagePart
 from ckpt.save.memory_limit import available
+from ckpt.save.reserved_image import ReservedImage
 from ckpt.save.room_warnings import RoomWarnings
-from ckpt.save.snapshot_layout import SnapshotLayout, in_pages
+from ckpt.save.snapshot_layout import PAGE, SnapshotLayout, in_pages
 from ckpt.save.streamed_files import streamed_files
 from ckpt.save.tensor_copies import Leaves, TensorCopies
+from ckpt.storage import Reserving
+from ckpt.util.aligned_memory import HUGE_PAGE
 from ckpt.util.threads import ThreadCall
 
 _LITTLE = 64 << 20  # bytes: less than this is not worth prefaulting
@@ -131,15 +134,17 @@ class Snapshots:
 
         copies.add_on_host(image.bytes(large) if image is not None else torch.empty(0), give_back)
 
-    def take(self, files: list[FilePlan], copies: TensorCopies | None = None) -> Snapshot | None:
+    def take(
+        self, files: list[FilePlan], copies: TensorCopies | None = None, storage: object = None
+    ) -> Snapshot | None:
         """Copy the contents of these files; None if there is not enough memory for it.
 
         When this returns, nothing that training does can reach the snapshot. With `copies`, the tensors of the files
-        are these, and they are released as soon as they are fetched.
+        are these, and they are released as soon as they are fetched: into files of the `storage`, if it reserves any.
         """
-        layout = SnapshotLayout.of(files)
         if copies is not None:
-            return self._take_from_copies(layout, copies)
+            return self._take_from_copies(files, copies, storage)
+        layout = SnapshotLayout.of(files)
         self.prepare_devices(layout.devices)
         fits = self._fits(layout.size)
         if not fits and not self._fits_on_devices(layout):
@@ -151,7 +156,7 @@ class Snapshots:
             blocks = plan_blocks(layout.on_device)
             self._stage(blocks)
         if fits:
-            return self._fetched(layout, blocks)
+            return self._fetched(layout, blocks, self._images.take_part(layout.size))
         return self._streamed(layout, blocks)
 
     def paused(self) -> AbstractContextManager[None]:
@@ -163,16 +168,19 @@ class Snapshots:
         self._images.release()
         self._fetcher.release()
 
-    def _take_from_copies(self, layout: SnapshotLayout, copies: TensorCopies) -> Snapshot:
+    def _take_from_copies(self, files: list[FilePlan], copies: TensorCopies, storage: object) -> Snapshot:
+        layout = SnapshotLayout.of(files, HUGE_PAGE if isinstance(storage, Reserving) else PAGE)
         if not layout.on_device:
-            files = {file.path: replace(file, contents=None) for file in layout.files}
-            return Snapshot(files, on_release=copies.release)
+            return Snapshot({file.path: replace(file, contents=None) for file in files}, on_release=copies.release)
+        image: ImagePart | ReservedImage | None = ReservedImage.of(storage, layout)
+        if image is None and self._fits(layout.size):
+            image = self._images.take_part(layout.size)
         blocks = [replace(block, is_private=True) for block in plan_blocks(layout.on_device)]
-        if self._fits(layout.size):
-            snapshot = self._fetched(layout, blocks, copies.release_devices)
+        if image is not None:
+            snapshot = self._fetched(layout, blocks, image, copies.release_devices)
         else:
-            files = streamed_files(layout, blocks, self._fetcher)
-            snapshot = Snapshot(files, in_host_memory=False, on_release=lambda: self._release_copies(blocks, copies))
+            streamed = streamed_files(layout, blocks, self._fetcher)
+            snapshot = Snapshot(streamed, in_host_memory=False, on_release=lambda: self._release_copies(blocks, copies))
         copies.release_host()
         return snapshot
 
@@ -199,11 +207,14 @@ class Snapshots:
                 stage(mine, room)
 
     def _fetched(
-        self, layout: SnapshotLayout, blocks: list[DeviceBlock], on_fetched: Callable[[], None] = lambda: None
+        self,
+        layout: SnapshotLayout,
+        blocks: list[DeviceBlock],
+        image: ImagePart | ReservedImage,
+        on_fetched: Callable[[], None] = lambda: None,
     ) -> Snapshot:
         """A snapshot in host memory: what could not be staged is there when this returns, the rest comes later."""
         arrival = Arrival([(block.start, block.size) for block in blocks])
-        image = self._images.take(layout.size)
         memory = image.bytes(layout.size)
         live = [(number, block) for number, block in enumerate(blocks) if not block.is_detached]
         staged = [(number, block) for number, block in enumerate(blocks) if block.is_detached]
@@ -213,33 +224,36 @@ class Snapshots:
             arrival.discard()
             if fetching is not None:
                 fetching.has_failed()  # waits for it
-            self._images.give_back(image, layout.size)
+            image.release()
+
+        def fetch(blocks: list[tuple[int, DeviceBlock]], threads: int) -> None:
+            self._fetcher.fetch(blocks, host_bytes(memory), arrival, threads, image.make_resident)
 
         try:
+            for start, size in layout.host_ranges() if image.files else ():
+                image.make_resident(start, size)
             layout.fill(memory)
             if live:
                 self._warn_of_room(layout, live)
-                self._fetcher.fetch(live, host_bytes(memory), arrival, WHILE_IT_WAITS)
+                fetch(live, WHILE_IT_WAITS)
             if staged:
-                fetching = ThreadCall(
-                    lambda: self._fetch(staged, host_bytes(memory), arrival, on_fetched), "ckpt-fetch"
-                )
+                fetching = ThreadCall(lambda: self._fetch(fetch, staged, arrival, on_fetched), "ckpt-fetch")
         except BaseException:
             self._release_blocks(blocks)
             release()
             raise
         self._arrivals.add(arrival)
-        return Snapshot(layout.files_in(memory, arrival), arrival, on_release=release)
+        return Snapshot(layout.files_in(memory, arrival, image.files), arrival, on_release=release)
 
     def _fetch(
         self,
+        fetch: Callable[[list[tuple[int, DeviceBlock]], int], None],
         staged: list[tuple[int, DeviceBlock]],
-        view: memoryview,
         arrival: Arrival,
         on_fetched: Callable[[], None],
     ) -> None:
         try:
-            self._fetcher.fetch(staged, view, arrival, BESIDE_TRAINING)
+            fetch(staged, BESIDE_TRAINING)
         except BaseException as error:  # raised where the files are read
             arrival.fail(error)
         finally:
@@ -274,18 +288,8 @@ class Snapshots:
 
     def _fits_on_devices(self, layout: SnapshotLayout) -> bool:
         """Whether a snapshot can stay on the devices, and host memory is only needed for what is on the host."""
-        on_host = sum(copy.source.nbytes for copy in layout.on_host)
-        sizes = dict.fromkeys(layout.devices, 0)
-        for copy in layout.on_device:
-            sizes[copy.source.device] += copy.source.nbytes
-        return (
-            bool(sizes)
-            and self._fits(on_host)
-            and all(
-                self._devices[device].can_stage and size <= self._rooms[device].measure()
-                for device, size in sizes.items()
-            )
-        )
+        sizes = layout.device_sizes
+        return bool(sizes) and self._fits(layout.host_size) and all(map(self._has_room, sizes, sizes.values()))
 
     def _warn_of_room(self, layout: SnapshotLayout, live: list[tuple[int, DeviceBlock]]) -> None:
         if all(self._devices[block.device].can_stage for _, block in live):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import mmap
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -12,12 +14,12 @@ from ckpt.formats.tensor_bytes import host_bytes
 from ckpt.save.arrival import Arrival
 from ckpt.save.staging_copy import TensorCopy, copy_on_host
 
-_PAGE = 4096
+PAGE = mmap.PAGESIZE
 
 
 def in_pages(sizes: Iterable[int]) -> int:
     """Bytes that these take together, each rounded up to whole pages."""
-    return sum(-(-size // _PAGE) * _PAGE for size in sizes)
+    return sum(-(-size // PAGE) * PAGE for size in sizes)
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
@@ -36,11 +38,11 @@ class SnapshotLayout:
     on_device: list[TensorCopy]
 
     @classmethod
-    def of(cls, files: list[FilePlan]) -> SnapshotLayout:
+    def of(cls, files: list[FilePlan], alignment: int = PAGE) -> SnapshotLayout:
         starts, size = [], 0
         for file in files:
             starts.append(size)
-            size += in_pages([file.size])
+            size += -(-file.size // alignment) * alignment
         copies, headers = _copies(files, starts)
         on_host = [copy for copy in copies if is_on_host(copy.source)]
         on_device = [copy for copy in copies if not is_on_host(copy.source)]
@@ -50,16 +52,40 @@ class SnapshotLayout:
     def devices(self) -> set[torch.device]:
         return {copy.source.device for copy in self.on_device}
 
+    @property
+    def host_size(self) -> int:
+        """Bytes of tensors on the host."""
+        return sum(copy.source.nbytes for copy in self.on_host)
+
+    @property
+    def device_sizes(self) -> dict[torch.device, int]:
+        """Bytes of tensors on each device."""
+        sizes = dict.fromkeys(self.devices, 0)
+        for copy in self.on_device:
+            sizes[copy.source.device] += copy.source.nbytes
+        return sizes
+
     def fill(self, image: torch.Tensor) -> None:
         """Copy headers and host tensors to their places."""
         for _, start, header in self.headers:
             host_bytes(image[start : start + len(header)])[:] = header
         copy_on_host(self.on_host, image)
 
-    def files_in(self, image: torch.Tensor, arrival: Arrival) -> dict[str, FilePlan]:
-        """The files as they lie in an image, by path. Their bytes are waited for when they are read."""
+    def host_ranges(self) -> Iterator[tuple[int, int]]:
+        """Where `fill` writes: the place and the size of every header and host tensor."""
+        yield from ((start, len(header)) for _, start, header in self.headers)
+        yield from ((copy.start, copy.source.nbytes) for copy in self.on_host)
+
+    def files_in(
+        self, image: torch.Tensor, arrival: Arrival, reserved: Mapping[str, Any] | None = None
+    ) -> dict[str, FilePlan]:
+        """The files as they lie in an image, by path. Their bytes are waited for when they are read.
+
+        `reserved`: the files of a storage that parts of the image are.
+        """
         placed = zip(self.files, self.starts, strict=True)
-        return {file.path: _in_memory(file, image, start, arrival) for file, start in placed}
+        files = {file.path: _in_memory(file, image, start, arrival) for file, start in placed}
+        return files | {path: replace(files[path], reserved=file) for path, file in (reserved or {}).items()}
 
 
 def _copies(files: list[FilePlan], starts: list[int]) -> tuple[list[TensorCopy], list[tuple[str, int, bytes]]]:

@@ -107,7 +107,8 @@ class SaveTransaction:
     def _take_from_copies(self, copies: TensorCopies) -> None:
         """Encode the state with the copies in place of live tensors, and take the snapshot from them."""
         self.captured = self._live.then(lambda live: live.encode(copies))
-        taken = self.captured.then(lambda state: self.snapshots.take(state.snapshot_files, copies))
+        storage = self.root.storage
+        taken = self.captured.then(lambda state: self.snapshots.take(state.snapshot_files, copies, storage))
         self._live, captured = Result(), self.captured.value
         self.snapshot, self.captured = taken.value, Result(captured, taken.error)
         if self.snapshot is None:

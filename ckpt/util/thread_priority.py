@@ -5,13 +5,14 @@ Every call is harmless where the system does not know it or refuses it.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+from ckpt.util.aligned_memory import system_library
 
 # Not the lowest priority: a thread that is starved while it holds the interpreter's lock holds up training.
 _NICER = 5
@@ -45,4 +46,4 @@ def normal_io_priority() -> Iterator[None]:
 def _set_io_priority(kind: int, level: int) -> None:
     number = _IOPRIO_SET.get(platform.machine())
     if number is not None:
-        ctypes.CDLL(None).syscall(number, *_CALLING_THREAD, kind << _CLASS_SHIFT | level)
+        system_library().syscall(number, *_CALLING_THREAD, kind << _CLASS_SHIFT | level)

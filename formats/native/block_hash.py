@@ -6,9 +6,12 @@ xxh3-128 finds damage, and is as fast as memory. SHA-256 also withstands an atta
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 import xxhash
+
+xxh3_128 = xxhash.xxh3_128
 
 ALGORITHM = "xxh3-128"
 BLOCK_SIZE = 32 << 20
@@ -24,12 +27,23 @@ def sha256(data: bytes | bytearray | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def sha256_of_every(
-    pieces: Iterable[memoryview], first: int, step: int, block_size: int = BLOCK_SIZE
+class Hash(Protocol):
+    """A hash of a stream, as hashlib's and xxhash's are."""
+
+    def update(self, data: memoryview, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+def digests_of_every(
+    pieces: Iterable[memoryview], first: int, step: int, new: Callable[[], Hash], block_size: int = BLOCK_SIZE
 ) -> dict[int, str]:
-    """The SHA-256 of the blocks `first`, `first + step` and so on: so that threads share a file."""
+    """The digests of the blocks `first`, `first + step` and so on: so that threads share a file.
+
+    `new`: makes the hash of a block, `xxh3_128` or `hashlib.sha256`.
+    """
     found: dict[int, str] = {}
-    open_hash, at = hashlib.sha256(), 0
+    open_hash, at = new(), 0
     for piece in pieces:
         view = memoryview(piece).cast("B")
         while view:
@@ -40,7 +54,7 @@ def sha256_of_every(
                 open_hash.update(part)
                 found[index] = ""
                 if len(part) == room:
-                    found[index], open_hash = open_hash.hexdigest(), hashlib.sha256()
+                    found[index], open_hash = open_hash.hexdigest(), new()
     return {index: block or open_hash.hexdigest() for index, block in found.items()}
 
 
@@ -51,7 +65,7 @@ class BlockHasher:
         self.size = 0
         self._block_size = block_size
         self._done: list[str] = []
-        self._open = xxhash.xxh3_128()
+        self._open = xxh3_128()
         self._sha256 = hashlib.sha256() if sha256 else None
         self._sha256_done: list[str] = []
         self._room = block_size
@@ -95,7 +109,7 @@ class BlockHasher:
 
     def _close_block(self) -> None:
         self._done.append(self._open.hexdigest())
-        self._open = xxhash.xxh3_128()
+        self._open = xxh3_128()
         if self._sha256 is not None:
             self._sha256_done.append(self._sha256.hexdigest())
             self._sha256 = hashlib.sha256()

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckpt.storage.base import Buffer, StablePieces
+from ckpt.storage.base import Buffer, ReservedFile, StablePieces
+from ckpt.storage.local.durable_directories import make_directories
 from ckpt.storage.local.regular_file import NotRegularError, has_one_name, not_regular, open_regular
 from ckpt.storage.local.storage import TEMPORARY, LocalStorage
 from ckpt.storage.local.system_errors import NOTHING_THERE
@@ -41,8 +42,29 @@ class VolatileStorage(LocalStorage):
     def _sync_folder(self, folder: Path, *keys: str) -> None:
         """Nothing in memory would survive a crash of the machine."""
 
+    def reserve(self, size: int) -> tuple[int, ReservedFile]:
+        """A file of that size, of the memory of a deleted one if there is any, until it is written or given up."""
+        make_directories(self._root, self._root)
+        path = self._root / f".reserved-{size}-{secrets.token_hex(6)}{TEMPORARY}"
+        with self._translated_errors("write", path.name):
+            descriptor = self._opened(path, size)
+            try:
+                os.ftruncate(descriptor, size)
+                return descriptor, ReservedFile(str(path), os.fstat(descriptor).st_ino, size)
+            except BaseException:
+                os.close(descriptor)
+                path.unlink()
+                raise
+
+    def give_up(self, file: ReservedFile) -> None:
+        """Keep its memory for the next file, unless it was written, which has given it another name."""
+        with suppress(OSError):
+            self._unlink(Path(file.path))
+
     def _write_file(self, path: Path, pieces: Iterable[Buffer]) -> None:
         stable = StablePieces.of(pieces)
+        if stable is not None and stable.file is not None and _is_named(stable, stable.file, path):
+            return
         descriptor = self._opened(path, stable.size if stable is not None else 0)
         try:
             overwrite(descriptor, pieces if stable is None else stable)
@@ -71,6 +93,20 @@ class VolatileStorage(LocalStorage):
         except OSError:
             return []
         return [(int(found.group(1)), self._root / name) for name in names if (found := _SPARE.fullmatch(name))]
+
+
+def _is_named(pieces: StablePieces, file: ReservedFile, path: Path) -> bool:
+    """Give a reserved file its name when all its bytes have arrived. False if it is gone, or not what it was."""
+    for _ in pieces:  # waits
+        pass
+    try:
+        status = os.lstat(file.path)
+        if (status.st_ino, status.st_size, status.st_nlink) != (file.inode, pieces.size, 1):
+            return False
+        os.rename(file.path, path)
+    except OSError:  # swept by another process, say: the bytes are in memory, and are written as any other
+        return False
+    return True
 
 
 def _reopened(path: Path) -> int:

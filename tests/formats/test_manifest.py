@@ -12,7 +12,7 @@ import xxhash
 
 from ckpt.errors import DamagedError, UnsupportedError, VersionError
 from ckpt.formats.native import manifest as manifests
-from ckpt.formats.native.block_hash import BLOCK_SIZE, BlockHasher, digest, sha256_of_every
+from ckpt.formats.native.block_hash import BLOCK_SIZE, BlockHasher, digest, digests_of_every
 from ckpt.formats.native.manifest import FileRecord, Manifest
 
 SMALL = Manifest(
@@ -301,7 +301,7 @@ class TestBlockHasher:
         assert hasher.sha256_digests == tuple(hashlib.sha256(found).hexdigest() for found in blocks)
         for threads in (1, 2, 3):  # each hashes its own blocks
             views = [memoryview(piece) for piece in pieces]
-            shares = [sha256_of_every(views, number, threads, block) for number in range(threads)]
+            shares = [digests_of_every(views, number, threads, hashlib.sha256, block) for number in range(threads)]
             found = {index: value for share in shares for index, value in share.items()}
             assert tuple(found[index] for index in sorted(found)) == hasher.sha256_digests
 

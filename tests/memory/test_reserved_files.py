@@ -1,0 +1,228 @@
+"""Snapshots from a device, simulated, go straight into the files of the memory tier: nothing is copied twice."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from ckpt.save import device_staging, tensor_copies
+from ckpt.storage.base import StablePieces
+from ckpt.storage.local import tmpfs_write, volatile
+from ckpt.storage.local.volatile import VolatileStorage
+from ckpt.util.mapped_range import MappedRange
+from tests.helpers.simulated_device import SimulatedDevice, simulate
+from tests.helpers.training import exact
+
+LARGE = 1 << 20  # bytes: larger files are reserved
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    monkeypatch.setenv("CKPT_MEMORY_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
+    simulated = simulate(monkeypatch)
+    monkeypatch.setattr(device_staging, "TRANSFER", 100_000)
+    monkeypatch.setattr(device_staging, "BLOCK", 1 << 20)
+    monkeypatch.setattr(tensor_copies, "BLOCK", 1 << 20)
+    return simulated
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of all large files that were written by a copy."""
+    sizes: list[int] = []
+    own = tmpfs_write.overwrite
+
+    def overwrite(descriptor: int, pieces: Any) -> None:
+        own(descriptor, pieces)
+        size = os.fstat(descriptor).st_size
+        sizes.extend([size] if size >= LARGE else [])
+
+    monkeypatch.setattr(volatile, "overwrite", overwrite)
+    return sizes
+
+
+class Run:
+    """A model of 1.4 MB with its moments; the counts of steps are on the host."""
+
+    def __init__(self, root: Path, seed: int = 1) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Linear(600, 600)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.manager = ckpt.StateManager(
+            root, model=self.model, optimizer=self.optimizer, save_every=1000, memory_every=1, follow=False
+        )
+        self.manager.resume()
+
+    def train(self, steps: int) -> list[str]:
+        """The states at every step, each with a snapshot."""
+        states = []
+        for _ in range(steps):
+            self.model(torch.randn(4, 600)).pow(2).mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            states.append(self.state())
+            self.manager.step()
+            assert self.manager.session.memory is not None
+            self.manager.session.memory.wait()
+        return states
+
+    def state(self) -> str:
+        return exact([self.model.state_dict(), self.optimizer.state_dict()])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path / "root")
+    with run.manager:
+        yield run
+
+
+def snapshots(memory: Path) -> dict[str, dict[str, int]]:
+    """The inodes of the large files of every snapshot."""
+    found: dict[str, dict[str, int]] = {}
+    for manifest in sorted(memory.glob("ckpt-*/slots/*/manifest.json")):
+        files = [path for path in manifest.parent.iterdir() if path.stat().st_size >= LARGE]
+        found[manifest.parent.name] = {path.name: path.stat().st_ino for path in files}
+    return found
+
+
+def found(memory: Path) -> str:
+    """The state that the newest snapshot in memory has, read as a checkpoint of any root."""
+    slots, model = next(memory.glob("ckpt-*/slots")), nn.Linear(600, 600)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ckpt.StateManager(slots, model=model, optimizer=optimizer) as manager:
+        manager.load_state(max(snapshots(memory)))
+    return exact([model.state_dict(), optimizer.state_dict()])
+
+
+def test_no_large_file_is_copied_and_what_is_found_is_what_was_there(run: Run, memory: Path, copied: list[int]) -> None:
+    states = run.train(4)
+    assert copied == []
+    assert [len(files) for files in snapshots(memory).values()] == [2, 2]
+    assert found(memory) == states[-1]
+
+
+def test_two_slots_take_turns_in_the_memory_of_their_files(run: Run, memory: Path) -> None:
+    seen = []
+    for _ in range(5):
+        run.train(1)
+        seen.append(set(snapshots(memory)[max(snapshots(memory))].values()))
+    assert seen[2] == seen[0]
+    assert seen[3] == seen[1]
+    assert seen[4] == seen[2]
+    assert not seen[0] & seen[1]
+
+
+def test_the_older_snapshot_is_there_until_the_next_one_is_begun(run: Run, memory: Path) -> None:
+    run.train(3)
+    assert list(snapshots(memory)) == ["step-00000002", "step-00000003"]
+
+
+def test_where_there_is_no_memory_for_a_page_the_tier_gives_way_and_training_continues(
+    run: Run, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.train(2)
+    own, asked = MappedRange.make_resident, []
+
+    def make_resident(range: MappedRange, start: int, size: int) -> bool:
+        asked.append(size)
+        return len(asked) < 10 and own(range, start, size)
+
+    monkeypatch.setattr(MappedRange, "make_resident", make_resident)
+    with caplog.at_level(logging.WARNING):
+        run.train(2)
+    assert "no memory left" in caplog.text
+    assert snapshots(memory) == {}
+    assert list(memory.rglob("*.ckpt-tmp")) == []
+
+
+@pytest.mark.parametrize("why", ["the system has no such call", "the file cannot be mapped"])
+def test_it_is_copied_where(
+    why: str, run: Run, memory: Path, monkeypatch: pytest.MonkeyPatch, copied: list[int]
+) -> None:
+    def refuse(*_: Any) -> bool:
+        if "mapped" in why:
+            raise OSError(12, "no")
+        return False
+
+    monkeypatch.setattr(MappedRange, "map_file" if "mapped" in why else "make_resident", refuse)
+    states = run.train(3)
+    assert len(copied) == 6
+    assert found(memory) == states[-1]
+
+
+def test_a_reserved_file_that_was_swept_is_written_from_the_memory_that_it_still_is(
+    run: Run, memory: Path, monkeypatch: pytest.MonkeyPatch, copied: list[int]
+) -> None:
+    own = VolatileStorage._write_file
+
+    def write(storage: VolatileStorage, path: Path, pieces: Any) -> None:
+        if isinstance(pieces, StablePieces) and pieces.file is not None:
+            os.unlink(pieces.file.path)
+        own(storage, path, pieces)
+
+    monkeypatch.setattr(VolatileStorage, "_write_file", write)
+    states = run.train(3)
+    assert len(copied) == 6
+    assert found(memory) == states[-1]
+
+
+def test_a_fetch_that_fails_leaves_the_snapshot_before_and_no_file(
+    run: Run, memory: Path, device: SimulatedDevice
+) -> None:
+    states = run.train(3)
+    device.error = RuntimeError("the device is gone")
+    run.train(1)
+    assert list(snapshots(memory)) == ["step-00000003"]
+    assert list(memory.glob("ckpt-*/slots/*/*.ckpt-tmp")) == []
+    assert found(memory) == states[2]
+
+
+def test_nothing_is_left_at_the_end(run: Run, memory: Path) -> None:
+    run.train(3)
+    run.manager.close()
+    assert list(memory.iterdir()) == []
+
+
+def test_a_process_that_was_forked_during_a_snapshot_holds_none_of_its_memory(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(LARGE))
+    mapped = MappedRange(LARGE)
+    with path.open("r+b") as file:
+        mapped.map_file(file.fileno(), 0, LARGE)
+    assert mapped.make_resident(0, LARGE)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        maps = Path("/proc/self/maps").read_text()
+        os.write(write, b"mapped" if str(path) in maps else b"none")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 10) == b"none"
+    assert str(path) in Path("/proc/self/maps").read_text()
+    mapped.release()
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    os.close(read)
+    os.close(write)
+
+
+def test_a_range_maps_nothing_beyond_itself() -> None:
+    mapped = MappedRange(5000)
+    for start, size in ((100, 10), (-4096, 10), (4096, 5000), (8192, 1)):
+        with pytest.raises(ValueError, match="cannot be mapped"):
+            mapped.map_file(0, start, size)
