@@ -24,7 +24,8 @@ from ckpt.save.pinned_ring import PinnedRing
 from ckpt.util.aligned_memory import copy_bytes
 from ckpt.util.worker_thread import WorkerThread
 
-# Threads that copy. Into memory, three: a snapshot every few steps must end before the next, and no disk is slower.
+# Threads that copy, each with a slot of the ring. Into memory, three: a snapshot every few steps must end before the
+# next. With two slots for each, so that transfers follow one another at once, training lost twice as much.
 BESIDE_TRAINING, WHILE_IT_WAITS = 2, min(8, os.cpu_count() or 1)
 INTO_MEMORY = 3 if (os.cpu_count() or 1) >= 8 else BESIDE_TRAINING
 
@@ -53,18 +54,15 @@ class Fetcher:
             workers = [WorkerThread("ckpt-fetch") for _ in range(threads)]
             for worker in workers:
                 stack.callback(worker.close)
-            # two slots for each, the next of which is filled meanwhile; not for many: to pin them takes time
-            slots = itertools.cycle(range(2 * threads if threads <= INTO_MEMORY else threads))
+            turns = itertools.cycle(range(threads))
             for number, block in blocks:
                 for transfer in block.transfers():
                     if arrival.is_discarded:
                         return
-                    place = next(slots)
-                    worker = workers[place % threads]
-                    if threads > INTO_MEMORY:
-                        worker.wait()  # until its slot is free; of two, the one before the last is: `start` has waited
-                    slot = self._bring(transfer, self._ring, place)
-                    worker.start(partial(_scatter, slot, transfer, image, arrival, number, prepare))
+                    turn = next(turns)
+                    workers[turn].wait()  # until its slot is free
+                    slot = self._bring(transfer, self._ring, turn)
+                    workers[turn].start(partial(_scatter, slot, transfer, image, arrival, number, prepare))
                 block.release()
             for worker in workers:
                 worker.wait()
