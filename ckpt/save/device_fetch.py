@@ -24,10 +24,9 @@ from ckpt.save.pinned_ring import PinnedRing
 from ckpt.util.aligned_memory import copy_bytes
 from ckpt.util.worker_thread import WorkerThread
 
-# Threads that copy, each with a slot of the ring. Into memory, three: a snapshot every few steps must end before the
-# next. With two slots for each, so that transfers follow one another at once, training lost twice as much.
+# Threads that copy, each with a slot of the ring. Three beside training bring a snapshot sooner, and training loses twice
+# as much by it; with two slots for each, more still.
 BESIDE_TRAINING, WHILE_IT_WAITS = 2, min(8, os.cpu_count() or 1)
-INTO_MEMORY = 3 if (os.cpu_count() or 1) >= 8 else BESIDE_TRAINING
 
 
 class Fetcher:

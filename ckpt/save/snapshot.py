@@ -18,7 +18,7 @@ import torch
 from ckpt.formats.state import FilePlan
 from ckpt.formats.tensor_bytes import host_bytes
 from ckpt.save.arrival import Arrival
-from ckpt.save.device_fetch import BESIDE_TRAINING, INTO_MEMORY, WHILE_IT_WAITS, Fetcher
+from ckpt.save.device_fetch import BESIDE_TRAINING, WHILE_IT_WAITS, Fetcher
 from ckpt.save.device_room import DeviceRoom
 from ckpt.save.device_staging import DeviceBlock, plan_blocks, stage
 from ckpt.save.device_streams import Device
@@ -237,10 +237,7 @@ class Snapshots:
                 self._warn_of_room(layout, live)
                 fetch(live, WHILE_IT_WAITS)
             if staged:
-                threads = INTO_MEMORY if image.files else BESIDE_TRAINING
-                fetching = ThreadCall(
-                    lambda: self._fetch(lambda: fetch(staged, threads), staged, arrival, on_fetched), "ckpt-fetch"
-                )
+                fetching = ThreadCall(lambda: self._fetch(fetch, staged, arrival, on_fetched), "ckpt-fetch")
         except BaseException:
             self._release_blocks(blocks)
             release()
@@ -250,13 +247,13 @@ class Snapshots:
 
     def _fetch(
         self,
-        fetch: Callable[[], None],
+        fetch: Callable[[list[tuple[int, DeviceBlock]], int], None],
         staged: list[tuple[int, DeviceBlock]],
         arrival: Arrival,
         on_fetched: Callable[[], None],
     ) -> None:
         try:
-            fetch()
+            fetch(staged, BESIDE_TRAINING)
         except BaseException as error:  # raised where the files are read
             arrival.fail(error)
         finally:
