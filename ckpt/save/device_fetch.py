@@ -24,8 +24,8 @@ from ckpt.save.pinned_ring import PinnedRing
 from ckpt.util.aligned_memory import copy_bytes
 from ckpt.util.worker_thread import WorkerThread
 
-# Threads that copy, each with a slot of the ring. Three beside training bring a snapshot sooner, and training loses twice
-# as much by it; with two slots for each, more still.
+# Threads that copy, each with a slot of the ring. Three beside training bring a snapshot sooner, and training loses
+# more by it; with two slots for each, more still.
 BESIDE_TRAINING, WHILE_IT_WAITS = 2, min(8, os.cpu_count() or 1)
 
 

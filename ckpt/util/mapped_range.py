@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
+import weakref
 from functools import cache
 from typing import Any
 
 from ckpt.util.aligned_memory import HUGE_PAGE, address_of, forget_pages, make_huge, make_resident, system_library
 
 _FIXED = 0x10  # MAP_FIXED of Linux, which Python does not name
-_DONT_FORK = 10  # MADV_DONTFORK, likewise
 _CHUNK = 16 << 20  # bytes that are taken out of the range at a time: training may need the memory map in between
 
 
 class MappedRange:
     """Memory of a given size from a huge page on, which is private and empty where no file is mapped. Only on Linux.
 
-    A forked child does not have it: what it never needs would stay allocated until the child ends.
+    A forked child sees zeros: the files would stay allocated until the child ends. The addresses stay its own, as
+    Python unmaps them when the child drops this.
     """
 
     def __init__(self, size: int) -> None:
@@ -36,7 +38,7 @@ class MappedRange:
         """
         self._map(start, size, mmap.MAP_SHARED, descriptor)
         self._mapped.append((start, size))
-        system_library().madvise(ctypes.c_void_p(self._address + start), ctypes.c_size_t(in_pages(size)), _DONT_FORK)
+        _with_files.add(self)
 
     def make_resident(self, start: int, size: int) -> bool:
         """Give this part its pages before it is written to; False where there is no memory for them."""
@@ -54,6 +56,10 @@ class MappedRange:
                 part = self.memory[first : min(first + _CHUNK, start + size)]
                 is_huge = is_huge and len(part) == _CHUNK and make_huge(part)
                 forget_pages(part)
+        self._unmap()
+
+    def _unmap(self) -> None:
+        for start, size in self._mapped:
             self._map(start, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
         self._mapped = []
 
@@ -66,6 +72,18 @@ class MappedRange:
         if found != self._address + start:
             number = ctypes.get_errno()
             raise OSError(number, f"{size} bytes could not be mapped")
+
+
+_with_files: weakref.WeakSet[MappedRange] = weakref.WeakSet()
+
+
+def _unmap_in_child() -> None:
+    for mapped in list(_with_files):
+        mapped._unmap()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unmap_in_child)
 
 
 def is_possible() -> bool:

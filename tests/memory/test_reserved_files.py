@@ -201,7 +201,7 @@ def test_nothing_is_left_at_the_end(run: Run, memory: Path) -> None:
 
 def test_a_process_that_was_forked_during_a_snapshot_holds_none_of_its_memory(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    path.write_bytes(bytes(LARGE))
+    path.write_bytes(b"a" * LARGE)
     mapped = MappedRange(LARGE)
     with path.open("r+b") as file:
         mapped.map_file(file.fileno(), 0, LARGE)
@@ -209,16 +209,18 @@ def test_a_process_that_was_forked_during_a_snapshot_holds_none_of_its_memory(tm
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        maps = Path("/proc/self/maps").read_text()
-        os.write(write, b"mapped" if str(path) in maps else b"none")
+        held = str(path) in Path("/proc/self/maps").read_text()
+        mapped.memory[0] = 7  # the addresses are still the child's
+        os.write(write, b"held" if held else b"none")
         os._exit(0)
     os.waitpid(child, 0)
     assert os.read(read, 10) == b"none"
-    assert str(path) in Path("/proc/self/maps").read_text()
-    mapped.release()
-    assert str(path) not in Path("/proc/self/maps").read_text()
     os.close(read)
     os.close(write)
+    assert mapped.memory[0] == ord("a")
+    mapped.release()
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert path.read_bytes() == b"a" * LARGE
 
 
 def test_a_range_maps_nothing_beyond_itself() -> None:
