@@ -28,6 +28,7 @@ from ckpt.ranks.preemption import EXIT_STATUS
 from ckpt.root.retention import Keep
 from ckpt.session import Session
 from ckpt.state.find_source import find_source
+from ckpt.state.plain_values import PlainValues
 from ckpt.state.unwrap import unwrap
 from ckpt.storage import Storage
 from ckpt.util.console import say
@@ -168,12 +169,21 @@ class StateManager:
         return mirror.error if mirror is not None else None
 
     @property
+    def values(self) -> PlainValues:
+        """Plain values of the script (`manager.values["best_loss"] = 0.3`), saved with every checkpoint: a dict of
+        numbers, text, and lists and dicts of them, which a load sets back. Each rank has its own."""
+        return self._session.registry.values
+
+    @property
     def restored(self) -> Restored | None:
         """What the last load brought back; none if this run began afresh."""
         return self._session.restored
 
     def register(self, *, per_rank: bool | Any = False, **objects: Any) -> None:  # Any: for register(**named_objects)
         """Manage more objects, each under its name: anything with `state_dict` and `load_state_dict`, or a generator.
+
+        A number or text (`register(best_loss=1e9)`) is what `values` has under that name, until a load or the script
+        sets another.
 
         Generators (of torch, NumPy or Python) are kept for every rank. So are other objects whose state differs between
         ranks; as many ranks have it back, and any other number of them the main rank's. With `per_rank`, the state is
@@ -243,6 +253,13 @@ class StateManager:
             session.save_to_memory()
         if stop:
             self._stop()
+
+    def every(self, steps: int) -> bool:
+        """Whether the step that was counted last is one of every so many: the same after a resume, and on all ranks."""
+        if not isinstance(steps, int) or steps < 1:
+            raise ConfigError(f"every({steps!r}): give a number of steps, 1 or more.")
+        step = self._session.loop.progress.step
+        return step > 0 and step % steps == 0
 
     def told_to_stop(self) -> bool:
         """Whether the process was told to terminate: for loops that do not call `step`, to ask after every step.

@@ -231,6 +231,7 @@ class Session:
                 "loop": self.loop.seen(),
                 "source": source,
                 "lacking": lacking,
+                **self.registry.values.to_save(),
             }
             return capture.capture(self.registry.parts.values(), own, rank_state)
 

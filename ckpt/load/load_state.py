@@ -140,17 +140,20 @@ class StateLoader:
         rewind()
         if reader.manifest.origin:
             _note_loaders(reader, source.loaders(), notes)
+        for name in self.live.registry.values.restore(reader.state.get("values", {})):
+            notes.skipped[name] = "the checkpoint has no value by that name: it stays as it is"
         unclaimed = UnclaimedPositions(reader.state["loaders"], rewind, notes.approximated)
         loop.go_back(Progress.from_json(reader.manifest.progress), unclaimed, reader.state.get("loop", {}))
         unclaimed.reported = True  # by the block that is printed next
 
     def _report(self, choice: Choice[Restoration], parts: list[str]) -> Restored:
         generators = [key for key in self.live.registry.generators if key not in choice.ready.notes.skipped]
-        lacking = choice.ready.reader.state.get("lacking", {})
+        state = choice.ready.reader.state
+        lacking, values = state.get("lacking", {}), ("values",) if state.get("values") else ()
         self.follow(choice.manifest, choice.damaged, choice.tier)
         restored = restored_from(
             choice,
-            (*parts, *generators, *(() if "rng" in lacking else ("rng",)), "progress"),
+            (*parts, *values, *generators, *(() if "rng" in lacking else ("rng",)), "progress"),
             begins_at=self.live.loop.begins_at(),
             on_read=self.live.loop.patterns.note_asked,
         )

@@ -7,6 +7,7 @@ from typing import Any
 from ckpt.data.position_rules import POSITION
 from ckpt.errors import DamagedError
 from ckpt.state import rng
+from ckpt.state.plain_values import are_plain
 from ckpt.util.checked_json import Rule, broken_rules, is_count, is_list, is_mapping, is_text, joined
 
 
@@ -26,6 +27,7 @@ _STATE = {
     "loop": Rule(_is_dict, "a mapping", required=False),
     "source": Rule(_is_dict, "a mapping", required=False),
     "lacking": _REMARKS,
+    "values": Rule(are_plain, "plain values by name", required=False),
 }
 _LOOP = {
     "remarks": _REMARKS,

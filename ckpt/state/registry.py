@@ -24,12 +24,13 @@ from ckpt.state.model import ModelPart
 from ckpt.state.objects import KINDS, ManagedObjects, Stateful
 from ckpt.state.optimizer import OptimizerPart
 from ckpt.state.parts import GradientsPart, ObjectPart, OwnPart, Part, has_state
+from ckpt.state.plain_values import PlainValues, is_plain
 from ckpt.state.rank_objects import RankObjectPart
 from ckpt.state.wrapped_optimizers import stepping
 from ckpt.state.zero_redundancy import ZeroRedundancyPart, is_zero_redundancy
 from ckpt.util.checked_json import joined
 
-_RESERVED = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", HOOKS, KEY, "state", "manifest")
+_RESERVED = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", HOOKS, KEY, "state", "manifest", "values")
 
 _IN_WINDOW = "saved in the middle of an accumulation window"
 _WITHOUT = "the next update is made without them"
@@ -55,6 +56,7 @@ class StateRegistry:
         self.models: Mapping[str, nn.Module] = {}
         self.parts: dict[str, Part] = {}
         self.generators: dict[str, Any] = {}
+        self.values = PlainValues()
         self._find = find
         self._windows = Windows()
         self._watchers = (*watchers, self._windows.watch)
@@ -196,21 +198,25 @@ class StateRegistry:
 
     def register(self, objects: Mapping[str, Any], *, per_rank: bool = False) -> None:
         """Add objects; all of them, or none if any is unsuitable. `per_rank`: their state is each rank's own."""
-        wrong = [f"{name}: {why}" for name, value in objects.items() if (why := self._obstacle(name, value))]
+        wrong = [f"{name}: {why}" for name, value in objects.items() if (why := self._obstacle(name, value, per_rank))]
         if wrong:
             raise ConfigError(f"cannot register {joined(wrong)}.")
         for name, value in objects.items():
-            if rng.is_generator(value):
+            if is_plain(value):
+                self.values.begin_with({name: value})
+            elif rng.is_generator(value):
                 self.generators[name] = value
             elif per_rank:
                 self._per_rank[name] = value
             else:
                 self._registered[name] = self.parts[name] = _registered_part(name, value)
 
-    def _obstacle(self, name: str, value: Any) -> str | None:
+    def _obstacle(self, name: str, value: Any, per_rank: bool) -> str | None:
         if any(name in known for known in (self.parts, self.generators, self._per_rank, _RESERVED)):
             return "there is such a part already"
-        if rng.is_generator(value) or has_state(value):
+        if name in self.values and not is_plain(value):
+            return "there is a value by that name already"
+        if rng.is_generator(value) or has_state(value) or (is_plain(value) and not per_rank):
             return None
         if is_hook_state(value):
             return f"a {type(value).__name__} is saved with the DistributedDataParallel model that has the hook"

@@ -137,6 +137,8 @@ class _Export:
                 self.skipped[f"{key} of other ranks"] = "their state differs: the main rank's is written"
         if any(key.startswith("gradients") for key in self.reader.own):
             self.skipped["gradients"] = "Accelerate keeps none: the accumulation window starts afresh"
+        for key in state.get("values", {}):
+            self.skipped[key] = "Accelerate keeps no plain values: register an object that has them"
         for key in state["generators"]:
             self.skipped[key] = "Accelerate keeps no generators but the global ones"
         progress = self.manifest.progress
