@@ -25,9 +25,10 @@ from ckpt.load.restored import Restored
 from ckpt.options import Mirror, RankOptions, SaveOptions, required_root, resolve_options
 from ckpt.ranks.group import MAIN
 from ckpt.ranks.preemption import EXIT_STATUS
+from ckpt.root.catalog import name_of_step
 from ckpt.root.retention import Keep
 from ckpt.session import Session
-from ckpt.state.find_source import find_source
+from ckpt.state.find_source import find_source, refuse_unnamed
 from ckpt.state.plain_values import PlainValues
 from ckpt.state.unwrap import unwrap
 from ckpt.storage import Storage
@@ -85,7 +86,7 @@ class StateManager:
     def __init__(
         self,
         root: str | os.PathLike[str] | Storage | None = None,
-        *,
+        *unnamed: Any,
         accelerator: Any = None,
         model: Any = None,
         optimizer: Any = None,
@@ -107,6 +108,7 @@ class StateManager:
         require_signed: bool = False,
         **old_spellings: Any,
     ) -> None:
+        refuse_unnamed(root, unnamed)
         given = {"save_every": save_every, "keep": keep, "mirror": mirror, "storage_options": storage_options}
         memory = {"memory_every": memory_every, "memory_rescue": memory_rescue, "memory_replicas": memory_replicas}
         keys = {"sign": sign, "verify_key": verify_key, "require_signed": require_signed}
@@ -288,8 +290,10 @@ class StateManager:
         """
         return self._session.save(name, metrics, wait, when_busy=self._session.options.saving.when_busy)
 
-    def load_state(self, name: str | None = None, *, strict: bool = True) -> Restored:
+    def load_state(self, name: str | int | None = None, *, strict: bool = True) -> Restored:
         """Load a checkpoint: the one by that name, or the newest that is intact. Prints and returns what was restored.
+
+        A number is a step: `load_state(1000)` loads `step-00001000`.
 
         A folder that Accelerate's `save_state` wrote is as good: by its name, or by its path, wherever it is. Without
         either, where there is no other checkpoint in the root, it is the one with the highest number.
@@ -297,7 +301,7 @@ class StateManager:
         With `strict` everything must fit, or nothing is changed and one error lists what does not. Without it, what
         fits is restored, and the rest is listed as skipped.
         """
-        restored = self._session.load(name, strict=strict)
+        restored = self._session.load(name_of_step(name), strict=strict)
         if restored is None:
             raise MissingError(f"there is no checkpoint in {self.url}. resume() starts afresh where there is none.")
         return restored

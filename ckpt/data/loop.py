@@ -53,6 +53,7 @@ class Loop:
         self._passes = Passes(self._loaders, self.patterns, ranks.world_size)
         self._restores = 0
         self._hooks: list[RemovableHandle] = []
+        self._is_released = False
         self._first_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
 
     @property
@@ -68,6 +69,7 @@ class Loop:
     def epochs(self, total: int) -> Iterator[int]:
         if not isinstance(total, int):
             raise ConfigError(f"epochs() takes the number of epochs in all, not {total!r}.")
+        self._refuse_released("epochs()")
         self._passes.in_epochs = True
         if not any(key.startswith(PLAIN) for key in self._loaders.unclaimed.positions):
             self.progress.epoch -= self.patterns.plain_epochs  # of a loop before this one
@@ -85,6 +87,7 @@ class Loop:
         """The rest of the epoch, as `each` makes it of a number and a batch. `begin` is called before the first. After
         a `go_back` in the middle, it continues from there.
         """
+        self._refuse_released("batches()")
         if not isinstance(loader, Iterable):
             raise ConfigError(f"batches() takes a loader, and a {type(loader).__name__} cannot be iterated over.")
 
@@ -214,6 +217,7 @@ class Loop:
 
     def stepped(self) -> None:
         """`manager.step` was called."""
+        self._refuse_released("step()")
         self._passes.sees_steps = True
         self._mark_training()
         self.progress.step += 0 if self.counts_updates else 1
@@ -278,3 +282,11 @@ class Loop:
             hook.remove()
         self._hooks = []
         self._loaders.release()
+        self._is_released = True
+
+    def _refuse_released(self, call: str) -> None:
+        if self._is_released:
+            raise ConfigError(
+                f"{call} on a StateManager that is closed: it follows loaders and optimizers no more, so a save would "
+                "not know where the data is. Build a new one for the same objects and root, which resumes."
+            )

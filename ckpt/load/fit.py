@@ -81,7 +81,23 @@ def _require_fit(reader: CheckpointReader, misfits: Misfits) -> None:
         advice = "Build the objects as they were when it was saved, or use strict=False to restore what fits."
         if any(why.startswith(_OWN) for keys in misfits.values() for why in keys.values()):
             advice += " Experts, and other shards, fit any number of ranks if ckpt.mark_sharded says so at the save."
+        advice = f"{_prefixes(misfits)}{advice}"
         raise MismatchError(Lines.listing(head, problems, advice), tuple(problems))
+
+
+def _prefixes(misfits: Misfits) -> str:
+    """What all names of a part have before them on one side only, as after a model was wrapped: `module.`, say."""
+    for part, keys in misfits.items():
+        here = sorted(key for key, why in keys.items() if why.startswith("missing"))
+        there = sorted(key for key, why in keys.items() if why.startswith("unexpected"))
+        if here and len(here) == len(there):
+            for more, less, where in ((here, there, "here"), (there, here, "in the checkpoint")):
+                prefix = more[0].removesuffix(less[0])
+                if prefix and more == [f"{prefix}{key}" for key in less]:
+                    return (
+                        f"All {len(more)} names of {part} begin with {prefix!r} {where}, and are the same otherwise. "
+                    )
+    return ""
 
 
 def _where(part: str, key: str) -> str:

@@ -60,6 +60,11 @@ class Checkpoint:
         return self.manifest.step if self.manifest else None
 
 
+def name_of_step(name: Any) -> Any:
+    """The name of the checkpoint of a step, where a number is given; anything else as it is."""
+    return f"step-{name:08d}" if type(name) is int and name >= 0 else name
+
+
 def check_name(name: str) -> str:
     """Refuse a name that is not a single path segment: it becomes a folder below the root, and must not lead out."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from ckpt.errors import ConfigError
@@ -143,12 +144,23 @@ def _named(kind: str, value: Any) -> dict[str, Any]:
     if isinstance(value, Joined):
         return {kind: value.as_one(kind)}
     if isinstance(value, Mapping):
+        _refuse_state(kind, value)
         if kind == "optimizer" and any("." in name for name in value if isinstance(name, str)):
             return {kind: Joined(value).as_one(kind)}
         return {f"{kind}.{_checked(name)}": item for name, item in value.items()}
     if isinstance(value, list | tuple):
         return {f"{kind}.{index}": item for index, item in enumerate(value)}
     return {kind: value}
+
+
+def _refuse_state(kind: str, value: Mapping[Any, Any]) -> None:
+    """Refuse a state_dict in place of its object: it could be saved, and nothing would ever load it."""
+    of_model = bool(value) and all(isinstance(item, torch.Tensor) for item in value.values())
+    if of_model or {"state", "param_groups"} <= value.keys():
+        raise ConfigError(
+            f"StateManager: {kind}= is a state_dict. Give the object that it was taken from, {kind}={kind}: its state "
+            "is asked for at every save, and loaded into it."
+        )
 
 
 def _refuse_no_loaders(loaders: Mapping[str, Any]) -> None:

@@ -260,8 +260,13 @@ def _registered_part(key: str, value: Stateful) -> Part:
 def _refuse_unmanageable(objects: Mapping[str, Any]) -> None:
     wrong = []
     for key, value in objects.items():
-        if key.partition(".")[0] == "model" and not isinstance(value, nn.Module):
+        kind = key.partition(".")[0]
+        if kind == "model" and not isinstance(value, nn.Module):
             wrong.append(f"{key} is a {type(value).__name__}, not a torch.nn.Module")
+        elif kind != "model" and kind in KINDS and isinstance(value, nn.Module):
+            wrong.append(
+                f"{key} is a {type(value).__name__}, a torch.nn.Module: give it as model={{...}}, or register it"
+            )
         elif not has_state(value):
             wrong.append(f"{key} is a {type(value).__name__}, which has no state_dict and load_state_dict")
     if wrong:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import ckpt
+from ckpt.errors import ConfigError
 from ckpt.memory import place as place_module
 from ckpt.memory.place import MemoryPlace
 from ckpt.memory.slots import SlotWriter
@@ -126,16 +127,11 @@ class TestARunThatDied:
         assert snapshots(memory) == ["step-00000003", "step-00000006"]
         assert (tmp_path / "root" / ".memory").exists()
 
-    def test_what_a_manager_takes_after_it_was_closed_is_in_a_folder_in_which_it_lives(
-        self, tmp_path: Path, memory: Path
-    ) -> None:
+    def test_a_manager_that_was_closed_takes_no_more_of_them(self, tmp_path: Path, memory: Path) -> None:
         training = Training(tmp_path / "root")
         training.to(7)
-        with training.manager:
+        with pytest.raises(ConfigError, match="closed"):
             training.one_step()
-            training.one_step()
-            assert "step-00000009" in snapshots(memory)
-            assert not any(place.is_deserted() for place in MemoryPlace.list_places())
 
     def test_a_run_without_the_option_says_that_it_leaves_them(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
