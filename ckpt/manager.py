@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from ckpt.ranks.group import MAIN
 from ckpt.ranks.preemption import EXIT_STATUS
 from ckpt.root.catalog import name_of_step
 from ckpt.root.retention import Keep
+from ckpt.root.save_reports import SaveReport
 from ckpt.session import Session
 from ckpt.state.find_source import find_source, refuse_unnamed
 from ckpt.state.plain_values import PlainValues
@@ -172,8 +173,7 @@ class StateManager:
 
     @property
     def values(self) -> PlainValues:
-        """Plain values of the script (`manager.values["best_loss"] = 0.3`), saved with every checkpoint: a dict of
-        numbers, text, and lists and dicts of them, which a load sets back. Each rank has its own."""
+        """Numbers, text, lists and dicts of the script's (`manager.values["best_loss"] = 0.3`), saved and loaded."""
         return self._session.registry.values
 
     @property
@@ -244,6 +244,7 @@ class StateManager:
             session.saver.check()
         session.registry.refresh()
         session.prefault()
+        session.saver.reports.deliver()
         session.loop.stepped()
         session.unmanaged.stepped()
         if session.memory is not None:
@@ -325,6 +326,16 @@ class StateManager:
         and draw numbers on the way."""
         self._session.loop.rewind_rng()
 
+    def on_save(self, callback: Callable[[SaveReport], object]) -> Callable[[SaveReport], object]:
+        """Have a function called with a `SaveReport` of every checkpoint that is committed. Also a decorator.
+
+        On the main rank, at the next `step`, `save_state`, `wait` or `close`. Its errors are logged, and stop nothing.
+        """
+        if not callable(callback):
+            raise ConfigError(f"on_save takes a function of one SaveReport, not {callback!r}.")
+        self._session.saver.reports.callbacks.append(callback)
+        return callback
+
     def wait(self) -> None:
         """Return when every save is committed, and every push done. Raises what went wrong, if nobody has been told.
 
@@ -394,6 +405,7 @@ class StateManager:
 
     def _start(self) -> None:
         self._session.require_usable("epochs() or batches()")
+        self._session.loop.refuse_released("epochs() or batches()")
         if not self._session.started:
             self.resume()
 

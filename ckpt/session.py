@@ -231,9 +231,8 @@ class Session:
                 "loop": self.loop.seen(),
                 "source": source,
                 "lacking": lacking,
-                **self.registry.values.to_save(),
             }
-            return capture.capture(self.registry.parts.values(), own, rank_state)
+            return capture.capture(self.registry.parts.values(), own, rank_state | self.registry.values.to_save())
 
     def _warn(self, lacking: Mapping[str, str]) -> None:
         """What checkpoints lack is said once, at the first that lacks it, and in `Restored.approximated`."""

@@ -53,6 +53,7 @@ def test_every_argument_that_is_an_option_is_checked() -> None:
     objects = {
         "self",
         "root",
+        "unnamed",
         "accelerator",
         "model",
         "optimizer",

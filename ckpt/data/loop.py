@@ -69,7 +69,6 @@ class Loop:
     def epochs(self, total: int) -> Iterator[int]:
         if not isinstance(total, int):
             raise ConfigError(f"epochs() takes the number of epochs in all, not {total!r}.")
-        self._refuse_released("epochs()")
         self._passes.in_epochs = True
         if not any(key.startswith(PLAIN) for key in self._loaders.unclaimed.positions):
             self.progress.epoch -= self.patterns.plain_epochs  # of a loop before this one
@@ -87,7 +86,6 @@ class Loop:
         """The rest of the epoch, as `each` makes it of a number and a batch. `begin` is called before the first. After
         a `go_back` in the middle, it continues from there.
         """
-        self._refuse_released("batches()")
         if not isinstance(loader, Iterable):
             raise ConfigError(f"batches() takes a loader, and a {type(loader).__name__} cannot be iterated over.")
 
@@ -217,7 +215,7 @@ class Loop:
 
     def stepped(self) -> None:
         """`manager.step` was called."""
-        self._refuse_released("step()")
+        self.refuse_released("step()")
         self._passes.sees_steps = True
         self._mark_training()
         self.progress.step += 0 if self.counts_updates else 1
@@ -284,7 +282,8 @@ class Loop:
         self._loaders.release()
         self._is_released = True
 
-    def _refuse_released(self, call: str) -> None:
+    def refuse_released(self, call: str) -> None:
+        """Raise if the manager was closed."""
         if self._is_released:
             raise ConfigError(
                 f"{call} on a StateManager that is closed: it follows loaders and optimizers no more, so a save would "

@@ -37,10 +37,14 @@ class EarlierFile:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file of an attempt: its record for the manifest, and its receipt where the storage stages files."""
+    """A file of an attempt: its record for the manifest, and its receipt where the storage stages files.
+
+    `linked`: its bytes are those of an earlier checkpoint.
+    """
 
     file: FileRecord
     receipt: str | None = None
+    linked: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,7 @@ class Attempt:
             _log.info("%s could not be linked: %s", path, error)
             return None
         advance(plan.size)
-        return WrittenFile(record)
+        return WrittenFile(record, linked=True)
 
     def _write_file(self, storage: Storage, plan: FilePlan, advance: Callable[[float], None]) -> WrittenFile:
         path = self.path_for(plan.path)

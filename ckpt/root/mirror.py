@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -42,6 +43,7 @@ class MirrorWorker:
     copies: Copies
     backlog: int = 2
     error: Exception | None = None
+    on_copied: Callable[[str], None] | None = None  # called with the id of a checkpoint that the mirror has
     _waiting: list[_QueuedCopy] = field(default_factory=list)
     _current: _QueuedCopy | None = None
     _working: bool = False
@@ -140,6 +142,8 @@ class MirrorWorker:
                 self.copies.open_target([copy.name, *(other.name for other in self._waiting)])
                 self.copies.copy(copy.manifest)
                 self.error = None
+                if self.on_copied is not None:
+                    self.on_copied(copy.manifest.id)
             except CheckpointError as error:  # the checkpoint is damaged: it is never copied
                 self._record_failure(f"{copy.name} is not copied", error)
             except Exception as error:  # of any kind: the checkpoint is safe in the root, and training continues

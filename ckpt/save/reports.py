@@ -17,7 +17,8 @@ def merge_reports(reports: list[list[dict[str, Any]]]) -> list[WrittenFile]:
     for rank, report in enumerate(reports):
         for entry in report:
             record = FileRecord.from_json(entry["file"])
-            if stored.setdefault(record.name, WrittenFile(record, entry["receipt"])).file != record:
+            written = WrittenFile(record, entry["receipt"], entry["linked"])
+            if stored.setdefault(record.name, written).file != record:
                 other.setdefault(record.name, rank)
     if other:
         named = joined([f"{name} on rank {rank}" for name, rank in other.items()])

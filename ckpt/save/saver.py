@@ -11,6 +11,7 @@ import torch
 from ckpt.errors import NotDurableError
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN
+from ckpt.root.save_reports import SaveReport, SaveReports
 from ckpt.save.committed_files import CommittedFiles
 from ckpt.save.comparison_history import ComparisonHistory
 from ckpt.save.read_back import ReadBack
@@ -44,6 +45,9 @@ class Saver:
         self.snapshots = snapshots or Snapshots()
         self.read_back = ReadBack(root, read_back)
         self.compared = ComparisonHistory()
+        self.reports = SaveReports()
+        if root.mirror is not None:
+            root.mirror.on_copied = self.reports.mirrored
         self.owner = OwnerProcess()
         self._channel = root.ranks.channel(channel)  # saves run beside whatever else the ranks talk about
         self._queue = SaveQueue()
@@ -80,6 +84,7 @@ class Saver:
         that waits for its turn, if there is one.
         """
         self.owner.require(f"save_state({request.name!r})")
+        self.reports.deliver()
         self.has_saved = True
         if replace and not wait:
             self._replace_waiting(request.name)
@@ -171,7 +176,10 @@ class Saver:
     def wait(self) -> None:
         """Until no save is under way, and all are durable. Raises the error of a failed save, once."""
         self.owner.require("wait()")
-        self._queue.wait()
+        try:
+            self._queue.wait()
+        finally:
+            self.reports.deliver()
         if self.root.ranks.rank == MAIN:
             self.root.settle()
 
@@ -192,6 +200,7 @@ class Saver:
         self._release_written()
         self.snapshots.close()
         self.root.close()
+        self.reports.deliver()  # of copies to the mirror
 
     def _carry_out(self, save: SaveTransaction) -> None:
         self._release_written()
@@ -205,8 +214,15 @@ class Saver:
             self._written = save.snapshot
             if save.snapshot is not None and not save.snapshot.in_host_memory:
                 self._release_written()
+        self._report(save)
         self.root.retain()
         self.read_back.start(_committed(save))
+
+    def _report(self, save: SaveTransaction) -> None:
+        manifest = self.root.committed_as(save.request.name) if self.root.ranks.rank == MAIN else None
+        if manifest is not None:
+            mirrored = None if self.root.mirror is None else False
+            self.reports.add(manifest.id, SaveReport.of(manifest, self.root.storage.url, save.linked, mirrored))
 
     def _after_failure(self, name: str, error: Exception) -> None:
         self.root.abandon(name, error)

@@ -60,6 +60,7 @@ class SaveTransaction:
     seconds: dict[str, float] = field(default_factory=dict)
     documents: list[FilePlan] = field(default_factory=list)  # all that are JSON, on the main rank
     written: list[FileRecord] = field(default_factory=list)
+    linked: int = 0  # bytes of files that were there already, of all ranks, on the main one
     attended: bool = False  # training waits for it, so that live tensors are still those that were captured
     number: int = 0  # in the sequence of all that the run captures, for its root and for memory
     _live: Result = field(default_factory=Result)
@@ -273,6 +274,7 @@ class SaveTransaction:
 
     def _commit(self, attempt: Attempt, reports: list[list[dict[str, Any]]]) -> dict[str, str]:
         stored = merge_reports(reports)
+        self.linked = sum(entry.file.size for entry in stored if entry.linked)
         total = time.monotonic() - self.started
         facts = {
             **self.request.facts,

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from ckpt.errors import ConfigError
-from ckpt.shown import shown
 
 _PLAIN = (bool, int, float, str, type(None))
 _TOO_DEEP = 50
@@ -99,6 +98,6 @@ def _plain(name: str, value: Any, depth: int = 0) -> Any:
     if depth < _TOO_DEEP and type(value) is dict and all(type(key) in (str, int) for key in value):
         return {key: _plain(name, item, depth + 1) for key, item in value.items()}
     raise ConfigError(
-        f"values[{name!r}] has a {shown(type(value).__name__)} in it: values are numbers, text, None, and lists, "
+        f"values[{name!r}] has a {type(value).__name__} in it: values are numbers, text, None, and lists, "
         "tuples and dicts of them. Objects with state_dict and load_state_dict are saved by register(name=object)."
     )

@@ -144,8 +144,8 @@ class TestNumbersOfBatches:
                         manager.save_state()
                         break
         assert lengths == [10, 10, 10, 6]
-        with pytest.raises(TypeError, match="len"):
-            len(run.manager.batches(iter([1])))
+        with Fixture(f"{anywhere}/other").manager as manager, pytest.raises(TypeError, match="len"):
+            len(manager.batches(iter([1])))
 
     @pytest.mark.parametrize("through", ["enumerate", "tqdm"])
     def test_the_builtin_that_counts_from_0_again_is_told(
