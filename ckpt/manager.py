@@ -34,6 +34,7 @@ from ckpt.state.plain_values import PlainValues
 from ckpt.state.unwrap import unwrap
 from ckpt.storage import Storage
 from ckpt.util.console import say
+from ckpt.util.html import html_table
 from ckpt.util.option_values import path_text
 
 _log = logging.getLogger("ckpt")
@@ -130,6 +131,13 @@ class StateManager:
     def __repr__(self) -> str:
         registry = self._session.registry
         return f"StateManager({self.url!r}, parts={[*registry.parts, *registry.generators]})"
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        at, registry = self._session.loop.progress, self._session.registry
+        parts, values = ", ".join([*registry.parts, *registry.generators]) or "nothing", dict(registry.values)
+        rows = [("manages", parts), ("step", str(at.step)), ("epoch", str(at.epoch)), ("values", str(values or "none"))]
+        return html_table(f"StateManager of {self.url}", rows)
 
     def __enter__(self) -> StateManager:
         return self

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckpt.data.progress import Progress
 from ckpt.shown import Lines
+from ckpt.util.html import html_table
 
 if TYPE_CHECKING:
     from ckpt.load.restore import Restoration
@@ -72,6 +73,11 @@ class Restored:
                 f"  {title:<13} {why if why.startswith(what) else f'{what}: {why}'}" for what, why in table.items()
             ]
         return Lines.of(lines)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the lines that are printed, as a table."""
+        first, *others = str(self).splitlines()
+        return html_table(first, [(line[2:16].strip(), line[16:]) for line in others])
 
 
 def restored_from(

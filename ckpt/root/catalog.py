@@ -18,6 +18,8 @@ from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.storage import Entry, HubStorage, Storage, open_storage
 from ckpt.storage.base import read_document
 from ckpt.util.checked_json import is_key
+from ckpt.util.console import format_age, format_number, format_size
+from ckpt.util.html import html_table
 from ckpt.util.option_values import path_text, settings
 from ckpt.util.threads import in_parallel
 
@@ -58,6 +60,31 @@ class Checkpoint:
     @property
     def step(self) -> int | None:
         return self.manifest.step if self.manifest else None
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return html_table(self.url, zip(_COLUMNS, _row(self), strict=True))
+
+
+class Checkpoints(list[Checkpoint]):
+    """Checkpoints of a root, newest first: a list, and a table in notebooks."""
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        right = ("step", "size")
+        return html_table(f"{len(self)} checkpoints", map(_row, self), _COLUMNS, right)
+
+
+_COLUMNS = ("name", "step", "size", "saved", "metrics", "state")
+
+
+def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
+    found = checkpoint.manifest
+    if found is None:
+        return checkpoint.name, "", "", "", "", str(checkpoint.problem or "not committed")
+    metrics = ", ".join(f"{name} {format_number(value)}" for name, value in found.metrics.items())
+    age = f"{format_age(found.created)} ago"
+    return checkpoint.name, str(found.step), format_size(found.size), age, metrics, "committed"
 
 
 def name_of_step(name: Any) -> Any:
@@ -175,12 +202,12 @@ def commit_order(name: str, found: _Committed | None) -> tuple[int, str, str]:
 
 def list_checkpoints(
     root: str | os.PathLike[str] | Storage, *, storage_options: Mapping[str, Any] | None = None
-) -> list[Checkpoint]:
+) -> Checkpoints:
     """The checkpoints below a root, newest first. Those without a manifest were never committed and come last.
 
     Reads manifests only; `verify` reads every byte. `storage_options` are those of the manager.
     """
-    return scan(open_storage(root, **settings(storage_options)))
+    return Checkpoints(scan(open_storage(root, **settings(storage_options))))
 
 
 def locate(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> tuple[Storage, list[str]]:
