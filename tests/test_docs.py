@@ -84,7 +84,7 @@ def test_the_table_of_imports_is_the_one_that_is_tested() -> None:
     assert {name: words.get(allowed, allowed.replace(",", "")) for name, allowed in rows} == ARROWS
 
 
-def test_the_yaml_of_the_readme_has_options_that_exist(tmp_path: Path) -> None:
-    (example,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+def test_the_yaml_of_the_documentation_has_options_that_exist(tmp_path: Path) -> None:
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs/options.md").read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "ckpt.yaml").write_text(example)
     assert {"root", "keep", "mirror", "saving", "ranks"} <= read_config(tmp_path / "ckpt.yaml").keys()
