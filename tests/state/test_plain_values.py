@@ -72,12 +72,20 @@ def test_scalars_of_torch_and_numpy_become_numbers(tmp_path: Path) -> None:
         assert {name: type(value) for name, value in run.values.items()} == {"loss": float, "count": int, "flag": bool}
 
 
-@pytest.mark.parametrize(
-    "value", [object(), nn.Linear(1, 1), torch.zeros(3), {1, 2}, {(1, 2): 3}, [[b"bytes"]]], ids=repr
-)
-def test_what_is_not_plain_is_refused_with_the_way_out(value: Any, tmp_path: Path) -> None:
+NOT_PLAIN = {
+    "an object": object(),
+    "a module": nn.Linear(1, 1),
+    "a tensor": torch.zeros(3),
+    "a set": {1, 2},
+    "a dict by tuples": {(1, 2): 3},
+    "bytes": [[b"bytes"]],
+}
+
+
+@pytest.mark.parametrize("what", NOT_PLAIN)
+def test_what_is_not_plain_is_refused_with_the_way_out(what: str, tmp_path: Path) -> None:
     with manager(tmp_path) as run, pytest.raises(ConfigError, match="register"):
-        run.values["x"] = value
+        run.values["x"] = NOT_PLAIN[what]
 
 
 def test_what_has_come_into_a_list_since_is_refused_by_the_save(tmp_path: Path) -> None:
