@@ -17,7 +17,7 @@ def merge_reports(reports: list[list[dict[str, Any]]]) -> list[WrittenFile]:
     for rank, report in enumerate(reports):
         for entry in report:
             record = FileRecord.from_json(entry["file"])
-            written = WrittenFile(record, entry["receipt"], entry["linked"])
+            written = WrittenFile(record, entry["receipt"], entry.get("linked", False))
             if stored.setdefault(record.name, written).file != record:
                 other.setdefault(record.name, rank)
     if other:
