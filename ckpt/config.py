@@ -7,7 +7,8 @@ from dataclasses import fields
 from typing import Any
 
 from ckpt.errors import ConfigError
-from ckpt.options import Mirror, RankOptions, SaveOptions, known_options, refuse_unknown
+from ckpt.option_checks import refuse_unknown
+from ckpt.options import Mirror, RankOptions, SaveOptions, known_options
 from ckpt.root.retention import Keep
 
 _OBJECTS: dict[str, type] = {

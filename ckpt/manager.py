@@ -58,8 +58,9 @@ class StateManager:
     managed. The folder, naming and limit of its project hold where nothing else is said. A plain `for` over its loaders
     continues where it stopped, after `resume` or `load_state`.
 
-    `save_every`: steps between saves. `keep`: which checkpoints are kept (None: all). `saving`: how they are captured
-    and written, a `SaveOptions`. `ranks`: how the ranks of a job meet, a `RankOptions`.
+    `save_every`: steps between saves, or the time, as `"10min"`, by rank 0's clock: all ranks save after the same step.
+    `keep`: which checkpoints are kept (None: all). `saving`: how they are captured and written, a `SaveOptions`.
+    `ranks`: how the ranks of a job meet, a `RankOptions`.
 
     `mirror`: a path, URL, storage or `Mirror` to which every committed checkpoint is copied in the background, for
     instance an object store behind a local disk. Loads take the newest intact checkpoint of the two, the root's where
@@ -95,7 +96,7 @@ class StateManager:
         scheduler: Any = None,
         scaler: Any = None,
         dataloader: Any = None,
-        save_every: int | None = None,
+        save_every: int | str | None = None,
         keep: Keep | None = None,
         mirror: str | os.PathLike[str] | Storage | Mirror | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -259,7 +260,7 @@ class StateManager:
             session.memory.stepped(session.loop.progress.step)
         session.metrics = checked_metrics(metrics)
         stop = self.told_to_stop()  # from the first step on: only then is there somebody to answer it
-        saved = self.save_state(wait=True if stop else None) if stop or session.is_save_due else None
+        saved = self.save_state(wait=True if stop else None) if stop or session.is_save_due() else None
         if saved is None and session.is_snapshot_due:  # also where a save was left out
             session.save_to_memory()
         if stop:

@@ -30,6 +30,7 @@ from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import MAIN
 from ckpt.ranks.hosts import Hosts, find_hosts, may_have_separate_roots
 from ckpt.ranks.preemption import Preemption
+from ckpt.ranks.save_schedule import SaveSchedule
 from ckpt.root.catalog import check_name, manifests_of_run
 from ckpt.root.copy import Copies
 from ckpt.root.mirror import MirrorWorker
@@ -70,6 +71,7 @@ class Session:
         self.memory = build_tier(self.saver, **options.memory)
         self.pusher = Pusher(self.ranks)
         self.preemption = Preemption(self.ranks)
+        self.schedule = SaveSchedule(self.ranks, options.save_every)
         self.loop = Loop(self.ranks, source.loaders, follow=options.follow, others=not accelerated)
         self.registry = self._build_registry()
         self.loader = self._build_loader(hosts)
@@ -95,18 +97,14 @@ class Session:
         return find_hosts(self.ranks, self.storage, shared=options.shared)
 
     def _build_mirror(self, hosts: Hosts) -> MirrorWorker | None:
-        options = self.options.mirror
+        options, keep = self.options.mirror, self.keep
         if options is None:
             return None
-        copies = Copies(
-            self.storage,
-            self.tiers[1],
-            keep=self.keep if options.keep is None else options.keep,
-            bandwidth=options.bytes_per_second,
-            has_all_files=not hosts.separate_roots,
-            is_leader=self.ranks.rank == MAIN,
+        keep, bandwidth = keep if options.keep is None else options.keep, options.bytes_per_second
+        here = {"has_all_files": not hosts.separate_roots, "is_leader": self.ranks.rank == MAIN}
+        return MirrorWorker(
+            Copies(self.storage, self.tiers[1], keep=keep, bandwidth=bandwidth, **here), options.backlog
         )
-        return MirrorWorker(copies, options.backlog)
 
     def _build_registry(self) -> StateRegistry:
         asked = self.options.saving.gradients
@@ -150,6 +148,7 @@ class Session:
 
     def set_started(self) -> None:
         self.started = True
+        self.schedule.restart()
         loader_hook.patch()
         self.loop.start()
 
@@ -158,11 +157,9 @@ class Session:
         """Step and epoch."""
         return self.loop.progress.step, self.loop.progress.epoch
 
-    @property
     def is_save_due(self) -> bool:
         """Whether this step is one to save, and has not been: attached, several batches may make one step."""
-        every, step = self.options.save_every, self.loop.progress.step
-        return bool(every and step and step % every == 0 and self.saved_at != self.position)
+        return self.schedule.is_due(self.loop.progress.step) and self.saved_at != self.position
 
     @property
     def is_snapshot_due(self) -> bool:

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.options import problems, refuse, resolve_options
+from ckpt.option_checks import problems, refuse
+from ckpt.options import resolve_options
 from ckpt.storage import MemoryStorage
 from ckpt.util.sizes import parse_size
 
 NONSENSE: dict[str, Any] = {
-    "save_every": 0,
+    "save_every": "10 minuets",
     "keep": 3,
     "mirror": 7,
     "storage_options": "key",

@@ -22,7 +22,8 @@ from ckpt.integrations.epoch_start import EpochStart
 from ckpt.integrations.trainer_resume import ResumeSource
 from ckpt.integrations.trainer_state import PART, TrainerPart, logged_metrics, total_limit
 from ckpt.manager import StateManager
-from ckpt.options import ManagerOptions, known_options, refuse_unknown, resolve_options
+from ckpt.option_checks import refuse_unknown
+from ckpt.options import ManagerOptions, known_options, resolve_options
 from ckpt.ranks.preemption import EXIT_STATUS
 from ckpt.root import catalog
 from ckpt.state import rng

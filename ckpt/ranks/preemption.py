@@ -2,42 +2,38 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from ckpt.ranks.group import MAIN, Ranks
-from ckpt.ranks.store import LostStoreError
+from ckpt.ranks.common_step import CommonStep
+from ckpt.ranks.group import Ranks
 from ckpt.util.fork_safety import OwnerProcess
 
 EXIT_STATUS = 128 + signal.SIGTERM
-_ASKED, _TARGET = "preempted", "stop-after"
 _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 
 class Preemption:
-    """Remembers SIGTERM, and finds a step after which all ranks can stop.
-
-    No rank waits here: training synchronises the ranks, and a rank that waited would keep the others from reaching
-    their next step. The main rank proposes a step to come; each rank that has not passed it acknowledges it; the first
-    rank to reach it checks whether all have, and its finding holds for all (`first_wins`). If a rank had passed the
-    step already, the main rank proposes another one, farther ahead.
-    """
+    """Remembers SIGTERM, and finds a step after which all ranks can stop."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self.asked = False
-        self._ranks = ranks
-        self._announced = False
-        self._acknowledged = self._target = 0
-        self._ahead = 1
-        self._next_poll = 0.0
+        self._stop = CommonStep(ranks, "stop")
+        self._stopped = False
         self._previous: _Handler = None
         self._installed: Callable[[int, FrameType | None], None] | None = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether this rank, or, as far as it knows, another was told to terminate."""
+        return self._stop.asked
+
+    @asked.setter
+    def asked(self, value: bool) -> None:
+        self._stop.asked = value
 
     def listen(self) -> None:
         """Install a handler for SIGTERM, which also calls the previous one. Does nothing outside the main thread."""
@@ -67,42 +63,6 @@ class Preemption:
         self._installed = None
 
     def due(self, step: int) -> bool:
-        """Whether to stop after this step."""
-        self.asked = self.asked or self._others_were_asked()
-        if not self.asked:
-            return False
-        if self._ranks.world_size == 1:
-            return True
-        if not self._announced:
-            self._announced = True
-            self._ranks.note(_ASKED, "")
-        return self._all_stop_after(step)
-
-    def _all_stop_after(self, step: int) -> bool:
-        target = self._proposed_target(step)
-        if step < target and self._acknowledged < target:
-            self._acknowledged = target
-            self._ranks.note(f"{_TARGET}/{target}", "")
-        if step != target:
-            return False
-        ready = len(self._ranks.notes(f"{_TARGET}/{target}")) == self._ranks.world_size
-        return self._ranks.first_wins(f"{_TARGET}/{target}/settled", "stop" if ready else "go on") == "stop"
-
-    def _proposed_target(self, step: int) -> int:
-        """The step to stop after; 0 if none was proposed yet. Past it, the main rank proposes a new one."""
-        if self._ranks.rank == MAIN and step > self._target:
-            self._ahead *= 2
-            self._target = step + self._ahead
-            self._ranks.publish(_TARGET, str(self._target))
-        return int(self._ranks.published(_TARGET) or 0)
-
-    def _others_were_asked(self) -> bool:
-        """A signal may reach one rank alone. Polling costs a request, so it is done once a second."""
-        if self._ranks.world_size == 1 or time.monotonic() < self._next_poll:
-            return False
-        self._next_poll = time.monotonic() + 1.0
-        try:
-            return bool(self._ranks.notes(_ASKED))
-        except LostStoreError:  # its host has ended: no fault at the end of training, and a save would report it
-            self._next_poll = math.inf
-            return False
+        """Whether to stop after this step. Once it is, it is after every other."""
+        self._stopped = self._stopped or self._stop.due(step)
+        return self._stopped

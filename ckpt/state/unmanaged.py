@@ -25,7 +25,7 @@ class UnmanagedWatch:
     is saved, and when.
     """
 
-    def __init__(self, managed: StateRegistry, remarks: Caveats, save_every: int | None) -> None:
+    def __init__(self, managed: StateRegistry, remarks: Caveats, save_every: int | str | None) -> None:
         self.quiet = False
         self.resumed_from: str | None = None  # the checkpoint's name
         self._managed = managed
@@ -65,9 +65,9 @@ class UnmanagedWatch:
         if self._save_every is None:
             why = "no save_every= was given, and save_state() was not called"
         elif not self._steps:
-            why = f"save_every={self._save_every} counts the calls of manager.step(), and there was none"
+            why = f"save_every={self._save_every!r} counts the calls of manager.step(), and there was none"
         else:
-            why = f"save_every={self._save_every}, and there were {self._steps} steps" if steps else ""
+            why = f"save_every={self._save_every!r}, and there were {self._steps} steps" if steps else ""
         if why and not self.quiet:
             after = f"begin at {self.resumed_from} again" if self.resumed_from else "start afresh"
             self._remarks.tell(f"unsaved/{what}", f"{what}: {why}. The next run would {after}.")

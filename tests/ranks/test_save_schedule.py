@@ -1,0 +1,86 @@
+"""When a run saves by itself: by steps, by the clock, and what asks for it besides."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ckpt
+from ckpt.util.durations import parse_duration
+from tests.helpers.processes import run_ranks
+
+
+def test_times_are_said_as_people_say_them() -> None:
+    said = ("10min", "90s", "2h", "1h30min", " 1.5 H ", "2 days", "45 sec", "0.5s")
+    assert [parse_duration(text) for text in said] == [600, 90, 7200, 5400, 5400, 172800, 45, 0.5]
+
+
+@pytest.mark.parametrize(
+    "text", ["600", "10 minuets", "min", "0s", "-5s", "1e3s", "10min!", "9" * 30 + "s", "99999d", ""]
+)
+def test_a_time_that_is_none_is_refused_with_the_forms_that_are(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ckpt.ConfigError) as raised:
+        ckpt.StateManager(tmp_path / "run", model=nn.Linear(1, 1), save_every=text)
+    assert str(raised.value) == (
+        f"StateManager: save_every={text!r} must be a number of steps, 1 or more, or a time, as '10min', '90s' or '2h'."
+    )
+
+
+def steps_in(root: Path) -> list[int]:
+    return sorted(found.step or 0 for found in ckpt.list_checkpoints(root))
+
+
+def train(manager: ckpt.StateManager, steps: int, pause: float = 0.0) -> None:
+    manager.resume()
+    for _ in range(steps):
+        time.sleep(pause)
+        manager.step()
+
+
+def test_by_the_clock_a_run_saves_when_so_much_time_has_passed(tmp_path: Path) -> None:
+    with ckpt.StateManager(tmp_path, model=nn.Linear(1, 1), save_every="0.5s") as manager:
+        train(manager, 3)  # at once: nothing is due
+        assert steps_in(tmp_path) == []
+        time.sleep(0.6)
+        manager.step()
+        manager.step()  # the time is counted from the save on
+        manager.wait()
+        assert steps_in(tmp_path) == [4]
+        time.sleep(0.6)
+        manager.save_state("mine", wait=True)  # a save by hand counts too
+        manager.step()
+    assert [found.name for found in ckpt.list_checkpoints(tmp_path)] == ["mine", "step-00000004"]
+
+
+def test_a_time_in_yaml_is_a_time(tmp_path: Path) -> None:
+    (tmp_path / "ckpt.yaml").write_text(f"root: {tmp_path}/run\nsave_every: 10min\n")
+    with ckpt.StateManager.from_config(tmp_path / "ckpt.yaml", model=nn.Linear(1, 1)) as manager:
+        assert manager.session.options.save_every == "10min"
+
+
+def _by_the_clock(rank: int, root: str) -> None:
+    """Rank 1's clock is never asked: it would save at every step."""
+    if rank == 1:
+        real = time.monotonic
+        ckpt.ranks.save_schedule.time = type("Fast", (), {"monotonic": staticmethod(lambda: 1000 * real())})  # type: ignore[attr-defined, assignment]
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, save_every="1s") as manager:
+        manager.resume()
+        for _ in range(60):
+            time.sleep(0.06)
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            manager.step()
+
+
+def test_all_ranks_save_after_the_same_step_by_the_clock_of_the_main_one(tmp_path: Path) -> None:
+    began = time.monotonic()
+    assert run_ranks(2, _by_the_clock, str(tmp_path)) == [0, 0]
+    assert 1 <= len(steps_in(tmp_path)) <= time.monotonic() - began
+    assert all(not problems for problems in ckpt.verify(tmp_path).values())
