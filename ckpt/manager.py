@@ -60,7 +60,9 @@ class StateManager:
 
     `save_every`: steps between saves, or the time, as `"10min"`, by rank 0's clock: all ranks save after the same step.
     `keep`: which checkpoints are kept (None: all). `saving`: how they are captured and written, a `SaveOptions`.
-    `ranks`: how the ranks of a job meet, a `RankOptions`.
+    `ranks`: how the ranks of a job meet, a `RankOptions`. `save_on_exception`: whether the last complete step is saved
+    when an exception leaves the `with` block; only if nothing has changed since, and on all ranks, or a line says why
+    not. It costs what capturing the state takes, after every step.
 
     `mirror`: a path, URL, storage or `Mirror` to which every committed checkpoint is copied in the background, for
     instance an object store behind a local disk. Loads take the newest intact checkpoint of the two, the root's where
@@ -97,6 +99,7 @@ class StateManager:
         scaler: Any = None,
         dataloader: Any = None,
         save_every: int | str | None = None,
+        save_on_exception: bool = False,
         keep: Keep | None = None,
         mirror: str | os.PathLike[str] | Storage | Mirror | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -115,6 +118,7 @@ class StateManager:
         given = {"save_every": save_every, "keep": keep, "mirror": mirror, "storage_options": storage_options}
         memory = {"memory_every": memory_every, "memory_rescue": memory_rescue, "memory_replicas": memory_replicas}
         keys = {"sign": sign, "verify_key": verify_key, "require_signed": require_signed}
+        given["save_on_exception"] = save_on_exception
         others = {"saving": saving, "ranks": ranks, "follow": follow, **memory, **keys, **old_spellings}
         options = resolve_options({**given, **others}, root=root)
         source = find_source(
@@ -146,6 +150,13 @@ class StateManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        try:
+            if error is not None and not isinstance(error, SystemExit | GeneratorExit):
+                self._session.save_boundary(error)
+        finally:
+            self._close_after(error)
+
+    def _close_after(self, error: BaseException | None) -> None:
         try:
             self._session.close(for_restart=_is_failure(error))
         except Exception as failure:
@@ -263,6 +274,7 @@ class StateManager:
         saved = self.save_state(wait=True if stop else None) if stop or session.is_save_due() else None
         if saved is None and session.is_snapshot_due:  # also where a save was left out
             session.save_to_memory()
+        session.note_boundary()
         if stop:
             self._stop()
 

@@ -76,6 +76,7 @@ MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or check.is_count(value) or parse_duration(value) is not None,
         "a number of steps, 1 or more, or a time, as '10min', '90s' or '2h'",
     ),
+    "save_on_exception": _FLAG,
     "keep": _KEEP,
     "storage_options": (check.optional(check.is_settings), "a dict of what the storage of a URL takes"),
     "follow": _FLAG,

@@ -130,6 +130,7 @@ class ManagerOptions:
     """All options of a manager, checked."""
 
     save_every: int | str | None = None
+    save_on_exception: bool = False
     keep: Keep | None = None
     mirror: Mirror | None = None
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)

@@ -15,7 +15,7 @@ from typing import Any
 from ckpt.data import loader_hook
 from ckpt.data.loop import Loop
 from ckpt.data.metrics import as_numbers
-from ckpt.errors import ConfigError, StorageError
+from ckpt.errors import StorageError
 from ckpt.export.card import Training, curves
 from ckpt.export.push import Pusher
 from ckpt.load.load_state import LiveObjects, StateLoader
@@ -26,29 +26,26 @@ from ckpt.memory.resume import find_snapshots, memory_facts, note_load
 from ckpt.memory.source_state import has_save_hooks, without_this_save
 from ckpt.options import ManagerOptions
 from ckpt.ranks.consensus import run_on_all_ranks
-from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import MAIN
-from ckpt.ranks.hosts import Hosts, find_hosts, may_have_separate_roots
+from ckpt.ranks.hosts import Hosts
 from ckpt.ranks.preemption import Preemption
 from ckpt.ranks.save_schedule import SaveSchedule
 from ckpt.root.catalog import check_name, manifests_of_run
-from ckpt.root.copy import Copies
-from ckpt.root.mirror import MirrorWorker
-from ckpt.root.open import refuse_checkpoint, try_out_tiers
 from ckpt.root.trust import open_keys
 from ckpt.save.capture import StateCapture
 from ckpt.save.environment import device_name, versions
+from ckpt.save.last_boundary import LastBoundary
 from ckpt.save.live_state import LiveState
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
 from ckpt.save.snapshot import Snapshots
 from ckpt.save.transaction import SaveRequest
+from ckpt.session_parts import build_mirror, meet_ranks
 from ckpt.state import rng
 from ckpt.state.objects import ObjectSource
 from ckpt.state.registry import StateRegistry
 from ckpt.state.unmanaged import UnmanagedWatch, weakly
 from ckpt.state.unwrap import walked_once
-from ckpt.storage import MemoryStorage, place_of
 
 _log = logging.getLogger("ckpt")
 
@@ -63,8 +60,8 @@ class Session:
         seal, self.trust = open_keys(options, sha256=options.saving.sha256)
         self.tiers = options.open_tiers(root)
         self.storage = self.tiers[0]
-        hosts = self._meet_ranks()
-        self.mirror = self._build_mirror(hosts)
+        self.ranks, hosts = meet_ranks(options.ranks, self.tiers)
+        self.mirror = build_mirror(options.mirror, self.tiers, self.keep, self.ranks, hosts)
         writer = RootWriter(self.storage, self.ranks, self.keep, self.mirror, hosts, seal=seal)
         snapshots = Snapshots(options.saving.host_memory_bytes, options.saving.device_memory_bytes)
         self.saver = Saver(writer, snapshots, options.saving.read_back)
@@ -74,6 +71,7 @@ class Session:
         self.schedule = SaveSchedule(self.ranks, options.save_every)
         self.loop = Loop(self.ranks, source.loaders, follow=options.follow, others=not accelerated)
         self.registry = self._build_registry()
+        self.boundary = LastBoundary(self.ranks, self.registry) if options.save_on_exception else None
         self.loader = self._build_loader(hosts)
         self.registry.refresh()
         self._follow_loaders()
@@ -85,26 +83,6 @@ class Session:
         self.saved_at: tuple[int, int] | None = None  # step and epoch
         self._warned: set[str] = set()
         self._reserve_staging()
-
-    def _meet_ranks(self) -> Hosts:
-        options = self.options.ranks
-        place, own_root = place_of(self.storage), may_have_separate_roots(self.storage, shared=options.shared)
-        self.ranks = find_ranks(place, own_root=own_root, **options.meeting)
-        if self.ranks.world_size > 1 and any(isinstance(storage, MemoryStorage) for storage in self.tiers):
-            raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
-        try_out_tiers(*self.tiers)
-        refuse_checkpoint(self.storage)
-        return find_hosts(self.ranks, self.storage, shared=options.shared)
-
-    def _build_mirror(self, hosts: Hosts) -> MirrorWorker | None:
-        options, keep = self.options.mirror, self.keep
-        if options is None:
-            return None
-        keep, bandwidth = keep if options.keep is None else options.keep, options.bytes_per_second
-        here = {"has_all_files": not hosts.separate_roots, "is_leader": self.ranks.rank == MAIN}
-        return MirrorWorker(
-            Copies(self.storage, self.tiers[1], keep=keep, bandwidth=bandwidth, **here), options.backlog
-        )
 
     def _build_registry(self) -> StateRegistry:
         asked = self.options.saving.gradients
@@ -173,12 +151,29 @@ class Session:
         if has_save_hooks(self.source):
             self.memory.turn_off("the accelerator has save hooks, whose files a snapshot in memory would lack.")
             return
-        numbers = as_numbers(self.metrics)
-        facts = {"progress": self.loop.saved_progress().to_json(), "metrics": numbers}
+        facts = self._facts(as_numbers(self.metrics))
         name = f"step-{self.loop.progress.step:08d}"
         capture = StateCapture(self.ranks, "auto", self.memory.hosts, self.memory.compared)
         state = without_this_save(self.source.state())
         self.memory.save(SaveRequest(name, lambda: self._captured(capture, state), facts), self.loop.progress.step)
+
+    def note_boundary(self) -> None:
+        """A step is done: remember its state, where it is to be saved if an exception follows."""
+        if self.boundary is not None:
+            name, numbers = self.default_name(), {} if self.saved_at == self.position else as_numbers(self.metrics)
+            request = SaveRequest(name, lambda: self._capture(name, numbers), self._facts(numbers))
+            self.boundary.note(self.loop.progress.step, None if self.saved_at == self.position else request)
+
+    def save_boundary(self, error: BaseException) -> None:
+        """An exception leaves the loop: save the last step boundary if it can be had. Raises nothing of its own."""
+        if self.boundary is not None and self.saver.owner.is_here and self.saved_at != self.position:
+            try:
+                self.boundary.save(error, self.saver)
+            except Exception as failure:
+                _log.error("%s", failure)  # what went wrong in the loop comes first
+
+    def _facts(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+        return {"progress": self.loop.saved_progress().to_json(), "metrics": metrics}
 
     def default_name(self) -> str:
         return self.source.name() or f"step-{self.loop.progress.step:08d}"
@@ -196,7 +191,7 @@ class Session:
         wait = not self.options.saving.background if wait is None else wait
         name = check_name(name) if name is not None else self.default_name()
         numbers = as_numbers(self.metrics if metrics is None else metrics)
-        facts = {"progress": self.loop.saved_progress().to_json(), "metrics": numbers}
+        facts = self._facts(numbers)
         if when_busy == "skip" and not wait and self.saver.is_busy_anywhere(name):
             return None
         self.source.before_save(f"{self.storage.url}/{name}")
@@ -292,6 +287,8 @@ class Session:
             self.loop.release()
             self.registry.release()
             self.unmanaged.close()
+            if self.boundary is not None:
+                self.boundary.close()
             self.preemption.close()
             self.saver.close()
             self.ranks.linger()

@@ -22,6 +22,7 @@ from ckpt.util.sizes import parse_size
 
 NONSENSE: dict[str, Any] = {
     "save_every": "10 minuets",
+    "save_on_exception": "yes",
     "keep": 3,
     "mirror": 7,
     "storage_options": "key",

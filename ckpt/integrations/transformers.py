@@ -31,7 +31,9 @@ from ckpt.state.objects import KINDS
 from ckpt.storage import Storage
 
 _log = logging.getLogger("ckpt")
-_DECIDED_ELSEWHERE = {"self", "root", "save_every", "accelerator", "follow", *KINDS}  # by the Trainer and its arguments
+_DECIDED_ELSEWHERE = {  # by the Trainer and its arguments
+    "self", "root", "save_every", "save_on_exception", "accelerator", "follow", *KINDS,
+}  # fmt: skip
 
 
 class CkptCallback(TrainerCallback):  # type: ignore[misc]
