@@ -24,7 +24,6 @@ from ckpt.export.save_model import check_processors, save_live
 from ckpt.load.restored import Restored
 from ckpt.options import Mirror, RankOptions, SaveOptions, required_root, resolve_options
 from ckpt.ranks.group import MAIN
-from ckpt.ranks.preemption import EXIT_STATUS
 from ckpt.root.catalog import name_of_step
 from ckpt.root.retention import Keep
 from ckpt.root.save_reports import SaveReport
@@ -60,9 +59,10 @@ class StateManager:
 
     `save_every`: steps between saves, or the time, as `"10min"`, by rank 0's clock: all ranks save after the same step.
     `keep`: which checkpoints are kept (None: all). `saving`: how they are captured and written, a `SaveOptions`.
-    `ranks`: how the ranks of a job meet, a `RankOptions`. `save_on_exception`: whether the last complete step is saved
-    when an exception leaves the `with` block; only if nothing has changed since, and on all ranks, or a line says why
-    not. It costs what capturing the state takes, after every step.
+    `ranks`: how the ranks of a job meet, a `RankOptions`. `save_at_epoch_end`: whether the end of every epoch of
+    `epochs` is saved too. `save_on_exception`: whether the last complete step is saved when an exception leaves the
+    `with` block; only if nothing has changed since, and on all ranks, or a line says why not. It costs what capturing
+    the state takes, after every step.
 
     `mirror`: a path, URL, storage or `Mirror` to which every committed checkpoint is copied in the background, for
     instance an object store behind a local disk. Loads take the newest intact checkpoint of the two, the root's where
@@ -99,6 +99,7 @@ class StateManager:
         scaler: Any = None,
         dataloader: Any = None,
         save_every: int | str | None = None,
+        save_at_epoch_end: bool = False,
         save_on_exception: bool = False,
         keep: Keep | None = None,
         mirror: str | os.PathLike[str] | Storage | Mirror | None = None,
@@ -118,7 +119,7 @@ class StateManager:
         given = {"save_every": save_every, "keep": keep, "mirror": mirror, "storage_options": storage_options}
         memory = {"memory_every": memory_every, "memory_rescue": memory_rescue, "memory_replicas": memory_replicas}
         keys = {"sign": sign, "verify_key": verify_key, "require_signed": require_signed}
-        given["save_on_exception"] = save_on_exception
+        given |= {"save_at_epoch_end": save_at_epoch_end, "save_on_exception": save_on_exception}
         others = {"saving": saving, "ranks": ranks, "follow": follow, **memory, **keys, **old_spellings}
         options = resolve_options({**given, **others}, root=root)
         source = find_source(
@@ -126,7 +127,7 @@ class StateManager:
         )
         where = required_root(source.root if root is None else root)
         self._session = Session(where, source, options, accelerated=accelerator is not None)
-        weakref.finalize(self, self._session.preemption.close)
+        weakref.finalize(self, self._session.stop_listening)
 
     @classmethod
     def from_config(cls, path: str | os.PathLike[str], **objects: Any) -> StateManager:
@@ -226,15 +227,21 @@ class StateManager:
     def epochs(self, total: int) -> Iterator[int]:
         """The epochs that are left of `total`. Goes on where the last run stopped, or starts afresh.
 
-        When they are done and `save_every` is set, the final state is saved: as `step-00001000`, or, where the last
-        step was saved already, as `step-00001000-end`, with what the end of the epoch has changed.
+        When they are done and `save_every` or `save_at_epoch_end` is set, the final state is saved: as `step-00001000`,
+        or, where the last step was saved already, as `step-00001000-end`, with what the end of the epoch has changed.
+        With `save_at_epoch_end`, so is the state at the end of every epoch, before the next one begins.
         """
         self._start()
         session = self._session
-        yield from session.loop.epochs(total)
+        ended = False
+        for epoch in session.loop.epochs(total):
+            if ended and session.options.save_at_epoch_end:
+                session.save_end()
+            yield epoch
+            ended = True
         session.preemption.close()
-        if session.options.save_every and session.saved_at != session.position:
-            session.save(session.end_name(), when_busy="wait")
+        if session.options.save_every or session.options.save_at_epoch_end:
+            session.save_end()
 
     def batches(self, loader: Iterable[T]) -> Batches[T]:
         """The batches of this epoch that are left, in the same order as ever; `len()` of it is how many.
@@ -433,7 +440,8 @@ class StateManager:
     def _stop(self) -> None:
         if self._session.ranks.rank == MAIN:
             say(f"told to terminate: saved step {self._session.loop.progress.step} in {self.url}, stopping")
-        raise Preempted(EXIT_STATUS)
+        self._session.preemption.saved()
+        raise Preempted(self._session.preemption.exit_status)
 
 
 def _is_failure(error: BaseException | None) -> bool:

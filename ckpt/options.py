@@ -74,8 +74,11 @@ class RankOptions(_Checked):
     None means that this is tried out where the launcher says that there are several hosts. Hosts that do not share it
     keep what their ranks save, each in its own root, and load it from there; what a host lacks is read from the mirror.
     `broadcast`: when loading, read what all ranks of a host need once and pass it on among them; None means where the
-    root is remote. `handle_sigterm`: save and stop when the process is told to terminate. `alone`: this process is a
-    run of its own, in a root of its own, whatever other processes its launcher has started, or are in its group.
+    root is remote. `handle_sigterm`: save and stop when the process is told to terminate. `handle_sigint`: so, too, at
+    Ctrl-C; the second interrupts at once. `grace`: seconds after either in which the last save must be done; then the
+    process ends without it. `save_on_sigusr1`: save after one of the next steps when any rank gets SIGUSR1, which SLURM
+    sends before the time is up, and continue. `alone`: this process is a run of its own, in a root of its own, whatever
+    other processes its launcher has started, or are in its group.
     `process_group`: the ranks that have this state, where they are not all of the job: one model of several that are
     trained side by side, say. Only they build the manager, in a root of its own, where they are numbered from 0.
     """
@@ -84,11 +87,16 @@ class RankOptions(_Checked):
     shared: bool | None = None
     broadcast: bool | None = None
     handle_sigterm: bool = True
+    handle_sigint: bool = False
+    save_on_sigusr1: bool = False
+    grace: float | None = None
     alone: bool = False
     process_group: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.grace is not None and not (self.handle_sigterm or self.handle_sigint):
+            refuse("RankOptions", [f"grace={self.grace:g} bounds the save after SIGTERM: it needs handle_sigterm=True"])
         if self.alone and self.process_group is not None:
             refuse("RankOptions", ["alone=True and process_group=... name different ranks: give one of them"])
 
@@ -130,6 +138,7 @@ class ManagerOptions:
     """All options of a manager, checked."""
 
     save_every: int | str | None = None
+    save_at_epoch_end: bool = False
     save_on_exception: bool = False
     keep: Keep | None = None
     mirror: Mirror | None = None

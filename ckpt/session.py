@@ -7,7 +7,6 @@ do, go through `manager.session`.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -40,10 +39,9 @@ from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
 from ckpt.save.snapshot import Snapshots
 from ckpt.save.transaction import SaveRequest
-from ckpt.session_parts import build_mirror, meet_ranks
+from ckpt.session_parts import build_mirror, build_registry, follow_loaders, meet_ranks
 from ckpt.state import rng
 from ckpt.state.objects import ObjectSource
-from ckpt.state.registry import StateRegistry
 from ckpt.state.unmanaged import UnmanagedWatch, weakly
 from ckpt.state.unwrap import walked_once
 
@@ -67,14 +65,14 @@ class Session:
         self.saver = Saver(writer, snapshots, options.saving.read_back)
         self.memory = build_tier(self.saver, **options.memory)
         self.pusher = Pusher(self.ranks)
-        self.preemption = Preemption(self.ranks)
-        self.schedule = SaveSchedule(self.ranks, options.save_every)
+        self.preemption = Preemption(self.ranks, sigint=options.ranks.handle_sigint, grace=options.ranks.grace)
+        self.schedule = SaveSchedule(self.ranks, options.save_every, on_sigusr1=options.ranks.save_on_sigusr1)
         self.loop = Loop(self.ranks, source.loaders, follow=options.follow, others=not accelerated)
-        self.registry = self._build_registry()
+        self.registry = build_registry(source, options.saving.gradients, self.loop, self.ranks)
         self.boundary = LastBoundary(self.ranks, self.registry) if options.save_on_exception else None
         self.loader = self._build_loader(hosts)
         self.registry.refresh()
-        self._follow_loaders()
+        follow_loaders(self.loop, self.registry, hook=options.follow)
         self.unmanaged = UnmanagedWatch(self.registry, self.loop.patterns.caveats, options.save_every)
         self.loop.on_training = weakly(self.unmanaged.trained)
         self.metrics: dict[str, Any] = {}
@@ -83,11 +81,6 @@ class Session:
         self.saved_at: tuple[int, int] | None = None  # step and epoch
         self._warned: set[str] = set()
         self._reserve_staging()
-
-    def _build_registry(self) -> StateRegistry:
-        asked = self.options.saving.gradients
-        gradients = (self.source.gradients or None) if asked is None else asked
-        return StateRegistry(self.source.find, (self.loop.watch,), gradients=gradients, members=self.ranks.members)
 
     def _build_loader(self, hosts: Hosts) -> StateLoader:
         return StateLoader(
@@ -99,15 +92,6 @@ class Session:
             self.saver.root.follow,
             self.trust,
         )
-
-    def _follow_loaders(self) -> None:
-        """Let the loop watch DataLoaders. They may outlive the manager, so nothing of it is held by them."""
-        registry = weakref.ref(self.registry)
-        self.loop.models = lambda: found.models.values() if (found := registry()) is not None else ()
-        self.loop.has_data = lambda: bool((found := registry()) is not None and found.generators)
-        if self.options.follow:
-            self.loop.before_pass = weakly(self.registry.refresh)
-            loader_hook.begin(self.loop)
 
     def _reserve_staging(self) -> None:
         devices = {tensor.device for tensor in self.registry.tensors() if not (tensor.is_cpu or tensor.is_meta)}
@@ -127,6 +111,8 @@ class Session:
     def set_started(self) -> None:
         self.started = True
         self.schedule.restart()
+        self.schedule.listen()
+        self.preemption.listen_early()
         loader_hook.patch()
         self.loop.start()
 
@@ -165,12 +151,9 @@ class Session:
             self.boundary.note(self.loop.progress.step, None if self.saved_at == self.position else request)
 
     def save_boundary(self, error: BaseException) -> None:
-        """An exception leaves the loop: save the last step boundary if it can be had. Raises nothing of its own."""
+        """An exception leaves the loop: save the last step boundary, if it can be had and is not saved."""
         if self.boundary is not None and self.saver.owner.is_here and self.saved_at != self.position:
-            try:
-                self.boundary.save(error, self.saver)
-            except Exception as failure:
-                _log.error("%s", failure)  # what went wrong in the loop comes first
+            self.boundary.save_after(error, self.saver)
 
     def _facts(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         return {"progress": self.loop.saved_progress().to_json(), "metrics": metrics}
@@ -182,6 +165,11 @@ class Session:
         """What to call the final state where the last step was saved already; None for its usual name."""
         saved_in_loop = self.saved_at is not None and self.saved_at[0] == self.loop.progress.step
         return f"{self.default_name()}-end" if saved_in_loop and not self.source.name() else None
+
+    def save_end(self) -> None:
+        """Save the state at the end of an epoch, unless that is done."""
+        if self.saved_at != self.position:
+            self.save(self.end_name(), when_busy="wait")
 
     def save(
         self, name: str | None, metrics: Mapping[str, Any] | None = None, wait: bool | None = None, *, when_busy: str
@@ -265,6 +253,11 @@ class Session:
             curves=curves(manifests_of_run(self.storage, self.saver.root.run)),
         )
 
+    def stop_listening(self) -> None:
+        """Leave signals to whoever answered them before."""
+        self.preemption.close()
+        self.schedule.close()
+
     def wait(self) -> None:
         try:
             self.saver.wait()
@@ -289,6 +282,6 @@ class Session:
             self.unmanaged.close()
             if self.boundary is not None:
                 self.boundary.close()
-            self.preemption.close()
+            self.stop_listening()
             self.saver.close()
             self.ranks.linger()

@@ -1,7 +1,11 @@
-"""What a session is built from: the ranks that it is of, and the mirror of its root."""
+"""What a session is built from: the ranks that it is of, the mirror of its root, and its objects."""
 
 from __future__ import annotations
 
+import weakref
+
+from ckpt.data import loader_hook
+from ckpt.data.loop import Loop
 from ckpt.errors import ConfigError
 from ckpt.options import Mirror, RankOptions
 from ckpt.ranks.find import find_ranks
@@ -11,6 +15,9 @@ from ckpt.root.copy import Copies
 from ckpt.root.mirror import MirrorWorker
 from ckpt.root.open import refuse_checkpoint, try_out_tiers
 from ckpt.root.retention import Keep
+from ckpt.state.objects import ObjectSource
+from ckpt.state.registry import StateRegistry
+from ckpt.state.unmanaged import weakly
 from ckpt.storage import MemoryStorage, Storage, place_of
 
 
@@ -41,3 +48,19 @@ def build_mirror(
         is_leader=ranks.rank == MAIN,
     )
     return MirrorWorker(copies, options.backlog)
+
+
+def build_registry(source: ObjectSource, gradients: bool | None, loop: Loop, ranks: Ranks) -> StateRegistry:
+    """The registry of the source's objects, whose optimizers the loop watches."""
+    gradients = (source.gradients or None) if gradients is None else gradients
+    return StateRegistry(source.find, (loop.watch,), gradients=gradients, members=ranks.members)
+
+
+def follow_loaders(loop: Loop, registry: StateRegistry, *, hook: bool) -> None:
+    """Let the loop watch DataLoaders. They may outlive the manager, so nothing of it is held by them."""
+    reference = weakref.ref(registry)
+    loop.models = lambda: found.models.values() if (found := reference()) is not None else ()
+    loop.has_data = lambda: bool((found := reference()) is not None and found.generators)
+    if hook:
+        loop.before_pass = weakly(registry.refresh)
+        loader_hook.begin(loop)

@@ -47,7 +47,7 @@ ARROWS = {
     "option_checks": "errors util storage root save",
     "options": "errors util storage root option_checks",
     "config": "errors root option_checks options",
-    "session_parts": "errors storage root ranks options",
+    "session_parts": "errors storage root ranks state data options",
     "session": "errors root ranks state data save load export memory options session_parts",
     "tools": "shown errors version util formats storage root ranks state data save load export memory",
     "manager": "errors util storage root ranks state data load export options config session",

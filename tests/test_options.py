@@ -22,6 +22,7 @@ from ckpt.util.sizes import parse_size
 
 NONSENSE: dict[str, Any] = {
     "save_every": "10 minuets",
+    "save_at_epoch_end": 1,
     "save_on_exception": "yes",
     "keep": 3,
     "mirror": 7,
@@ -41,7 +42,8 @@ ONCE_KEYWORDS: dict[str, Any] = {
 }  # fmt: skip
 NONSENSE_OF_SAVES: dict[str, Any] = {**ONCE_KEYWORDS, "device_memory": "much", "read_back": "maybe", "sha256": "yes"}
 ONCE_OF_RANKS: dict[str, Any] = {"timeout": float("nan"), "shared": "no", "broadcast": 0, "handle_sigterm": None}
-NONSENSE_OF_RANKS: dict[str, Any] = {**ONCE_OF_RANKS, "alone": 1, "process_group": 5}
+SIGNALS: dict[str, Any] = {"handle_sigint": 1, "save_on_sigusr1": "yes", "grace": 0}
+NONSENSE_OF_RANKS: dict[str, Any] = {**ONCE_OF_RANKS, **SIGNALS, "alone": 1, "process_group": 5}
 OLD: dict[str, Any] = {
     **ONCE_KEYWORDS,
     **ONCE_OF_RANKS,

@@ -32,7 +32,7 @@ from ckpt.storage import Storage
 
 _log = logging.getLogger("ckpt")
 _DECIDED_ELSEWHERE = {  # by the Trainer and its arguments
-    "self", "root", "save_every", "save_on_exception", "accelerator", "follow", *KINDS,
+    "self", "root", "save_every", "save_at_epoch_end", "save_on_exception", "accelerator", "follow", *KINDS,
 }  # fmt: skip
 
 
@@ -111,6 +111,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self._manager.progress.step = state.global_step
         if self._manager.told_to_stop():
             self._told_to_stop = control.should_save = control.should_training_stop = True
+        elif self._manager.session.schedule.is_due(state.global_step):  # SIGUSR1
+            control.should_save = True
 
     def _train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *others: Any, **named: Any

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
+import time
+from contextlib import suppress
 
 from ckpt.ranks.common_step import CommonStep
 from ckpt.ranks.group import Ranks
+from ckpt.ranks.signals import SignalListener
+from ckpt.util.console import say
 from ckpt.util.fork_safety import OwnerProcess
 
 EXIT_STATUS = 128 + signal.SIGTERM
-_Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
+_TICK = 0.1  # seconds
 
 
 class Preemption:
-    """Remembers SIGTERM, and finds a step after which all ranks can stop."""
+    """Remembers SIGTERM, or Ctrl-C with `sigint`, and finds a step after which all ranks can stop.
 
-    def __init__(self, ranks: Ranks) -> None:
+    `grace`: seconds after which the process ends, whatever it waits for, if it has not saved by then.
+    """
+
+    def __init__(self, ranks: Ranks, *, sigint: bool = False, grace: float | None = None) -> None:
+        self.exit_status = EXIT_STATUS
         self._stop = CommonStep(ranks, "stop")
         self._stopped = False
-        self._previous: _Handler = None
-        self._installed: Callable[[int, FrameType | None], None] | None = None
+        self._sigterm = SignalListener(signal.SIGTERM, lambda: self._told(EXIT_STATUS))
+        self._sigint = SignalListener(signal.SIGINT, lambda: self._told(128 + signal.SIGINT)) if sigint else None
+        self._grace = _Grace(grace) if grace is not None else None
 
     @property
     def asked(self) -> bool:
@@ -36,33 +43,76 @@ class Preemption:
         self._stop.asked = value
 
     def listen(self) -> None:
-        """Install a handler for SIGTERM, which also calls the previous one. Does nothing outside the main thread."""
-        if threading.current_thread() is not threading.main_thread() or self._installed is not None:
-            return
-        self._previous = previous = signal.getsignal(signal.SIGTERM)
-        owner = OwnerProcess()
+        """Answer SIGTERM from now on. Does nothing outside the main thread."""
+        self._sigterm.listen()
+        self._watch()
 
-        def handler(number: int, frame: FrameType | None) -> None:
-            self.asked = True
-            if not callable(previous) and not owner.is_here:  # a forked child has no training loop that would stop
-                signal.signal(number, previous or signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-            elif callable(previous):
-                previous(number, frame)
-            elif self._installed is None:  # closed, but reinstalled by a handler that was installed later
-                signal.signal(number, previous or signal.SIG_DFL)
-                os.kill(os.getpid(), number)
-
-        self._installed = handler
-        signal.signal(signal.SIGTERM, handler)
+    def listen_early(self) -> None:
+        """Answer Ctrl-C, if that is wanted, before loader workers are started."""
+        if self._sigint is not None:
+            self._sigint.listen()
+            self._watch()
 
     def close(self) -> None:
-        """Restore the previous handler, unless another one was installed since."""
-        if self._installed is not None and signal.getsignal(signal.SIGTERM) is self._installed:
-            signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
-        self._installed = None
+        """Restore the previous handlers, unless others were installed since. The grace period is over."""
+        self._sigterm.close()
+        if self._sigint is not None:
+            self._sigint.close()
+        self.saved()
+
+    def saved(self) -> None:
+        """The last save is done: the grace period is over."""
+        if self._grace is not None:
+            self._grace.is_over = True
 
     def due(self, step: int) -> bool:
         """Whether to stop after this step. Once it is, it is after every other."""
         self._stopped = self._stopped or self._stop.due(step)
+        if self._grace is not None and (self._stopped or self.asked):
+            self._grace.begin(self.exit_status)  # another rank was told, and it may have been this one's save
         return self._stopped
+
+    def _told(self, status: int) -> None:
+        self.asked, self.exit_status = True, status
+        if self._grace is not None:
+            self._grace.begin(status)
+
+    def _watch(self) -> None:
+        if self._grace is not None:
+            self._grace.watch()
+
+
+class _Grace:
+    """Ends the process when the grace period is over. A thread looks at it: a signal's handler must not start one."""
+
+    def __init__(self, seconds: float) -> None:
+        self.is_over = False
+        self._seconds = seconds
+        self._began: float | None = None
+        self._status = EXIT_STATUS
+        self._owner = OwnerProcess()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, status: int) -> None:
+        if self._began is None and self._owner.is_here:
+            self._began, self._status = time.monotonic(), status
+
+    def watch(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ckpt-grace", daemon=True)
+            self._thread.start()
+
+    def _run(self) -> None:
+        while not self.is_over:
+            time.sleep(_TICK)
+            if self._began is not None and time.monotonic() - self._began > self._seconds and not self.is_over:
+                self._end()
+
+    def _end(self) -> None:
+        with suppress(Exception):
+            say(
+                f"told to terminate, and not saved within the grace period of {self._seconds:g} s: ending. The last "
+                "save is given up; earlier checkpoints are kept."
+            )
+            sys.stdout.flush()
+        os._exit(self._status)

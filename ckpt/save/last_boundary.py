@@ -67,7 +67,14 @@ class LastBoundary:
             return
         self._request = replace(request, capture=lambda: live)
 
-    def save(self, error: BaseException, saver: Saver) -> None:
+    def save_after(self, error: BaseException, saver: Saver) -> None:
+        """Save it after this exception. Raises none of its own: what went wrong in the loop comes first."""
+        try:
+            self._save(error, saver)
+        except Exception as failure:
+            _log.error("%s", failure)
+
+    def _save(self, error: BaseException, saver: Saver) -> None:
         """Save it, on all ranks or on none, or say why not. Waits for other ranks for some seconds at most."""
         if self._step == 0 or (self._request is None and not self._off):
             return

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import ckpt
 from ckpt.util.durations import parse_duration
@@ -84,3 +87,35 @@ def test_all_ranks_save_after_the_same_step_by_the_clock_of_the_main_one(tmp_pat
     assert run_ranks(2, _by_the_clock, str(tmp_path)) == [0, 0]
     assert 1 <= len(steps_in(tmp_path)) <= time.monotonic() - began
     assert all(not problems for problems in ckpt.verify(tmp_path).values())
+
+
+def _epochs(root: Path, total: int, **options: Any) -> list[tuple[int, float]]:
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    data: Any = torch.arange(6.0).reshape(6, 1)
+    loader: DataLoader[Any] = DataLoader(data, batch_size=2, shuffle=True)
+    seen = []
+    with ckpt.StateManager(root, model=model, save_at_epoch_end=True, **options) as manager:
+        for epoch in manager.epochs(total):
+            for batch in manager.batches(loader):
+                seen.append((epoch, float(batch.sum())))
+                manager.step()
+    return seen
+
+
+def test_the_end_of_every_epoch_is_saved_beside_the_steps(tmp_path: Path) -> None:
+    _epochs(tmp_path, 3, save_every=2)
+    names = [found.name for found in ckpt.list_checkpoints(tmp_path)]
+    assert sorted(names) == [
+        "step-00000002", "step-00000003", "step-00000004", "step-00000006", "step-00000006-end", "step-00000008",
+        "step-00000009",
+    ]  # fmt: skip
+
+
+def test_a_run_that_resumes_at_the_end_of_an_epoch_begins_with_the_next(tmp_path: Path) -> None:
+    straight = _epochs(tmp_path / "straight", 3)
+    assert [found.step for found in ckpt.list_checkpoints(tmp_path / "straight")] == [9, 6, 3]
+    _epochs(tmp_path / "run", 3)
+    for name in ("step-00000006", "step-00000009"):
+        shutil.rmtree(tmp_path / "run" / name)
+    assert _epochs(tmp_path / "run", 3) == straight[3:]
