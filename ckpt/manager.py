@@ -283,7 +283,7 @@ class StateManager:
             session.save_to_memory()
         session.note_boundary()
         if stop:
-            self._stop()
+            self._stop(saved)
 
     def every(self, steps: int) -> bool:
         """Whether the step that was counted last is one of every so many: the same after a resume, and on all ranks."""
@@ -309,7 +309,7 @@ class StateManager:
         When it returns the state has been copied, and training may go on while it is written; with `wait`, or after
         `wait()`, the checkpoint is committed and durable. What goes wrong meanwhile is raised by the next call. While
         an earlier save is under way, this one waits for it, or, with `SaveOptions(when_busy="skip")`, is left out: None
-        is returned.
+        is returned. So it is where parameters are not finite, with `SaveOptions(on_nan="skip")`.
 
         A checkpoint of the same name is replaced, and stands until the new one is committed. Every rank must make this
         call.
@@ -437,9 +437,10 @@ class StateManager:
         if not self._session.started:
             self.resume()
 
-    def _stop(self) -> None:
+    def _stop(self, saved: str | None) -> None:
         if self._session.ranks.rank == MAIN:
-            say(f"told to terminate: saved step {self._session.loop.progress.step} in {self.url}, stopping")
+            done = "saved step" if saved is not None else "did not save step"
+            say(f"told to terminate: {done} {self._session.loop.progress.step} in {self.url}, stopping")
         self._session.preemption.saved()
         raise Preempted(self._session.preemption.exit_status)
 

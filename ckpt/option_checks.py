@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ckpt.errors import ConfigError
 from ckpt.root.retention import Keep
 from ckpt.save.capture import LAYOUTS
+from ckpt.save.finite_guard import ON_NAN
 from ckpt.storage.urls import is_storage
 from ckpt.util import option_values as check
 from ckpt.util.durations import parse_duration
@@ -101,6 +102,7 @@ MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "device_memory": _SIZE,
     "read_back": _MAYBE,
     "sha256": _FLAG,
+    "on_nan": (check.optional(check.is_one_of(*ON_NAN)), "'warn', 'raise', 'skip' or None"),
     "timeout": (check.is_seconds, "a number of seconds, up to ten years"),
     "shared": _MAYBE,
     "broadcast": _MAYBE,

@@ -41,7 +41,9 @@ class SaveOptions(_Checked):
     whether a checkpoint in a local root is read from the disk after its commit, in the background, which proves it and
     makes a restart on this machine read it from memory; None means from 16 MB of a rank on, when memory is
     plentiful, and not on network filesystems. `sha256`: whether the manifest has a SHA-256 of every block beside the
-    hashes that find damage, for policies that demand it; always so where checkpoints are signed.
+    hashes that find damage, for policies that demand it; always so where checkpoints are signed. `on_nan`: what is done
+    before a save if parameters are NaN or infinite: "raise" an error, "skip" the save, or "warn" and save; None does
+    not look. Each rank looks on the device, and all do the same.
     """
 
     layout: str = "auto"
@@ -52,6 +54,7 @@ class SaveOptions(_Checked):
     device_memory: int | str | None = None
     read_back: bool | None = None
     sha256: bool = False
+    on_nan: str | None = None
 
     @property
     def host_memory_bytes(self) -> int | None:

@@ -33,6 +33,7 @@ from ckpt.root.catalog import check_name, manifests_of_run
 from ckpt.root.trust import open_keys
 from ckpt.save.capture import StateCapture
 from ckpt.save.environment import device_name, versions
+from ckpt.save.finite_guard import FiniteGuard
 from ckpt.save.last_boundary import LastBoundary
 from ckpt.save.live_state import LiveState
 from ckpt.save.root_writer import RootWriter
@@ -69,7 +70,9 @@ class Session:
         self.schedule = SaveSchedule(self.ranks, options.save_every, on_sigusr1=options.ranks.save_on_sigusr1)
         self.loop = Loop(self.ranks, source.loaders, follow=options.follow, others=not accelerated)
         self.registry = build_registry(source, options.saving.gradients, self.loop, self.ranks)
-        self.boundary = LastBoundary(self.ranks, self.registry) if options.save_on_exception else None
+        self.guard = FiniteGuard(self.ranks, self.registry, options.saving.on_nan)
+        kept = options.save_on_exception
+        self.boundary = LastBoundary(self.ranks, self.registry, self.guard.problem_here) if kept else None
         self.loader = self._build_loader(hosts)
         self.registry.refresh()
         follow_loaders(self.loop, self.registry, hook=options.follow)
@@ -139,6 +142,8 @@ class Session:
             return
         facts = self._facts(as_numbers(self.metrics))
         name = f"step-{self.loop.progress.step:08d}"
+        if not self.guard.passes(f"{name} (memory)"):
+            return
         capture = StateCapture(self.ranks, "auto", self.memory.hosts, self.memory.compared)
         state = without_this_save(self.source.state())
         self.memory.save(SaveRequest(name, lambda: self._captured(capture, state), facts), self.loop.progress.step)
@@ -174,7 +179,7 @@ class Session:
     def save(
         self, name: str | None, metrics: Mapping[str, Any] | None = None, wait: bool | None = None, *, when_busy: str
     ) -> str | None:
-        """Save everything and return the checkpoint's name; None if it is skipped because another is under way."""
+        """Save everything and return the checkpoint's name; None if it is skipped: see `save_state` of the manager."""
         self.require_usable(f"save_state({name!r})" if name else "save_state()")
         wait = not self.options.saving.background if wait is None else wait
         name = check_name(name) if name is not None else self.default_name()
@@ -182,8 +187,11 @@ class Session:
         facts = self._facts(numbers)
         if when_busy == "skip" and not wait and self.saver.is_busy_anywhere(name):
             return None
-        self.source.before_save(f"{self.storage.url}/{name}")
         self.registry.refresh()
+        if not self.guard.passes(name):
+            self.schedule.restart()
+            return None
+        self.source.before_save(f"{self.storage.url}/{name}")
         self.unmanaged.saving()
         self.loop.patterns.caveats.tell_lasting()
         request = SaveRequest(name, lambda: self._capture(name, numbers), facts | memory_facts(self.memory))

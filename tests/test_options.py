@@ -40,7 +40,13 @@ NONSENSE: dict[str, Any] = {
 ONCE_KEYWORDS: dict[str, Any] = {
     "layout": "whole", "gradients": "yes", "background": 1, "when_busy": "later", "host_memory": "8 elephants",
 }  # fmt: skip
-NONSENSE_OF_SAVES: dict[str, Any] = {**ONCE_KEYWORDS, "device_memory": "much", "read_back": "maybe", "sha256": "yes"}
+NONSENSE_OF_SAVES: dict[str, Any] = {
+    **ONCE_KEYWORDS,
+    "device_memory": "much",
+    "read_back": "maybe",
+    "sha256": "yes",
+    "on_nan": "die",
+}
 ONCE_OF_RANKS: dict[str, Any] = {"timeout": float("nan"), "shared": "no", "broadcast": 0, "handle_sigterm": None}
 SIGNALS: dict[str, Any] = {"handle_sigint": 1, "save_on_sigusr1": "yes", "grace": 0}
 NONSENSE_OF_RANKS: dict[str, Any] = {**ONCE_OF_RANKS, **SIGNALS, "alone": 1, "process_group": 5}

@@ -56,7 +56,7 @@ class _Attached:
     ) -> Path | str | None:
         """Save everything. `output_dir` is the checkpoint's name, or its folder below the root.
 
-        Returns None only if the save is skipped by `SaveOptions(when_busy="skip")`.
+        Returns None only if the save is skipped: `SaveOptions(when_busy="skip")`, `SaveOptions(on_nan="skip")`.
         """
         _log_unused({"safe_serialization": safe_serialization is False, **save_model_func_kwargs})
         named = self._accelerator.project_configuration.automatic_checkpoint_naming

@@ -169,10 +169,12 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         return self._manager
 
     def _save(self, model: nn.Module, trial: Any = None) -> None:
-        state, manager = self._trainer.state, self._prepare_save()
+        state, manager, before = self._trainer.state, self._prepare_save(), set(self._saved)
         self._saved.add(_name(state.global_step))
         self._name_the_best(state)
-        manager.save_state(_name(state.global_step), metrics=logged_metrics(state))
+        if manager.save_state(_name(state.global_step), metrics=logged_metrics(state)) is None:  # left out
+            self._saved = before
+            self._name_the_best(state)
 
     def _prepare_save(self) -> StateManager:
         """Bring everything to the step that was just made, as a checkpoint is to have it."""

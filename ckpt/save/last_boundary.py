@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,9 @@ class LastBoundary:
     it is saved if all of them leave by an exception after the same step.
     """
 
-    def __init__(self, ranks: Ranks, registry: StateRegistry) -> None:
+    def __init__(self, ranks: Ranks, registry: StateRegistry, refusal: Callable[[], str] = str) -> None:
+        """`refusal`: why what is there now is not to be saved; empty if it is."""
+        self._refusal = refusal
         self._ranks = ranks
         self._registry = registry
         self._step = 0
@@ -129,7 +131,7 @@ class LastBoundary:
         changed = sum(tensor._version != version for tensor, version in zip(self._tensors, self._versions, strict=True))
         if changed:
             return f"{changed} of {len(self._tensors)} tensors have changed since"
-        return ""
+        return self._refusal()
 
     def _agreed(self, mine: str) -> str:
         """Why it is not saved, the same on every rank; empty if it is. A rank that comes too late obeys the others."""
