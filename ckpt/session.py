@@ -152,7 +152,7 @@ class Session:
         """A step is done: remember its state, where it is to be saved if an exception follows."""
         if self.boundary is not None:
             name, numbers = self.default_name(), {} if self.saved_at == self.position else as_numbers(self.metrics)
-            request = SaveRequest(name, lambda: self._capture(name, numbers), self._facts(numbers))
+            request = SaveRequest(name, lambda: self._capture(name, numbers), self._facts(numbers), True)
             self.boundary.note(self.loop.progress.step, None if self.saved_at == self.position else request)
 
     def save_boundary(self, error: BaseException) -> None:
@@ -194,7 +194,7 @@ class Session:
         self.source.before_save(f"{self.storage.url}/{name}")
         self.unmanaged.saving()
         self.loop.patterns.caveats.tell_lasting()
-        request = SaveRequest(name, lambda: self._capture(name, numbers), facts | memory_facts(self.memory))
+        request = SaveRequest(name, lambda: self._capture(name, numbers), facts | memory_facts(self.memory), True)
         self.saver.save(request, wait=wait, replace=when_busy == "replace")
         self.source.after_save()
         self.set_started()

@@ -59,7 +59,7 @@ class SlotWriter(RootWriter):
 
     def keep_newest(self, count: int = 1) -> None:
         """Remove all snapshots but the newest intact one, or all of them. Raises if somebody reads one of those."""
-        held = self._held
+        held = self.held
         committed = held.committed if held is not None else []
         kept = [manifest for manifest in committed if manifest.name not in self.damaged][:count]
         for manifest in committed:

@@ -76,6 +76,11 @@ class CapturedState:
         return [*(self.common_files if self.writes_common else ()), *self.rank_files]
 
     @property
+    def unlinked_size(self) -> int:
+        """Bytes of tensors that this rank writes in any case: what is likely unchanged may be linked."""
+        return sum(file.size for file in (*self.files, *self.diverged_files) if not file.likely_unchanged)
+
+    @property
     def snapshot_files(self) -> list[FilePlan]:
         """The same, and those of replicas: whether they are written is known only after ranks have compared them."""
         return [*self.files, *(replica.file for replica in self.replicas.values())]

@@ -57,7 +57,7 @@ class RootWriter:
     has_resumed: bool = False  # a save before that is refused: it would commit a fresh start next to older checkpoints
     failed_load: str = ""  # why the last load failed; until one succeeds, newer checkpoints may exist unseen
     on_hold: Callable[[], None] | None = None  # called when the root is locked
-    _held: HeldRoot | None = None
+    held: HeldRoot | None = None
     _has_committed: bool = False
     _unsure: dict[str, Manifest] = field(default_factory=dict)  # whose commit failed, and may have taken effect
     _last_sequence: int = 0  # the highest that this run has written, or tried to
@@ -72,7 +72,7 @@ class RootWriter:
     @property
     def is_held(self) -> bool:
         """Whether this process has the root's lock."""
-        return self._held is not None
+        return self.held is not None
 
     def hold(self, call: str = "resume()", *, resumed: bool = True) -> None:
         """Lock the root for this run and remove what a crashed run left. Every rank makes this call.
@@ -103,8 +103,8 @@ class RootWriter:
     def remove(self, name: str) -> None:
         """Remove a checkpoint, unless it is being read. No save may be under way."""
         manifest = find(self.storage, name).manifest
-        if manifest is not None and deletion.remove(self.storage, manifest) and self._held is not None:
-            self._held.discard(name)
+        if manifest is not None and deletion.remove(self.storage, manifest) and self.held is not None:
+            self.held.discard(name)
 
     def settle(self) -> None:
         """Wait until every commit is durable, where the storage publishes commits in the background."""
@@ -123,12 +123,12 @@ class RootWriter:
 
     def _hold(self) -> None:
         with self._holding:
-            if self._held is None:
-                self._held = HeldRoot.acquire(self.storage, self.mirror, self.damaged, self.on_hold)
+            if self.held is None:
+                self.held = HeldRoot.acquire(self.storage, self.mirror, self.damaged, self.on_hold)
 
     def _release(self) -> None:
         """Release the root. What is committed there must be listed again before the next save."""
-        held, self._held = self._held, None
+        held, self.held = self.held, None
         if held is not None:
             held.lock.close()
 
@@ -154,11 +154,11 @@ class RootWriter:
 
     @property
     def _committed(self) -> list[Summary]:
-        return self._held.committed if self._held is not None else []
+        return self.held.committed if self.held is not None else []
 
     def committed_as(self, name: str) -> Manifest | None:
         """The manifest that was committed under that name; None on a rank that does not own the root."""
-        return self._held.find(name) if self._held is not None else None
+        return self.held.find(name) if self.held is not None else None
 
     def reserve(self) -> int:
         """The sequence number of a state that is captured now, whenever it is written."""
@@ -197,8 +197,8 @@ class RootWriter:
         if not self.has_resumed:
             refuse_to_overtake(self.storage.url, self._newest, self.failed_load)
         self.has_resumed = True
-        if self._held is not None and name in self._held.unreadable:
-            raise self._held.unreadable[name]
+        if self.held is not None and name in self.held.unreadable:
+            raise self.held.unreadable[name]
         refuse_foreign(self.storage, name, has_checkpoints=bool(self._committed))
 
     def _begin(self, attempt: Attempt, paths: list[str]) -> Attempt:
@@ -223,7 +223,7 @@ class RootWriter:
 
     def commit(self, attempt: Attempt, stored: list[WrittenFile], facts: Mapping[str, Any]) -> Manifest:
         """Write the manifest, with the next sequence number, and return it."""
-        assert self._held is not None
+        assert self.held is not None
         unsealed = Manifest(
             name=attempt.name,
             id=attempt.id,
@@ -262,8 +262,8 @@ class RootWriter:
         self._record(manifest, version)
 
     def _record(self, manifest: Manifest, version: str | None = None) -> None:
-        assert self._held is not None
-        self._held.add(manifest, version)
+        assert self.held is not None
+        self.held.add(manifest, version)
         self.damaged.discard(manifest.name)
         self._has_committed = True
         if self.mirror is not None:
@@ -279,7 +279,7 @@ class RootWriter:
 
     def retain(self) -> None:
         """Remove the checkpoints that are not to be kept, and store the index of the others when it is time."""
-        if (held := self._held) is None:
+        if (held := self.held) is None:
             return
         try:
             with self.ranks.working(job_wide=True):  # to remove much takes long, and others may be at the next save
@@ -295,5 +295,5 @@ class RootWriter:
         committed = isinstance(error, NotDurableError)
         if self.owns_root and not committed and (name not in self._unsure or self.storage.is_local):
             with suppress(StorageError):
-                if self._held is not None:
+                if self.held is not None:
                     deletion.remove_uncommitted(self.storage, name)

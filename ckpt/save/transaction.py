@@ -19,6 +19,7 @@ from ckpt.ranks.group import MAIN, Ranks
 from ckpt.root.commit import Attempt
 from ckpt.save.captured_state import CapturedState
 from ckpt.save.comparison_history import ComparisonHistory
+from ckpt.save.disk_room import make_room
 from ckpt.save.diverged_state import with_diverged_state
 from ckpt.save.live_state import LiveState
 from ckpt.save.rank_description import RankDescription, outlines_match
@@ -41,6 +42,7 @@ class SaveRequest:
     name: str
     capture: Callable[[], LiveState]
     facts: Mapping[str, Any]  # of the manifest: progress and metrics
+    check_room: bool = False  # on the disk of the root, before anything is written
 
 
 @dataclass
@@ -231,6 +233,7 @@ class SaveTransaction:
             "document": None if own else captured.document.decode(),
             "paths": [file.path for file in (*own, *captured.rank_files, *captured.diverged_files)],
             "outline": self._described(captured).outline if several else {},
+            "size": captured.unlinked_size if self.request.check_room else 0,
             "present": self.root.files_of(self.request.name) if self._owns_another_root else [],
         }
 
@@ -248,6 +251,8 @@ class SaveTransaction:
         shared = [file.path for file in [*captured.common_files, *self.documents]]
         paths = [*shared, *(path for proposal in proposals for path in proposal["paths"])]
         present = {path for proposal in proposals for path in proposal["present"]}
+        if size := sum(proposal["size"] for proposal in proposals):
+            make_room(self.root, self.request.name, self.request.facts, size)
         attempt = self.root.begin(self.request.name, paths, present, self.number)
         plan: dict[str, Any] = {"attempt": asdict(attempt)}
         if self.root.hosts.separate_roots:

@@ -93,7 +93,7 @@ class TestHolding:
         with pytest.raises(ckpt.LockedError, match="another run writes to"):
             other.hold()
         assert not other.is_held
-        held = writer._held  # referenced here, so that the lock is released by `close`, not with its last reference
+        held = writer.held  # referenced here, so that the lock is released by `close`, not with its last reference
         writer.close()
         assert held is not None
         assert not writer.is_held
@@ -314,8 +314,8 @@ class TestRetention:
             save(writer, name)
             writer.retain()
         assert names(tmp_path) == ["b"]
-        assert writer._held is not None
-        assert [manifest.name for manifest in writer._held.committed] == ["b"]
+        assert writer.held is not None
+        assert [manifest.name for manifest in writer.held.committed] == ["b"]
         save(writer, "a")  # nothing is left of the older checkpoint of that name
         writer.close()
         assert ckpt.verify(tmp_path) == {"a": [], "b": []}

@@ -1,0 +1,58 @@
+"""A disk without room: noticed before anything is written, and cured by what retention would remove anyway."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.small_tmpfs import with_tmpfs
+
+SAVE = """
+import sys
+import ckpt
+from torch import nn
+
+root, last, metrics = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+keep = ckpt.Keep(last=last, best=1, metric="loss") if metrics else ckpt.Keep(last=last)
+model = nn.Linear(1000, 500)  # 2 MB
+frozen = nn.Linear(1000, 500).requires_grad_(False)
+with ckpt.StateManager(root, model={"a": model, "frozen": frozen}, keep=keep) as manager:
+    manager.resume()
+    for number in range(1, 6):
+        nn.init.constant_(model.weight, number)
+        loss = {"loss": float(metrics[number - 1])} if metrics else None
+        try:
+            manager.save_state(f"s{number}", metrics=loss, wait=True)
+        except ckpt.FullError as error:
+            print(error)
+            break
+print(sorted(found.name for found in ckpt.list_checkpoints(root)), set(map(tuple, ckpt.verify(root).values())))
+"""
+
+
+def _saved(tmp_path: Path, room: float, last: int, *metrics: float) -> str:
+    command = [sys.executable, "-c", SAVE, str(tmp_path), str(last), *map(str, metrics)]
+    done = with_tmpfs(tmp_path, int(room * (1 << 20)), command)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_what_retention_would_remove_is_removed_first_where_that_makes_the_room(tmp_path: Path) -> None:
+    """Three checkpoints and the frozen weights, which all link to, take 8 MB: a fourth needs 2 MB more."""
+    assert _saved(tmp_path, 9, 3) == "['s3', 's4', 's5'] {()}\n"
+
+
+@pytest.mark.slow
+def test_the_best_one_is_no_room(tmp_path: Path) -> None:
+    assert _saved(tmp_path, 9, 2, 0.1, 0.5, 0.4, 0.3, 0.2) == "['s1', 's4', 's5'] {()}\n"
+
+
+@pytest.mark.slow
+def test_the_newest_intact_one_is_never_removed_and_nothing_is_written(tmp_path: Path) -> None:
+    refused, left = _saved(tmp_path, 5, 1).splitlines()
+    assert refused.startswith(f"{tmp_path}/s2 takes 2.0 MB, and ")
+    assert "are free there. Nothing was written or removed. Free some space" in refused
+    assert left == "['s1'] {()}"
