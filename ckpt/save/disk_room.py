@@ -28,7 +28,7 @@ def make_room(root: RootWriter, name: str, facts: Mapping[str, Any], size: int) 
     newest intact one. Where the root is not local, not held yet, or each host has its own, nothing is done.
     """
     held, storage = root.held, root.storage
-    if held is None or not isinstance(storage, LocalStorage) or root.hosts.separate_roots:
+    if not size or held is None or not isinstance(storage, LocalStorage) or root.hosts.separate_roots:
         return
     free = _free(storage.place)
     if free is None or size <= free:

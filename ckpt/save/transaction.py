@@ -251,8 +251,7 @@ class SaveTransaction:
         shared = [file.path for file in [*captured.common_files, *self.documents]]
         paths = [*shared, *(path for proposal in proposals for path in proposal["paths"])]
         present = {path for proposal in proposals for path in proposal["present"]}
-        if size := sum(proposal["size"] for proposal in proposals):
-            make_room(self.root, self.request.name, self.request.facts, size)
+        make_room(self.root, self.request.name, self.request.facts, sum(proposal["size"] for proposal in proposals))
         attempt = self.root.begin(self.request.name, paths, present, self.number)
         plan: dict[str, Any] = {"attempt": asdict(attempt)}
         if self.root.hosts.separate_roots:
