@@ -272,6 +272,22 @@ def test_told_to_terminate_it_saves_that_step_and_the_next_run_goes_on_from_ther
     assert_same(run, straight)
 
 
+def test_sigusr1_saves_that_step_and_training_goes_on(tmp_path: Path, straight: Any) -> None:
+    asked = kept(tmp_path / "root", ranks=ckpt.RankOptions(save_on_sigusr1=True))
+    run = trainer(tmp_path, asked, signalling(10, signal.SIGUSR1))
+    run.train()
+    assert {"step-00000010", "step-00000011"} & set(names(tmp_path / "root"))
+    assert_same(run, straight)
+
+
+def test_weights_that_are_dead_are_not_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = trainer(tmp_path, kept(tmp_path / "root", saving=ckpt.SaveOptions(on_nan="skip")))
+    torch.nn.init.constant_(next(run.model.parameters()), float("nan"))
+    run.train()
+    assert names(tmp_path / "root") == []
+    assert "is not saved; earlier checkpoints are kept: parameters are NaN or infinite" in caplog.text
+
+
 def test_a_damaged_checkpoint_is_passed_over_and_a_named_one_is_taken(
     tmp_path: Path, straight: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,16 +37,16 @@ def _train(manager: ckpt.StateManager, signals: dict[int, int], steps: int, paus
 
 
 def _manager(root: Any, **options: Any) -> ckpt.StateManager:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever starts tests in the background has it ignored
     return ckpt.StateManager(root, model=nn.Linear(2, 2), ranks=ckpt.RankOptions(**options))
 
 
 def _interrupted(rank: int, root: str) -> None:
-    before = signal.getsignal(signal.SIGINT)
     try:
         with _manager(root, handle_sigint=True) as manager:
             _train(manager, {5: signal.SIGINT}, 100)
     finally:
-        assert signal.getsignal(signal.SIGINT) is before
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_ctrl_c_saves_the_step_and_stops_on_request(tmp_path: Path) -> None:
@@ -84,6 +84,7 @@ def _with_workers(rank: int, root: str) -> None:
     data: Any = torch.ones(400, 2)
     loader: DataLoader[Any] = DataLoader(data, batch_size=1, num_workers=1, multiprocessing_context="fork")
     os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with ckpt.StateManager(root, model=model, ranks=ckpt.RankOptions(handle_sigint=True)) as manager:
         for _ in manager.epochs(1):
             for batch in manager.batches(loader):
