@@ -220,6 +220,8 @@ class StateRegistry:
             return None
         if is_hook_state(value):
             return f"a {type(value).__name__} is saved with the DistributedDataParallel model that has the hook"
+        if isinstance(value, list | tuple | dict):
+            return f"a {type(value).__name__} is kept by manager.values[{name!r}] = ..."
         return f"a {type(value).__name__} has no state_dict and load_state_dict"
 
 

@@ -41,7 +41,7 @@ def test_an_unknown_scheme() -> None:
         ckpt.StateManager("ftp://host/x", model=nn.Linear(1, 1))
 
 
-@pytest.mark.parametrize("name", ["..", "../up", "a/b", "", ".hidden", "a\\b", "a\0b", "x" * 300, "a..b", "-x", 7])
+@pytest.mark.parametrize("name", ["..", "../up", "a/b", "", ".hidden", "a\\b", "a\0b", "x" * 300, "a..b", "-x", 7.5, True])
 def test_a_name_that_would_leave_the_root_or_cannot_be_a_folder(root: Place, name: Any) -> None:
     _saved(root / "run")
     with ckpt.StateManager(root / "run", model=nn.Linear(2, 2)) as manager:
@@ -292,7 +292,7 @@ def test_values_that_cannot_be_held_are_refused_by_path_all_at_once(root: Place)
         (lambda: ckpt.StateManager("memory://x", scheduler=3), "scheduler is a int, which has no state_dict"),
         (lambda: ckpt.StateManager("memory://x", model={"a/b": nn.Linear(1, 1)}), "cannot name a part"),
         (lambda: ckpt.StateManager("memory://x").register(model=nn.Linear(1, 1)), "there is such a part already"),
-        (lambda: ckpt.StateManager("memory://x").register(a=1, b=2), "a: a int has no state_dict.*; b: a int"),
+        (lambda: ckpt.StateManager("memory://x").register(a={1}, b=[2]), "a: a set has no state_dict.*; b: a list"),
         (lambda: ckpt.StateManager("memory://x").unwrap(), "0 models: say which"),
         (lambda: ckpt.StateManager("memory://x").step(), r"call manager\.resume\(\) before the loop"),
         (lambda: ckpt.StateManager(""), "must be a path, a URL"),

@@ -90,7 +90,7 @@ def _callbacks(root: Path) -> None:
 
 def _unsuitable_objects(root: Path) -> None:
     with _manager(root, _model()) as manager:
-        manager.register(**{f"number{number}": number for number in range(200)})
+        manager.register(**{f"set{number}": {number} for number in range(200)})
 
 
 def _model_alone(root: Path) -> None:
