@@ -41,7 +41,7 @@ def test_an_unknown_scheme() -> None:
         ckpt.StateManager("ftp://host/x", model=nn.Linear(1, 1))
 
 
-@pytest.mark.parametrize("name", ["..", "../up", "a/b", "", ".hidden", "a\\b", "a\0b", "x" * 300, "a..b", "-x", 7.5, True])
+@pytest.mark.parametrize("name", ["..", "../up", "a/b", "", ".hidden", "a\\b", "a\0b", "x" * 300, "a..b", "-x", 7.5])
 def test_a_name_that_would_leave_the_root_or_cannot_be_a_folder(root: Place, name: Any) -> None:
     _saved(root / "run")
     with ckpt.StateManager(root / "run", model=nn.Linear(2, 2)) as manager:
