@@ -28,13 +28,13 @@ class SimulatedDevice(Device):
         self.error: Exception | None = None
         self.fetched: list[int] = []
         self.in_flight, self.most_in_flight = 0, 0
-        self.is_ordering = False
+        self.ordering: threading.Thread | None = None
 
     @contextmanager
     def ordered(self) -> Iterator[None]:
-        self.is_ordering = True
+        self.ordering = threading.current_thread()
         yield
-        self.is_ordering = False
+        self.ordering = None
 
     def fetch(self, sources: Iterable[torch.Tensor], target: torch.Tensor) -> None:
         self.in_flight += 1
@@ -42,7 +42,7 @@ class SimulatedDevice(Device):
         assert self.gate.wait(DEADLINE)
         if self.error is not None:
             raise self.error
-        assert not self.is_ordering
+        assert self.ordering is not threading.current_thread()  # others may fetch an earlier snapshot meanwhile
         copy_packed(sources, target)
         self.fetched.append(len(target))
         self.in_flight -= 1
