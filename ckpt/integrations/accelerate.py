@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from pathlib import Path
@@ -36,19 +37,40 @@ def attach(accelerator: Any, root: str | os.PathLike[str] | Storage | None = Non
     return manager
 
 
+class _Method:
+    """A method of an attached accelerator. Pickled with it, it is Accelerate's own again."""
+
+    def __init__(self, attached: _Attached, name: str) -> None:
+        self._attached = attached
+        self._name = name
+        functools.update_wrapper(self, getattr(attached, name))
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return getattr(self._attached, self._name)(*args, **options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._attached.accelerator, self._name)  # of a copy that has no attributes yet
+
+
 class _Attached:
-    """Replaces methods of an accelerator, with the same signatures."""
+    """Replaces methods of an accelerator, with the same signatures.
+
+    A copy of the accelerator, by pickle, is not attached: only one of them can write to the root.
+    """
 
     def __init__(self, accelerator: Any, manager: StateManager) -> None:
-        self._accelerator = accelerator
+        self.accelerator = accelerator
         self._manager = manager
         manager.session.loop.counts_updates = True
-        vars(accelerator).update({_ATTACHED: self, **{name: getattr(self, name) for name in _METHODS}})
+        vars(accelerator).update({_ATTACHED: self, **{name: _Method(self, name) for name in _METHODS}})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
     def detach(self) -> None:
         """Restore the accelerator's own methods, and close the manager."""
         for name in (_ATTACHED, *_METHODS):
-            vars(self._accelerator).pop(name, None)
+            vars(self.accelerator).pop(name, None)
         self._manager.close()
 
     def save_state(
@@ -59,7 +81,7 @@ class _Attached:
         Returns None only if the save is skipped: `SaveOptions(when_busy="skip")`, `SaveOptions(on_nan="skip")`.
         """
         _log_unused({"safe_serialization": safe_serialization is False, **save_model_func_kwargs})
-        named = self._accelerator.project_configuration.automatic_checkpoint_naming
+        named = self.accelerator.project_configuration.automatic_checkpoint_naming
         name = None if named or output_dir is None else self._name_for(output_dir)
         saved = self._manager.save_state(name)
         return None if saved is None else _created(f"{self._manager.url}/{saved}")
@@ -78,7 +100,7 @@ class _Attached:
         """The loader itself: its next pass begins after so many batches, or at the loaded checkpoint's position."""
         loop = self._manager.session.loop
         if not loop.owns(dataloader):
-            return type(self._accelerator).skip_first_batches(self._accelerator, dataloader, num_batches)
+            return type(self.accelerator).skip_first_batches(self.accelerator, dataloader, num_batches)
         done = loop.saved_batches(dataloader)
         if done is None:
             loop.skip(dataloader, num_batches)
@@ -92,7 +114,7 @@ class _Attached:
     def end_training(self) -> None:
         """Finish the save that is under way, before the process group is destroyed."""
         self.detach()
-        self._accelerator.end_training()
+        self.accelerator.end_training()
 
     def _name_for(self, folder: str | os.PathLike[str]) -> str:
         name = self._name_in_root(_plain(folder))

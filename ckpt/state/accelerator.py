@@ -143,7 +143,7 @@ class AcceleratorObjects:
 
     def _require_something(self, what: str) -> None:
         found = self.find()
-        if not (found.models or found.optimizers or found.others or found.custom):
+        if not (found.models or found.optimizers or found.others or found.custom or self.loaders()):
             raise StateError(
                 f"this accelerator has nothing prepared, so there is nothing to {what}. First call "
                 "accelerator.prepare(model, optimizer, ...), on the accelerator that was given to ckpt."

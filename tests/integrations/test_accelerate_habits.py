@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 import ckpt
 from ckpt.integrations.accelerate import attach
-from tests.helpers.accelerated import Numbers, build, new_accelerator
+from tests.helpers.accelerated import Numbers, build, new_accelerator, reseed
 
 
 def _prepared(accelerator: Any, **options: Any) -> tuple[Any, list[Any]]:
@@ -52,3 +54,39 @@ def test_a_manager_that_is_still_in_use_keeps_its_root_and_the_other_is_told_how
     with later:
         second.save_state("twice")
     assert {found.name for found in ckpt.list_checkpoints(tmp_path)} == {"once", "twice"}
+
+
+def test_an_attached_accelerator_is_pickled_and_its_copy_is_one_of_accelerates_own(tmp_path: Path) -> None:
+    accelerator = new_accelerator()
+    loader = accelerator.prepare(DataLoader(range(8), batch_size=2))  # type: ignore[arg-type]
+    with attach(accelerator, tmp_path):
+        other = pickle.loads(pickle.dumps(accelerator))
+        assert type(other) is type(accelerator)
+        assert other.save_state.__func__ is Accelerator.save_state
+        assert other.end_training.__self__ is other
+        assert [batch.tolist() for batch in other._dataloaders[0]] == [batch.tolist() for batch in loader]
+        accelerator.save_state("ours")
+        with attach(other, tmp_path / "other"):
+            other.save_state("its")
+    assert [found.name for found in ckpt.list_checkpoints(tmp_path)] == ["ours"]
+    assert [found.name for found in ckpt.list_checkpoints(tmp_path / "other")] == ["its"]
+
+
+def test_a_loader_alone_is_saved_and_continues_where_it_stopped(tmp_path: Path) -> None:
+    def run(stop: int) -> list[list[int]]:
+        reseed(0, 0)
+        accelerator = new_accelerator()
+        loader = accelerator.prepare(DataLoader(Numbers(), batch_size=4, shuffle=True))
+        seen = []
+        with attach(accelerator, tmp_path / f"root-{stop < 9}") as manager:
+            manager.resume()
+            for batch in loader:
+                seen.append([tensor.tolist() for tensor in batch])
+                if len(seen) == stop:
+                    accelerator.save_state()
+                    break
+        return seen
+
+    straight = run(9)
+    assert run(2) + run(8) == straight
+    assert len(straight) == 6
