@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ckpt.errors import ConfigError
 from ckpt.manager import StateManager
+from ckpt.save.elsewhere import writer_at
 from ckpt.storage import Storage, open_storage, place_of
 
 _log = logging.getLogger("ckpt")
@@ -76,22 +76,36 @@ class _Attached:
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Path | str | None:
-        """Save everything. `output_dir` is the checkpoint's name, or its folder below the root.
+        """Save everything. `output_dir` is the checkpoint's name, or its folder: in the root, or a local one elsewhere.
 
         Returns None only if the save is skipped: `SaveOptions(when_busy="skip")`, `SaveOptions(on_nan="skip")`.
         """
         _log_unused({"safe_serialization": safe_serialization is False, **save_model_func_kwargs})
         named = self.accelerator.project_configuration.automatic_checkpoint_naming
-        name = None if named or output_dir is None else self._name_for(output_dir)
+        if named or output_dir is None:
+            return self._saved_in_root(None)
+        path = _plain(output_dir)
+        name = self._name_in_root(path)
+        return self._saved_elsewhere(path) if name is None else self._saved_in_root(name)
+
+    def _saved_in_root(self, name: str | None) -> Path | str | None:
         saved = self._manager.save_state(name)
         return None if saved is None else _created(f"{self._manager.url}/{saved}")
+
+    def _saved_elsewhere(self, path: str) -> Path | str | None:
+        """Save to a folder that is not directly below the root: deeper in it, or outside."""
+        session = self._manager.session
+        writer = writer_at(path, session.saver.root)
+        busy = session.options.saving.when_busy
+        saved = session.save(writer.storage.name, when_busy=busy, elsewhere=writer)
+        return None if saved is None else _created(path)
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
     ) -> None:
         """Load a checkpoint by its name or its folder below the root; without `input_dir`, the newest intact one.
 
-        A folder anywhere else is loaded as one that Accelerate itself saved.
+        A folder anywhere else is one that was saved there, or that Accelerate itself saved.
         """
         _log_unused({**(load_kwargs or {}), **load_model_func_kwargs})
         self._manager.load_state(None if input_dir is None else self._name_or_path(input_dir))
@@ -115,15 +129,6 @@ class _Attached:
         """Finish the save that is under way, before the process group is destroyed."""
         self.detach()
         self.accelerator.end_training()
-
-    def _name_for(self, folder: str | os.PathLike[str]) -> str:
-        name = self._name_in_root(_plain(folder))
-        if name is None:
-            raise ConfigError(
-                f"{folder} is not directly below {self._manager.url}, the root that was attached. Give a plain name or "
-                f"a folder there, or attach(accelerator, {os.path.dirname(_plain(folder))!r})."
-            )
-        return name
 
     def _name_or_path(self, folder: str | os.PathLike[str]) -> str:
         """The name of a checkpoint in the root, or the path of a folder elsewhere."""

@@ -30,6 +30,7 @@ from ckpt.util.console import say
 from ckpt.util.gc_pause import gc_paused
 
 _log = logging.getLogger("ckpt")
+ELSEWHERE = 2  # in place of a tier: of the files of such a checkpoint, the root has none
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,13 @@ class StateLoader:
             held.enter_context(self.ranks.working())
             held.enter_context(gc_paused())
             held.enter_context(self.pause_staging())
-            choice = choose(self._selection(name, request), held)
+            choice = choose(selection := self._selection(name, request), held)
             if choice is None:
                 return None
             parts = choice.ready.finish()
             self._restore_rank_state(choice.ready.reader, choice.ready.notes)
             self._half_loaded = None
-        return self._report(choice, parts)
+        return self._report(choice, parts, in_own_tiers=selection.tiers is self.locations.tiers)
 
     def refuse_half_loaded(self) -> None:
         """Raise where a load failed half-way: a mixture of two states must be neither trained on nor saved."""
@@ -146,11 +147,11 @@ class StateLoader:
         loop.go_back(Progress.from_json(reader.manifest.progress), unclaimed, reader.state.get("loop", {}))
         unclaimed.reported = True  # by the block that is printed next
 
-    def _report(self, choice: Choice[Restoration], parts: list[str]) -> Restored:
+    def _report(self, choice: Choice[Restoration], parts: list[str], *, in_own_tiers: bool) -> Restored:
         generators = [key for key in self.live.registry.generators if key not in choice.ready.notes.skipped]
         state = choice.ready.reader.state
         lacking, values = state.get("lacking", {}), ("values",) if state.get("values") else ()
-        self.follow(choice.manifest, choice.damaged, choice.tier)
+        self.follow(choice.manifest, choice.damaged, choice.tier if in_own_tiers else ELSEWHERE)
         restored = restored_from(
             choice,
             (*parts, *values, *generators, *(() if "rng" in lacking else ("rng",)), "progress"),

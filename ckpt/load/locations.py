@@ -8,13 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import ConfigError
+from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.load.select import MemoryTier
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
-from ckpt.root.catalog import check_name
+from ckpt.root.catalog import MARKER, check_name
 from ckpt.root.folder import ROOT, is_foreign, open_url
-from ckpt.storage import Storage, place_of
+from ckpt.storage import LocalStorage, Storage, place_of
+from ckpt.storage.local.one_folder import OneFolder
+
+_OURS, _THEIRS, _NOBODYS = "ckpt", "accelerate", ""
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,8 @@ class Locations:
     def resolve(self, name: str | None, ranks: Ranks) -> tuple[Locations, str | None]:
         """Where a checkpoint may be, and its name there. A name with a slash is a path.
 
-        A path into the root, however it is spelled, names a checkpoint there; a folder of Accelerate that lies
-        elsewhere is a root itself.
+        A path into the root, however it is spelled, names a checkpoint there. Elsewhere, a folder of Accelerate is a
+        root itself, and one of ckpt a checkpoint in a root where nothing else is looked at.
         """
         if not isinstance(name, str) or "/" not in name:
             return self, None if name is None else check_name(name)
@@ -41,7 +45,11 @@ class Locations:
         if inside is not None:
             return self, check_name(inside)
         folder = open_url(name, self.options)
-        if not decide_together(ranks, f"load_state({name!r})", Result(), lambda _: is_foreign(folder, ROOT)):
+        kind = decide_together(ranks, f"load_state({name!r})", Result(), lambda _: _kind(folder))
+        if kind == _OURS and isinstance(folder, LocalStorage):
+            one = OneFolder(name)
+            return Locations((one,)), check_name(one.name)
+        if kind != _THEIRS:
             raise ConfigError(
                 f"{name!r} cannot name a checkpoint in {self.tiers[0].url}, and is no folder that Accelerate "
                 "saved. Give a plain name; for a checkpoint of ckpt in another root, give StateManager that root."
@@ -54,3 +62,10 @@ class Locations:
             if place_of(open_url(root or "/", self.options)) == place_of(self.tiers[0]):
                 return name
         return None
+
+
+def _kind(folder: Storage) -> str:
+    """Whose checkpoint a folder is."""
+    if any(folder.version(path) is not None for path in (FILE_NAME, MARKER)):
+        return _OURS
+    return _THEIRS if is_foreign(folder, ROOT) else _NOBODYS

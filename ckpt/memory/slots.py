@@ -104,9 +104,9 @@ class SlotSaver(Saver):
     written_size: int | None = None  # bytes of the last snapshot that this rank wrote
     after_commit: Callable[[str], None] | None = None  # called with the name of a snapshot, before the next one
 
-    def _capture(self, request: SaveRequest, *, snapshot: bool) -> SaveTransaction:
+    def _capture(self, request: SaveRequest, root: RootWriter, *, snapshot: bool) -> SaveTransaction:
         """Training does not wait until a snapshot is written: without room for a copy of the state, it fails."""
-        save = super()._capture(request, snapshot=snapshot)
+        save = super()._capture(request, root, snapshot=snapshot)
         captured = save.captured.value
         if not save.detached and captured is not None and not captured.gathered:
             save.captured = save.captured.then(_refuse)
@@ -132,8 +132,8 @@ class SlotSaver(Saver):
             save.discard()
             raise
 
-    def _after_failure(self, name: str, error: Exception) -> None:
-        self.root.abandon(name, error)
+    def _after_failure(self, root: RootWriter, name: str, error: Exception) -> None:
+        root.abandon(name, error)
 
     def close(self) -> None:
         """Release the folder. The memory of snapshots is the root's saver's too, and stays with it."""

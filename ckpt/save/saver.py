@@ -77,11 +77,11 @@ class Saver:
             self._has_prefaulted = True
             self.snapshots.prefault(tensors(), for_devices_only=for_devices_only)
 
-    def save(self, request: SaveRequest, *, wait: bool, replace: bool = False) -> None:
+    def save(self, request: SaveRequest, *, wait: bool, replace: bool = False, root: RootWriter | None = None) -> None:
         """Capture, write and commit on all ranks, or raise on all. Without `wait`, only the capture is waited for.
 
         With `replace` nothing is waited for while another save is being written: this one takes the place of the one
-        that waits for its turn, if there is one.
+        that waits for its turn, if there is one. `root`: the writer of another root, which is released after it.
         """
         self.owner.require(f"save_state({request.name!r})")
         self.reports.deliver()
@@ -90,14 +90,14 @@ class Saver:
             self._replace_waiting(request.name)
         else:
             self._queue.wait()
-        save = self._capture(request, snapshot=not wait)
+        save = self._capture(request, root or self.root, snapshot=not wait)
         save.attended = wait or not self._is_detached(save, everywhere=replace)
         if not save.attended:
             self._begin(save)
             return
         self._queue.wait()
         self._carry_out(save)
-        if wait and isinstance(self.root.storage, Staging):
+        if wait and isinstance(save.root.storage, Staging):
             self._settle_together(request.name)
 
     def _is_detached(self, save: SaveTransaction, *, everywhere: bool) -> bool:
@@ -115,10 +115,10 @@ class Saver:
             save.discard()
             raise
 
-    def _capture(self, request: SaveRequest, *, snapshot: bool) -> SaveTransaction:
+    def _capture(self, request: SaveRequest, root: RootWriter, *, snapshot: bool) -> SaveTransaction:
         if not self.busy:
             self._release_written()
-        save = SaveTransaction(self.root, self.snapshots, self._channel, self.compared, request)
+        save = SaveTransaction(root, self.snapshots, self._channel, self.compared, request)
         with gc_paused():
             save.capture()
             save.take_snapshot(wanted=snapshot)
@@ -208,26 +208,32 @@ class Saver:
             with self._channel.working():
                 save.run()
         except Exception as error:
-            self._after_failure(save.request.name, error)
+            self._after_failure(save.root, save.request.name, error)
             raise
         finally:
             self._written = save.snapshot
             if save.snapshot is not None and not save.snapshot.in_host_memory:
                 self._release_written()
         self._report(save)
+        if save.root is not self.root:
+            save.root.close()
+            return
         self.root.retain()
         self.read_back.start(_committed(save))
 
     def _report(self, save: SaveTransaction) -> None:
-        manifest = self.root.committed_as(save.request.name) if self.root.ranks.rank == MAIN else None
+        root = save.root
+        manifest = root.committed_as(save.request.name) if root.ranks.rank == MAIN else None
         if manifest is not None:
-            mirrored = None if self.root.mirror is None else False
-            self.reports.add(manifest.id, SaveReport.of(manifest, self.root.storage.url, save.linked, mirrored))
+            mirrored = None if root.mirror is None else False
+            self.reports.add(manifest.id, SaveReport.of(manifest, root.storage.url, save.linked, mirrored))
 
-    def _after_failure(self, name: str, error: Exception) -> None:
-        self.root.abandon(name, error)
-        if self.root.ranks.rank == MAIN:
-            prefix = "" if isinstance(error, NotDurableError) else f"{self.root.storage.url}/{name} was not saved: "
+    def _after_failure(self, root: RootWriter, name: str, error: Exception) -> None:
+        root.abandon(name, error)
+        if root is not self.root:
+            root.close()
+        if root.ranks.rank == MAIN:
+            prefix = "" if isinstance(error, NotDurableError) else f"{root.storage.url}/{name} was not saved: "
             _log.error("%s%s", prefix, error)
 
     def _settle_together(self, name: str) -> None:

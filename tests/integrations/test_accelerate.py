@@ -582,9 +582,10 @@ def test_what_cannot_be_given_is_refused_with_the_remedy(tmp_path: Path) -> None
         ckpt.StateManager(tmp_path, accelerator=accelerator, model=model)
     with pytest.raises(ckpt.ConfigError, match=r"needs a root.*project_dir"):
         attach(accelerator)
+    _prepared(accelerator)
     attach(accelerator, tmp_path / "root")
-    with pytest.raises(ckpt.ConfigError, match=r"elsewhere/x is not directly below .*root"):
-        accelerator.save_state(str(tmp_path / "elsewhere" / "x"))
+    with pytest.raises(ckpt.ConfigError, match=r"elsewhere/x is not directly below .*root.* no local folder"):
+        accelerator.save_state("memory://elsewhere/x")
     engine = SimpleNamespace(distributed_type=DistributedType.MEGATRON_LM)
     with pytest.raises(ckpt.UnsupportedError, match="Megatron-LM keeps the state"):
         ckpt.StateManager(tmp_path, accelerator=engine)

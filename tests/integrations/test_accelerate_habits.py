@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 from accelerate import Accelerator
+from torch import nn
 from torch.utils.data import DataLoader
 
 import ckpt
 from ckpt.integrations.accelerate import attach
-from tests.helpers.accelerated import Numbers, build, new_accelerator, reseed
+from tests.helpers.accelerated import Numbers, build, new_accelerator, reseed, train_on
+from tests.helpers.processes import run_ranks
 
 
 def _prepared(accelerator: Any, **options: Any) -> tuple[Any, list[Any]]:
@@ -50,7 +52,7 @@ def test_a_manager_that_is_still_in_use_keeps_its_root_and_the_other_is_told_how
         later = attach(second, tmp_path)
         second.load_state("once")
         with pytest.raises(ckpt.LockedError, match=r"a StateManager of this process: close\(\) it first"):
-            second.save_state("twice") and later.wait()
+            later.save_state("twice", wait=True)
     with later:
         second.save_state("twice")
     assert {found.name for found in ckpt.list_checkpoints(tmp_path)} == {"once", "twice"}
@@ -90,3 +92,85 @@ def test_a_loader_alone_is_saved_and_continues_where_it_stopped(tmp_path: Path) 
     straight = run(9)
     assert run(2) + run(8) == straight
     assert len(straight) == 6
+
+
+def _names(root: Path) -> set[str]:
+    return {found.name for found in ckpt.list_checkpoints(root) if found.committed}
+
+
+def _saved_anywhere(rank: int, folder: str, world_size: int) -> None:
+    root = Path(folder, "root")
+    accelerator = new_accelerator(rank=rank, world_size=world_size)
+    _, parts = _prepared(accelerator)
+    weight = accelerator.unwrap_model(parts[0])[0].weight
+    (at := Path(folder, "there")).mkdir(exist_ok=True)
+    places = [root / "plain", root / "epoch_0" / "step_5", Path(folder, "out", "final"), at]
+    with attach(accelerator, root) as manager:
+        for number, place in enumerate(places):
+            nn.init.constant_(weight, number)
+            assert accelerator.save_state(str(place)) == place
+        manager.wait()
+        for number, place in enumerate(places):
+            accelerator.load_state(str(place))
+            assert weight.unique().tolist() == [number]
+            assert manager.restored is not None
+            assert manager.restored.url == str(place)
+        accelerator.save_state("again")  # in the root, and not linked to files of another one
+        manager.wait()
+        accelerator.load_state()
+        assert manager.restored is not None
+        assert manager.restored.name == "again"
+        accelerator.save_state(str(at))  # replaced
+    accelerator.wait_for_everyone()
+    assert _names(root) == {"plain", "again"}
+    assert _names(root / "epoch_0") == {"step_5"}
+    assert ckpt.verify(at)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_state_is_saved_to_any_folder_deeper_in_the_root_or_outside_it_and_loaded_from_there(
+    tmp_path: Path, world_size: int
+) -> None:
+    assert run_ranks(world_size, _saved_anywhere, str(tmp_path), world_size) == [0] * world_size
+
+
+def test_a_save_outside_the_root_looks_at_nothing_beside_it_and_leaves_nothing_there(tmp_path: Path) -> None:
+    """The folder above may be /tmp, with leftovers of other runs and files of other users."""
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / ".saving").write_text("of another run")
+    (tmp_path / ".notes.ckpt-tmp").write_text("of another run")
+    accelerator = new_accelerator()
+    _prepared(accelerator)
+    with attach(accelerator, tmp_path / "root"):
+        accelerator.save_state(str(tmp_path / "out"))
+    assert {path.name for path in tmp_path.iterdir()} == {"cut", ".notes.ckpt-tmp", "out"}
+    assert (tmp_path / "cut" / ".saving").read_text() == "of another run"
+
+
+def test_a_save_outside_the_root_does_not_stand_for_the_one_in_it_that_is_due(tmp_path: Path) -> None:
+    accelerator = new_accelerator()
+    loader, parts = _prepared(accelerator)
+    with attach(accelerator, tmp_path / "root", save_every=2) as manager:
+        for batch in loader:
+            train_on(batch, accelerator, *parts)
+            accelerator.save_state(str(tmp_path / "out"))
+            manager.step()
+    assert {"step-00000002", "step-00000004", "step-00000006"} <= _names(tmp_path / "root")
+
+
+def test_a_checkpoint_of_another_run_outside_the_root_is_not_replaced_by_a_fresh_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(root: str) -> None:
+        accelerator = new_accelerator()
+        _prepared(accelerator)
+        with attach(accelerator, tmp_path / root, saving=ckpt.SaveOptions(background=False)) as manager:
+            if root == "resumed":
+                manager.resume()
+            accelerator.save_state(str(tmp_path / "out"))
+
+    run("first")
+    with pytest.raises(ckpt.ConfigError, match=r"out is the newest.*has not resumed from"):
+        run("second")
+    run("resumed")
+    assert "out, a checkpoint of another run, is replaced" in caplog.text
