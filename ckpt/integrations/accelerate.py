@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.manager import StateManager
+from ckpt.ranks.consensus import run_on_all_ranks
+from ckpt.root.set_aside import set_aside_uncommitted
 from ckpt.save.elsewhere import writer_at
 from ckpt.storage import Storage, open_storage, place_of
 
@@ -33,6 +35,9 @@ def attach(accelerator: Any, root: str | os.PathLike[str] | Storage | None = Non
     if previous is not None:
         previous.detach()
     manager = StateManager(root, accelerator=accelerator, **options)
+    writer = manager.session.saver.root
+    aside = (lambda: set_aside_uncommitted(writer.storage)) if writer.owns_root else (lambda: None)
+    run_on_all_ranks(writer.ranks, "attach()", aside)  # before any rank looks for the newest folder
     _Attached(accelerator, manager)
     return manager
 

@@ -1,0 +1,74 @@
+"""Folders of saves that were cut off, renamed: scripts take "the newest folder" by its name, committed or not."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable
+from contextlib import ExitStack
+
+from ckpt.errors import LockedError
+from ckpt.root import deletion
+from ckpt.root.catalog import by_folder, find, is_checkpoint, was_committed
+from ckpt.root.folder import written_by_accelerate
+from ckpt.root.lock import lock_root
+from ckpt.storage import LocalStorage, Storage
+
+_log = logging.getLogger("ckpt")
+_NUMBERED = re.compile(r"(.*?)\d+")
+
+
+def set_aside_uncommitted(storage: Storage) -> None:
+    """Remove what ckpt wrote of saves that were never committed; what hooks wrote beside it is renamed, and named.
+
+    A save that is killed before its marker is written leaves a folder with files of hooks, or an empty one: it is known
+    by its name, which differs from that of another checkpoint only in the number. While another run has the root,
+    nothing is done.
+    """
+    if not isinstance(storage, LocalStorage) or not os.path.isdir(storage.place):
+        return
+    with ExitStack() as held:
+        files = by_folder(storage.list())
+        folders = [entry.name for entry in os.scandir(storage.place) if entry.is_dir(follow_symlinks=False)]
+        cut_off = _cut_off(storage, folders, {name: set(files.get(name, ())) for name in folders})
+        if not cut_off:
+            return
+        try:
+            lock_root(storage, held)
+        except LockedError:
+            return
+        for name in cut_off:
+            deletion.remove_uncommitted(storage, name)
+            _rename(storage, name)
+
+
+def _cut_off(storage: Storage, folders: Iterable[str], files: dict[str, set[str]]) -> list[str]:
+    marked = {name for name in folders if is_checkpoint(name, dict.fromkeys(files[name]))}  # type: ignore[arg-type]
+    left = {name for name in marked if not was_committed(find(storage, name).problem)}
+    kinds = {_kind(name) for name in marked} - {None}
+    alike = {name for name in files if name not in marked and _kind(name) in kinds}
+    return sorted(left | {name for name in alike if not written_by_accelerate(files[name])})
+
+
+def _kind(name: str) -> str | None:
+    """A name without its last number."""
+    match = _NUMBERED.fullmatch(name)
+    return match.group(1) if match else None
+
+
+def _rename(storage: LocalStorage, name: str) -> None:
+    path = os.path.join(storage.place, name)
+    try:
+        os.rmdir(path)  # an empty one
+    except FileNotFoundError:
+        pass
+    except OSError:
+        number, aside = 0, f".{name}.uncommitted"
+        while os.path.exists(os.path.join(storage.place, aside)):
+            number += 1
+            aside = f".{name}.uncommitted-{number}"
+        os.rename(path, os.path.join(storage.place, aside))
+        _log.warning("%s/%s was never committed: what others wrote there is in %s now", storage.url, name, aside)
+        return
+    _log.warning("%s/%s was never committed, and is removed", storage.url, name)
