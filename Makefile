@@ -13,7 +13,7 @@ MATRIX := guarantees/resume_matrix load/world_size state/save_and_load data/resu
 FAST := not slow and not gpu and not ranks
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo check test test-all coverage test-s3 lint format kills memory-kills faults campaign mutants fuzz bench clean
+.PHONY: demo check test test-all coverage test-s3 test-accelerate lint format kills memory-kills faults campaign mutants fuzz bench clean
 
 demo: $(READY)
 	$(BIN)/ckpt demo
@@ -42,6 +42,13 @@ coverage: $(READY)
 # the same on S3: `make test` has a slice of it
 test-s3: $(READY)
 	CKPT_ROOT=s3 $(PYTEST) $(foreach name,$(MATRIX),tests/$(dir $(name))test_$(notdir $(name)).py)
+
+# Accelerate's own tests of checkpoints, from a checkout of the installed version, with every accelerator attached
+ACCELERATE ?= ../accelerate
+test-accelerate: $(READY)
+	PYTHONPATH=tests/accelerate_suite CKPT_MEMORY_KEEPER=off $(BIN)/pytest -p attached_accelerators -p no:cacheprovider \
+		-c /dev/null --rootdir $(ACCELERATE) --tb=short \
+		$(addprefix $(ACCELERATE)/tests/test_,state_checkpointing.py accelerator.py)
 
 lint: $(READY)
 	$(BIN)/ruff check .

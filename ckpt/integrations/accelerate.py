@@ -66,6 +66,7 @@ class _Attached:
     def __init__(self, accelerator: Any, manager: StateManager) -> None:
         self.accelerator = accelerator
         self._manager = manager
+        self._has_met = False  # all ranks, in a save
         manager.session.loop.counts_updates = True
         vars(accelerator).update({_ATTACHED: self, **{name: _Method(self, name) for name in _METHODS}})
 
@@ -86,12 +87,19 @@ class _Attached:
         Returns None only if the save is skipped: `SaveOptions(when_busy="skip")`, `SaveOptions(on_nan="skip")`.
         """
         _log_unused({"safe_serialization": safe_serialization is False, **save_model_func_kwargs})
+        self._meet_once()
         named = self.accelerator.project_configuration.automatic_checkpoint_naming
         if named or output_dir is None:
             return self._saved_in_root(None)
         path = _plain(output_dir)
         name = self._name_in_root(path)
         return self._saved_elsewhere(path) if name is None else self._saved_in_root(name)
+
+    def _meet_once(self) -> None:
+        """Before the first save, wait for all ranks: one under `is_main_process` fails here, and not at the second."""
+        if not self._has_met:
+            self._has_met = True
+            run_on_all_ranks(self._manager.session.ranks, "save_state() (the first)", lambda: None)
 
     def _saved_in_root(self, name: str | None) -> Path | str | None:
         saved = self._manager.save_state(name)
