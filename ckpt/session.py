@@ -47,7 +47,8 @@ from ckpt.state.unmanaged import UnmanagedWatch, weakly
 from ckpt.state.unwrap import walked_once
 
 _log = logging.getLogger("ckpt")
-_Metrics, _Root = Mapping[str, Any] | None, RootWriter | None
+_Metrics = Mapping[str, Any] | None
+_Root = RootWriter | None
 
 
 class Session:
@@ -178,13 +179,7 @@ class Session:
             self.save(self.end_name(), when_busy="wait")
 
     def save(
-        self,
-        name: str | None,
-        metrics: _Metrics = None,
-        wait: bool | None = None,
-        *,
-        when_busy: str,
-        elsewhere: _Root = None,
+        self, name: str | None, metrics: _Metrics = None, wait: bool | None = None, *, when_busy: str, at: _Root = None
     ) -> str | None:
         """Save everything and return the checkpoint's name; None if it is skipped: see `save_state` of the manager."""
         self.require_usable(f"save_state({name!r})" if name else "save_state()")
@@ -198,7 +193,7 @@ class Session:
         if not self.guard.passes(name):
             self.schedule.restart()
             return None
-        root = elsewhere or self.saver.root
+        root = at or self.saver.root
         self.source.before_save(f"{root.storage.url}/{name}")
         self.unmanaged.saving()
         self.loop.patterns.caveats.tell_lasting()
@@ -206,7 +201,7 @@ class Session:
         self.saver.save(request, wait=wait, replace=when_busy == "replace", root=root)
         self.source.after_save()
         self.set_started()
-        self.saved_at = self.position if elsewhere is None else self.saved_at
+        self.saved_at = self.position if at is None else self.saved_at
         return name
 
     def _capture(self, name: str, metrics: Mapping[str, float]) -> LiveState:

@@ -110,7 +110,7 @@ class _Attached:
         session = self._manager.session
         writer = writer_at(path, session.saver.root)
         busy = session.options.saving.when_busy
-        saved = session.save(writer.storage.name, when_busy=busy, elsewhere=writer)
+        saved = session.save(writer.storage.name, when_busy=busy, at=writer)
         return None if saved is None else _created(path)
 
     def load_state(
