@@ -126,8 +126,8 @@ class StateManager:
             accelerator, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, dataloader=dataloader
         )
         where = required_root(source.root if root is None else root)
-        self._session = Session(where, source, options, accelerated=accelerator is not None)
-        weakref.finalize(self, self._session.stop_listening)
+        self._session = session = Session(where, source, options, accelerated=accelerator is not None)
+        weakref.finalize(self, lambda *each: [one.close() for one in each], session.preemption, session.schedule)
 
     @classmethod
     def from_config(cls, path: str | os.PathLike[str], **objects: Any) -> StateManager:
