@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 
 from ckpt.errors import LockedError
+from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.root import deletion
 from ckpt.root.catalog import by_folder, find, is_checkpoint, was_committed
 from ckpt.root.folder import written_by_accelerate
@@ -48,6 +49,7 @@ def _cut_off(storage: Storage, folders: Iterable[str], files: dict[str, set[str]
     left = {name for name in marked if not was_committed(find(storage, name).problem)}
     kinds = {_kind(name) for name in marked} - {None}
     alike = {name for name in files if name not in marked and _kind(name) in kinds}
+    alike -= {name for name in alike if any(path.endswith(f"/{FILE_NAME}") for path in files[name])}  # others, deeper
     return sorted(left | {name for name in alike if not written_by_accelerate(files[name])})
 
 
