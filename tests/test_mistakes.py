@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     ),
     "a second manager on a root that is held": (
         on(lambda manager: ckpt.StateManager(manager.url, model=nn.Linear(2, 2), follow=False).resume()),
-        "close() the other StateManager first",
+        "a StateManager of this process: close() it first",
     ),
 }
 

@@ -24,8 +24,8 @@ def set_aside_uncommitted(storage: Storage) -> None:
     """Remove what ckpt wrote of saves that were never committed; what hooks wrote beside it is renamed, and named.
 
     A save that is killed before its marker is written leaves a folder with files of hooks, or an empty one: it is known
-    by its name, which differs from that of another checkpoint only in the number. While another run has the root,
-    nothing is done.
+    by its name, which differs from those of other checkpoints only in a higher number, and is the youngest. While
+    another run has the root, nothing is done.
     """
     if not isinstance(storage, LocalStorage) or not os.path.isdir(storage.place):
         return
@@ -49,8 +49,24 @@ def _cut_off(storage: Storage, folders: Iterable[str], files: dict[str, set[str]
     left = {name for name in marked if not was_committed(find(storage, name).problem)}
     kinds = {_kind(name) for name in marked} - {None}
     alike = {name for name in files if name not in marked and _kind(name) in kinds}
+    alike = {name for name in alike if _is_newest(storage, name, marked - left)}
     alike -= {name for name in alike if any(path.endswith(f"/{FILE_NAME}") for path in files[name])}  # others, deeper
     return sorted(left | {name for name in alike if not written_by_accelerate(files[name])})
+
+
+def _is_newest(storage: Storage, name: str, others: Iterable[str]) -> bool:
+    """Whether a folder has a higher number, and is younger, than all checkpoints that are named alike.
+
+    Scripts would take it for the newest. One of another tool, from before, is left where it is.
+    """
+    rivals = [other for other in others if _kind(other) == _kind(name)]
+    place = getattr(storage, "place", "")
+    made = [os.stat(os.path.join(place, other)).st_ctime for other in (name, *rivals)]
+    return all(_number(other) < _number(name) for other in rivals) and made[0] >= max(made[1:], default=0.0)
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix(_kind(name) or ""))
 
 
 def _kind(name: str) -> str | None:

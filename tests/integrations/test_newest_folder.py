@@ -84,7 +84,8 @@ def test_folders_that_are_no_checkpoints_are_left_alone(tmp_path: Path) -> None:
     accelerator.prepare(*build())
     with attach(accelerator, tmp_path):
         accelerator.save_state("checkpoint-2")
-    for name in ("logs", "samples-3", "2024"):
+    for name in ("logs", "samples-3", "2024", "checkpoint-1"):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "theirs").write_text("")
     attach(accelerator, tmp_path).close()
-    assert {path.name for path in tmp_path.iterdir()} >= {"logs", "samples-3", "2024", "checkpoint-2"}
+    assert {path.name for path in tmp_path.iterdir()} >= {"logs", "samples-3", "2024", "checkpoint-1", "checkpoint-2"}
