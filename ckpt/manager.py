@@ -324,8 +324,8 @@ class StateManager:
 
         A number is a step: `load_state(1000)` loads `step-00001000`.
 
-        A folder that Accelerate's `save_state` wrote is as good: by its name, or by its path, wherever it is. Without
-        either, where there is no other checkpoint in the root, it is the one with the highest number.
+        A path is a checkpoint in another local folder. What Accelerate's `save_state` wrote is as good: by its name, or
+        its path; without either, where the root has no other checkpoint, it is the one with the highest number.
 
         With `strict` everything must fit, or nothing is changed and one error lists what does not. Without it, what
         fits is restored, and the rest is listed as skipped.

@@ -150,13 +150,28 @@ class TestSpellings:
         accelerator.end_training()
         assert ckpt.verify("runs/x") == {"step-1": []}
 
-    def test_a_path_to_another_root_is_refused_as_ever(self) -> None:
+    def test_a_path_to_another_root_is_loaded_and_nothing_of_that_name_here_is_taken_for_it(self) -> None:
+        models = []
+        for root in ("runs/x", "runs/y"):
+            models.append(nn.Linear(2, 2).requires_grad_(False))  # frozen: linked from one checkpoint to the next
+            with ckpt.StateManager(root, model=models[-1]) as manager:
+                manager.save_state("step-1")
+        live = nn.Linear(2, 2).requires_grad_(False)
+        with ckpt.StateManager("runs/y", model=live) as manager:
+            manager.load_state("runs/x/step-1")
+            manager.save_state("step-2")
+        again = nn.Linear(2, 2)
+        ckpt.load_model("runs/y/step-2", again)
+        assert torch.equal(live.weight, models[0].weight)
+        assert torch.equal(again.weight, models[0].weight)
+
+    def test_a_path_to_no_checkpoint_is_refused(self) -> None:
         saved("runs/x", "step-1")
         with (
             ckpt.StateManager("runs/y", model=nn.Linear(2, 2)) as manager,
             pytest.raises(ckpt.ConfigError, match="give StateManager that root"),
         ):
-            manager.load_state("runs/x/step-1")
+            manager.load_state("runs/x/step-2")
 
     def test_a_tilde_is_the_users_home_unless_a_folder_has_that_name(
         self, here: Path, monkeypatch: pytest.MonkeyPatch
