@@ -11,20 +11,8 @@ from typing import Protocol
 
 import xxhash
 
-xxh3_128 = xxhash.xxh3_128
-
 ALGORITHM = "xxh3-128"
 BLOCK_SIZE = 32 << 20
-
-
-def digest(data: bytes | bytearray | memoryview) -> str:
-    """The hash of a block, in hexadecimal."""
-    return xxhash.xxh3_128_hexdigest(data)
-
-
-def sha256(data: bytes | bytearray | memoryview) -> str:
-    """The SHA-256 of a block, in hexadecimal."""
-    return hashlib.sha256(data).hexdigest()
 
 
 class Hash(Protocol):
@@ -33,6 +21,21 @@ class Hash(Protocol):
     def update(self, data: memoryview, /) -> None: ...
 
     def hexdigest(self) -> str: ...
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    """The hash of a block, in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def xxh3_128() -> Hash:
+    """The hash of a block that is still to come."""
+    return xxhash.xxh3_128()
+
+
+def sha256(data: bytes | bytearray | memoryview) -> str:
+    """The SHA-256 of a block, in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
 
 
 def digests_of_every(
@@ -65,7 +68,7 @@ class BlockHasher:
         self.size = 0
         self._block_size = block_size
         self._done: list[str] = []
-        self._open = xxh3_128()
+        self._open = xxhash.xxh3_128()
         self._sha256 = hashlib.sha256() if sha256 else None
         self._sha256_done: list[str] = []
         self._room = block_size
@@ -109,7 +112,7 @@ class BlockHasher:
 
     def _close_block(self) -> None:
         self._done.append(self._open.hexdigest())
-        self._open = xxh3_128()
+        self._open = xxhash.xxh3_128()
         if self._sha256 is not None:
             self._sha256_done.append(self._sha256.hexdigest())
             self._sha256 = hashlib.sha256()
