@@ -195,6 +195,7 @@ class Session:
             return None
         root = at or self.saver.root
         self.source.before_save(f"{root.storage.url}/{name}")
+        self.registry.refresh()  # hooks may have taken models over
         self.unmanaged.saving()
         self.loop.patterns.caveats.tell_lasting()
         request = SaveRequest(name, lambda: self._capture(name, numbers), facts | memory_facts(self.memory), True)
