@@ -141,7 +141,10 @@ class StateLoader:
         rewind()
         if reader.manifest.origin:
             _note_loaders(reader, source.loaders(), notes)
-        for name in self.live.registry.values.restore(reader.state.get("values", {})):
+        saved_by, values = reader.manifest.world_size, reader.state.get("values", {})
+        if values and saved_by != self.ranks.world_size:
+            notes.approximated["values"] = f"each of {saved_by} ranks had its own: new ranks have the main rank's"
+        for name in self.live.registry.values.restore(values):
             notes.skipped[name] = "the checkpoint has no value by that name: it stays as it is"
         unclaimed = UnclaimedPositions(reader.state["loaders"], rewind, notes.approximated)
         loop.go_back(Progress.from_json(reader.manifest.progress), unclaimed, reader.state.get("loop", {}))

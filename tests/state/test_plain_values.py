@@ -139,8 +139,10 @@ def test_each_rank_has_its_own_and_one_process_the_main_ranks(tmp_path: Path) ->
     assert not any(run_ranks(2, _ranks_save, str(tmp_path)))
     assert not any(run_ranks(2, _ranks_load, str(tmp_path)))
     with manager(tmp_path) as run:
-        run.resume()
+        restored = run.resume()
         assert run.values["mine"] == 0
+        assert restored is not None
+        assert "values" in restored.approximated
 
 
 def test_every_counts_true_steps_across_a_resume(tmp_path: Path) -> None:
