@@ -87,9 +87,10 @@ class StateCapture:
         """The state of parts that one rank writes for all, and of parts that are sharded over all ranks."""
         unsharded, sharded = [], []
         for part in parts:
-            if self.ranks.world_size == 1:
+            is_sharded = part.is_sharded()
+            if is_sharded and self.ranks.world_size == 1:
                 _refuse_shards_of_others(part)
-            if part.is_sharded() or (self.layout == "sharded" and part.can_be_sharded and self.ranks.world_size > 1):
+            if is_sharded or (self.layout == "sharded" and part.can_be_sharded and self.ranks.world_size > 1):
                 sharded.append(self._live(part, described=True))
             elif self._writes_common or self.ranks.world_size > 1:  # other ranks compare theirs with it later
                 unsharded.append(self._live(part))

@@ -32,6 +32,7 @@ from ckpt.save.tensor_copies import TensorCopies
 from ckpt.util.gc_pause import gc_paused
 
 _log = logging.getLogger("ckpt")
+_HEAD_START = 0.05  # seconds: encoding holds the GIL, so training launches the work of its next step first
 MAIN_WRITES = 64  # ranks whose documents the main rank writes; of more ranks, each writes its own
 
 
@@ -128,6 +129,8 @@ class SaveTransaction:
         """Write and commit what was captured."""
         copies, self.copies = self.copies, None
         if copies is not None:
+            if copies.leaves.on_device:
+                time.sleep(_HEAD_START)
             with gc_paused():
                 self._take_from_copies(copies)
         plan = self._agree(self.captured.then(self._proposal), self._plan)
