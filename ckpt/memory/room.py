@@ -38,19 +38,22 @@ def reserve_of(room: Room) -> int:
     return min(_MOST_RESERVED, int(_RESERVE * (room["memory"] + room["used"])))
 
 
-def problem(room: Room, sizes: Sequence[int], where: str) -> str:
-    """Why two snapshots of this size, summed over the ranks of a host, do not fit there; empty if they do."""
-    needed = SLOTS * sum(sizes)
+def problem(room: Room, sizes: Sequence[int], where: str, peak: int = 0) -> str:
+    """Why two snapshots of this size, summed over the ranks of a host, do not fit there; empty if they do.
+
+    `peak`: bytes that training is known to need within a step, beside what it holds now.
+    """
+    needed, reserve = SLOTS * sum(sizes), max(peak, reserve_of(room))
     more = max(0, needed - room["used"])
     if exceeds_tmpfs(room, sizes) and not room["memfd"]:
         return (
             f"{SLOTS} snapshots take {format_size(needed)}, and {where} has room for "
             f"{format_size(room['tmpfs'] + room['used'])}"
         )
-    if more + reserve_of(room) > room["memory"]:
+    if more + reserve > room["memory"]:
         return (
             f"{SLOTS} snapshots take {format_size(needed)}, and of this host's memory "
-            f"{format_size(room['memory'] + room['used'])} can be used, {format_size(reserve_of(room))} of which are "
+            f"{format_size(room['memory'] + room['used'])} can be used, {format_size(reserve)} of which are "
             "left to the training"
         )
     return ""

@@ -17,6 +17,7 @@ from ckpt.memory.slot_storage import slot_storage
 from ckpt.memory.slots import SlotSaver, SlotWriter
 from ckpt.memory.statistics import Statistics
 from ckpt.memory.step_file import read_step, write_step
+from ckpt.memory.training_peak import TrainingPeak
 from ckpt.memory.verdict import GIVE_WAY, SAVE, SKIP, Verdict, View, save_unless, verdict_of
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
@@ -51,7 +52,8 @@ class MemoryTier:
     crashed_at: int | None = None  # the step that the run before had reached
     _slots: SlotSaver | None = None
     _error: Exception | None = None  # of the last snapshot
-    _taken_at: int | None = None  # step
+    _taken_at: int | None = None  # step at which one was due
+    _held_at: int | None = None  # step of the newest one that was begun and not given up
     _continues: bool = False  # whether this run continues from what is in memory
     _is_settled: bool = False  # what was there before is this run's own, or was removed
     _has_trained: bool = False
@@ -60,6 +62,7 @@ class MemoryTier:
     _said: set[str] = field(default_factory=set)
     _damaged: set[str] = field(default_factory=set)
     _has_received: bool = False  # a snapshot from another host
+    _peak: TrainingPeak = field(default_factory=TrainingPeak)
     is_off: bool = False
 
     def __post_init__(self) -> None:
@@ -160,8 +163,8 @@ class MemoryTier:
             self.replicas.close()
         self._close_slots()
         has_worked = self._is_settled and (self._has_trained or self.saver.has_saved)
-        if has_worked and not keep and self.ranks.rank == MAIN and self._taken_at is not None:
-            warn_of_unsaved(self.saver.root, self._taken_at)
+        if has_worked and not keep and self.ranks.rank == MAIN and self._held_at is not None:
+            warn_of_unsaved(self.saver.root, self._held_at)
         if self._has_received and not self._is_settled:  # only to look: the other host has it as well
             self.meeting.remove()
         self.meeting.end() if has_worked and not keep else self.meeting.leave()
@@ -202,11 +205,11 @@ class MemoryTier:
         return verdict
 
     def _view(self, request: SaveRequest) -> View:
-        view: View = {"busy": False, "error": "", "full": False, "size": 0, "room": None}
+        view: View = {"busy": False, "error": "", "full": False, "size": 0, "peak": 0, "room": None}
         try:
             self._check()
             view["busy"] = self.busy
-            view["size"] = self._size_of(request)
+            view["size"], view["peak"] = self._size_of(request), self._peak.more()
             view["room"] = self.meeting.measure_room() if self.meeting.owns_place else None
         except Exception as error:  # of any kind: the others must learn of it
             self._error = error
@@ -240,6 +243,7 @@ class MemoryTier:
             self.saver.release_idle()
             slots.save(request, wait=False)
             self.statistics.taken += 1
+            self._held_at = self._taken_at
         except Exception as error:  # of any kind: all ranks learn of it before the next snapshot
             self._error = error
 
@@ -281,6 +285,7 @@ class MemoryTier:
         self.meeting.complete = False
         if verdict["free"] or (self.meeting.place is not None and not self.meeting.place.is_there):
             self.meeting.remove()
+            self._held_at = None
         self._error = None
         self._resume_at = step + self._pause * self.every
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)

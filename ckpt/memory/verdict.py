@@ -12,12 +12,16 @@ SAVE, SKIP, GIVE_WAY = "save", "skip", "give way"
 
 
 class View(TypedDict):
-    """What a rank knows before a snapshot. `size`: bytes that it would write. `room`: of its host, by its owner."""
+    """What a rank knows before a snapshot. `size`: bytes that it would write. `room`: of its host, by its owner.
+
+    `peak`: bytes that its training needs within a step, beside what it holds now.
+    """
 
     busy: bool
     error: str
     full: bool  # the error says that there is no more memory
     size: int
+    peak: int
     room: room.Room | None
 
 
@@ -42,11 +46,13 @@ def verdict_of(views: list[View], hosts: Hosts, copies: bool = False) -> Verdict
     if any(view["busy"] for view in views):
         return {"do": SKIP, "why": "", "free": False, "memfd": []}
     measured = {owner: view["room"] for owner, view in enumerate(views) if view["room"] is not None}
-    sizes = {owner: _sizes(owner, views, hosts) for owner in measured}
+    sizes = {owner: [view["size"] for view in _on_host(owner, views, hosts)] for owner in measured}
+    peaks = {owner: sum(view["peak"] for view in _on_host(owner, views, hosts)) for owner in measured}
     if copies and hosts.separate_roots:
         ring = sorted(sizes)
         sizes = {owner: sizes[owner] + sizes[ring[at - 1]] for at, owner in enumerate(ring)}
-    lacking = (room.problem(found, sizes[owner], str(memory_directory())) for owner, found in measured.items())
+    where = str(memory_directory())
+    lacking = (room.problem(found, sizes[owner], where, peaks[owner]) for owner, found in measured.items())
     small = [owner for owner, found in measured.items() if room.exceeds_tmpfs(found, sizes[owner])]
     return save_unless("; ".join(filter(None, lacking)), small)
 
@@ -55,7 +61,7 @@ def save_unless(why_not: str, memfd: list[int] | None = None) -> Verdict:
     return {"do": GIVE_WAY if why_not else SAVE, "why": why_not, "free": bool(why_not), "memfd": memfd or []}
 
 
-def _sizes(owner: int, views: list[View], hosts: Hosts) -> list[int]:
-    """The bytes that each rank on the host of this one would write."""
+def _on_host(owner: int, views: list[View], hosts: Hosts) -> list[View]:
+    """Those of the ranks on the host of this one."""
     first = hosts.first if hosts.separate_roots else (owner,) * len(views)
-    return [view["size"] for rank, view in enumerate(views) if first[rank] == owner]
+    return [view for rank, view in enumerate(views) if first[rank] == owner]

@@ -6,6 +6,7 @@ tensors are copied at once by one call: per tensor, Python would take longer tha
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +22,7 @@ from ckpt.save.staging_copy import TensorCopy, copy_on_host
 
 _ALIGNMENT = 64  # bytes, of copies in host memory
 BLOCK = 1 << 30  # bytes on a device that are copied at once
+_HEAD_START = 0.05  # seconds
 _TOGETHER = 64 << 10  # bytes: smaller tensors on the host are copied together
 _COPYABLE = {
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -157,6 +159,14 @@ class TensorCopies:
         for groups in self.leaves.on_device.values():
             for group in groups:
                 self._on_device.append((group, _copied(group.tensors)))
+
+    def let_training_go_ahead(self) -> None:
+        """In the background, before the copies are encoded: that holds the GIL, and a device would wait meanwhile.
+
+        By then training has launched the work of its next step, which keeps the device busy.
+        """
+        if self.leaves.on_device:
+            time.sleep(_HEAD_START)
 
     def add_on_host(self, memory: torch.Tensor, give_back: Callable[[], None]) -> None:
         """Copy tensors on the host, large ones to this memory. It is given back by a call."""

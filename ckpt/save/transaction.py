@@ -32,7 +32,6 @@ from ckpt.save.tensor_copies import TensorCopies
 from ckpt.util.gc_pause import gc_paused
 
 _log = logging.getLogger("ckpt")
-_HEAD_START = 0.05  # seconds: encoding holds the GIL, so training launches the work of its next step first
 MAIN_WRITES = 64  # ranks whose documents the main rank writes; of more ranks, each writes its own
 
 
@@ -110,9 +109,10 @@ class SaveTransaction:
 
     def _take_from_copies(self, copies: TensorCopies) -> None:
         """Encode the state with the copies in place of live tensors, and take the snapshot from them."""
-        self.captured = self._live.then(lambda live: live.encode(copies))
-        storage = self.root.storage
-        taken = self.captured.then(lambda state: self.snapshots.take(state.snapshot_files, copies, storage))
+        copies.let_training_go_ahead()
+        with gc_paused():
+            self.captured = encoded = self._live.then(lambda live: live.encode(copies))
+            taken = encoded.then(lambda state: self.snapshots.take(state.snapshot_files, copies, self.root.storage))
         self._live, captured = Result(), self.captured.value
         self.snapshot, self.captured = taken.value, Result(captured, taken.error)
         if self.snapshot is None:
@@ -129,10 +129,7 @@ class SaveTransaction:
         """Write and commit what was captured."""
         copies, self.copies = self.copies, None
         if copies is not None:
-            if copies.leaves.on_device:
-                time.sleep(_HEAD_START)
-            with gc_paused():
-                self._take_from_copies(copies)
+            self._take_from_copies(copies)
         plan = self._agree(self.captured.then(self._proposal), self._plan)
         if plan is None:
             plan = self._save_differences()

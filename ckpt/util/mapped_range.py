@@ -39,6 +39,7 @@ class MappedRange:
         self._map(start, size, mmap.MAP_SHARED, descriptor)
         self._mapped.append((start, size))
         _with_files.add(self)
+        _count_mapped()
 
     def make_resident(self, start: int, size: int) -> bool:
         """Give this part its pages before it is written to; False where there is no memory for them."""
@@ -75,6 +76,18 @@ class MappedRange:
 
 
 _with_files: weakref.WeakSet[MappedRange] = weakref.WeakSet()
+_most_mapped = 0
+
+
+def most_mapped() -> int:
+    """The most bytes of files that were mapped here at a time."""
+    return _most_mapped
+
+
+def _count_mapped() -> None:
+    global _most_mapped
+    mapped = sum(size for found in list(_with_files) for _, size in found._mapped)
+    _most_mapped = max(_most_mapped, mapped)
 
 
 def _unmap_in_child() -> None:

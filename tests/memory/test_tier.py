@@ -314,6 +314,11 @@ class TestRoom:
     def test_also_when_the_snapshots_are_there(self) -> None:
         assert room.problem(Room(tmpfs=0, memory=5 * MB, used=200 * MB, memfd=False), [100 * MB], "/dev/shm") != ""
 
+    def test_so_is_what_a_step_of_it_is_known_to_need(self) -> None:
+        have = Room(tmpfs=10_000 * MB, memory=300 * MB, used=0, memfd=False)
+        assert room.problem(have, [100 * MB], "/dev/shm", peak=100 * MB) == ""
+        assert "are left to the training" in room.problem(have, [100 * MB], "/dev/shm", peak=101 * MB)
+
     def test_it_is_measured(self, tmp_path: Path) -> None:
         have = room.measure(tmp_path, 7)
         assert have["tmpfs"] > 0
@@ -323,7 +328,7 @@ class TestRoom:
 
 class TestVerdict:
     def view(self, **known: Any) -> View:
-        return cast(View, {"busy": False, "error": "", "full": False, "size": MB, "room": None, **known})
+        return cast(View, {"busy": False, "error": "", "full": False, "size": MB, "peak": 0, "room": None, **known})
 
     def have(self, size: int) -> Room:
         return Room(tmpfs=size, memory=10_000 * MB, used=0, memfd=False)
@@ -339,6 +344,13 @@ class TestVerdict:
         views = [self.view(room=self.have(5 * MB)), self.view(), self.view()]
         assert verdict_of(views, ONE_SHARED_ROOT)["do"] == "give way"
         assert verdict_of(views[:2], ONE_SHARED_ROOT)["do"] == "save"
+
+    def test_the_ranks_of_a_host_need_memory_within_their_steps(self) -> None:
+        tight = Room(tmpfs=100 * MB, memory=10 * MB, used=0, memfd=False)
+        views = [self.view(room=tight, peak=2 * MB), self.view(peak=3 * MB)]
+        assert verdict_of(views, ONE_SHARED_ROOT)["do"] == "save"
+        views[1]["peak"] = 5 * MB
+        assert verdict_of(views, ONE_SHARED_ROOT)["do"] == "give way"
 
     def test_every_host_has_its_own(self) -> None:
         hosts = Hosts((0, 0, 2), ("a", "a", "b"))
