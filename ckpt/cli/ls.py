@@ -14,6 +14,7 @@ from ckpt.errors import CheckpointError, MissingError, StorageError, shows_damag
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.root import catalog
 from ckpt.root.foreign_kind import reads_instead
+from ckpt.root.history import History
 from ckpt.root.overview import Outline, Overview
 from ckpt.root.summary import Summary
 from ckpt.root.verify import files_on_other_hosts, problems, size_problems, without_other_hosts
@@ -27,20 +28,26 @@ _RIGHT_ALIGNED = ("step", "age", "size", "world")
 
 @click.command()
 @click.argument("root")
+@click.option("--all", "every", is_flag=True, help="Also those that retention or a newer save of their name removed.")
 @click.option("--verify", is_flag=True, help="Read every byte and compare it with its hash.")
-def ls(root: str, verify: bool) -> None:
+def ls(root: str, every: bool, verify: bool) -> None:
     """List the checkpoints below ROOT, the newest first."""
-    show_checkpoints(root, verify=verify)
+    show_checkpoints(root, every=every, verify=verify)
 
 
-def show_checkpoints(root: str, *, verify: bool = False) -> None:
+def show_checkpoints(root: str, *, every: bool = False, verify: bool = False) -> None:
     """Print what `ckpt ls` does."""
     found = _overview(root)
-    if not found.checkpoints:
+    history = History.of(found.storage) if every else History(found.storage)
+    removed = history.without(found.committed)
+    if not found.checkpoints and not removed:
         catalog.check_exists(found.storage)
         echo(f"There are no checkpoints in {root}.{reads_instead(found.storage)}")
         return
-    _show_table([_row(found, checkpoint, verify=verify) for checkpoint in found.checkpoints])
+    rows = [_row(found, checkpoint, verify=verify) for checkpoint in found.checkpoints]
+    _show_table([*rows, *([*_fields(save.summary), "removed"] for save in reversed(removed))])
+    if history.left_out:
+        echo(f"{history.left_out:,} older ones are not known any more")
     echo("every byte checked" if verify else "sizes checked; --verify reads every byte")
 
 
@@ -60,14 +67,17 @@ def _row(found: Overview, checkpoint: Outline, *, verify: bool) -> list[str]:
     summary = checkpoint.summary
     if summary is None:
         return [checkpoint.name, *"-----", f"no: {_short_reason(checkpoint)}"]
+    return [*_fields(summary), _intact(found, summary, verify=verify)]
+
+
+def _fields(summary: Summary) -> list[str]:
     return [
-        checkpoint.name,
+        summary.name,
         str(summary.step),
         format_age(summary.created),
         format_size(summary.size),
         " ".join(f"{name}={format_number(value)}" for name, value in summary.metrics.items()) or "-",
         str(summary.world_size),
-        _intact(found, summary, verify=verify),
     ]
 
 

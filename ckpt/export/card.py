@@ -11,6 +11,7 @@ from typing import Any
 from ckpt.errors import ConfigError
 from ckpt.export.metric_plot import Points
 from ckpt.formats.native.manifest import Manifest
+from ckpt.root.summary import Summary
 from ckpt.shown import markdown, shown
 
 CARD, CURVE = "README.md", "training-curve.svg"
@@ -48,8 +49,8 @@ class Training:
     curves: Mapping[str, Points] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, manifest: Manifest, root: Sequence[Manifest]) -> Training:
-        """Of a checkpoint, with the metrics of the earlier checkpoints of its run in `root`."""
+    def of(cls, manifest: Manifest, root: Sequence[Manifest | Summary]) -> Training:
+        """Of a checkpoint, with the metrics of the earlier checkpoints of its run in `root`, also of removed ones."""
         known = {"run": manifest.run, "checkpoint": f"{manifest.name} ({manifest.id[:8]})"}
         parents = [other.name for other in root if other.id == manifest.parent]
         return cls(
@@ -63,7 +64,7 @@ class Training:
         )
 
 
-def curves(manifests: Iterable[Manifest]) -> dict[str, list[tuple[int, float]]]:
+def curves(manifests: Iterable[Manifest | Summary]) -> dict[str, list[tuple[int, float]]]:
     """The values of each metric by step. Of checkpoints of the same step, the last one counts."""
     found: dict[str, dict[int, float]] = {}
     for manifest in sorted(manifests, key=lambda manifest: manifest.sequence):

@@ -35,6 +35,7 @@ from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
 from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.root.catalog import locate, scan
+from ckpt.root.history import History
 from ckpt.state.model import ModelPart
 from ckpt.util.console import say
 from ckpt.util.threads import SerialWorker
@@ -157,7 +158,8 @@ def _training(source: str, manifest: Manifest | None, options: Mapping[str, Any]
     if manifest is None:
         return None
     storage, _ = locate(source, options if "://" in source else None)
-    return Training.of(manifest, [checkpoint.manifest for checkpoint in scan(storage) if checkpoint.manifest])
+    present = [checkpoint.manifest for checkpoint in scan(storage) if checkpoint.manifest]
+    return Training.of(manifest, [*present, *(save.summary for save in History.of(storage).without(present))])
 
 
 @dataclass

@@ -14,6 +14,7 @@ from ckpt.root import deletion
 from ckpt.root.catalog import find
 from ckpt.root.commit import Attempt
 from ckpt.root.file_names import rank_of
+from ckpt.root.history import History
 from ckpt.root.index import Index
 from ckpt.root.lock import lock_root
 from ckpt.root.overview import Overview
@@ -47,6 +48,10 @@ class Copies:
     _names: set[str] = field(default_factory=set)  # that are in use in the target, or will be
     _unconfirmed: list[Manifest] = field(default_factory=list)  # sent from here, not yet seen to be committed there
     _held: ExitStack = field(default_factory=ExitStack)
+    _history: History = field(init=False)  # of the target
+
+    def __post_init__(self) -> None:
+        self._history = History(self.target)
 
     @property
     def newest(self) -> Summary | None:
@@ -130,6 +135,7 @@ class Copies:
             current = find(self.target, manifest.name).manifest
             if current is not None and current.sequence >= manifest.sequence:
                 self._copied = {**(self._copied or {}), manifest.name: Summary.of(current)}
+                self._history.add(current)
                 self._unconfirmed.remove(manifest)
 
     def _send_files(self, name: str, missing: list[FileRecord], *, sha256: bool) -> None:
@@ -166,7 +172,9 @@ class Copies:
             return
         newest_first = sorted(self._copied.values(), key=lambda summary: summary.sequence, reverse=True)
         try:
-            left = deletion.apply_retention(self.keep, self.target, newest_first, ()) if self.keep else newest_first
+            left = newest_first
+            if self.keep is not None:
+                left = deletion.apply_retention(self.keep, self.target, newest_first, (), history=self._history)
         except StorageError as error:  # the copy is committed; the removal is tried again after the next one
             _log.warning("old copies were not removed: %s", error)
         else:

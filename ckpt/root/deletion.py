@@ -14,6 +14,7 @@ from typing import TypeVar
 from ckpt.errors import ConflictError, FullError, LockedError, VersionError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root.catalog import MARKER, Checkpoint, find, was_committed
+from ckpt.root.history import History
 from ckpt.root.overview import Overview
 from ckpt.root.retention import Keep
 from ckpt.root.save_marker import mark_removal, marked_names, marker_and_version, read_marker
@@ -159,11 +160,17 @@ def apply_retention(
     newest_first: list[Listed],
     damaged: Iterable[str],
     known: Mapping[str, Manifest] | None = None,
+    history: History | None = None,
 ) -> list[Listed]:
-    """Remove the checkpoints that `keep` does not keep. Returns those that are left. `known`: manifests by name."""
+    """Remove the checkpoints that `keep` does not keep. Returns those that are left. `known`: manifests by name.
+
+    `history`: of the root, which is stored before.
+    """
     _warn_if_unranked(keep, storage, newest_first)
     removable = keep.removable(newest_first, set(damaged))
     gone = [checkpoint for checkpoint in newest_first if checkpoint.name in removable]
+    if gone:
+        (history or History(storage)).store(newest_first)
     reasons = remove_all(storage, [(known or {}).get(checkpoint.name, checkpoint) for checkpoint in gone])
     for name, reason in reasons.items():
         if reason.startswith(_UNKNOWN) and (storage.url, name) not in _warned:

@@ -81,6 +81,7 @@ def _own_bytes(folder: Path) -> int:
 
 def _remove(held: HeldRoot, storage: LocalStorage, oldest_first: list[Summary], size: int, name: str) -> None:
     gone = []
+    held.history.store(held.committed)
     for summary in oldest_first:
         if size <= (_free(storage.place) or 0):
             break

@@ -10,6 +10,7 @@ from ckpt.errors import VersionError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root import deletion
 from ckpt.root.catalog import find
+from ckpt.root.history import History
 from ckpt.root.index import Index
 from ckpt.root.lock import lock_root
 from ckpt.root.mirror import MirrorWorker
@@ -29,6 +30,11 @@ class HeldRoot:
     index: Index
     newest: Manifest | None = None  # that this run has committed
     staged: dict[str, Manifest] = field(default_factory=dict)  # by name: to read one would publish what waits for it
+    replaced: bool = False  # whether the newest took the place of another, which the history must have
+    history: History = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.history = History(self.storage)
 
     @classmethod
     def acquire(
@@ -69,6 +75,10 @@ class HeldRoot:
         self.newest = manifest
         if isinstance(self.storage, Staging):
             self.staged[manifest.name] = manifest
+        for replaced in (known for known in self.committed if known.name == manifest.name):
+            self.history.add(replaced)
+            self.replaced = True
+        self.history.add(manifest)
         self.committed = [summary, *self._others(manifest.name)]
         self.index.add(version, summary)
 
@@ -78,13 +88,27 @@ class HeldRoot:
 
     def retain(self, keep: Keep | None, damaged: Collection[str]) -> None:
         """Remove what is not to be kept; now and then, store what is left for later listings."""
+        if self.replaced:
+            self.history.store(self.committed)
+            self.replaced = False
         if keep is not None:
-            self.committed = deletion.apply_retention(keep, self.storage, self.committed, damaged, self.staged)
+            self.committed = deletion.apply_retention(
+                keep, self.storage, self.committed, damaged, self.staged, self.history
+            )
             self.staged = {one.name: self.staged[one.name] for one in self.committed if one.name in self.staged}
         self.index.update(self.storage, {summary.name for summary in self.committed})
 
     def _others(self, name: str) -> list[Summary]:
         return [summary for summary in self.committed if summary.name != name]
+
+
+def remove_checkpoint(storage: Storage, held: HeldRoot | None, name: str) -> None:
+    """Remove a checkpoint, unless it is being read. The history of the root keeps what it was."""
+    manifest = find(storage, name).manifest
+    if manifest is not None:
+        (held.history if held else History(storage)).store([manifest])
+        if deletion.remove(storage, manifest) and held:
+            held.discard(name)
 
 
 def files_of(storage: Storage, name: str) -> list[str]:

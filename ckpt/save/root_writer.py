@@ -23,7 +23,7 @@ from ckpt.root.retention import Keep
 from ckpt.root.summary import Summary
 from ckpt.root.trust import Seal
 from ckpt.save.environment import device_name, versions
-from ckpt.save.held_root import HeldRoot, adopt, files_of
+from ckpt.save.held_root import HeldRoot, adopt, files_of, remove_checkpoint
 from ckpt.save.numbering import Numbering, next_sequence
 from ckpt.save.preconditions import refuse_foreign, refuse_to_overtake, version_to_replace
 from ckpt.storage import Staging, Storage
@@ -102,9 +102,7 @@ class RootWriter:
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint, unless it is being read. No save may be under way."""
-        manifest = find(self.storage, name).manifest
-        if manifest is not None and deletion.remove(self.storage, manifest) and self.held is not None:
-            self.held.discard(name)
+        remove_checkpoint(self.storage, self.held, name)
 
     def settle(self) -> None:
         """Wait until every commit is durable, where the storage publishes commits in the background."""

@@ -14,6 +14,7 @@ from typing import Any
 from ckpt.errors import CheckpointError, ConfigError, LockedError, MetricError, MissingError
 from ckpt.root import catalog, deletion
 from ckpt.root import verify as verifying
+from ckpt.root.history import History
 from ckpt.root.lock import lock_root
 from ckpt.root.overview import Overview
 from ckpt.root.retention import Keep
@@ -115,6 +116,8 @@ class Plan:
         """Remove what was planned, except what has changed since."""
         spared = dict(self.outcome.spared)
         swept = self._sweep(spared)
+        if self.going:
+            History(self.storage).store(self.going)
         reasons = deletion.remove_all(self.storage, self.going)
         spared |= {name: reason for name, reason in reasons.items() if reason}
         gone = {name: self.outcome.removed[name] for name, reason in reasons.items() if not reason}

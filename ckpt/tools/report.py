@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,8 @@ from ckpt.formats.native.manifest import Manifest
 from ckpt.memory.statistics import Statistics, saving_of
 from ckpt.root import catalog
 from ckpt.root.catalog import Checkpoint
+from ckpt.root.history import History, PastSave
+from ckpt.root.summary import Summary
 from ckpt.root.verify import size_problems, without_other_hosts
 from ckpt.shown import markdown
 from ckpt.storage import Storage, open_storage
@@ -37,10 +39,12 @@ def report(root: str | os.PathLike[str], options: Mapping[str, Any] | None = Non
     manifests = [checkpoint.manifest for checkpoint in reversed(found) if checkpoint.manifest is not None]
     if not manifests:
         raise MissingError(f"there are no checkpoints in {storage.url}.")
+    removed = History.of(storage).without(manifests)
+    rows = [*(_row(storage, checkpoint) for checkpoint in found), *map(_removed_row, reversed(removed))]
     sections = (
-        ("", _table(("", ""), _summary(manifests))),
-        ("## Metrics", _table(_METRICS, _metrics(manifests))),
-        ("## Checkpoints", _table(_CHECKPOINTS, (_row(storage, checkpoint) for checkpoint in found))),
+        ("", _table(("", ""), _summary(manifests, removed))),
+        ("## Metrics", _table(_METRICS, _metrics([*manifests, *(save.summary for save in removed)]))),
+        ("## Checkpoints", _table(_CHECKPOINTS, rows)),
         ("## Crashes", _crashes(manifests)),
         ("## Went back", _went_back(manifests)),
     )
@@ -51,18 +55,20 @@ def report(root: str | os.PathLike[str], options: Mapping[str, Any] | None = Non
     return "\n\n".join(filter(None, pages)) + "\n"
 
 
-def _table(columns: Sequence[str], rows: Iterator[Sequence[str]]) -> list[str]:
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     lines = [f"| {' | '.join(map(markdown, row))} |" for row in rows]
     return [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *lines] if lines else []
 
 
-def _summary(oldest_first: Sequence[Manifest]) -> Iterator[tuple[str, str]]:
-    first, last = oldest_first[0], oldest_first[-1]
+def _summary(oldest_first: Sequence[Manifest], removed: Sequence[PastSave]) -> Iterator[tuple[str, str]]:
+    all_saves = sorted([*map(PastSave.of, oldest_first), *removed], key=lambda save: save.summary.created)
+    first, last = all_saves[0].summary, oldest_first[-1]
     span = (datetime.fromisoformat(last.created) - datetime.fromisoformat(first.created)).total_seconds()
-    waited = [manifest.seconds.get("blocked", 0.0) for manifest in oldest_first]
-    durable = [manifest.seconds.get("total", 0.0) for manifest in oldest_first]
-    yield "runs", ", ".join(dict.fromkeys(manifest.run for manifest in oldest_first))
-    yield "checkpoints", f"{len(oldest_first)}, {format_size(sum(manifest.size for manifest in oldest_first))}"
+    waited = [save.seconds.get("blocked", 0.0) for save in all_saves]
+    durable = [save.seconds["total"] for save in all_saves if "total" in save.seconds] or [0.0]
+    yield "runs", ", ".join(dict.fromkeys(save.summary.run for save in all_saves))
+    gone = f"; {len(removed)} more were removed" if removed else ""
+    yield "checkpoints", f"{len(oldest_first)}, {format_size(sum(manifest.size for manifest in oldest_first))}{gone}"
     yield "from", f"step {first.step:,}, {first.created}"
     yield "to", f"step {last.step:,}, {last.created}, {format_duration(span)} later"
     yield "training waited", f"{sum(waited):.2f} s for these, at most {max(waited):.2f} s for one"
@@ -86,8 +92,8 @@ def _crashes(oldest_first: Sequence[Manifest]) -> list[str]:
     return [f"- {markdown(said)}" for manifest in oldest_first if (said := saving_of(manifest.memory))]
 
 
-def _metrics(oldest_first: Sequence[Manifest]) -> Iterator[tuple[str, ...]]:
-    for name, points in curves(oldest_first).items():
+def _metrics(saved: Sequence[Manifest | Summary]) -> Iterator[tuple[str, ...]]:
+    for name, points in curves(saved).items():
         values = [value for _, value in points]
         finite = [value for value in values if math.isfinite(value)] or [math.nan]
         ends = (format_number(value) for value in (values[0], values[-1], min(finite), max(finite)))
@@ -113,15 +119,22 @@ def _row(storage: Storage, checkpoint: Checkpoint) -> tuple[str, ...]:
     if manifest is None:
         return (checkpoint.name, *("-",) * 6, f"no: {checkpoint.problem}")
     wrong = size_problems(storage, without_other_hosts(storage, manifest))
-    waited, durable = (manifest.seconds.get(key) for key in ("blocked", "total"))
+    return (*_fields(PastSave.of(manifest)), f"no: {'; '.join(wrong)}" if wrong else "yes")
+
+
+def _removed_row(save: PastSave) -> tuple[str, ...]:
+    return (*_fields(save), "removed")
+
+
+def _fields(save: PastSave) -> tuple[str, ...]:
+    summary, waited, durable = save.summary, save.seconds.get("blocked"), save.seconds.get("total")
     return (
-        checkpoint.name,
-        f"{manifest.step:,}",
-        manifest.created,
-        format_size(manifest.size),
-        ", ".join(f"{name} {format_number(value)}" for name, value in manifest.metrics.items()) or "-",
+        summary.name,
+        f"{summary.step:,}",
+        summary.created,
+        format_size(summary.size),
+        ", ".join(f"{name} {format_number(value)}" for name, value in summary.metrics.items()) or "-",
         *("-" if seconds is None else f"{seconds:.2f} s" for seconds in (waited, durable)),
-        f"no: {'; '.join(wrong)}" if wrong else "yes",
     )
 
 

@@ -12,6 +12,7 @@ from ckpt.formats.native import manifest as manifest_format
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root.catalog import MARKER
 from ckpt.root.deletion import apply_retention, remove, remove_or_explain, remove_uncommitted, sweep
+from ckpt.root.history import HISTORY
 from ckpt.root.save_marker import DAY, mark_save, read_marker
 from ckpt.storage import ANY, Buffer, Storage
 from tests.helpers.byte_checkpoints import (
@@ -216,7 +217,7 @@ class TestRetention:
         newest_first = [save(storage, name, sequence=number) for number, name in enumerate("abcd")][::-1]
         left = apply_retention(ckpt.Keep(last=2), storage, newest_first, ())
         assert [manifest.name for manifest in left] == ["d", "c"]
-        assert {key.partition("/")[0] for key in keys(storage)} == {"c", "d"}
+        assert {key.partition("/")[0] for key in keys(storage)} == {"c", "d", HISTORY}
 
     def test_counts_what_is_being_read_as_left(self, storage: Storage) -> None:
         newest_first = [save(storage, name, sequence=number) for number, name in enumerate("abc")][::-1]

@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 import ckpt
+from ckpt.root.history import HISTORY
 from ckpt.storage import open_storage
 from tests.helpers.places import PassedOn, Place, committed
 
@@ -27,7 +28,7 @@ def test_without_keep_all_stay(root: Place) -> None:
 @pytest.mark.also_on_s3
 def test_the_last_stay(root: Place) -> None:
     assert _run(root, ckpt.Keep(last=2), [1.0] * 5) == [5, 4]
-    left = {name.partition("/")[0] for name in root.files()} - {".lock"}
+    left = {name.partition("/")[0] for name in root.files()} - {".lock", HISTORY}
     assert left == {"step-00000004", "step-00000005"}
 
 
