@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from ckpt.shown import install_log_filter
+from ckpt.util.console_log import install_console
 
 
 def _read_homes() -> dict[str, str]:
@@ -22,6 +23,7 @@ def _read_homes() -> dict[str, str]:
 
 
 install_log_filter()
+install_console()
 _HOMES = _read_homes()
 __all__ = sorted(_HOMES)
 

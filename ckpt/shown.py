@@ -153,7 +153,9 @@ class _ShownRecords(logging.Filter):
 
 
 def _shown_argument(argument: Any) -> Any:
-    return argument if isinstance(argument, int | float) else shown(str(argument))
+    if isinstance(argument, int | float):
+        return argument
+    return shown(argument if isinstance(argument, str) else str(argument))  # of `Lines`, str() makes any text
 
 
 def install_log_filter() -> None:

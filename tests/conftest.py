@@ -8,6 +8,7 @@ say by `not_on_s3(reason)` why it does not.
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -135,3 +136,9 @@ def nodes() -> Iterator[list[Node]]:
     """Two hosts, as far as the network is concerned."""
     with cabled_nodes() as found:
         yield found
+
+
+@pytest.fixture(autouse=True)
+def only_warnings_are_captured(caplog: pytest.LogCaptureFixture) -> None:
+    """Unless a test asks for more with `caplog.at_level`: a line is said of every save and resume."""
+    caplog.handler.setLevel(logging.WARNING)

@@ -164,7 +164,7 @@ class Attempt:
         except NotDurableError as error:  # the path exists now: the file cannot be written in its place
             raise StorageError(str(error)) from error
         except StorageError as error:  # the earlier file was removed by hand, for example: write this one
-            _log.info("%s could not be linked: %s", path, error)
+            _log.debug("%s could not be linked: %s", path, error)
             return None
         advance(plan.size)
         return WrittenFile(record, linked=True)

@@ -163,7 +163,7 @@ class Copies:
         try:
             self.target.link(f"{newest.name}/{same.path}", f"{name}/{file.path}")
         except StorageError as error:  # the newest copy was removed by hand, for example: send the file
-            _log.info("%s could not be linked: %s", file.path, error)
+            _log.debug("%s could not be linked: %s", file.path, error)
             return False
         return True
 

@@ -67,7 +67,7 @@ def remove_uncommitted(storage: Storage, name: str, committed: Manifest | None =
             storage.sweep(name)
             storage.delete([f"{name}/{MARKER}"])
     except LockedError:
-        _log.info("%s/%s is being read: what an earlier save left there is removed later", storage.url, name)
+        _log.debug("%s/%s is being read: what an earlier save left there is removed later", storage.url, name)
 
 
 def _is_empty(storage: Storage, name: str) -> bool:

@@ -37,7 +37,7 @@ class Index:
         try:
             return cls(_parsed(read_document(storage, INDEX)))
         except (StorageError, DamagedError, ValueError) as error:
-            _log.info("%s/%s is not used, and manifests are read instead: %s", storage.url, INDEX, error)
+            _log.debug("%s/%s is not used, and manifests are read instead: %s", storage.url, INDEX, error)
             return cls()
 
     def find(self, name: str, version: str | None) -> Summary | None:
@@ -64,7 +64,7 @@ class Index:
             storage.write(INDEX, [_encoded(self.entries)])
             self.unwritten.clear()
         except StorageError as error:
-            _log.info("%s/%s was not written: %s", storage.url, INDEX, error)
+            _log.debug("%s/%s was not written: %s", storage.url, INDEX, error)
 
 
 def _encoded(entries: Mapping[str, tuple[str, Summary]]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +16,13 @@ _UNITS = (
     ("min", 60, 60),
     ("s", 0, 1),
 )  # name, used from so many seconds, seconds of the unit
+_log = logging.getLogger("ckpt")
 PROGRESS_MIN_BYTES = 256_000_000  # less is done before a bar could be read
 
 
 def say(text: str) -> None:
-    """Print a line for the user on standard error."""
-    print(shown(text), file=sys.stderr, flush=True)
+    """Say a line to the user, as a record of the logger `ckpt`: see `ckpt.util.console_log`."""
+    _log.info("%s", text)
 
 
 @contextmanager
