@@ -33,6 +33,7 @@ from ckpt.state.plain_values import PlainValues
 from ckpt.state.unwrap import unwrap
 from ckpt.storage import Storage
 from ckpt.util.console import say
+from ckpt.util.fork_safety import refuse_copy
 from ckpt.util.html import html_table
 from ckpt.util.option_values import path_text
 
@@ -138,6 +139,8 @@ class StateManager:
         registry = self._session.registry
         return f"StateManager({self.url!r}, parts={[*registry.parts, *registry.generators]})"
 
+    __reduce__ = refuse_copy
+
     def _repr_html_(self) -> str:
         """For notebooks."""
         at, registry = self._session.loop.progress, self._session.registry
@@ -202,20 +205,17 @@ class StateManager:
         """What the last load brought back; none if this run began afresh."""
         return self._session.restored
 
-    def register(self, *, per_rank: bool | Any = False, **objects: Any) -> None:  # Any: for register(**named_objects)
+    def register(self, *unnamed: Any, per_rank: bool | Any = False, **objects: Any) -> None:  # Any: for **named_objects
         """Manage more objects, each under its name: anything with `state_dict` and `load_state_dict`, or a generator.
 
-        A number or text (`register(best_loss=1e9)`) is what `values` has under that name, until a load or the script
-        sets another.
+        A number or text (`register(best_loss=1e9)`) is what `values` has there until a load or the script sets it.
 
         Generators (of torch, NumPy or Python) are kept for every rank. So are other objects whose state differs between
         ranks; as many ranks have it back, and any other number of them the main rank's. With `per_rank`, the state is
         each rank's own at any number of ranks: new ranks keep what their objects have, and what ranks that are gone
         had is not loaded; the report names both.
         """
-        if not isinstance(per_rank, bool):
-            raise ConfigError(f"per_rank={per_rank!r} must be True or False: no object can be registered by that name.")
-        self._session.registry.register(objects, per_rank=per_rank)
+        self._session.registry.register(objects, unnamed, per_rank=per_rank)
 
     def unwrap(self, model: nn.Module | None = None) -> nn.Module:
         """The model, or the managed one, without what DDP, FSDP 1, DataParallel and torch.compile wrap around it."""

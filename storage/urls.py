@@ -21,6 +21,8 @@ from ckpt.util.filesystem import expand_home
 from ckpt.util.option_values import is_path, said
 
 ENTRY_POINTS = "ckpt.storage"
+_LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
+_CHAINED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+::")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
@@ -46,6 +48,7 @@ def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Stor
     url = os.fspath(root)
     match = _URL.fullmatch(url)
     if match is None:
+        _refuse_broken_url(url)
         return _open_path(url, **options)
     scheme, rest = match.group(1).lower(), match.group(2)
     factory = _factory(scheme, url)
@@ -58,6 +61,16 @@ def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Stor
     storage = factory(rest, **options)
     accept_near(storage)
     return storage
+
+
+def _refuse_broken_url(path: str) -> None:
+    """A folder of that name on the local disk is not what anybody means by it. One that is meant begins with `./`."""
+    lost = _LOST_SLASH.match(path)
+    if lost is not None:
+        url = f"{lost.group(1)}://{path[lost.end() :].lstrip('/')}"
+        raise ConfigError(f"{path!r} is a URL that has lost a slash, as Path() makes it: write it as text, {url!r}.")
+    if "://" in path or _CHAINED.match(path):
+        raise ConfigError(f"{path!r} is no URL that ckpt serves: name the store alone, as 's3://bucket/run'.")
 
 
 def place_of(storage: Storage) -> str:

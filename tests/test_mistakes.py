@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,36 @@ def rows(count: int, width: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
 
 
+def make_at(root: Any) -> Attempted:
+    return lambda _: ckpt.StateManager(root, model=nn.Linear(2, 2))
+
+
+def make_and_save(**named: Any) -> Attempted:
+    return lambda root: make(**named)(root).save_state("a", wait=True)
+
+
+def scheduler() -> Any:
+    return torch.optim.lr_scheduler.StepLR(Script().optimizer, 1)
+
+
+def of_another_optimizer(root: Path) -> Any:
+    model = nn.Linear(2, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ckpt.StateManager(root / "run", model=model, optimizer=sgd, follow=False) as manager:
+        manager.save_state("a", wait=True)
+    with Script().manager(root) as manager:
+        return manager.load_state()
+
+
+def config(text: str | None) -> Attempted:
+    def attempt(root: Path) -> Any:
+        if text is not None:
+            (root / "ckpt.yaml").write_text(text)
+        return ckpt.StateManager.from_config(root / "ckpt.yaml", model=nn.Linear(2, 2))
+
+    return attempt
+
+
 REFUSED: dict[str, tuple[Attempted, str]] = {
     "a state_dict as the model": (make(model=nn.Linear(2, 2).state_dict()), "model= is a state_dict. Give the object"),
     "a state_dict as the optimizer": (
@@ -112,6 +144,82 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
         on(lambda manager: ckpt.StateManager(manager.url, model=nn.Linear(2, 2), follow=False).resume()),
         "a StateManager of this process: close() it first",
     ),
+    "a root that is nothing": (make_at(None), "needs a root"),
+    "a root that is empty": (make_at(""), "must be a path, a URL or a storage"),
+    "a root that is a number": (make_at(3), "must be a path, a URL or a storage"),
+    "a URL in a Path": (make_at(Path("s3://bucket/run")), "write it as text, 's3://bucket/run'"),
+    "a URL that has lost a slash": (make_at("hub:/me/run"), "write it as text, 'hub://me/run'"),
+    "a chained URL": (make_at("simplecache::s3://bucket/run"), "name the store alone"),
+    "a chained URL in a Path": (make_at(Path("simplecache::s3://bucket/run")), "name the store alone"),
+    "a URL with a space before it": (make_at(" s3://bucket/run"), "is no URL that ckpt serves"),
+    "a scheme that nobody serves": (make_at("foo://bucket/run"), "no storage serves foo://"),
+    "options for a local folder": (make(storage_options={"key": "x"}), "takes no storage_options: key"),
+    "nothing to save": (lambda root: make()(root).save_state("a", wait=True), "there is nothing to save"),
+    "a list of no models": (lambda root: make(model=[])(root).save_state("a"), "there is nothing to save"),
+    "a scheduler as the optimizer": (make(optimizer=scheduler()), "optimizer is a StepLR, which is none"),
+    "an optimizer as the scheduler": (make(scheduler=Script().optimizer), "scheduler is a AdamW, which is none"),
+    "a scaler that is switched on": (make(scaler=True), "scaler is a bool"),
+    "a model under a name with a slash": (make(model={"a/b": nn.Linear(2, 2)}), "cannot name a part"),
+    "a dict in place of Keep": (make(keep={"last": 3}), "must be a ckpt.Keep"),
+    "a number in place of SaveOptions": (make(saving=3), "must be a ckpt.SaveOptions"),
+    "a number in place of RankOptions": (make(ranks=4), "must be a ckpt.RankOptions"),
+    "a number in place of a mirror": (make(mirror=3), "must be a path, a URL, a storage or a ckpt.Mirror"),
+    "a mirror that is the root": (lambda root: make(mirror=root / "run")(root), "is the root itself"),
+    "a mirror in the root": (lambda root: make(mirror=root / "run" / "copy")(root), "Give it a folder beside the root"),
+    "a root in the mirror": (lambda root: make(mirror=root)(root), "Give it a folder beside the root"),
+    "a time that is none": (make(save_every="10 parsecs"), "as '10min', '90s' or '2h'"),
+    "half a step": (make(save_every=1.5), "a number of steps"),
+    "a switch in place of steps": (make(save_every=True), "a number of steps"),
+    "no steps between snapshots": (make(memory_every=0), "memory_every=0 must be"),
+    "to keep nothing": (lambda root: ckpt.Keep(last=0), "the newest checkpoint is never removed"),
+    "the best of nothing": (lambda root: ckpt.Keep(best=1), 'needs metric="..."'),
+    "the best in no order": (lambda root: ckpt.Keep(best=1, metric="x", mode="maximum"), '"min" or "max"'),
+    "a layout that is none": (lambda root: ckpt.SaveOptions(layout="half"), "one of auto, full, sharded"),
+    "a name that is empty": (on(lambda manager: manager.save_state("")), "cannot name a checkpoint"),
+    "a name that is hidden": (on(lambda manager: manager.save_state(".x")), "cannot name a checkpoint"),
+    "a step before the first": (on(lambda manager: manager.load_state(-1)), "cannot name a checkpoint"),
+    "the latest by a name": (on(lambda manager: manager.load_state("latest")), "Without a name, the newest is loaded"),
+    "a class to register": (
+        on(lambda manager: manager.register(x=nn.Linear)),
+        "Linear is a class: give an",
+    ),
+    "an object without a name": (on(lambda manager: manager.register(nn.Linear(1, 1))), "register(ema=ema)"),
+    "a name and an object": (on(lambda manager: manager.register("ema", nn.Linear(1, 1))), "register(ema=ema)"),
+    "a tensor to register": (on(lambda manager: manager.register(t=torch.ones(2))), "has no state_dict"),
+    "a name to register with a slash": (
+        on(lambda manager: manager.register(**{"a/b": nn.Linear(1, 1)})),
+        "a/b: cannot name a part",
+    ),
+    "a value that is a tensor": (on(lambda manager: manager.values.update(x=torch.ones(2))), "has a Tensor in it"),
+    "a value without a name": (on(lambda manager: manager.values.update({1: 2})), "are kept under names"),  # type: ignore[dict-item]
+    "less than no epochs": (on(lambda manager: next(manager.epochs(-1))), "the number of epochs in all, not -1"),
+    "every few steps as text": (on(lambda manager: manager.every("10")), "a number of steps"),  # type: ignore[arg-type]
+    "a metric of many numbers": (on(lambda manager: manager.step({"loss": torch.ones(2)})), "'loss' is not"),
+    "a metric that is not there": (on(lambda manager: manager.step({"loss": None})), "'loss' is not"),
+    "a metric that is text": (on(lambda manager: manager.step({"loss": "3"})), "'loss' is not"),
+    "a metric without a name": (on(lambda manager: manager.step({3: 1.0})), "3 is not"),  # type: ignore[dict-item]
+    "a callback that is none": (on(lambda manager: manager.on_save(3)), "on_save takes a function"),  # type: ignore[arg-type]
+    "a copy of the manager": (on(copy.deepcopy), "neither copied nor pickled"),
+    "a pickled manager": (on(pickle.dumps), "neither copied nor pickled"),
+    "a model without data": (make_and_save(model=nn.Linear(2, 2, device="meta")), "on the meta device"),
+    "another optimizer": (of_another_optimizer, "a SGD in the checkpoint, a AdamW here"),
+    "another dtype": (of_other_objects(rows(1, 3).half(), rows(1, 3)), "dtype float32 in the checkpoint, float16 here"),
+    "a model and its source in the wrong order": (
+        on(lambda manager: ckpt.load_model(nn.Linear(2, 2), manager.url)),  # type: ignore[arg-type]
+        "the source must be a path or a URL",
+    ),
+    "a model from nowhere": (lambda root: ckpt.load_model(root / "no", nn.Linear(2, 2)), "there is no checkpoint at"),
+    "a merge of a whole root": (on(lambda manager: ckpt.merge(manager.url, "x.safetensors")), "Name one of them"),
+    "a merge into a folder": (on(lambda manager: ckpt.merge(manager.url, manager.url)), "Name the file"),
+    "a merge from nowhere": (lambda root: ckpt.merge(root / "no", "x.safetensors"), "there is nothing at"),
+    "a conversion to what is none": (on(lambda manager: ckpt.convert(manager.url, "x", to="onnx")), "is none of ckpt"),
+    "to verify nothing": (lambda root: ckpt.verify(root), "neither a root nor a checkpoint"),
+    "to prune by a number": (on(lambda manager: ckpt.prune(manager.url, keep=3)), "must be a ckpt.Keep"),  # type: ignore[arg-type]
+    "a repository that is none": (on(lambda manager: manager.push_to_hub("not a name!")), "write user/name"),
+    "a configuration that is not there": (config(None), "cannot be read"),
+    "a configuration with a slip": (config("root: x\nsave_evry: 3\n"), "did you mean 'save_every'?"),
+    "a configuration that is no YAML": (config("root: [x\n"), "is not YAML"),
+    "a configuration without a root": (config("save_every: 3\n"), "with at least 'root: ...'"),
 }
 
 
@@ -136,6 +244,13 @@ WORKS: dict[str, Attempted] = {
     "a checkpoint by its path": on(lambda manager: manager.load_state(f"{manager.url}/step-00000001").step == 1),
     "close twice": on(lambda manager: not [call() for call in (manager.close,) if call()], closed=True),
     "wait after the end": on(lambda manager: not [call() for call in (manager.wait,) if call()], closed=True),
+    "resume after the end": on(lambda manager: manager.resume().step == 1, closed=True),  # type: ignore[union-attr]
+    "a folder whose name begins like a URL": lambda root: ckpt.StateManager(f"{root}/s3:/run", model=nn.Linear(2, 2)),
+    "no epochs": on(lambda manager: list(manager.epochs(0)) == []),
+    "a metric on a device, with a graph": on(
+        lambda manager: [call({"loss": torch.ones(1, requires_grad=True) * 2}) for call in (manager.step,)] == [None]
+    ),
+    "a mirror beside the root": lambda root: make(mirror=root / "run-copy")(root),
     "save after the end": on(lambda manager: manager.save_state("last", wait=True) == "last", closed=True),
 }
 

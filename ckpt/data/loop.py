@@ -67,7 +67,7 @@ class Loop:
     # --- epochs and batches
 
     def epochs(self, total: int) -> Iterator[int]:
-        if not isinstance(total, int):
+        if not isinstance(total, int) or total < 0:
             raise ConfigError(f"epochs() takes the number of epochs in all, not {total!r}.")
         self._passes.in_epochs = True
         if not any(key.startswith(PLAIN) for key in self._loaders.unclaimed.positions):

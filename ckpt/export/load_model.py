@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt.errors import MismatchError, MissingError
+from ckpt.errors import ConfigError, MismatchError, MissingError
 from ckpt.export.save_model import ADAPTER_CONFIG, CONFIG
 from ckpt.export.source import TensorSource, open_source
 from ckpt.formats.layout import Box
@@ -35,7 +35,7 @@ from ckpt.storage import HubStorage, Storage, open_storage, place_of
 from ckpt.storage.hub.download import fetched, unreachable
 from ckpt.util.console import say
 from ckpt.util.gc_pause import gc_paused
-from ckpt.util.option_values import settings
+from ckpt.util.option_values import is_path, said, settings
 
 _READ = ("*.safetensors", "*.json", "*.metadata", "*.distcp")  # of a repository, what a model is loaded from
 
@@ -64,6 +64,8 @@ def load_model(
     So are `verify_key` and `require_signed`, with which files without a manifest are refused.
     """
     trust = open_trust(verify_key, required=require_signed)
+    if not is_path(source):
+        raise ConfigError(f"load_model(source, model): the source must be a path or a URL, not {said(source)}.")
     shown = os.fspath(source)
     ranks = find_ranks(f"load {shown}", timeout, reads_only=True)
     call = f"load_model({shown!r})"

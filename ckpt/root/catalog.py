@@ -180,7 +180,8 @@ def _read_manifest(storage: Storage, name: str, known: Callable[[], str]) -> Man
     else:
         return replace(manifest, name=name)  # the folder's name counts: a user may have renamed or copied it
     if not any(True for _ in storage.list(name)):
-        raise MissingError(f"there is no checkpoint {name!r} in {storage.url}.{known()}")
+        newest = " Without a name, the newest is loaded." if name in ("latest", "last", "newest") else ""
+        raise MissingError(f"there is no checkpoint {name!r} in {storage.url}.{known()}{newest}")
     raise _uncommitted(name)
 
 

@@ -15,7 +15,7 @@ from ckpt.root.folder import open_url
 from ckpt.storage import LocalStorage, Staging, Storage, open_storage, place_of
 from ckpt.storage.base import read_document
 from ckpt.util.filesystem import why_not_creatable
-from ckpt.util.option_values import settings
+from ckpt.util.option_values import said, settings
 
 _log = logging.getLogger("ckpt")
 
@@ -34,7 +34,18 @@ def open_tiers(
     tiers = (open_url(root, options), open_url(mirror, mirror_options))
     if place_of(tiers[0]) == place_of(tiers[1]):
         raise ConfigError(f"mirror={mirror!r} is the root itself. Give it another place, or leave it out.")
+    refuse_nested(*tiers, mirror)
     return tiers
+
+
+def refuse_nested(root: Storage, copy: Storage, mirror: object) -> None:
+    """Of two local folders neither may be in the other: its checkpoints would be listed, and swept, as the other's."""
+    if isinstance(root, LocalStorage) and isinstance(copy, LocalStorage):
+        outer, inner = sorted((root.place, copy.place), key=len)
+        if os.path.commonpath([outer, inner]) == outer:
+            raise ConfigError(
+                f"mirror={said(mirror)} and the root: one is in the other. Give it a folder beside the root."
+            )
 
 
 def try_out_tiers(root: Storage, mirror: Storage | None = None) -> None:

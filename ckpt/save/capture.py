@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt.errors import CkptError, RanksError, UnsupportedError
+from ckpt.errors import CkptError, ConfigError, RanksError, UnsupportedError
 from ckpt.formats.native import documents
 from ckpt.formats.native.shard_table import ShardedState
 from ckpt.ranks.group import Ranks
@@ -39,6 +39,10 @@ class StateCapture:
     ) -> LiveState:
         """The state of parts that all ranks have, of parts that are this rank's alone, and values of this rank."""
         parts = list(parts)
+        if not (parts or rank_parts or any(rank_state.get(key) for key in ("loaders", "generators", "values"))):
+            raise ConfigError(
+                "there is nothing to save: StateManager(root, model=model, optimizer=optimizer) says what."
+            )
         unsharded, sharded = self._divided(parts)
         gathered = sharded if self.layout == "full" else []
         own = [self._live(part) for part in rank_parts.values()]

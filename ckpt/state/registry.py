@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.formats.layout import Members
@@ -21,7 +22,7 @@ from ckpt.state.deepspeed.engine import KEY, engines_in, is_partitioned, refuse_
 from ckpt.state.deepspeed.parts import EnginePart, PartitionsPart
 from ckpt.state.joined_optimizer import JoinedOptimizer
 from ckpt.state.model import ModelPart
-from ckpt.state.objects import KINDS, ManagedObjects, Stateful
+from ckpt.state.objects import KINDS, ManagedObjects, Stateful, is_part_name
 from ckpt.state.optimizer import OptimizerPart
 from ckpt.state.parts import GradientsPart, ObjectPart, OwnPart, Part, has_state
 from ckpt.state.plain_values import PlainValues, is_plain
@@ -196,8 +197,12 @@ class StateRegistry:
             for optimizer in self._windows.open(self.optimizers):
                 optimizer.zero_grad()
 
-    def register(self, objects: Mapping[str, Any], *, per_rank: bool = False) -> None:
+    def register(self, objects: Mapping[str, Any], unnamed: Sequence[Any] = (), *, per_rank: bool = False) -> None:
         """Add objects; all of them, or none if any is unsuitable. `per_rank`: their state is each rank's own."""
+        if unnamed:
+            raise ConfigError("register() takes objects by the names that their state has: register(ema=ema).")
+        if not isinstance(per_rank, bool):
+            raise ConfigError(f"per_rank={per_rank!r} must be True or False: no object can be registered by that name.")
         wrong = [f"{name}: {why}" for name, value in objects.items() if (why := self._obstacle(name, value, per_rank))]
         if wrong:
             raise ConfigError(f"cannot register {joined(wrong)}.")
@@ -216,6 +221,10 @@ class StateRegistry:
             return "there is such a part already"
         if name in self.values and not is_plain(value):
             return "there is a value by that name already"
+        if isinstance(value, type):
+            return f"{value.__name__} is a class: give an object of it"
+        if not is_plain(value) and not is_part_name(name):
+            return "cannot name a part: use letters, digits, '_' and '-'"
         if rng.is_generator(value) or has_state(value) or (is_plain(value) and not per_rank):
             return None
         if is_hook_state(value):
@@ -269,6 +278,10 @@ def _refuse_unmanageable(objects: Mapping[str, Any]) -> None:
             wrong.append(
                 f"{key} is a {type(value).__name__}, a torch.nn.Module: give it as model={{...}}, or register it"
             )
+        elif (kind == "optimizer" and isinstance(value, LRScheduler)) or (
+            kind == "scheduler" and isinstance(value, torch.optim.Optimizer)
+        ):
+            wrong.append(f"{key} is a {type(value).__name__}, which is none")
         elif not has_state(value):
             wrong.append(f"{key} is a {type(value).__name__}, which has no state_dict and load_state_dict")
     if wrong:
