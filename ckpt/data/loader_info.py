@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -55,6 +55,21 @@ def loses_samples(dataset: Any) -> bool:
         type(step).__name__ == "BufferShuffledExamplesIterable" or (tables and getattr(step, "batched", False))
         for step in steps
     )
+
+
+def only_counts(state: Any) -> bool:
+    """Whether the state of torchdata's loader of a stream is no more than a count, because neither the stream nor its
+    iterator has a state. torchdata reads as much again, and counts that twice: a state saved after that is wrong."""
+    if not isinstance(state, Mapping):
+        return False
+    snapshot = state.get("_snapshot")
+    workers = snapshot.get("_worker_snapshots") if isinstance(snapshot, Mapping) else None
+    if isinstance(workers, Mapping) and workers:
+        return all(only_counts(worker) for worker in workers.values())
+    fetcher = state.get("fetcher_state")
+    if not isinstance(fetcher, Mapping):
+        return False  # no stream
+    return state.get("dataset_state") is None and fetcher.get("dataset_iter_state") is None
 
 
 def _steps(stream: Any) -> Iterator[Any]:

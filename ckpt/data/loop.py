@@ -45,7 +45,7 @@ class Loop:
         self.on_training: Callable[[int], None] = lambda epoch: None  # after every step, given the epoch
         self.has_data: Callable[[], bool] = lambda: False  # generators of the script's own, from which it may make data
         self.patterns = LoopPatterns(Caveats(aloud=ranks.rank == MAIN), quiet=not follow)
-        self._follow = follow
+        self.follows = follow
         self._others = follow and others
         self._thread = TrainingThread()
         self._announces = False  # the loop uses `batches`, which counts its epochs
@@ -124,7 +124,7 @@ class Loop:
         """Whether a plain `for` over a loader is to be followed, because the loader has a name."""
         if self._thread.may_be_here() and skips_by_itself(loader):
             self._loaders.give_up(loader)
-        return self._follow and self._thread.may_be_here() and self._loaders.is_named(loader)
+        return self.follows and self._thread.may_be_here() and self._loaders.is_named(loader)
 
     def takes(self, loader: Loader) -> bool:
         """Whether a plain `for` over a loader without a name may be training, and can be followed."""
@@ -265,7 +265,7 @@ class Loop:
         self._passes.progress = progress
         self._restores += 1
         self.patterns.go_back(seen, unclaimed.approximated)
-        self._loaders.go_back(unclaimed, named=self._follow)
+        self._loaders.go_back(unclaimed, named=self.follows)
 
     def begins_at(self) -> str:
         """Where the next pass through each loader begins, for the console."""

@@ -6,6 +6,7 @@ This costs as much reading as was done before the save, and is used where nothin
   dataset has them but lives in worker processes (`loader_info.keeper_of`);
 - if it is a Hugging Face stream whose `state_dict` drops samples: those in a shuffle buffer, or in a batch of a `map`
   with table output (`loader_info.loses_samples`);
+- if the state of torchdata's loader is a number alone (`loader_info.only_counts`);
 - if the saved state does not hold any more, because the number of ranks or the batch size has changed
   (`repartition`), or if none was saved;
 - if `accelerator.skip_first_batches` asked for a number of batches to be skipped.

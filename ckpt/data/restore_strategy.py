@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpt.data.cursor import Cursor
 from ckpt.data.loader_hook import MakeIterator
-from ckpt.data.loader_info import goes_by_index
+from ckpt.data.loader_info import goes_by_index, only_counts
 from ckpt.data.repartition import Repartition
 from ckpt.data.restore_base import RestoreStrategy
 from ckpt.data.restore_by_index import ByIndex
@@ -19,6 +19,7 @@ def choose_strategy(
     `state_dict` that was saved and still holds. By replay otherwise: `restore_by_replay` lists the reasons."""
     if goes_by_index(cursor.reader):
         return ByIndex(cursor, make_iterator, repartition, epoch)
-    if cursor.keeper is not None and cursor.has_saved_position and cursor.position.state is not None:
+    state = cursor.position.state if cursor.keeper is not None and cursor.has_saved_position else None
+    if state is not None and not only_counts(state):
         return ByState(cursor, make_iterator)
     return ByReplay(cursor, make_iterator)

@@ -13,6 +13,7 @@ from ckpt.data.progress import Progress
 from ckpt.errors import StateError
 from ckpt.formats.damage import damage_reported
 from ckpt.formats.native.manifest import Manifest
+from ckpt.load.accelerate_loaders import foreign_positions
 from ckpt.load.accelerate_reader import folder_of
 from ckpt.load.locations import Locations
 from ckpt.load.reader import CheckpointReader
@@ -139,15 +140,18 @@ class StateLoader:
             source.go_back(reader.state.get("source", {}))
         rewind = rewinder(reader, self.ranks, self.live.registry.generators, notes)
         rewind()
+        positions, progress = reader.state["loaders"], Progress.from_json(reader.manifest.progress)
         if reader.manifest.origin:
-            _note_loaders(reader, source.loaders(), notes)
+            found = foreign_positions(reader, source.loaders(), self.ranks, notes, follow=loop.follows)
+            positions = {**positions, **found}
+            progress.batch = next((saved["batches"] for saved in found.values()), progress.batch)
         saved_by, values = reader.manifest.world_size, reader.state.get("values", {})
         if values and saved_by != self.ranks.world_size:
             notes.approximated["values"] = f"each of {saved_by} ranks had its own: new ranks have the main rank's"
         for name in self.live.registry.values.restore(values):
             notes.skipped[name] = "the checkpoint has no value by that name: it stays as it is"
-        unclaimed = UnclaimedPositions(reader.state["loaders"], rewind, notes.approximated)
-        loop.go_back(Progress.from_json(reader.manifest.progress), unclaimed, reader.state.get("loop", {}))
+        unclaimed = UnclaimedPositions(positions, rewind, notes.approximated)
+        loop.go_back(progress, unclaimed, reader.state.get("loop", {}))
         unclaimed.reported = True  # by the block that is printed next
 
     def _report(self, choice: Choice[Restoration], parts: list[str], *, in_own_tiers: bool) -> Restored:
@@ -172,14 +176,3 @@ class StateLoader:
                 "%s is not signed by a key that is trusted here: whoever can write to its root may have altered it. "
                 "With require_signed=True it is refused.", manifest.name,
             )  # fmt: skip
-
-
-def _note_loaders(reader: CheckpointReader, loaders: Iterable[str], notes: Notes) -> None:
-    """Others save the position of a loader only where the loader knows it, and in the loader's own form."""
-    for key in loaders:
-        done = reader.parts.get(key, {}).get("state", {}).get("_num_yielded", "those that were done")
-        notes.skipped.pop(key, None)
-        notes.approximated[key] = (
-            f"its epoch begins anew, because what {reader.manifest.origin} saved does not say where every loader was. "
-            f"For the middle of it call accelerator.skip_first_batches(loader, {done})"
-        )

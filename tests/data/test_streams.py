@@ -97,6 +97,29 @@ def test_where_samples_would_be_lost_is_found_wherever_it_is_in_the_stream(tmp_p
     assert not loses_samples(plain.map(lambda sample: sample).with_format("arrow"))
 
 
+class Counting(IterableDataset[Any]):
+    """Neither it nor its iterator has a `state_dict`: torchdata's loader saves a number alone."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from range(SIZE)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stateful_loader_of_a_stream_without_state_is_resumed_twice_and_loses_nothing(
+    anywhere: str, workers: int
+) -> None:
+    """torchdata counts what it reads again twice, so that the second resume skipped samples."""
+    seen: list[int] = []
+    for stop in (3, 6, None):
+        loader = StatefulDataLoader(
+            Counting(), batch_size=5, num_workers=workers, multiprocessing_context="fork" if workers else None
+        )
+        more, told = _go(f"{anywhere}/run", loader, stop)
+        seen += more
+        assert told == {}
+    assert seen == list(range(SIZE))
+
+
 class Entropic(IterableDataset[Any]):
     """Shuffled by the entropy of the operating system, as webdataset does it."""
 

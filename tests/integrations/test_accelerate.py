@@ -377,22 +377,6 @@ def test_attached_a_load_takes_over_what_accelerate_itself_saved(tmp_path: Path,
     assert run_ranks(world_size, _taken_over, str(tmp_path), world_size) == [0] * world_size
 
 
-def test_what_a_loader_of_theirs_says_is_passed_on(tmp_path: Path) -> None:
-    def build_stateful() -> Any:
-        accelerator = new_accelerator(loaders={"use_stateful_dataloader": True})
-        return accelerator, *_prepared(accelerator)
-
-    accelerator, loader, _ = build_stateful()
-    for _, _ in zip(range(2), loader, strict=False):
-        pass
-    accelerator.save_state(str(tmp_path / "step_2"))
-    accelerator, *_ = build_stateful()
-    with attach(accelerator, tmp_path) as manager:
-        restored = manager.resume()
-        assert restored is not None
-        assert "skip_first_batches(loader, 2)" in restored.approximated["dataloader.0"]
-
-
 def test_a_folder_of_nobody_is_refused_with_the_remedy(tmp_path: Path) -> None:
     accelerator = new_accelerator()
     _prepared(accelerator)
