@@ -16,15 +16,24 @@ _PLUMBING = (GeneratorType, map, zip, filter, itertools.chain, itertools.islice)
 class Batches(Generic[T]):
     """An iterator over the batches that are left of an epoch, with a length: how many it hands out in all."""
 
-    def __init__(self, batches: Iterator[T], length: Callable[[], int]) -> None:
+    def __init__(
+        self, batches: Iterator[T], length: Callable[[], int], before: Callable[[], object] | None = None
+    ) -> None:
         self._batches = batches
         self._length = length
+        self._before = before
 
     @classmethod
-    def made(cls, make: Callable[[Callable[[], Any]], Iterator[T]], length: Callable[[], int]) -> Batches[T]:
-        """Over what `make` returns. `make` is given a function that returns this object while it is alive."""
+    def made(
+        cls,
+        make: Callable[[Callable[[], Any]], Iterator[T]],
+        length: Callable[[], int],
+        before: Callable[[], object] | None = None,
+    ) -> Batches[T]:
+        """Over what `make` returns. `make` is given a function that returns this object while it is alive. `before` is
+        called before each batch."""
         found: list[weakref.ref[Batches[T]]] = []
-        made = cls(make(lambda: found[0]()), length)
+        made = cls(make(lambda: found[0]()), length, before)
         found.append(weakref.ref(made))
         return made
 
@@ -32,6 +41,8 @@ class Batches(Generic[T]):
         return self
 
     def __next__(self) -> T:
+        if self._before is not None:
+            self._before()
         return next(self._batches)
 
     def __len__(self) -> int:

@@ -40,6 +40,7 @@ class Loop:
     ) -> None:
         """`follow`: whether a plain `for` over the named loaders is followed; with `others`, over any DataLoader."""
         self.before_pass: Callable[[], None] = lambda: None  # before a plain `for` reads a loader
+        self.before_fetch: Callable[[], object] = lambda: None  # before each batch of a named one that it reads
         self.counts_updates = False  # a step is one of the first optimizer, and not a call of `manager.step`
         self.models: Callable[[], Iterable[nn.Module]] = lambda: ()
         self.on_training: Callable[[int], None] = lambda epoch: None  # after every step, given the epoch
@@ -134,7 +135,9 @@ class Loop:
     def follow(self, loader: Loader, own: MakeIterator) -> Iterator[Any]:
         """A plain `for` over a loader: the rest of the epoch, if a position was saved for it, or all of it."""
         length = lambda: self._loaders.left(loader, announced=False)  # noqa: E731
-        return Batches.made(lambda found: self._follow_through(loader, own, found), length)
+        named = self._loaders.is_named(loader)
+        before = (lambda: self.before_fetch()) if named else None  # it may be set later
+        return Batches.made(lambda found: self._follow_through(loader, own, found), length, before)
 
     def _follow_through(self, loader: Loader, own: MakeIterator, found: FindIterator) -> Iterator[Any]:
         """Outside of `epochs` this is an epoch: until its end or, where it is left, until the loop iterates over the

@@ -8,9 +8,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ckpt.errors import CheckpointError, ConfigError, RanksError
+from ckpt.integrations.main_process_saves import MainProcessSaves
 from ckpt.manager import StateManager
-from ckpt.ranks.consensus import run_on_all_ranks
-from ckpt.root.set_aside import set_aside_uncommitted
+from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
+from ckpt.ranks.group import MAIN
+from ckpt.root.set_aside import set_aside_uncommitted, was_cut_off
 from ckpt.save.elsewhere import writer_at
 from ckpt.storage import Storage, open_storage, place_of
 
@@ -18,7 +21,13 @@ _log = logging.getLogger("ckpt")
 _ATTACHED = "_ckpt_attached"
 
 
-def attach(accelerator: Any, root: str | os.PathLike[str] | Storage | None = None, **options: Any) -> StateManager:
+def attach(
+    accelerator: Any,
+    root: str | os.PathLike[str] | Storage | None = None,
+    *,
+    main_process_saves: bool = False,
+    **options: Any,
+) -> StateManager:
     """Let an accelerator save and load its state through ckpt, and return the manager.
 
         manager = attach(accelerator, "runs/mrpc")
@@ -30,15 +39,21 @@ def attach(accelerator: Any, root: str | os.PathLike[str] | Storage | None = Non
     The rest of a script is unchanged: a `for` over a prepared loader continues where it stopped, and
     `accelerator.skip_first_batches` takes that into account. `root` may be left out where the accelerator's project has
     a `project_dir`. The options are those of `StateManager`. Attaching again closes the manager attached before.
+
+    `main_process_saves`: for scripts that call `save_state` under `if accelerator.is_main_process`. The other ranks
+    join that save before they read their next batch of a prepared loader, or in `wait_for_everyone()`. Every rank asks
+    the main one there, which costs a request to the store for each batch.
     """
+    if main_process_saves and not options.get("follow", True):
+        raise ConfigError("main_process_saves=True needs the prepared loaders to be followed: leave follow=False out.")
     previous: _Attached | None = vars(accelerator).get(_ATTACHED)
     if previous is not None:
         previous.detach()
     manager = StateManager(root, accelerator=accelerator, **options)
     writer = manager.session.saver.root
-    aside = (lambda: set_aside_uncommitted(writer.storage)) if writer.owns_root else (lambda: None)
-    run_on_all_ranks(writer.ranks, "attach()", aside)  # before any rank looks for the newest folder
-    _Attached(accelerator, manager)
+    aside = (lambda: set_aside_uncommitted(writer.storage)) if writer.owns_root else (list)
+    cut_off = run_on_all_ranks(writer.ranks, "attach()", aside)  # before any rank looks for the newest folder
+    _Attached(accelerator, manager, frozenset(cut_off), main_process_saves=main_process_saves)
     return manager
 
 
@@ -63,10 +78,18 @@ class _Attached:
     A copy of the accelerator, by pickle, is not attached: only one of them can write to the root.
     """
 
-    def __init__(self, accelerator: Any, manager: StateManager) -> None:
+    def __init__(
+        self, accelerator: Any, manager: StateManager, cut_off: frozenset[str], *, main_process_saves: bool
+    ) -> None:
         self.accelerator = accelerator
         self._manager = manager
+        self._cut_off = cut_off  # names of saves that were never committed, and are removed
         self._has_met = False  # all ranks, in a save
+        self._saved: Path | str | None = None
+        self._alone: MainProcessSaves | None = None
+        if main_process_saves and manager.session.ranks.world_size > 1:
+            self._alone = MainProcessSaves(manager.session.ranks, self._save, self._place)
+            manager.session.loop.before_fetch = self._alone.meet
         manager.session.loop.counts_updates = True
         vars(accelerator).update({_ATTACHED: self, **{name: _Method(self, name) for name in _METHODS}})
 
@@ -87,7 +110,25 @@ class _Attached:
         Returns None only if the save is skipped: `SaveOptions(when_busy="skip")`, `SaveOptions(on_nan="skip")`.
         """
         _log_unused({"safe_serialization": safe_serialization is False, **save_model_func_kwargs})
+        given = None if output_dir is None else os.fspath(output_dir)
+        if self._alone is None:
+            return self._save(given)
+        if self._manager.session.ranks.rank == MAIN:
+            with self._alone.announced(given):
+                return self._save(given)
+        if not self._alone.join_next():
+            raise RanksError(
+                f"save_state({given!r}) was called on this rank and not on rank 0, which has gone on. Call it on the "
+                "main process alone, or on every rank."
+            )
+        return self._saved
+
+    def _save(self, output_dir: str | None) -> Path | str | None:
         self._meet_once()
+        self._saved = self._saved_at(output_dir)
+        return self._saved
+
+    def _saved_at(self, output_dir: str | None) -> Path | str | None:
         named = self.accelerator.project_configuration.automatic_checkpoint_naming
         if named or output_dir is None:
             return self._saved_in_root(None)
@@ -95,11 +136,27 @@ class _Attached:
         name = self._name_in_root(path)
         return self._saved_elsewhere(path) if name is None else self._saved_in_root(name)
 
+    def _place(self) -> list[Any]:
+        progress = self._manager.session.loop.progress
+        return [progress.epoch, progress.batch, progress.step, self.accelerator.step]
+
+    def wait_for_everyone(self) -> None:
+        """As ever; and ranks join here what the main process alone has saved."""
+        if self._alone is not None:
+            self._alone.meet()
+        type(self.accelerator).wait_for_everyone(self.accelerator)
+
     def _meet_once(self) -> None:
         """Before the first save, wait for all ranks: one under `is_main_process` fails here, and not at the second."""
         if not self._has_met:
             self._has_met = True
-            run_on_all_ranks(self._manager.session.ranks, "save_state() (the first)", lambda: None)
+            try:
+                run_on_all_ranks(self._manager.session.ranks, "save_state() (the first)", lambda: None)
+            except RanksError as error:
+                hint = (
+                    "" if self._alone else " Or give attach(..., main_process_saves=True): the other ranks then join."
+                )
+                raise RanksError(f"{error}{hint}") from error
 
     def _saved_in_root(self, name: str | None) -> Path | str | None:
         saved = self._manager.save_state(name)
@@ -118,10 +175,34 @@ class _Attached:
     ) -> None:
         """Load a checkpoint by its name or its folder below the root; without `input_dir`, the newest intact one.
 
-        A folder anywhere else is one that was saved there, or that Accelerate itself saved.
+        A folder anywhere else is one that was saved there, or that Accelerate itself saved. In place of one in the root
+        whose save was cut off, the newest intact one is loaded, which is said.
         """
         _log_unused({**(load_kwargs or {}), **load_model_func_kwargs})
-        self._manager.load_state(None if input_dir is None else self._name_or_path(input_dir))
+        name = None if input_dir is None else self._name_or_path(input_dir)
+        try:
+            self._manager.load_state(name)
+        except CheckpointError:
+            if name is None or "/" in name or not self._was_cut_off(name):
+                raise
+            if self._manager.session.load(None, strict=True) is None:
+                raise
+            self._say_instead(name)
+
+    def _was_cut_off(self, name: str) -> bool:
+        session = self._manager.session
+        call = f"load_state({name!r}) (never committed?)"
+        here = lambda _: name in self._cut_off or was_cut_off(session.storage, name)  # noqa: E731
+        return bool(decide_together(session.ranks, call, Result(), here))
+
+    def _say_instead(self, name: str) -> None:
+        session = self._manager.session
+        restored, step = session.restored, session.loop.progress.step
+        if restored is not None and session.ranks.rank == MAIN:
+            _log.warning(
+                "%s was never committed: %s, the newest intact checkpoint, is loaded in its place. The script is at "
+                "step %d now, whatever it takes from the name.", name, restored.name, step,
+            )  # fmt: skip
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """The loader itself: its next pass begins after so many batches, or at the loaded checkpoint's position."""
@@ -140,6 +221,8 @@ class _Attached:
 
     def end_training(self) -> None:
         """Finish the save that is under way, before the process group is destroyed."""
+        if self._alone is not None:
+            self._alone.meet()
         self.detach()
         self.accelerator.end_training()
 
@@ -158,7 +241,7 @@ class _Attached:
         return name if not parent or place_of(open_storage(parent)) == place_of(self._manager.session.storage) else None
 
 
-_METHODS = ("save_state", "load_state", "skip_first_batches", "end_training")
+_METHODS = ("save_state", "load_state", "skip_first_batches", "wait_for_everyone", "end_training")
 
 
 def _log_unused(options: dict[str, Any]) -> None:

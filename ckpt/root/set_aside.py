@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from ckpt.errors import LockedError
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.root import deletion
-from ckpt.root.catalog import by_folder, find, is_checkpoint, was_committed
+from ckpt.root.catalog import by_folder, find, is_checkpoint, scan, was_committed
 from ckpt.root.folder import written_by_accelerate
 from ckpt.root.lock import lock_root
 from ckpt.storage import LocalStorage, Storage
@@ -20,28 +20,45 @@ _log = logging.getLogger("ckpt")
 _NUMBERED = re.compile(r"(.*?)\d+")
 
 
-def set_aside_uncommitted(storage: Storage) -> None:
+def set_aside_uncommitted(storage: Storage) -> list[str]:
     """Remove what ckpt wrote of saves that were never committed; what hooks wrote beside it is renamed, and named.
+
+    Returns their names.
 
     A save that is killed before its marker is written leaves a folder with files of hooks, or an empty one: it is known
     by its name, which differs from those of other checkpoints only in a higher number, and is the youngest. While
     another run has the root, nothing is done.
     """
     if not isinstance(storage, LocalStorage) or not os.path.isdir(storage.place):
-        return
+        return []
     with ExitStack() as held:
         files = by_folder(storage.list())
         folders = [entry.name for entry in os.scandir(storage.place) if entry.is_dir(follow_symlinks=False)]
         cut_off = _cut_off(storage, folders, {name: set(files.get(name, ())) for name in folders})
         if not cut_off:
-            return
+            return []
         try:
             lock_root(storage, held)
         except LockedError:
-            return
+            return []
         for name in cut_off:
             deletion.remove_uncommitted(storage, name)
             _rename(storage, name)
+    return cut_off
+
+
+def was_cut_off(storage: Storage, name: str) -> bool:
+    """Whether a save of that name was begun and never committed, as far as its folder is there, or was renamed.
+
+    A folder without a word of ckpt's is one if it is named like a checkpoint of the root.
+    """
+    inside = by_folder(storage.list(name)).get(name, {})
+    aside = isinstance(storage, LocalStorage) and os.path.isdir(os.path.join(storage.place, _aside(name)))
+    there = bool(inside) or (isinstance(storage, LocalStorage) and os.path.isdir(os.path.join(storage.place, name)))
+    if FILE_NAME in inside or not (there or aside) or written_by_accelerate(inside):
+        return False
+    kinds = {_kind(found.name) for found in scan(storage) if found.committed} - {None}
+    return aside or is_checkpoint(name, inside) or _kind(name) in kinds
 
 
 def _cut_off(storage: Storage, folders: Iterable[str], files: dict[str, set[str]]) -> list[str]:
@@ -75,6 +92,10 @@ def _kind(name: str) -> str | None:
     return match.group(1) if match else None
 
 
+def _aside(name: str) -> str:
+    return f".{name}.uncommitted"
+
+
 def _rename(storage: LocalStorage, name: str) -> None:
     path = os.path.join(storage.place, name)
     try:
@@ -82,10 +103,10 @@ def _rename(storage: LocalStorage, name: str) -> None:
     except FileNotFoundError:
         pass
     except OSError:
-        number, aside = 0, f".{name}.uncommitted"
+        number, aside = 0, _aside(name)
         while os.path.exists(os.path.join(storage.place, aside)):
             number += 1
-            aside = f".{name}.uncommitted-{number}"
+            aside = f"{_aside(name)}-{number}"
         os.rename(path, os.path.join(storage.place, aside))
         _log.warning("%s/%s was never committed: what others wrote there is in %s now", storage.url, name, aside)
         return

@@ -89,3 +89,55 @@ def test_folders_that_are_no_checkpoints_are_left_alone(tmp_path: Path) -> None:
         (tmp_path / name / "theirs").write_text("")
     attach(accelerator, tmp_path).close()
     assert {path.name for path in tmp_path.iterdir()} >= {"logs", "samples-3", "2024", "checkpoint-1", "checkpoint-2"}
+
+
+def _named_after_a_kill(rank: int, root: str, world_size: int) -> None:
+    """`load_state` by a name whose save was cut off: twice, because the first `attach` clears it away."""
+    for _ in range(2):
+        accelerator = new_accelerator(rank=rank, world_size=world_size)
+        accelerator.prepare(*build())
+        with attach(accelerator, root) as manager:
+            accelerator.load_state(os.path.join(root, "checkpoint-4"))
+            assert manager.restored is not None
+            assert manager.restored.name == "checkpoint-2"
+            with pytest.raises(ckpt.MissingError, match=r"no checkpoint 'checkpoint-80'.*There are: checkpoint-2"):
+                accelerator.load_state(os.path.join(root, "checkpoint-80"))
+        accelerator.wait_for_everyone()
+
+
+@pytest.mark.parametrize("moment", ["no marker yet", "nothing committed"])
+def test_in_place_of_a_name_that_was_never_committed_the_newest_intact_one_is_loaded(
+    tmp_path: Path, moment: str
+) -> None:
+    assert run_ranks(1, _script, str(tmp_path), 1, moment) == [-signal.SIGKILL]
+    assert run_ranks(2, _named_after_a_kill, str(tmp_path), 2) == [0, 0]
+
+
+def test_it_is_said_in_one_line_and_only_where_there_is_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = new_accelerator()
+    accelerator.prepare(*build())
+    with attach(accelerator, tmp_path) as manager:
+        for name in ("checkpoint-2", "checkpoint-3"):
+            (tmp_path / "checkpoint-4").mkdir(exist_ok=True)
+            (tmp_path / "checkpoint-4" / ".saving").write_text("{}")
+            if name == "checkpoint-2":
+                with pytest.raises(ckpt.CheckpointError, match="checkpoint-4 was never committed"):
+                    accelerator.load_state("checkpoint-4")
+            accelerator.save_state(name)
+        manager.wait()
+        (tmp_path / "checkpoint-4").mkdir(exist_ok=True)
+        (tmp_path / "logs").mkdir()
+        caplog.clear()
+        accelerator.load_state("checkpoint-4")
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert said.startswith(
+            "checkpoint-4 was never committed: checkpoint-3, the newest intact checkpoint, is loaded"
+        )
+        assert "\n" not in said
+        with pytest.raises(ckpt.MissingError, match="no checkpoint 'logs'"):
+            accelerator.load_state("logs")
+        (tmp_path / "checkpoint-3" / "model.safetensors").write_bytes(b"")
+        with pytest.raises(ckpt.DamagedError, match=r"Load another one, or load_state\(\) without a name"):
+            accelerator.load_state("checkpoint-3")  # it was committed: nobody but the user may choose another
