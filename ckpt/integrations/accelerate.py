@@ -44,6 +44,8 @@ def attach(
     join that save before they read their next batch of a prepared loader, or in `wait_for_everyone()`. Every rank asks
     the main one there, which costs a request to the store for each batch.
     """
+    if not isinstance(main_process_saves, bool):
+        raise ConfigError(f"main_process_saves={main_process_saves!r} must be True or False.")
     if main_process_saves and not options.get("follow", True):
         raise ConfigError("main_process_saves=True needs the prepared loaders to be followed: leave follow=False out.")
     previous: _Attached | None = vars(accelerator).get(_ATTACHED)
@@ -222,7 +224,8 @@ class _Attached:
     def end_training(self) -> None:
         """Finish the save that is under way, before the process group is destroyed."""
         if self._alone is not None:
-            self._alone.meet()
+            self._alone.meet()  # and nobody may end before all have come by: the main process may host the store
+            run_on_all_ranks(self._manager.session.ranks, "end_training()", lambda: None)
         self.detach()
         self.accelerator.end_training()
 

@@ -127,3 +127,5 @@ def test_it_needs_loaders_that_are_followed(tmp_path: Path) -> None:
     accelerator = new_accelerator()
     with pytest.raises(ckpt.ConfigError, match="leave follow=False out"):
         attach(accelerator, tmp_path, main_process_saves=True, follow=False)
+    with pytest.raises(ckpt.ConfigError, match=r"main_process_saves='no' must be True or False"):
+        attach(accelerator, tmp_path, main_process_saves="no")  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 What each is like: a language model on random batches that are fetched ahead and counted by `iter_num`; a GAN with two
 optimizers; accumulation by `step % n`; an iterator without an end, by `next`; epochs without a loader, whose learning
-rate is a variable.
+rate is a variable; with Accelerate, the newest folder by its name, skipped batches and accumulation by `step % n`.
 """
 
 from __future__ import annotations
@@ -169,8 +169,42 @@ def epochs_by_hand(root: str, record: Record) -> None:
         record.step(epoch + 1, loss, lr, best, model.state_dict())
 
 
+def attached(root: str, record: Record) -> None:
+    """Saved after every batch while the number of updates is even: also in the middle of a window."""
+    from ckpt.integrations.accelerate import attach
+    from tests.helpers.accelerated import new_accelerator
+
+    window, accelerator = 4, new_accelerator()
+    manager = attach(accelerator, root, saving=DURABLE)
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(_data(), 3, shuffle=True))
+    folders = sorted(Path(root).glob("step_*"), key=lambda path: int(path.name[5:]))
+    done = first = skipped = batches = 0
+    if folders:
+        accelerator.load_state(str(folders[-1]))
+        done = int(folders[-1].name[5:])
+        first, skipped = divmod(manager.progress.epoch * len(loader) + manager.progress.batch, len(loader))
+        batches = first * len(loader) + skipped
+    for epoch in range(first, 3):
+        active = accelerator.skip_first_batches(loader, skipped) if epoch == first and skipped else loader
+        for step, (x, y) in manager.enumerate(active):
+            loss = nn.functional.mse_loss(model(x), y) / window
+            accelerator.backward(loss)
+            if step % window == 0 or step == len(loader) - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+                done += 1
+            if done % 2 == 0:
+                accelerator.save_state(f"{root}/step_{done}")
+            batches += 1
+            record.step(batches, step, done, loss, model.state_dict())
+    accelerator.end_training()
+
+
 SHAPES: dict[str, Callable[[str, Record], None]] = {
-    shape.__name__: shape for shape in (random_batches, gan, accumulated_by_hand, without_an_end, epochs_by_hand)
+    shape.__name__: shape
+    for shape in (random_batches, gan, accumulated_by_hand, without_an_end, epochs_by_hand, attached)
 }
 
 
