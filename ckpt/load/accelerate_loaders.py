@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from ckpt.data.loader_info import goes_by_index, keeper_of, only_counts
+from ckpt.data.loader_info import goes_by_index, keeper_of, only_counts, size_of
 from ckpt.data.prefetch import reads_per_batch
 from ckpt.errors import DamagedError
 from ckpt.load.reader import CheckpointReader
@@ -75,6 +75,9 @@ def _why_not(reader: CheckpointReader, loader: Any, ranks: Ranks, *, follow: boo
         return f"{reader.manifest.world_size} ranks saved it, and {ranks.world_size} load it"
     if ranks.world_size > 1 and reads_per_batch(loader, ranks.rank) != 1:
         return "rank 0 reads for all ranks, and each of them has written this one file"
+    size = size_of(loader)
+    if size is not None and done > size:
+        return f"it says that {done} batches were done, and the loader has {size}"
     base = samplers.reader(loader)
     if not goes_by_index(base) and keeper_of(base) is not base:
         return "the loader keeps no state of its own here, or its stream's state drops samples"

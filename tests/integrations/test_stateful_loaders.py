@@ -183,6 +183,20 @@ def test_where_nothing_is_followed_the_script_is_told_how_many_batches_to_skip(t
         assert "skip_first_batches(loader, 2)" in restored.approximated["dataloader.0"]
 
 
+def test_more_batches_than_the_loader_has_are_named_and_nothing_is_skipped(tmp_path: Path) -> None:
+    accelerator, loader, parts = _prepared("in order", 0)
+    _trained(accelerator, loader, parts, range(1), 2)
+    accelerator.save_state(str(tmp_path / "step_2"))
+    path = tmp_path / "step_2" / "dl_state_dict.bin"
+    torch.save(torch.load(path, weights_only=True) | {"_num_yielded": 7}, path)
+    accelerator, loader, _ = _prepared("in order", 1)
+    with attach(accelerator, tmp_path) as manager:
+        restored = manager.resume()
+        assert restored is not None
+        assert "7 batches were done, and the loader has 6" in restored.approximated["dataloader.0"]
+        assert len(list(loader)) == 6
+
+
 def test_a_state_that_is_none_of_a_loader_is_refused(tmp_path: Path) -> None:
     accelerator, *_ = _prepared("in order", 0)
     accelerator.save_state(str(tmp_path / "step_2"))
