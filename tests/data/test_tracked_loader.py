@@ -52,7 +52,8 @@ def _shuffled() -> DataLoader[Any]:
 LOADERS: dict[str, tuple[type[RestoreStrategy], Callable[[], Any]]] = {
     "map-style data": (ByIndex, _shuffled),
     "a stateful loader of map-style data": (ByIndex, lambda: StatefulDataLoader(TensorDataset(torch.arange(12)), 2)),
-    "a stateful loader of a stream": (ByState, lambda: StatefulDataLoader(Stream(), 2)),
+    "a stateful loader of a stream": (ByState, lambda: StatefulDataLoader(StatefulStream(), 2)),
+    "a stateful loader that only counts what a stream yields": (ByReplay, lambda: StatefulDataLoader(Stream(), 2)),
     "a stream with a state_dict": (ByState, lambda: DataLoader(StatefulStream(), 2)),
     "a stream of Hugging Face": (ByState, lambda: DataLoader(_hugging_face(shuffled=False), 2)),
     "a stream whose state_dict drops the shuffle buffer": (
