@@ -114,10 +114,14 @@ class Loop:
         """How many batches the next pass through a loader skips; none if no position was saved for it."""
         return self._loaders.saved_batches(loader)
 
-    def skip(self, loader: Loader, batches: int) -> None:
+    def skip(self, loader: Loader, batches: int, *, announced: bool = False) -> None:
         """Let the next pass through a loader begin after so many batches."""
-        self._passes.next_loader(loader, announced=False)[1].skip(batches)
+        self._passes.next_loader(loader, announced=announced)[1].skip(batches)
         self.progress.batch = batches
+
+    def forget_positions(self) -> None:
+        """Drop what was saved of loaders: the next pass through each begins with its first batch."""
+        self._loaders.clear()
 
     # --- a plain `for` over a loader (see `loader_hook.Follower`)
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
+import transformers
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState, TrainerState
 
+from ckpt.errors import ConfigError
 from ckpt.formats.native.manifest import Manifest
-from ckpt.integrations.epoch_start import EpochStart
 from ckpt.load.restored import Restored
 from ckpt.root.retention import Keep
 from ckpt.root.summary import Summary
 from ckpt.util.console import say
 
 PART = "trainer_state"
+NO_POSITION = (
+    "the checkpoint has no position in the data, so Trainer's own count of steps decides: what samplers, datasets and "
+    "collators draw from the global generators for the rest of this epoch differs"
+)
 
 
 class TrainerPart:
@@ -27,16 +34,17 @@ class TrainerPart:
 
     of_main_rank = True
 
-    def __init__(self, trainer: Trainer, start: EpochStart) -> None:
+    def __init__(self, trainer: Trainer) -> None:
+        self.loss: torch.Tensor | None = None  # on this rank, since the last log
         self._trainer = trainer
-        self._start = start
         self._batch: int | None = None  # samples in a step of all ranks when the checkpoint was saved
         self._unlogged: list[float] = []
         self._since = 0
 
     def gather(self) -> None:
         """Gather every rank's loss since the last log. A collective call, so not part of `state_dict`."""
-        self._unlogged = self._trainer.accelerator.gather(self._trainer._tr_loss).reshape(-1).tolist()
+        assert self.loss is not None
+        self._unlogged = self._trainer.accelerator.gather(self.loss).reshape(-1).tolist()
         self._since = self._trainer._globalstep_last_logged
 
     def state_dict(self) -> dict[str, Any]:
@@ -48,26 +56,30 @@ class TrainerPart:
             "state": state,
             "unlogged": self._unlogged,
             "since": self._since,
-            "start": self._start.state_dict(),
             "batch": _samples_in_a_step(trainer),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._unlogged, self._since = saved["unlogged"], saved["since"]
-        self._start.load_state_dict(saved.get("start", {}))
         self._batch = saved.get("batch")
 
-    def report_step_size(self, restored: Restored) -> None:
-        """Report a step of another size: Trainer finds its place in the data by the number of steps."""
-        now = _samples_in_a_step(self._trainer)
-        if self._batch in (None, now):
-            return
-        restored.approximated["data"] = (
-            f"a step had {self._batch} samples and has {now} now. Trainer finds its place in the data by the number of "
-            "steps, so samples of this epoch repeat or are missed. Choose per_device_train_batch_size and "
-            "gradient_accumulation_steps so that a step of all ranks has as many samples as before"
-        )
-        if self._trainer.args.process_index == 0:
+    @property
+    def has_same_steps(self) -> bool:
+        """Whether a step has as many samples as one had when the checkpoint was saved."""
+        return self._batch in (None, _samples_in_a_step(self._trainer))
+
+    def report_data(self, restored: Restored, *, has_position: bool) -> None:
+        """Report what the data does not continue exactly from: Trainer finds its place by the number of steps then."""
+        if not self.has_same_steps:
+            restored.approximated["data"] = (
+                f"a step had {self._batch} samples and has {_samples_in_a_step(self._trainer)} now. Trainer finds its "
+                "place in the data by the number of steps, so samples of this epoch repeat or are missed. Choose "
+                "per_device_train_batch_size and gradient_accumulation_steps so that a step of all ranks has as many "
+                "samples as before"
+            )
+        elif not has_position:
+            restored.approximated["data"] = NO_POSITION
+        if "data" in restored.approximated and self._trainer.args.process_index == 0:
             say(f"ckpt: data: {restored.approximated['data']}")
 
     def continue_logging(self) -> None:
@@ -75,7 +87,8 @@ class TrainerPart:
         trainer, rank = self._trainer, self._trainer.args.process_index
         mean = sum(self._unlogged) / len(self._unlogged)
         same_ranks = len(self._unlogged) == trainer.args.world_size
-        trainer._tr_loss += self._unlogged[rank] if same_ranks else mean
+        running_loss = _running_loss(trainer)
+        running_loss += self._unlogged[rank] if same_ranks else mean
         trainer._total_loss_scalar -= mean
         trainer._globalstep_last_logged = self._since
 
@@ -110,6 +123,22 @@ def total_limit(args: TrainingArguments) -> Keep | None:
         return TotalLimit(last=limit)
     mode = "max" if args.greater_is_better else "min"
     return TotalLimit(last=limit, best=1, metric=f"eval_{metric.removeprefix('eval_')}", mode=mode)
+
+
+def _running_loss(trainer: Trainer) -> torch.Tensor:
+    """The loss since the last log: before transformers 5.4, a variable of the Trainer's loop, which calls this."""
+    if isinstance(getattr(trainer, "_tr_loss", None), torch.Tensor):
+        return trainer._tr_loss
+    frame = inspect.currentframe()
+    while frame is not None:
+        local = frame.f_locals
+        if local.get("self") is trainer and isinstance(local.get("tr_loss"), torch.Tensor):
+            return local["tr_loss"]
+        frame = frame.f_back
+    raise ConfigError(
+        f"transformers {transformers.__version__} keeps the loss since the last log where CkptCallback does not find "
+        "it, so the resumed run would log other losses. It is known up to 5.22."
+    )
 
 
 def _samples_in_a_step(trainer: Trainer) -> int:

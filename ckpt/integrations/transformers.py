@@ -11,6 +11,8 @@ from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
+import torch
+import transformers
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import TrainerControl, TrainerState
@@ -18,7 +20,7 @@ from transformers.trainer_utils import TrainOutput
 
 from ckpt.errors import ConfigError, MissingError, Preempted
 from ckpt.export.load_model import load_checkpoint_model
-from ckpt.integrations.epoch_start import EpochStart
+from ckpt.integrations.trainer_data import TrainerData
 from ckpt.integrations.trainer_resume import ResumeSource
 from ckpt.integrations.trainer_state import PART, TrainerPart, logged_metrics, total_limit
 from ckpt.manager import StateManager
@@ -60,7 +62,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self._own: dict[str, Callable[..., Any]] = {}  # the trainer's methods that ours have replaced
         self._manager: StateManager | None = None
         self._part: TrainerPart | None = None
-        self._start = EpochStart()
+        self._data: TrainerData | None = None
         self._source = ResumeSource(self._options, self._tiers)
         self._saved: set[str] = set()
         self._told_to_stop = False
@@ -75,7 +77,6 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             "_load_optimizer_and_scheduler": self._unless_ours("_load_optimizer_and_scheduler", self._load),
             "_load_rng_state": self._unless_ours("_load_rng_state", self._load_rng_state),
             "_load_best_model": self._load_best_model,
-            "_run_epoch": self._run_epoch,
             "_maybe_log_save_evaluate": self._log_save_evaluate,
         }
         _refuse_unsupported(trainer, ours)
@@ -134,6 +135,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         manager, self._manager = self._manager, None
         self._source.release()
+        self._release_data()
         if manager is not None:
             manager.__exit__(kind, error, trace)
 
@@ -141,6 +143,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         """Build a manager for the objects that the Trainer has just prepared."""
         trainer = self._trainer
         if self._manager is not None:  # the Trainer starts again, with smaller batches
+            self._release_data()
             self._manager.close()
         parts = {
             "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
@@ -157,16 +160,21 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             storage_options=given.storage_options,
             saving=given.saving,
             ranks=given.ranks,
-            follow=False,  # the Trainer finds its place in the data itself
+            follow=False,  # but for the loader that `TrainerData` follows
             memory_every=given.memory_every,
             memory_rescue=given.memory_rescue,
             memory_replicas=given.memory_replicas,
         )
         self._manager.session.unmanaged.quiet = True  # what is saved, and when, is for its arguments to say
-        self._start = EpochStart()
-        self._part = TrainerPart(trainer, self._start)
-        self._manager.register(**{PART: self._part}, **self._start.generators)
+        self._part = TrainerPart(trainer)
+        self._manager.register(**{PART: self._part})
+        self._data = TrainerData(trainer, self._manager)
         return self._manager
+
+    def _release_data(self) -> None:
+        data, self._data = self._data, None
+        if data is not None:
+            data.release()
 
     def _save(self, model: nn.Module, trial: Any = None) -> None:
         state, manager, before = self._trainer.state, self._prepare_save(), set(self._saved)
@@ -183,13 +191,14 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         assert part is not None
         trainer.store_flos()
         part.gather()
-        self._start.prepare_save()
-        manager.progress.step, manager.progress.epoch = trainer.state.global_step, int(trainer.state.epoch)
+        manager.progress.step = trainer.state.global_step
         return manager
 
-    def _log_save_evaluate(self, *given: Any, **named: Any) -> Any:
+    def _log_save_evaluate(self, tr_loss: torch.Tensor, *given: Any, **named: Any) -> Any:
         """After the step is logged, evaluated and maybe saved, take it into memory where that is due."""
-        result = self._own["_maybe_log_save_evaluate"](*given, **named)
+        if self._part is not None:
+            self._part.loss = tr_loss
+        result = self._own["_maybe_log_save_evaluate"](tr_loss, *given, **named)
         session = self._manager.session if self._manager is not None else None
         if session is not None and session.memory is not None:
             session.memory.stepped(session.loop.progress.step)
@@ -217,8 +226,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
     def _load(self) -> None:
         """Load everything at once, now that model, optimizer and scheduler are as training will use them.
 
-        The random generators keep their state until the samplers have drawn their order: `_load_rng_state`, which the
-        Trainer calls after that, restores them.
+        The random generators are restored when the data is at its position (`TrainerData`), or by `_load_rng_state`.
         """
         assert self._source.name is not None
         before = rng.capture()
@@ -228,25 +236,16 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         if restored is None or restored.name != self._source.name:
             raise MissingError(f"{self._source.name} was removed while it was being loaded. Start the training again.")
         assert self._part is not None
-        self._start.loaded(restored.skipped)
-        self._part.report_step_size(restored)
+        assert self._data is not None
+        self._data.resumes(same_steps=self._part.has_same_steps)
+        self._part.report_data(restored, has_position=self._data.has_position)
         self._source.release()
 
-    def _run_epoch(self, *given: Any, **named: Any) -> Any:
-        own = self._own["_run_epoch"]
-        arguments = inspect.signature(own).bind(*given, **named).arguments
-        loader, skipped = arguments["train_dataloader"], arguments["steps_trained_in_current_epoch"]
-        if self._source.name is not None and arguments["epoch"] == arguments["epochs_trained"]:
-            if not skipped:
-                self._load_rng_state()  # as the Trainer will, but before EpochStart records the generators
-            self._start.begin_again(loader, in_its_middle=skipped > 0)
-        else:
-            self._start.begin(loader)
-        return own(*given, **named)
-
     def _load_rng_state(self) -> None:
+        """Put the generators back, unless the data did when it came to its position, and draws from them since."""
         assert self._manager is not None
-        self._manager.rewind_rng()
+        if self._data is None or not self._data.is_exact:
+            self._manager.rewind_rng()
 
     def _load_best_model(self) -> None:
         assert self._manager is not None
@@ -278,7 +277,10 @@ def _refuse_unsupported(trainer: Trainer, methods: Collection[str]) -> None:
         )
     missing = [name for name in methods if not hasattr(trainer, name)]
     if missing:
-        raise ConfigError(f"this Trainer has no {', '.join(missing)}: install transformers 5.22 or newer.")
+        raise ConfigError(
+            f"transformers {transformers.__version__}: its Trainer has no {', '.join(missing)}. CkptCallback works with "
+            "4.56 and newer, and was tried up to 5.22."
+        )
 
 
 def _calling_trainer() -> Trainer:

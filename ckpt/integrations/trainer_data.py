@@ -1,0 +1,107 @@
+"""The Trainer's passes through its training data, handed out by the manager, so that positions are saved and restored.
+
+A Trainer saves no position: it skips as many batches as it has trained on. That draws what a sampler, a dataset or a
+collator takes from the global generators from other states than before, and reads the first batches after a resume
+with the wrong ones. So `iter()` of its loader is answered with `manager.batches`, whatever the version of Trainer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import Trainer
+
+from ckpt.data import loader_hook
+from ckpt.data.batches import Batches
+from ckpt.data.loader_hook import MakeIterator
+from ckpt.data.loader_info import size_of
+from ckpt.manager import StateManager
+from ckpt.state import samplers
+
+
+class TrainerData:
+    """Follows the Trainer's training loader (see `loader_hook.Follower`); every pass through it is an epoch.
+
+    `is_exact`: the first pass was continued from a saved position, with the generators of that moment.
+    """
+
+    def __init__(self, trainer: Trainer, manager: StateManager) -> None:
+        self.is_exact = False
+        self.is_followed = False
+        self._trainer = trainer
+        self._manager = manager
+        self._epochs = manager.epochs(sys.maxsize)
+        self._pass: Batches[Any] | None = None
+        self._resumes = False
+        self._same_steps = True
+        loader_hook.begin(self)
+
+    def resumes(self, *, same_steps: bool) -> None:
+        """A checkpoint of the root was loaded. `same_steps`: a step of it has as many samples as one has now."""
+        self._resumes, self._same_steps = True, same_steps
+
+    @property
+    def has_position(self) -> bool:
+        """Whether a position was loaded for the first pass."""
+        return bool(self._manager.session.loop.state())
+
+    def release(self) -> None:
+        loader_hook.end(self)
+        self._leave()
+
+    def owns(self, loader: Any) -> bool:
+        """Whether it is the training loader, or what `skip_first_batches` made of it."""
+        mine = self._loader
+        if loader is mine or mine is None:
+            return mine is not None
+        return _skipped(loader) > 0 and samplers.reader(loader).dataset is samplers.reader(mine).dataset
+
+    def takes(self, loader: Any) -> bool:
+        return False
+
+    def follow(self, loader: Any, own: MakeIterator) -> Iterator[Any]:
+        mine, skipped = self._loader, _skipped(loader)
+        self._leave()
+        if self._resumes and self._same_steps and self.has_position and (skipped or self._is_at_end):
+            self.is_exact = skipped > 0
+            if not skipped:
+                for _ in self._manager.batches(mine):  # no batch: it takes the generators to the end of the epoch
+                    pass
+        elif self._resumes or not self.is_followed:
+            self._begin_by_count(loader, skipped)
+        self._resumes, self.is_followed = False, True
+        next(self._epochs)
+        self._pass = self._manager.batches(mine)
+        return self._pass
+
+    def _begin_by_count(self, loader: Any, skipped: int) -> None:
+        """Begin where the Trainer does, by its own count of epochs and batches."""
+        loop = self._manager.session.loop
+        loop.forget_positions()
+        loop.progress.epoch = getattr(loader, "iteration", 0)
+        if skipped:
+            loop.skip(self._loader, skipped, announced=True)
+
+    @property
+    def _loader(self) -> Any:
+        return self._trainer.callback_handler.train_dataloader
+
+    @property
+    def _is_at_end(self) -> bool:
+        """Whether the position that was loaded is the end of an epoch."""
+        saved = next(iter(self._manager.session.loop.state().values()))
+        size = size_of(self._loader)
+        return bool(saved.get("done") or saved.get("exhausted") or saved.get("batches", 0) == size)
+
+    def _leave(self) -> None:
+        if self._pass is not None:
+            self._pass.close()
+        self._pass = None
+
+
+def _skipped(loader: Any) -> int:
+    """How many batches a loader skips that `accelerate.skip_first_batches` made; 0 for any other."""
+    found = (getattr(part, "skip_batches", 0) for part in (loader, *samplers.samplers(loader)))
+    return next((number for number in found if number), 0)
