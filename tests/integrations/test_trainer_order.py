@@ -48,6 +48,10 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def trainer(folder: Path, *callbacks: Any, sampler: Any = None, **arguments: Any) -> Any:
     from transformers import Trainer, TrainingArguments
 
+    by_length: dict[str, Any] = {"train_sampling_strategy": "group_by_length"}
+    if not hasattr(TrainingArguments, "train_sampling_strategy"):  # transformers before 5.4
+        by_length = {"group_by_length": True}
+
     class Recording(Trainer):  # type: ignore[misc]
         """Notes which samples each step was given, and may have a sampler of its own."""
 
@@ -66,7 +70,7 @@ def trainer(folder: Path, *callbacks: Any, sampler: Any = None, **arguments: Any
         "learning_rate": 1e-2,
         "save_steps": 12,
         "logging_steps": 2,
-        "train_sampling_strategy": "group_by_length",
+        **by_length,
         "remove_unused_columns": False,
         "report_to": [],
         "disable_tqdm": True,

@@ -1,0 +1,144 @@
+"""A Trainer whose sampler, dataset or collator draws from the global generators: resumed in mid-epoch, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, RandomSampler
+
+import ckpt
+from tests.helpers.training import exact
+from tests.integrations.test_transformers import interrupting, kept, logged
+
+SAMPLES, WORDS = 40, 30
+SAVED_AT = (7, 10)  # in the middle of the second epoch of five steps, and at its end
+
+pytestmark = pytest.mark.slow
+
+
+class Sentences(Dataset[Any]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": (torch.arange(12) * 7 + index) % (WORDS - 5) + 5}
+
+
+class Noisy(Sentences):
+    """Draws from each of the three global generators for every sample."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        words = super().__getitem__(index)["input_ids"]
+        words[0], words[1] = random.randrange(5, WORDS), int(np.random.randint(5, WORDS))
+        words[2] = int(torch.randint(5, WORDS, ()))
+        return {"input_ids": words}
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from (Noisy()[index] for index in range(SAMPLES))
+
+
+def masked_model() -> Any:
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(1)
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return BertForMaskedLM(BertConfig(vocab_size=WORDS, max_position_embeddings=16, **size))
+
+
+def masking() -> Any:
+    """The collator that masks words at random."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+
+    special = {f"{kind}_token": f"[{kind.upper()}]" for kind in ("pad", "mask", "cls", "sep", "unk")}
+    words = [*special.values(), *(f"w{number}" for number in range(WORDS - len(special)))]
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    return DataCollatorForLanguageModeling(PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special))
+
+
+def trainer(folder: Path, *callbacks: Any, data: Any, sampler: Any = None, **arguments: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    class Recording(Trainer):  # type: ignore[misc]
+        seen: list[list[int]]
+
+        def training_step(self, model: Any, inputs: Any, *others: Any, **named: Any) -> Any:
+            self.seen.append(inputs["input_ids"].flatten().tolist())
+            return super().training_step(model, inputs, *others, **named)
+
+        def _get_train_sampler(self, *given: Any) -> Any:
+            return super()._get_train_sampler(*given) if sampler is None else sampler(self.train_dataset)
+
+    usual = {
+        "num_train_epochs": 3,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 2,
+        "save_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    args = TrainingArguments(str(folder / "output"), **{**usual, **arguments})
+    built = Recording(masked_model(), args, callbacks=list(callbacks), train_dataset=data, data_collator=masking())
+    built.seen = []
+    return built
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "a collator that masks": {"data": Sentences},
+    "a dataset that draws": {"data": Noisy},
+    "workers": {"data": Noisy, "dataloader_num_workers": 2},
+    "a sampler without a generator": {
+        "data": Noisy,
+        "sampler": RandomSampler,
+        "accelerator_config": {"use_seedable_sampler": False},
+    },
+    "a stream": {"data": Stream, "max_steps": 15},
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_drawn_from_global_generators_is_drawn_as_if_there_had_been_no_interruption(
+    tmp_path: Path, case: str
+) -> None:
+    """The first batches after a resume were read before the generators were put back, and with other states."""
+    options = {**CASES[case]}
+    data = options.pop("data")
+    in_turn = {"saving": ckpt.SaveOptions(background=False)}
+
+    def build(root: str, *callbacks: Any) -> Any:
+        return trainer(tmp_path, kept(tmp_path / root, **in_turn), *callbacks, data=data(), **options)
+
+    straight = build("straight")
+    straight.train()
+    for saved_at in SAVED_AT:
+        first = build(f"run-{saved_at}", interrupting(saved_at + 1))
+        with pytest.raises(KeyboardInterrupt):
+            first.train()
+        again = build(f"run-{saved_at}")
+        torch.rand(99)
+        np.random.seed(999)
+        random.seed(999)
+        again.train(resume_from_checkpoint=True)
+        assert [*first.seen[: 2 * saved_at], *again.seen] == straight.seen, f"after {saved_at} steps"
+        if case != "a stream":  # of which Trainer counts epochs anew
+            assert logged(again.state.log_history) == logged(straight.state.log_history)
+        assert exact(again.model.state_dict()) == exact(straight.model.state_dict())
