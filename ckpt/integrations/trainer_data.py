@@ -66,7 +66,7 @@ class TrainerData:
         self._leave()
         if self._resumes and self._same_steps and self.has_position and (skipped or self._is_at_end):
             self.is_exact = skipped > 0
-            if not skipped:
+            if self._is_at_end:  # of a stream, Trainer does not know it
                 for _ in self._manager.batches(mine):  # no batch: it takes the generators to the end of the epoch
                     pass
         elif self._resumes or not self.is_followed:

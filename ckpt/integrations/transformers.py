@@ -23,6 +23,7 @@ from ckpt.export.load_model import load_checkpoint_model
 from ckpt.integrations.trainer_data import TrainerData
 from ckpt.integrations.trainer_resume import ResumeSource
 from ckpt.integrations.trainer_state import PART, TrainerPart, logged_metrics, total_limit
+from ckpt.integrations.trainer_subclass import beside
 from ckpt.manager import StateManager
 from ckpt.option_checks import refuse_unknown
 from ckpt.options import ManagerOptions, known_options, resolve_options
@@ -167,7 +168,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         )
         self._manager.session.unmanaged.quiet = True  # what is saved, and when, is for its arguments to say
         self._part = TrainerPart(trainer)
-        self._manager.register(**{PART: self._part})
+        self._manager.register(**{PART: self._part}, **beside(trainer))
         self._data = TrainerData(trainer, self._manager)
         return self._manager
 

@@ -166,6 +166,10 @@ def test_two_ranks_that_group_by_length_go_on_with_the_same_samples(tmp_path: Pa
 
 
 def test_another_number_of_samples_in_a_step_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    import transformers
+
+    if transformers.__version__.startswith("4."):
+        pytest.skip("transformers 4 keeps the size of the checkpoint")
     with pytest.raises(KeyboardInterrupt):
         trainer(tmp_path, kept(tmp_path / "root"), interrupting(13)).train()
     other = trainer(tmp_path, kept(tmp_path / "root"), per_device_train_batch_size=8, max_steps=14)
