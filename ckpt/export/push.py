@@ -193,6 +193,11 @@ class Pusher:
             self._background.start(publish)
         return None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a push is under way on this rank."""
+        return self._background.busy
+
     def wait(self) -> None:
         """Block until no push is under way. An error of a background push is raised here, once."""
         self._background.wait()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import TrainerControl, TrainerState
@@ -20,23 +16,19 @@ from transformers.trainer_utils import TrainOutput
 
 from ckpt.errors import ConfigError, MissingError, Preempted
 from ckpt.export.load_model import load_checkpoint_model
+from ckpt.integrations.trainer_checks import calling_trainer, refuse_foreign_options, refuse_unsupported
 from ckpt.integrations.trainer_data import TrainerData
+from ckpt.integrations.trainer_push import TrainerPush
 from ckpt.integrations.trainer_resume import ResumeSource
 from ckpt.integrations.trainer_state import PART, TrainerPart, logged_metrics, total_limit
 from ckpt.integrations.trainer_subclass import beside
 from ckpt.manager import StateManager
-from ckpt.option_checks import refuse_unknown
-from ckpt.options import ManagerOptions, known_options, resolve_options
+from ckpt.options import resolve_options
 from ckpt.ranks.preemption import EXIT_STATUS
 from ckpt.root import catalog
 from ckpt.state import rng
-from ckpt.state.objects import KINDS
 from ckpt.storage import Storage
 
-_log = logging.getLogger("ckpt")
-_DECIDED_ELSEWHERE = {  # by the Trainer and its arguments
-    "self", "root", "save_every", "save_at_epoch_end", "save_on_exception", "accelerator", "follow", *KINDS,
-}  # fmt: skip
 
 
 class CkptCallback(TrainerCallback):  # type: ignore[misc]
@@ -55,7 +47,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(self, root: str | os.PathLike[str] | Storage, **options: Any) -> None:
-        _refuse_foreign_options(options)
+        refuse_foreign_options(options)
         self._options = resolve_options(options, "CkptCallback")
         self._tiers = self._options.open_tiers(root)
         self._storage = self._tiers[0]
@@ -65,6 +57,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self._part: TrainerPart | None = None
         self._data: TrainerData | None = None
         self._source = ResumeSource(self._options, self._tiers)
+        self._push: TrainerPush | None = None
         self._saved: set[str] = set()
         self._told_to_stop = False
 
@@ -80,18 +73,17 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             "_load_best_model": self._load_best_model,
             "_maybe_log_save_evaluate": self._log_save_evaluate,
         }
-        _refuse_unsupported(trainer, ours)
+        refuse_unsupported(trainer, ours)
+        self._push = TrainerPush(trainer)
         self._trainer = trainer
         self._own = {name: getattr(trainer, name) for name in ours}
         for name, method in ours.items():
             setattr(trainer, name, method)
-        if trainer.args.push_to_hub:
-            _log.warning("CkptCallback pushes no checkpoints during training; call trainer.push_to_hub() at the end.")
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.attach(_calling_trainer())
+        self.attach(calling_trainer())
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -115,6 +107,10 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             self._told_to_stop = control.should_save = control.should_training_stop = True
         elif self._manager.session.schedule.is_due(state.global_step):  # SIGUSR1
             control.should_save = True
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._manager is not None and self._push is not None:
+            self._push.finish(self._manager, in_haste=self._told_to_stop)
 
     def _train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *others: Any, **named: Any
@@ -184,6 +180,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         if manager.save_state(_name(state.global_step), metrics=logged_metrics(state)) is None:  # left out
             self._saved = before
             self._name_the_best(state)
+        elif self._push is not None and not self._told_to_stop:
+            self._push.after_save(manager)
 
     def _prepare_save(self) -> StateManager:
         """Bring everything to the step that was just made, as a checkpoint is to have it."""
@@ -250,6 +248,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         assert self._manager is not None
+        assert self._push is not None
+        self._push.settle(self._manager)
         self._manager.wait()
         best = self._trainer.state.best_model_checkpoint.rpartition("/")[2]
         if best in self._saved:
@@ -257,40 +257,6 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             load_checkpoint_model(self._storage, best, self._trainer.model, trust=trust)
         else:
             self._own["_load_best_model"]()
-
-
-def _refuse_foreign_options(options: Mapping[str, Any]) -> None:
-    """Refuse options of a manager that the Trainer and its arguments decide, and those that do not exist."""
-    taken = {option.name for option in fields(ManagerOptions)} - _DECIDED_ELSEWHERE
-    if decided := sorted(options.keys() & _DECIDED_ELSEWHERE):
-        raise ConfigError(
-            f"CkptCallback has no option {', '.join(decided)}. It takes {', '.join(sorted(taken))}; the rest is for "
-            "the Trainer and its TrainingArguments to say."
-        )
-    refuse_unknown("CkptCallback", options, known_options() - _DECIDED_ELSEWHERE)
-
-
-def _refuse_unsupported(trainer: Trainer, methods: Collection[str]) -> None:
-    if trainer.is_deepspeed_enabled:
-        raise ConfigError(
-            "CkptCallback does not save DeepSpeed's engine, which Trainer loads itself. Train with FSDP or DDP; leave "
-            "the callback out and use Trainer's own checkpoints; or write the loop with Accelerate and StateManager."
-        )
-    missing = [name for name in methods if not hasattr(trainer, name)]
-    if missing:
-        raise ConfigError(
-            f"transformers {transformers.__version__}: its Trainer has no {', '.join(missing)}. CkptCallback works with "
-            "4.56 and newer, and was tried up to 5.22."
-        )
-
-
-def _calling_trainer() -> Trainer:
-    """The Trainer that is being built: it calls its callbacks without passing itself."""
-    frame = inspect.currentframe()
-    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
-        frame = frame.f_back
-    assert frame is not None
-    return frame.f_locals["self"]
 
 
 def _name(step: int) -> str:

@@ -17,6 +17,7 @@ from urllib.parse import quote
 from ckpt.errors import ConfigError, StorageError, TransientError
 from ckpt.shown import remember_secrets
 from ckpt.storage.base import LARGEST_DOCUMENT
+from ckpt.storage.hub.client import require_client
 from ckpt.storage.hub.errors import MovedError, asked_to_wait, cause_of, is_transient, status_of, translated_errors
 from ckpt.storage.hub.guard import guarded_lists, strange_answer
 from ckpt.storage.retry import Retries, RetryPolicy
@@ -102,6 +103,7 @@ class HubRepo:
 
     @cached_property
     def api(self) -> HfApi:
+        require_client()
         from huggingface_hub import HfApi, get_token
 
         remember_secrets({"token": self.token or get_token()})

@@ -1,0 +1,54 @@
+"""What `CkptCallback` refuses: options that are not its own, and Trainers that it does not work with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from typing import Any
+
+import transformers
+from transformers import Trainer
+
+from ckpt.errors import ConfigError
+from ckpt.option_checks import refuse_unknown
+from ckpt.options import ManagerOptions, known_options
+from ckpt.state.objects import KINDS
+
+_DECIDED_ELSEWHERE = {  # by the Trainer and its arguments
+    "self", "root", "save_every", "save_at_epoch_end", "save_on_exception", "accelerator", "follow", *KINDS,
+}  # fmt: skip
+
+
+def refuse_foreign_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of a manager that the Trainer and its arguments decide, and those that do not exist."""
+    taken = {option.name for option in fields(ManagerOptions)} - _DECIDED_ELSEWHERE
+    if decided := sorted(options.keys() & _DECIDED_ELSEWHERE):
+        raise ConfigError(
+            f"CkptCallback has no option {', '.join(decided)}. It takes {', '.join(sorted(taken))}; the rest is for "
+            "the Trainer and its TrainingArguments to say."
+        )
+    refuse_unknown("CkptCallback", options, known_options() - _DECIDED_ELSEWHERE)
+
+
+def refuse_unsupported(trainer: Trainer, methods: Collection[str]) -> None:
+    if trainer.is_deepspeed_enabled:
+        raise ConfigError(
+            "CkptCallback does not save DeepSpeed's engine, which Trainer loads itself. Train with FSDP or DDP; leave "
+            "the callback out and use Trainer's own checkpoints; or write the loop with Accelerate and StateManager."
+        )
+    missing = [name for name in methods if not hasattr(trainer, name)]
+    if missing:
+        raise ConfigError(
+            f"transformers {transformers.__version__}: its Trainer has no {', '.join(missing)}. CkptCallback works with "
+            "4.56 and newer, and was tried up to 5.22."
+        )
+
+
+def calling_trainer() -> Trainer:
+    """The Trainer that is being built: it calls its callbacks without passing itself."""
+    frame = inspect.currentframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), Trainer):
+        frame = frame.f_back
+    assert frame is not None
+    return frame.f_locals["self"]
