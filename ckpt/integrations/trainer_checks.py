@@ -32,10 +32,10 @@ def refuse_foreign_options(options: Mapping[str, Any]) -> None:
 
 
 def refuse_unsupported(trainer: Trainer, methods: Collection[str]) -> None:
-    if trainer.is_deepspeed_enabled:
+    if trainer.is_deepspeed_enabled and trainer.args.save_only_model:
         raise ConfigError(
-            "CkptCallback does not save DeepSpeed's engine, which Trainer loads itself. Train with FSDP or DDP; leave "
-            "the callback out and use Trainer's own checkpoints; or write the loop with Accelerate and StateManager."
+            "save_only_model=True with DeepSpeed: CkptCallback saves an engine as a whole. Leave it out, and take the "
+            "model from a checkpoint with `ckpt merge`."
         )
     missing = [name for name in methods if not hasattr(trainer, name)]
     if missing:

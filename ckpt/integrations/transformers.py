@@ -18,6 +18,7 @@ from ckpt.errors import ConfigError, MissingError, Preempted
 from ckpt.export.load_model import load_checkpoint_model
 from ckpt.integrations.trainer_checks import calling_trainer, refuse_foreign_options, refuse_unsupported
 from ckpt.integrations.trainer_data import TrainerData
+from ckpt.integrations.trainer_engine import engine_loaded_elsewhere, managed_objects, trained_model
 from ckpt.integrations.trainer_push import TrainerPush
 from ckpt.integrations.trainer_resume import ResumeSource
 from ckpt.integrations.trainer_state import PART, TrainerPart, logged_metrics, total_limit
@@ -28,7 +29,6 @@ from ckpt.ranks.preemption import EXIT_STATUS
 from ckpt.root import catalog
 from ckpt.state import rng
 from ckpt.storage import Storage
-
 
 
 class CkptCallback(TrainerCallback):  # type: ignore[misc]
@@ -108,7 +108,9 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         elif self._manager.session.schedule.is_due(state.global_step):  # SIGUSR1
             control.should_save = True
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self._manager is not None and self._push is not None:
             self._push.finish(self._manager, in_haste=self._told_to_stop)
 
@@ -122,6 +124,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             stack.push(self._close)
             output_dir = self._trainer.args.output_dir
             resume = self._source.choose(resume_from_checkpoint or None, output_dir, stack)
+            if self._source.name is not None and self._trainer.is_deepspeed_enabled:
+                stack.enter_context(engine_loaded_elsewhere(self._trainer))
             output = self._own["train"](resume, trial, *others, **named)
         if self._told_to_stop:
             raise Preempted(EXIT_STATUS)
@@ -142,16 +146,10 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         if self._manager is not None:  # the Trainer starts again, with smaller batches
             self._release_data()
             self._manager.close()
-        parts = {
-            "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
-            "scheduler": trainer.lr_scheduler,
-            "scaler": trainer.accelerator.scaler,
-        }
         given = self._options
         self._manager = StateManager(
             self._storage,
-            model=trainer.model,
-            **({} if trainer.args.save_only_model else parts),
+            **managed_objects(trainer),
             keep=total_limit(trainer.args) if given.keep is None else given.keep,
             mirror=given.mirror,
             storage_options=given.storage_options,
@@ -254,7 +252,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         best = self._trainer.state.best_model_checkpoint.rpartition("/")[2]
         if best in self._saved:
             trust = self._manager.session.trust
-            load_checkpoint_model(self._storage, best, self._trainer.model, trust=trust)
+            load_checkpoint_model(self._storage, best, trained_model(self._trainer), trust=trust)
         else:
             self._own["_load_best_model"]()
 

@@ -15,8 +15,8 @@ import ckpt
 from tests.helpers.training import exact
 from tests.integrations.test_transformers import interrupting, kept, logged
 
-SAMPLES, WORDS = 40, 30
-SAVED_AT = (7, 10)  # in the middle of the second epoch of five steps, and at its end
+SAMPLES, WORDS = 24, 30
+SAVED_AT = (5, 6)  # in the middle of the second epoch of three steps, and at its end
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +83,6 @@ def trainer(folder: Path, *callbacks: Any, data: Any, sampler: Any = None, **arg
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-2,
         "logging_steps": 2,
-        "save_steps": 1,
         "report_to": [],
         "disable_tqdm": True,
         "use_cpu": True,
@@ -103,7 +102,7 @@ CASES: dict[str, dict[str, Any]] = {
         "sampler": RandomSampler,
         "accelerator_config": {"use_seedable_sampler": False},
     },
-    "a stream": {"data": Stream, "max_steps": 15},
+    "a stream": {"data": Stream, "max_steps": 9},
 }
 
 
@@ -124,13 +123,14 @@ def test_what_is_drawn_from_global_generators_is_drawn_as_if_there_had_been_no_i
     data = options.pop("data")
     in_turn = {"saving": ckpt.SaveOptions(background=False)}
 
-    def build(root: str, *callbacks: Any) -> Any:
-        return trainer(tmp_path, kept(tmp_path / root, **in_turn), *callbacks, data=data(), **options)
+    def build(root: str, *callbacks: Any, save_steps: int = 100) -> Any:
+        ours = kept(tmp_path / root, **in_turn)
+        return trainer(tmp_path, ours, *callbacks, data=data(), save_steps=save_steps, **options)
 
     straight = build("straight")
     straight.train()
     for saved_at in SAVED_AT:
-        first = build(f"run-{saved_at}", interrupting(saved_at + 1))
+        first = build(f"run-{saved_at}", interrupting(saved_at + 1), save_steps=saved_at)
         with pytest.raises(KeyboardInterrupt):
             first.train()
         again = build(f"run-{saved_at}")

@@ -87,7 +87,9 @@ def test_at_the_end_the_trainer_pushes_itself(tmp_path: Path, hub: HubServer) ->
     assert len(titles(hub)) == 1
     run.push_to_hub()
     assert titles(hub)[1:] == ["End of training"]
-    assert torch.equal(next(run.model.parameters()), next(BertForSequenceClassification.from_pretrained(REPO).parameters()))
+    assert torch.equal(
+        next(run.model.parameters()), next(BertForSequenceClassification.from_pretrained(REPO).parameters())
+    )
 
 
 @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
