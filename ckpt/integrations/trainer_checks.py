@@ -40,8 +40,8 @@ def refuse_unsupported(trainer: Trainer, methods: Collection[str]) -> None:
     missing = [name for name in methods if not hasattr(trainer, name)]
     if missing:
         raise ConfigError(
-            f"transformers {transformers.__version__}: its Trainer has no {', '.join(missing)}. CkptCallback works with "
-            "4.56 and newer, and was tried up to 5.22."
+            f"the Trainer of transformers {transformers.__version__} has no {', '.join(missing)}. CkptCallback works "
+            "with 4.56 and newer, and was tried up to 5.22."
         )
 
 

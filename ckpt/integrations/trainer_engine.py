@@ -1,4 +1,4 @@
-"""Which objects of a Trainer are saved: its model and what trains it, or the engine of DeepSpeed, which has all of it."""
+"""The objects of a Trainer that are saved: its model and what trains it, or DeepSpeed's engine, which has all of it."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ class TrainerPush:
         self._left_out = False
         if args.push_to_hub and args.hub_strategy in _WITH_CHECKPOINTS:
             raise ConfigError(
-                f"hub_strategy={args.hub_strategy.value!r} pushes what a run resumes from in Trainer's own files, which "
-                "CkptCallback does not write. Use hub_strategy='every_save', which pushes the model; for checkpoints on "
-                "the Hub, CkptCallback(root, mirror='hub://user/name'), or hub://user/name as the root."
+                f"hub_strategy={args.hub_strategy.value!r} pushes what a run resumes from in Trainer's own files, "
+                "which CkptCallback does not write. Use hub_strategy='every_save', which pushes the model; for "
+                "checkpoints on the Hub, CkptCallback(root, mirror='hub://user/name'), or hub://user/name as the root."
             )
         if self._is_on:
             require_client()

@@ -127,13 +127,14 @@ def total_limit(args: TrainingArguments) -> Keep | None:
 
 def _running_loss(trainer: Trainer) -> torch.Tensor:
     """The loss since the last log: before transformers 5.4, a variable of the Trainer's loop, which calls this."""
-    if isinstance(getattr(trainer, "_tr_loss", None), torch.Tensor):
-        return trainer._tr_loss
+    kept = getattr(trainer, "_tr_loss", None)
+    if isinstance(kept, torch.Tensor):
+        return kept
     frame = inspect.currentframe()
     while frame is not None:
-        local = frame.f_locals
-        if local.get("self") is trainer and isinstance(local.get("tr_loss"), torch.Tensor):
-            return local["tr_loss"]
+        found = frame.f_locals.get("tr_loss") if frame.f_locals.get("self") is trainer else None
+        if isinstance(found, torch.Tensor):
+            return found
         frame = frame.f_back
     raise ConfigError(
         f"transformers {transformers.__version__} keeps the loss since the last log where CkptCallback does not find "

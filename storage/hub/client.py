@@ -12,6 +12,6 @@ def require_client() -> None:
     version = huggingface_hub.__version__
     if version.startswith("0."):
         raise ConfigError(
-            f"the Hub needs huggingface_hub 1.0 or newer, and {version} is installed: transformers 4 allows no newer one. "
-            "Install transformers 5, or use another storage, and push from another environment."
+            f"the Hub needs huggingface_hub 1.0 or newer, and {version} is installed: transformers 4 allows no newer "
+            "one. Install transformers 5; or use another storage, and push from another environment."
         )

@@ -21,9 +21,8 @@ pytestmark = pytest.mark.ranks
 
 
 def config(stage: int) -> dict[str, Any]:
-    schedule = {
-        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}
-    }
+    steps = {"total_num_steps": "auto", "warmup_num_steps": "auto"}
+    schedule = {"scheduler": {"type": "WarmupDecayLR", "params": steps}}
     return {
         "zero_optimization": {"stage": stage},
         "gradient_accumulation_steps": "auto",

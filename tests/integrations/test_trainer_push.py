@@ -1,4 +1,4 @@
-"""`TrainingArguments(push_to_hub=True)` with `CkptCallback`: the real client, against a server that stands in for the Hub."""
+"""A Trainer with `push_to_hub=True` and `CkptCallback`: the real client, and a server that stands in for the Hub."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import BertForSequenceClassification
 
 import ckpt
@@ -87,9 +86,7 @@ def test_at_the_end_the_trainer_pushes_itself(tmp_path: Path, hub: HubServer) ->
     assert len(titles(hub)) == 1
     run.push_to_hub()
     assert titles(hub)[1:] == ["End of training"]
-    assert torch.equal(
-        next(run.model.parameters()), next(BertForSequenceClassification.from_pretrained(REPO).parameters())
-    )
+    assert exact(BertForSequenceClassification.from_pretrained(REPO).state_dict()) == exact(run.model.state_dict())
 
 
 @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
@@ -98,3 +95,14 @@ def test_a_strategy_that_pushes_checkpoints_is_refused_with_the_way_to_have_them
 ) -> None:
     with pytest.raises(ckpt.ConfigError, match=rf"hub_strategy='{strategy}' .*mirror='hub://user/name'"):
         pushing(tmp_path, hub_strategy=strategy)
+
+
+def test_a_client_that_is_too_old_for_the_hub_is_refused_before_training(
+    tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.__version__", "0.36.2")
+    with pytest.raises(ckpt.ConfigError, match=r"needs huggingface_hub 1\.0 or newer, and 0\.36\.2 is installed"):
+        pushing(tmp_path)
+    with pytest.raises(ckpt.ConfigError, match=r"needs huggingface_hub 1\.0 or newer"):
+        ckpt.list_checkpoints("hub://me/runs")
+    pushing(tmp_path, hub_strategy="end")  # by transformers alone

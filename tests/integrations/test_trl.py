@@ -1,4 +1,4 @@
-"""TRL's trainers with `CkptCallback`, on tiny models: killed, resumed, and compared. Skipped where TRL is not installed."""
+"""TRL's trainers with `CkptCallback`, on tiny models: killed, resumed, and compared. Skipped without TRL."""
 
 from __future__ import annotations
 
