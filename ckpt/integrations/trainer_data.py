@@ -7,6 +7,7 @@ with the wrong ones. So `iter()` of its loader is answered with `manager.batches
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,8 @@ from ckpt.data.loader_hook import MakeIterator
 from ckpt.data.loader_info import size_of
 from ckpt.manager import StateManager
 from ckpt.state import samplers
+
+_log = logging.getLogger("ckpt")
 
 
 class TrainerData:
@@ -36,6 +39,7 @@ class TrainerData:
         self._pass: Batches[Any] | None = None
         self._resumes = False
         self._same_steps = True
+        self._warned = False
         loader_hook.begin(self)
 
     def resumes(self, *, same_steps: bool) -> None:
@@ -46,6 +50,17 @@ class TrainerData:
     def has_position(self) -> bool:
         """Whether a position was loaded for the first pass."""
         return bool(self._manager.session.loop.state())
+
+    def warn_unfollowed(self) -> None:
+        """Name a loader of a kind whose position is not known, once, before a checkpoint lacks it."""
+        if not self.is_followed and not self._warned:
+            self._warned = True
+            _log.warning(
+                "the training data of this Trainer is a %s, which ckpt cannot follow: after a resume Trainer counts its "
+                "batches, and what is drawn from the global generators for the rest of the epoch differs. Let "
+                "get_train_dataloader return a DataLoader.",
+                type(self._loader).__name__,
+            )
 
     def release(self) -> None:
         loader_hook.end(self)

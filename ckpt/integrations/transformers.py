@@ -188,6 +188,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         assert part is not None
         trainer.store_flos()
         part.gather()
+        if self._data is not None:
+            self._data.warn_unfollowed()
         manager.progress.step = trainer.state.global_step
         return manager
 

@@ -142,3 +142,36 @@ def test_what_is_drawn_from_global_generators_is_drawn_as_if_there_had_been_no_i
         if case != "a stream":  # of which Trainer counts epochs anew
             assert logged(again.state.log_history) == logged(straight.state.log_history)
         assert exact(again.model.state_dict()) == exact(straight.model.state_dict())
+
+
+def test_data_that_cannot_be_followed_is_named_when_it_is_saved_and_when_it_is_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Around:
+        """A loader that is no DataLoader."""
+
+        def __init__(self, loader: Any) -> None:
+            self._loader = loader
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._loader, name)
+
+        def __len__(self) -> int:
+            return len(self._loader)
+
+        def __iter__(self) -> Any:
+            return iter(self._loader)
+
+    def build(*callbacks: Any) -> Any:
+        built = trainer(tmp_path, kept(tmp_path / "root"), *callbacks, data=Sentences(), save_steps=2)
+        loader = built.get_train_dataloader
+        built.get_train_dataloader = lambda: Around(loader())
+        return built
+
+    with pytest.raises(KeyboardInterrupt):
+        build(interrupting(3)).train()
+    assert caplog.text.count("data of this Trainer is a Around, which ckpt cannot follow") == 1
+    again = build()
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 9
+    assert "ckpt: data: the checkpoint has no position in the data" in capfd.readouterr().err
