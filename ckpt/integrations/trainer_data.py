@@ -56,8 +56,8 @@ class TrainerData:
         if not self.is_followed and not self._warned:
             self._warned = True
             _log.warning(
-                "the training data of this Trainer is a %s, which ckpt cannot follow: after a resume Trainer counts its "
-                "batches, and what is drawn from the global generators for the rest of the epoch differs. Let "
+                "the training data of this Trainer is a %s, which ckpt cannot follow: after a resume Trainer counts "
+                "its batches, and what is drawn from the global generators for the rest of the epoch differs. Let "
                 "get_train_dataloader return a DataLoader.",
                 type(self._loader).__name__,
             )

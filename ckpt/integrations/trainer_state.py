@@ -38,6 +38,7 @@ class TrainerPart:
         self.loss: torch.Tensor | None = None  # on this rank, since the last log
         self._trainer = trainer
         self._batch: int | None = None  # samples in a step of all ranks when the checkpoint was saved
+        self._grouped: int | None = None  # samples for which the sampler grouped lengths then
         self._unlogged: list[float] = []
         self._since = 0
 
@@ -57,11 +58,12 @@ class TrainerPart:
             "unlogged": self._unlogged,
             "since": self._since,
             "batch": _samples_in_a_step(trainer),
+            "grouped": _samples_in_a_group(trainer),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._unlogged, self._since = saved["unlogged"], saved["since"]
-        self._batch = saved.get("batch")
+        self._batch, self._grouped = saved.get("batch"), saved.get("grouped")
 
     @property
     def has_same_steps(self) -> bool:
@@ -79,6 +81,12 @@ class TrainerPart:
             )
         elif not has_position:
             restored.approximated["data"] = NO_POSITION
+        elif self._grouped != _samples_in_a_group(self._trainer):
+            restored.approximated["data"] = (
+                f"lengths were grouped for {self._grouped} samples and are for {_samples_in_a_group(self._trainer)} "
+                "now, which is another order: samples of this epoch repeat or are missed. Resume with as many samples "
+                "on each rank"
+            )
         if "data" in restored.approximated and self._trainer.args.process_index == 0:
             say(f"ckpt: data: {restored.approximated['data']}")
 
@@ -145,6 +153,13 @@ def _running_loss(trainer: Trainer) -> torch.Tensor:
 def _samples_in_a_step(trainer: Trainer) -> int:
     args = trainer.args
     return int(trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
+def _samples_in_a_group(trainer: Trainer) -> int | None:
+    """The number of samples for which `group_by_length` finds similar lengths: its order depends on it."""
+    args = trainer.args
+    grouped = getattr(args, "group_by_length", False) or "length" in str(getattr(args, "train_sampling_strategy", ""))
+    return int(trainer._train_batch_size * args.gradient_accumulation_steps) if grouped else None
 
 
 def logged_metrics(state: TrainerState) -> dict[str, float]:

@@ -39,7 +39,13 @@ def train(rank: int, folder: str, world_size: int, stage: int, killed_at: int) -
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first, for a minute
-    evaluated = {"eval_strategy": "steps", "eval_steps": 5, "save_steps": 5, "load_best_model_at_end": True}
+    evaluated: dict[str, Any] = {
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+        "save_steps": 5,
+        "load_best_model_at_end": True,
+    }
+    evaluated["warmup_steps"] = 2
     run = trainer(
         Path(folder),
         kept(Path(folder, "root"), ranks=ckpt.RankOptions(timeout=60), saving=ckpt.SaveOptions(background=False)),

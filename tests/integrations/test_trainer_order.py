@@ -159,10 +159,16 @@ def _interrupted_equals_straight(rank: int, folder: str) -> None:
     Path(folder, f"seen-{rank}").write_text(json.dumps(straight.seen))
 
 
-def test_two_ranks_that_group_by_length_go_on_with_the_same_samples(tmp_path: Path) -> None:
+def test_two_ranks_that_group_by_length_go_on_with_the_same_samples(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert run_ranks(2, _interrupted_equals_straight, str(tmp_path)) == [0, 0]
     seen = [json.loads((tmp_path / f"seen-{rank}").read_text()) for rank in range(2)]
     assert sorted(flat([*seen[0][:4], *seen[1][:4]])) == list(range(SAMPLES))
+    alone = trainer(tmp_path, kept(tmp_path / "run"), per_device_train_batch_size=16)
+    alone.train(resume_from_checkpoint="step-00000006")  # in the middle of the second epoch
+    if alone._train_batch_size == 16:  # some versions of Trainer keep that of the checkpoint
+        assert "lengths were grouped for 8 samples and are for 16 now" in capfd.readouterr().err
 
 
 def test_another_number_of_samples_in_a_step_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
