@@ -20,7 +20,9 @@ class ObjectStorage:
     is_local = False
     near = FormerName("is_local")
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: Objects, *, allow_unconditional: bool = False) -> None:
+        """`allow_unconditional`: use it though the store ignores conditions of writes. There must be one writer."""
+        self.allow_unconditional = allow_unconditional
         self._objects = objects
         self._leases = Leases(objects)
 

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 from ckpt.errors import ConfigError, SchemeError
 from ckpt.shown import masked_url, remember_secrets
-from ckpt.storage.base import Storage
+from ckpt.storage.base import Objects, Storage
 from ckpt.storage.deprecated import accept_near
 from ckpt.storage.hub.storage import HubStorage
 from ckpt.storage.local.storage import LocalStorage
@@ -36,9 +36,10 @@ def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Stor
     """The storage that `root` names: a path, a URL, or a storage already.
 
     `options` are passed to the backend, under the names of its fsspec filesystem: `endpoint_url`, `profile`, `key` or
-    `secret` for `s3://`, for instance. Two are ckpt's own: `deadline`, the seconds for which a failing request is
-    retried, and `stall`, the seconds without a byte moved after which it has failed. `hub://` takes `token`,
-    `deadline`, and `interval`: the seconds between two commits.
+    `secret` for `s3://`, for instance. Three are ckpt's own: `deadline`, the seconds for which a failing request is
+    retried, `stall`, the seconds without a byte moved after which it has failed, and `allow_unconditional`, for a store
+    that ignores the conditions of a write and has a single writer. `hub://` takes `token`, `deadline`, and `interval`:
+    the seconds between two commits.
     """
     accept_near(root)
     if isinstance(root, Storage):
@@ -115,16 +116,24 @@ def _open_s3(rest: str, **options: Any) -> Storage:
     bucket, _, prefix = rest.partition("/")
     if not bucket:
         raise ConfigError(f"s3://{rest} names no bucket: write s3://bucket/folder.")
-    return ObjectStorage(S3Objects(bucket, prefix.strip("/"), options))
+    return _object_storage(lambda given: S3Objects(bucket, prefix.strip("/"), given), options)
 
 
 def _open_filesystem(scheme: str) -> Callable[..., Storage]:
     def opened(rest: str, **options: Any) -> Storage:
         from ckpt.storage.fsspec_objects import FilesystemObjects
 
-        return ObjectStorage(FilesystemObjects(scheme, rest.rstrip("/"), options))
+        return _object_storage(lambda given: FilesystemObjects(scheme, rest.rstrip("/"), given), options)
 
     return opened
+
+
+def _object_storage(opened: Callable[[dict[str, Any]], Objects], options: dict[str, Any]) -> Storage:
+    given = dict(options)
+    allow = given.pop("allow_unconditional", False)
+    if not isinstance(allow, bool):
+        raise ConfigError(f"storage_options: allow_unconditional={said(allow)} must be True or False.")
+    return ObjectStorage(opened(given), allow_unconditional=allow)
 
 
 _BUILT_IN: dict[str, Callable[..., Storage]] = {

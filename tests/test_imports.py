@@ -55,6 +55,7 @@ ARROWS = {
     "selftest": "*",
     "testing": "*",
     "cli": "*",
+    "__main__": "*",
 }
 
 

@@ -99,10 +99,22 @@ class Attempt:
             keyed = {f"{self.name}/{path}": receipt for path, receipt in staged.items()}
             storage.publish(keyed, gone=[f"{self.name}/{path}" for path in self.replaces])
             return None
+        if not storage.is_local:
+            self._require_files(storage, manifest)
         version = self._put_manifest(storage, manifest)
         with suppress(StorageError):  # it is committed: what could not be removed is removed before a later save
             remove_uncommitted(storage, self.name, manifest)
         return version
+
+    def _require_files(self, storage: Storage, manifest: Manifest) -> None:
+        """See that every file is there with its size: another run, or somebody's hand, may have removed one."""
+        sizes = {entry.key.removeprefix(f"{self.name}/"): entry.size for entry in storage.list(self.name)}
+        wrong = [file.path for file in manifest.files if sizes.get(file.path) != file.size]
+        if wrong:
+            raise StorageError(
+                f"{storage.url}/{self.name} is not committed: {len(wrong)} of its files are gone or have another size "
+                f"since they were written ({', '.join(wrong[:5])}). Does another run use this root?"
+            )
 
     def _put_manifest(self, storage: Storage, manifest: Manifest) -> str | None:
         """Write the manifest over the expected version. If that fails, read it back: the answer alone may be lost."""

@@ -8,14 +8,22 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt.errors import AbsentError, ConfigError, DamagedError, TransientError, VersionError
+from ckpt.errors import (
+    AbsentError,
+    ConfigError,
+    ConflictError,
+    DamagedError,
+    TransientError,
+    UnsupportedError,
+    VersionError,
+)
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root.catalog import STATE
 from ckpt.root.folder import open_url
 from ckpt.storage import LocalStorage, Staging, Storage, open_storage, place_of
 from ckpt.storage.base import read_document
 from ckpt.util.filesystem import why_not_creatable
-from ckpt.util.option_values import said, settings
+from ckpt.util.option_values import settings
 
 _log = logging.getLogger("ckpt")
 
@@ -34,18 +42,7 @@ def open_tiers(
     tiers = (open_url(root, options), open_url(mirror, mirror_options))
     if place_of(tiers[0]) == place_of(tiers[1]):
         raise ConfigError(f"mirror={mirror!r} is the root itself. Give it another place, or leave it out.")
-    refuse_nested(*tiers, mirror)
     return tiers
-
-
-def refuse_nested(root: Storage, copy: Storage, mirror: object) -> None:
-    """Of two local folders neither may be in the other: its checkpoints would be listed, and swept, as the other's."""
-    if isinstance(root, LocalStorage) and isinstance(copy, LocalStorage):
-        outer, inner = sorted((root.place, copy.place), key=len)
-        if os.path.commonpath([outer, inner]) == outer:
-            raise ConfigError(
-                f"mirror={said(mirror)} and the root: one is in the other. Give it a folder beside the root."
-            )
 
 
 def try_out_tiers(root: Storage, mirror: Storage | None = None) -> None:
@@ -97,10 +94,41 @@ def _is_checkpoint(storage: Storage) -> bool:
 
 
 def _try_out(storage: Storage) -> None:
-    """Write a few bytes and delete them. A crash in between leaves a file that `deletion.sweep` deletes."""
+    """Write a few bytes, see that conditions of a write are honoured, and delete them.
+
+    A crash in between leaves a file that `deletion.sweep` deletes.
+    """
     key = f".try-{uuid.uuid4().hex}"
     if isinstance(storage, Staging):
         storage.stage(key, [b"ckpt"])  # which is never published
         return
-    storage.write(key, [b"ckpt"])
-    storage.delete([key])
+    try:
+        storage.write(key, [b"ckpt"])
+        first = storage.version(key)
+        ignored = [] if _is_refused(storage, key, None) else ["If-None-Match"]
+        storage.write(key, [b"checkpoint"])
+        ignored += [] if _is_refused(storage, key, first) else ["If-Match"]
+    finally:
+        storage.delete([key])
+    if ignored:
+        _refuse_unconditional(storage, ignored)
+
+
+def _is_refused(storage: Storage, key: str, over: str | None) -> bool:
+    """Whether the store refuses to write over a version that is not there any more."""
+    try:
+        storage.write(key, [b"try"], over=over)
+    except ConflictError:
+        return True
+    return False
+
+
+def _refuse_unconditional(storage: Storage, ignored: list[str]) -> None:
+    """Locks and commits are conditional writes: where conditions are ignored, two runs destroy each other's saves."""
+    text = f"{storage.url}: the server ignores {' and '.join(ignored)}, so nothing keeps a second run out of this root"
+    if not getattr(storage, "allow_unconditional", False):
+        raise UnsupportedError(
+            f"{text}: each would sweep what the other is writing. Use another server or a newer version of it, or, if "
+            "there is only ever one run, storage_options={'allow_unconditional': True}."
+        )
+    _log.warning("%s. Take care that there is only one (allow_unconditional=True).", text)

@@ -39,7 +39,8 @@ class StateCapture:
     ) -> LiveState:
         """The state of parts that all ranks have, of parts that are this rank's alone, and values of this rank."""
         parts = list(parts)
-        if not (parts or rank_parts or any(rank_state.get(key) for key in ("loaders", "generators", "values"))):
+        known = ("loaders", "generators", "values", "source")
+        if not (parts or rank_parts or any(rank_state.get(key) for key in known)):
             raise ConfigError(
                 "there is nothing to save: StateManager(root, model=model, optimizer=optimizer) says what."
             )

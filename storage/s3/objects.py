@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -9,7 +10,7 @@ from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any
 
-from ckpt.errors import AbsentError
+from ckpt.errors import AbsentError, StorageError, TransientError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished
 from ckpt.storage.multipart import split_into_parts
 from ckpt.storage.s3 import write as s3_write
@@ -17,6 +18,7 @@ from ckpt.storage.s3.connection import BytesMoved, Connection, gather_or_cancel
 from ckpt.storage.s3.errors import code_of, not_deleted, strange_answer
 from ckpt.storage.s3.write import Write
 
+_log = logging.getLogger("ckpt")
 _DELETED_AT_ONCE = 1000
 _READ_AT_ONCE = 8 << 20
 _CHUNK = 1 << 20
@@ -34,6 +36,7 @@ class S3Objects:
         self._bucket = bucket
         self._prefix = f"{prefix}/" if prefix else ""
         self._s3 = Connection(bucket, options)
+        self._has_warned = False  # of uploads
 
     @property
     def url(self) -> str:
@@ -115,13 +118,34 @@ class S3Objects:
         return sum(int(part["Size"]) for page in pages for part in page.get("Parts", ()))
 
     def abort(self, prefix: str, age: float) -> None:
-        for key, upload, begun in list(self._uploads(self._prefix + prefix)):
-            if begun >= age:
-                with suppress(AbsentError):
-                    self._s3.run(self._request("abort_multipart_upload", key, UploadId=upload))
+        try:
+            for key, upload, begun in list(self._uploads(self._prefix + prefix)):
+                if begun >= age:
+                    with suppress(AbsentError):
+                        self._s3.run(self._request("abort_multipart_upload", key, UploadId=upload))
+        except TransientError:
+            raise
+        except StorageError as error:
+            self._warn_of_uploads(error)
 
     def _uploads(self, top: str) -> Iterator[tuple[str, str, float]]:
-        """Unfinished multipart uploads: key, id, and age in seconds by the server's clock."""
+        """Unfinished multipart uploads: key, id, and age in seconds by the server's clock. None if it lists none."""
+        try:
+            yield from self._listed_uploads(top)
+        except TransientError:
+            raise
+        except StorageError as error:  # housekeeping: a server may lack it, and credentials may not have the right
+            self._warn_of_uploads(error)
+
+    def _warn_of_uploads(self, error: StorageError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "%s: uploads that were cut off are not removed, and take room there until a rule of the bucket removes "
+                "them: %s", self.url, error,
+            )  # fmt: skip
+
+    def _listed_uploads(self, top: str) -> Iterator[tuple[str, str, float]]:
         for page in self._pages("list_multipart_uploads", _UPLOADS, Prefix=top):
             for upload in _listed(page, "Uploads", self.url):
                 if upload["Key"].startswith(top):

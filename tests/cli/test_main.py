@@ -236,3 +236,8 @@ def test_the_installed_command_knows_its_version(invoke: Invoke) -> None:
 def test_ages_are_for_people(seconds: float, shown: str) -> None:
     created = datetime.now(timezone.utc) - timedelta(seconds=seconds)
     assert format_age(created.isoformat(timespec="milliseconds")) == shown
+
+
+def test_python_m_ckpt_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "ckpt", "--version"], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("ckpt, version")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -80,6 +81,7 @@ class HostileBucket(Server):
         self.objects = dict(objects)
         self.bend = bend
         self.listed: dict[str, int] = {}  # keys that are only listed, with sizes
+        self.ignores: frozenset[str] = frozenset()  # conditions, by the headers that state them
 
     def answer(self, asked: Asked, body: bytes) -> Reply:
         return self.bend(asked, self._honest(asked, body))
@@ -88,7 +90,7 @@ class HostileBucket(Server):
         if asked.is_list:
             return self._list(asked.query.get("prefix", ""))
         if asked.method == "PUT":
-            if asked.headers.get("if-none-match") == "*" and asked.key in self.objects:
+            if self._is_unexpected(asked):
                 return _error(412, "PreconditionFailed")
             self.objects[asked.key] = body
             return Reply(headers={"ETag": _etag(body)})
@@ -96,8 +98,17 @@ class HostileBucket(Server):
             self.objects.pop(asked.key, None)
             return Reply(204)
         if asked.method == "POST":
+            for key in re.findall(rb"<Key>(.*?)</Key>", body):
+                self.objects.pop(key.decode(), None)
             return Reply(body=b"<?xml version='1.0'?><DeleteResult></DeleteResult>")
         return self._object(asked)
+
+    def _is_unexpected(self, asked: Asked) -> bool:
+        """Whether a condition of a write does not hold, unless the server ignores it."""
+        present, wanted = self.objects.get(asked.key), asked.headers.get("if-match")
+        if "if-match" not in self.ignores and wanted is not None:
+            return present is None or _etag(present) != wanted
+        return "if-none-match" not in self.ignores and "if-none-match" in asked.headers and present is not None
 
     def _object(self, asked: Asked) -> Reply:
         data = self.objects.get(asked.key)
