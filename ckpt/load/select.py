@@ -197,7 +197,27 @@ class _Search(Generic[T]):
             _log.warning("%s is passed over: %s", name, why)
 
     def _tried(self, tier: int, name: str) -> Choice[T] | None:
-        """The choice, if all ranks could prepare this checkpoint. Otherwise the reason is recorded."""
+        """The choice, if all ranks could prepare this checkpoint. Otherwise the reason is recorded.
+
+        From a remote storage, what does not match its hashes is read once more: an answer may have been altered on its
+        way, and the checkpoint be whole.
+        """
+        storage, altered = self._selection.storage_of(tier), list[DamagedError]()
+        if storage.is_local:
+            return self._attempted(tier, name, None)
+        choice = self._attempted(tier, name, altered)
+        if not altered:
+            return choice
+        choice = self._attempted(tier, name, None)
+        if choice is not None and self._selection.ranks.rank == MAIN:
+            _log.warning(
+                "%s: what was read of it first was altered on its way, and what was read then was right: %s",
+                choice.url, altered[0],
+            )  # fmt: skip
+        return choice
+
+    def _attempted(self, tier: int, name: str, altered: list[DamagedError] | None) -> Choice[T] | None:
+        """One attempt. `altered`, if given, receives the error of hashes that do not match, which is not recorded."""
         candidate: Candidate | None = None
         with ExitStack() as held:
             try:
@@ -206,6 +226,9 @@ class _Search(Generic[T]):
             except LockedError as error:
                 self._record_busy(tier, name, error)
             except (DamagedError, StorageError) as error:
+                if altered is not None and type(error) is DamagedError and candidate is not None:
+                    altered.append(error)
+                    return None
                 self._record(tier, name, error, was_found=candidate is not None)
             else:
                 self._held.push(held.pop_all())

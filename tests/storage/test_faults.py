@@ -105,6 +105,24 @@ def test_a_conditional_write_whose_answer_was_lost_has_succeeded(proxied: Faulty
         storage.delete(["object"])
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "rank-00000.json", "state.json"])
+def test_an_answer_that_was_altered_on_its_way_is_asked_for_again_and_no_older_checkpoint_is_taken(
+    proxied: FaultyProxy, s3: str, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ckpt.StateManager(s3, model=nn.Linear(64, 64), follow=False) as manager:
+        for name in ("a", "b"):
+            manager.save_state(name, wait=True)
+    left = ["altered"]
+    proxied.plan = lambda method, path: left.pop() if method == "GET" and f"b/{file}" in path and left else None
+    options = reached_through(proxied)
+    with ckpt.StateManager(s3, model=nn.Linear(64, 64), follow=False, storage_options=options) as manager:
+        restored = manager.load_state()
+    assert not left
+    assert restored.name == "b"
+    assert not restored.passed_over
+    assert "what was read of it first was altered on its way" in caplog.text
+
+
 def test_what_a_bulk_delete_has_left_is_tried_again(proxied: FaultyProxy, s3: str) -> None:
     storage = open_storage(s3, **reached_through(proxied))
     storage.write("object", [b"x"])
