@@ -102,8 +102,8 @@ def _try_out(storage: Storage) -> None:
     if isinstance(storage, Staging):
         storage.stage(key, [b"ckpt"])  # which is never published
         return
+    storage.write(key, [b"ckpt"])
     try:
-        storage.write(key, [b"ckpt"])
         first = storage.version(key)
         ignored = [] if _is_refused(storage, key, None) else ["If-None-Match"]
         storage.write(key, [b"checkpoint"])

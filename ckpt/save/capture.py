@@ -40,7 +40,8 @@ class StateCapture:
         """The state of parts that all ranks have, of parts that are this rank's alone, and values of this rank."""
         parts = list(parts)
         known = ("loaders", "generators", "values", "source")
-        if not (parts or rank_parts or any(rank_state.get(key) for key in known)):
+        has_none = not (parts or rank_parts or any(rank_state.get(key) for key in known))
+        if has_none and self.ranks.world_size == 1:  # of several ranks, one may have nothing of its own
             raise ConfigError(
                 "there is nothing to save: StateManager(root, model=model, optimizer=optimizer) says what."
             )

@@ -223,7 +223,7 @@ class StateRegistry:
             return "there is a value by that name already"
         if isinstance(value, type):
             return f"{value.__name__} is a class: give an object of it"
-        if not is_plain(value) and not is_part_name(name):
+        if not is_plain(value) and not all(map(is_part_name, name.split("."))):
             return "cannot name a part: use letters, digits, '_' and '-'"
         if rng.is_generator(value) or has_state(value) or (is_plain(value) and not per_rank):
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -83,12 +84,18 @@ def convert(
     return Converted(url=url, parts=parts, skipped=skipped)
 
 
+class _ConvertedWriter(RootWriter):
+    """No training waits for it: what `Converted` says is enough."""
+
+    log_level = logging.DEBUG
+
+
 def _import(source: str | os.PathLike[str], root: str | os.PathLike[str], name: str | None, seal: Seal) -> Converted:
     folder = Folder.at(source)
     found = import_from(folder)
     chosen = check_name(folder.name if name is None else name)
     files = [*_tensor_files(found.parts), *_documents(found)]
-    with closing(RootWriter(open_storage(root), SingleProcess(), seal=seal)) as writer:
+    with closing(_ConvertedWriter(open_storage(root), SingleProcess(), seal=seal)) as writer:
         _write(writer, chosen, files, found)
     return Converted(
         url=f"{writer.storage.url}/{chosen}",

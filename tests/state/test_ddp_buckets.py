@@ -129,6 +129,7 @@ def _messages() -> list[str]:
     said: list[str] = []
     logging.getLogger("ckpt").addHandler(handler := logging.Handler())
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.setLevel(logging.WARNING)
     return said
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import ckpt
+from ckpt.root.history import HISTORY
 from ckpt.storage import ObjectStorage, Storage, lease_record, leases, open_storage
 from ckpt.storage.retry import RetryPolicy
 from ckpt.storage.s3.connection import BytesMoved, Connection
@@ -483,7 +484,7 @@ class TestManager:
                 manager.save_state(name, wait=True)
         assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(s3)] == ["c", "b"]
         assert ckpt.verify(s3) == {"c": [], "b": []}
-        assert {key.partition("/")[0] for key in sizes(open_storage(s3))} == {"b", "c"}
+        assert {key.partition("/")[0] for key in sizes(open_storage(s3))} == {"b", "c", HISTORY}
         other = nn.Linear(3, 3)
         with ckpt.StateManager(s3, model=other) as manager:
             restored = manager.resume()
