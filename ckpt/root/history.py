@@ -84,7 +84,7 @@ class History:
         self._read()
         for checkpoint in checkpoints:
             self.add(checkpoint)
-        if not self._is_ours:
+        if not self._is_ours or not self._is_read:
             return
         try:
             self.storage.write(HISTORY, [self._encoded()])
@@ -94,12 +94,15 @@ class History:
     def _read(self) -> None:
         if self._is_read:
             return
-        self._is_read = True
         try:
             if self.storage.version(HISTORY) is not None:
                 self._parse(read_document(self.storage, HISTORY, _LARGEST))
-        except (StorageError, DamagedError, ValueError) as error:
+        except StorageError as error:  # nothing says that it is damaged: it is not written over, and read again later
+            _log.warning("%s/%s cannot be read now, and is left as it is: %s", self.storage.url, HISTORY, error)
+            return
+        except (DamagedError, ValueError) as error:
             _log.warning("%s/%s: saves before these are not known: %s", self.storage.url, HISTORY, error)
+        self._is_read = True
 
     def _parse(self, data: bytes) -> None:
         first, *lines = data.splitlines() or [b""]

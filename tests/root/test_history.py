@@ -153,7 +153,25 @@ def test_a_disk_that_cannot_take_it_does_not_keep_retention_from_making_room(
     (tmp_path / HISTORY / "x").touch()
     save(tmp_path, 1, 4, keep=ckpt.Keep(last=1))
     assert [checkpoint.step for checkpoint in ckpt.list_checkpoints(tmp_path)] == [3]
-    assert any(f"{HISTORY} was not written" in text for text in warnings_of(caplog))
+    assert any(f"{HISTORY} cannot be read now" in text or "was not written" in text for text in warnings_of(caplog))
+
+
+def test_one_that_cannot_be_read_now_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, 4, keep=ckpt.Keep(last=1))
+    before = (tmp_path / HISTORY).read_bytes()
+    with monkeypatch.context() as patch:
+
+        def away(*_: object) -> bytes:
+            raise ckpt.TransientError("it is away.")
+
+        patch.setattr(histories, "read_document", away)
+        save(tmp_path, 4, 6, keep=ckpt.Keep(last=1))
+    assert (tmp_path / HISTORY).read_bytes() == before
+    assert any("cannot be read now, and is left as it is" in text for text in warnings_of(caplog))
+    save(tmp_path, 6, 7, keep=ckpt.Keep(last=1))
+    assert steps(tmp_path) == [1, 2, 3, 5, 6]
 
 
 def test_a_run_writes_metrics_that_json_has_no_number_for(tmp_path: Path) -> None:
