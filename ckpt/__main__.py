@@ -2,4 +2,5 @@
 
 from ckpt.cli.main import main
 
-main()
+if __name__ == "__main__":  # not where a tool imports every module of the package
+    main()

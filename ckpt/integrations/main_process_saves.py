@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from ckpt.errors import RanksError
 from ckpt.ranks.group import MAIN, Ranks
@@ -40,12 +40,14 @@ class MainProcessSaves:
     def announced(self, output_dir: str | None) -> Iterator[None]:
         """On the main rank: tell the others of a save, and make it."""
         self._saves += 1
-        self._publish({"at": [self._met + 1, *self._place()], "output_dir": output_dir})
+        key = _save_key(self._saves)  # of its own: this rank may be at the next save before others have read of this
+        self._ranks.publish(key, json.dumps({"at": [self._met + 1, *self._place()], "output_dir": output_dir}))
+        self._publish()
         try:
             with self._saving():
                 yield
         except BaseException:
-            self._publish({})  # whoever has not joined it must not begin to
+            self._ranks.publish(key, json.dumps({}))  # whoever has not joined it must not begin to
             raise
 
     def meet(self) -> None:
@@ -57,7 +59,7 @@ class MainProcessSaves:
                 pass
         self._met += 1
         if self._ranks.rank == MAIN:
-            self._publish({})
+            self._publish()
 
     def join_next(self) -> bool:
         """Wait for the main rank, and join the save that it calls. False if it has come to the next meeting instead."""
@@ -78,18 +80,22 @@ class MainProcessSaves:
         finally:
             self._is_saving = False
 
-    def _publish(self, save: dict[str, Any]) -> None:
-        self._ranks.publish(_KEY, json.dumps({"met": self._met, "saves": self._saves, **save}))
+    def _publish(self) -> None:
+        self._ranks.publish(_KEY, json.dumps({"met": self._met, "saves": self._saves}))
 
     def _next(self) -> dict[str, Any] | None:
         """The save to be joined now; None when the main rank has come to this meeting as well."""
         pause, until = _SHORTEST, time.monotonic() + max(_PATIENCE, self._ranks.timeout)
         while time.monotonic() < until:
             said = json.loads(self._ranks.published(_KEY) or '{"met": 0, "saves": 0}')
-            if said["met"] > self._met:  # a save that is announced by now belongs to a later meeting
-                return None
             if said["saves"] > self._saves:
-                return said if "at" in said else self._missed()
+                save: dict[str, Any] = json.loads(self._ranks.published(_save_key(self._saves + 1)) or "{}")
+                if not save:
+                    self._refuse_failed()
+                if save["at"][0] <= self._met + 1:
+                    return save
+            if said["met"] > self._met:  # whatever is announced by now belongs to a later meeting
+                return None
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST)
         raise RanksError(
@@ -97,7 +103,7 @@ class MainProcessSaves:
             "have died. With main_process_saves=True every rank must go through the same prepared loaders."
         )
 
-    def _missed(self) -> dict[str, Any]:
+    def _refuse_failed(self) -> NoReturn:
         raise RanksError(
             "a save that rank 0 has called has failed before this rank could join it: see rank 0's error. With "
             "main_process_saves=True every rank must go through the same prepared loaders."
@@ -111,3 +117,7 @@ class MainProcessSaves:
                 f"the accelerator: {theirs} there, {mine} here), so its state is that of another moment. Let the save "
                 "be the last thing that is done with a batch, or call it on every rank."
             )
+
+
+def _save_key(number: int) -> str:
+    return f"save-{number}"

@@ -36,13 +36,16 @@ def run_ranks(world_size: int, function: Callable[..., None], *args: Any) -> lis
     with tempfile.TemporaryDirectory() as folder:
         jobs = [start_rank(rank, world_size, store.port, folder, function, *args) for rank in range(world_size)]
         try:
-            codes = [_exit_code(job) for job in jobs]
+            for job in jobs:
+                job.join(DEADLINE)
+            late = [rank for rank, job in enumerate(jobs) if job.exitcode is None]
         finally:
             for job in jobs:
                 job.kill()
         failures = [path.read_text() for path in sorted(Path(folder).glob("failure-*"))]
-    assert not failures, "\n".join(failures)
-    return codes
+    waiting = [f"ranks {late} did not end within {DEADLINE:g} s"] if late else []
+    assert not failures + waiting, "\n".join(failures + waiting)
+    return [job.exitcode for job in jobs if job.exitcode is not None]
 
 
 def run_alone(function: Callable[..., None], *args: Any) -> int:
@@ -103,12 +106,6 @@ def interrupt(call: Callable[[], object], and_then: Callable[[], object] = lambd
     finally:
         timer.cancel()
         signal.signal(signal.SIGUSR1, previous)
-
-
-def _exit_code(job: BaseProcess) -> int:
-    job.join(DEADLINE)
-    assert job.exitcode is not None, f"a process did not end within {DEADLINE:g} s"
-    return job.exitcode
 
 
 def _main(

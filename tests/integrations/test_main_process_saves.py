@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,7 @@ def _called_by_all(rank: int, root: str) -> None:
     for number, batch in enumerate(loader):
         train_on(batch, accelerator, *parts)
         if number < 2:
+            time.sleep(0.5 * rank)  # the main rank has gone on before the other one has heard of its save
             assert accelerator.save_state(f"step_{number}") == Path(root, f"step_{number}")
     if rank == 0:  # nobody reads a batch any more
         accelerator.save_state("last")
