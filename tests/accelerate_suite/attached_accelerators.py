@@ -1,6 +1,7 @@
 """A pytest plugin for the tests of Accelerate itself: every `Accelerator` that they build is attached to ckpt.
 
-`make test-accelerate ACCELERATE=path/to/a/checkout` loads it, and runs those tests that save or load.
+`make test-accelerate ACCELERATE=path/to/a/checkout` loads it, and runs those tests that save or load. Those tests remove
+their folders right after `save_state()`, and Accelerate has written by then: so this saves in the foreground.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 
+from ckpt import SaveOptions
 from ckpt.integrations.accelerate import attach
 
 CHOSEN = {"test_state_checkpointing.py": "", "test_accelerator.py": ("save_load", "stateful_dataloader", "pickle")}
@@ -21,7 +23,8 @@ _build = Accelerator.__init__
 
 def _build_attached(self: Any, *args: Any, **options: Any) -> None:
     _build(self, *args, **options)
-    attach(self, None if self.project_dir else Path(tempfile.mkdtemp(), "root"))
+    root = None if self.project_dir else Path(tempfile.mkdtemp(), "root")
+    attach(self, root, saving=SaveOptions(background=False))
 
 
 def pytest_configure() -> None:
