@@ -5,7 +5,7 @@ from ckpt.storage.hub.storage import HubStorage
 from ckpt.storage.local.storage import LocalStorage
 from ckpt.storage.memory import MemoryStorage
 from ckpt.storage.object_storage import ObjectStorage
-from ckpt.storage.overlay import Tiers
+from ckpt.storage.overlay import Patched, Place, Tiers
 from ckpt.storage.urls import open_storage, place_of
 
 __all__ = [
@@ -17,6 +17,8 @@ __all__ = [
     "LocalStorage",
     "MemoryStorage",
     "ObjectStorage",
+    "Patched",
+    "Place",
     "Reserving",
     "StablePieces",
     "Staging",

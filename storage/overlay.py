@@ -1,11 +1,12 @@
-"""A storage over another, such as a root over its mirror."""
+"""Storages over others: a root over its mirror, or one of which some objects are read elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from ckpt.errors import AbsentError
-from ckpt.storage.base import Entry, Storage
+from ckpt.storage.base import Entry, Storage, below
 from ckpt.storage.deprecated import FormerName
 
 
@@ -41,3 +42,45 @@ class Tiers:
         first = {entry.key: entry for entry in self._first.list(prefix)}
         yield from first.values()
         yield from (entry for entry in self._second.list(prefix) if entry.key not in first)
+
+
+@dataclass(frozen=True)
+class Place:
+    """An object of another storage, or under another key."""
+
+    storage: Storage
+    key: str
+    size: int
+
+
+class Patched:
+    """Reads some objects from other places: `places`, by key. All other calls go to the first storage."""
+
+    near = FormerName("is_local")
+
+    def __init__(self, first: Storage, places: Mapping[str, Place]) -> None:
+        self._first = first
+        self._places = places
+        self.is_local = first.is_local and all(place.storage.is_local for place in places.values())
+        self.write, self.version, self.link = first.write, first.version, first.link
+        self.delete, self.unfinished, self.sweep, self.lock = first.delete, first.unfinished, first.sweep, first.lock
+
+    @property
+    def url(self) -> str:
+        return self._first.url
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        storage, key = self._where(key)
+        return storage.read(key, start, stop)
+
+    def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
+        storage, key = self._where(key)
+        storage.read_into(key, start, *buffers, again=again)
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        yield from (entry for entry in self._first.list(prefix) if entry.key not in self._places)
+        yield from (Entry(key, place.size) for key, place in self._places.items() if below(key, prefix))
+
+    def _where(self, key: str) -> tuple[Storage, str]:
+        place = self._places.get(key)
+        return (self._first, key) if place is None else (place.storage, place.key)

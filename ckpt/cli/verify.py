@@ -6,36 +6,49 @@ import click
 
 from ckpt.cli.ls import listed_hosts, without_name
 from ckpt.cli.output import Styled, echo
-from ckpt.errors import MissingError
+from ckpt.errors import CheckpointError, MissingError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.native.signature import short
 from ckpt.root import catalog
+from ckpt.root import repair as repairing
 from ckpt.root import verify as verifying
 from ckpt.root.foreign_kind import reads_instead
 from ckpt.root.trust import Trust
 from ckpt.root.verify import Verification, files_on_other_hosts
 from ckpt.shown import shown
-from ckpt.storage import Storage
+from ckpt.storage import Storage, open_storage
 from ckpt.util.console import format_size, one_line
 
 
 @click.command()
 @click.argument("url")
 @click.option("--key", metavar="PATH", help="Also check that this key (PEM, public or private) has signed it.")
-def verify(url: str, key: str | None) -> None:
+@click.option("--repair", is_flag=True, help="Write back damaged files from where they are whole.")
+@click.option("--from", "sources", metavar="URL", multiple=True, help="Another root that has them, such as the mirror.")
+def verify(url: str, key: str | None, *, repair: bool, sources: tuple[str, ...]) -> None:
     """Read every byte of the checkpoint at URL, or of all below it.
 
-    Hashes find damage; signatures, checked with --key or CKPT_VERIFY_KEY, find tampering.
+    Hashes find damage; signatures, checked with --key or CKPT_VERIFY_KEY, find tampering. With --repair, a damaged file
+    is written back if it is whole in a checkpoint of the same name in one of the roots given by --from, or in another
+    checkpoint of these roots that has the same bytes.
 
     Exits with status 1 if one is damaged or cannot be read. A run may use the root meanwhile: below a root, a
     checkpoint that is just being saved or removed is no fault.
     """
+    if sources and not repair:
+        raise click.UsageError("--from says where damaged files may be whole: give --repair too")
     trust = verifying.required_by(key)
     storage, names, pointed_at = catalog.resolve(url)
+    others = [open_storage(source) for source in sources]
     if not names:
         raise MissingError(f"there are no checkpoints in {url}.{reads_instead(storage)}")
     width = max(len(shown(name)) for name in names)
-    verdicts = [_show_verdict(storage, name, width, trust) for name in names]
+    verdicts = []
+    for name in names:
+        found = _show_verdict(storage, name, width, trust)
+        if repair and found.state == verifying.DAMAGED and _repair(storage, name, width, others, trust):
+            found = _show_verdict(storage, name, width, trust)
+        verdicts.append(found)
     if any(verdict.is_fault or (pointed_at and verdict.state != verifying.INTACT) for verdict in verdicts):
         raise click.exceptions.Exit(1)
 
@@ -46,6 +59,23 @@ def _show_verdict(storage: Storage, name: str, width: int, trust: Trust) -> Veri
     colour = "red" if found.is_fault else "green" if found.state == verifying.INTACT else "yellow"
     echo(f"{shown(name):<{width}}  ", Styled(found.state, colour), f"  {one_line(_about(storage, found))}")
     return found
+
+
+def _repair(storage: Storage, name: str, width: int, others: list[Storage], trust: Trust) -> bool:
+    """Write back what is damaged, and print what was done. Returns whether anything was."""
+    try:
+        done = repairing.repair(storage, name, others, trust)
+    except CheckpointError as error:
+        about = without_name(str(error), name)
+        echo(f"{shown(name):<{width}}  ", Styled("not repaired", "red"), f"  {one_line(about)}")
+        return False
+    if done.lost:
+        about = f"whole in none of the places: {', '.join(done.lost[:5])}; nothing was written"
+        echo(f"{shown(name):<{width}}  ", Styled("not repaired", "red"), f"  {one_line(about)}")
+        return False
+    for path, source in done.written.items():
+        echo(f"{shown(name):<{width}}  ", Styled("repaired", "yellow"), f"  {one_line(f'{path} from {source}')}")
+    return bool(done.written)
 
 
 def _about(storage: Storage, found: Verification) -> str:

@@ -14,6 +14,7 @@ from ckpt.formats.native.manifest import Manifest
 from ckpt.load.accelerate_reader import folder_of
 from ckpt.load.candidates import MEMORY, Candidates, Listed, in_memory, join_listings, list_memory, list_tiers
 from ckpt.load.inspection import Inspection
+from ckpt.load.two_copies import join_copies
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
@@ -181,7 +182,10 @@ class _Search(Generic[T]):
         for tier, name in order:
             if self._unreached.keys() - {name}:
                 break
+            in_root = name in self.passed_over
             choice = self._tried(tier, name)
+            if choice is None and in_root and self._may_join(tier, name):
+                choice = self._attempted(tier, name, None, joined=True)
             if choice is not None or self.busy is not None:
                 return choice
         for name, error in self._unreached.items():
@@ -216,12 +220,22 @@ class _Search(Generic[T]):
             )  # fmt: skip
         return choice
 
-    def _attempted(self, tier: int, name: str, altered: list[DamagedError] | None) -> Choice[T] | None:
-        """One attempt. `altered`, if given, receives the error of hashes that do not match, which is not recorded."""
+    def _may_join(self, tier: int, name: str) -> bool:
+        """Whether both copies are damaged, and each may have what the other lacks."""
+        shared = not self._selection.hosts.separate_roots
+        return shared and tier == 1 and name not in self._untrusted | self._unreached.keys() and self.busy is None
+
+    def _attempted(
+        self, tier: int, name: str, altered: list[DamagedError] | None, *, joined: bool = False
+    ) -> Choice[T] | None:
+        """One attempt. `altered`, if given, receives the error of hashes that do not match, which is not recorded.
+
+        `joined`: with the files of both copies.
+        """
         candidate: Candidate | None = None
         with ExitStack() as held:
             try:
-                candidate = self._candidate(tier, name, held)
+                candidate = self._joined(name, held) if joined else self._candidate(tier, name, held)
                 ready = self._selection.prepare(candidate)
             except LockedError as error:
                 self._record_busy(tier, name, error)
@@ -247,6 +261,11 @@ class _Search(Generic[T]):
         else:
             manifest = self.inspection.complete(storage, name, held)
         return Candidate(storage, manifest, held, or_afresh=tier == MEMORY and self._root_step is None)
+
+    def _joined(self, name: str, held: ExitStack) -> Candidate:
+        chosen = self._selection
+        manifest, storage = join_copies(chosen.tiers, name, chosen.ranks, chosen.call, chosen.trust, held)
+        return Candidate(storage, manifest, held)
 
     def _record_busy(self, tier: int, name: str, error: LockedError) -> None:
         if tier == MEMORY:

@@ -184,10 +184,10 @@ def problems(storage: Storage, manifest: Manifest, *, show: bool = False, thread
     files = [VerifiedFile.of(storage, manifest.name, file, sha256=bool(file.sha256)) for file in manifest.files]
     blocks = [(file, index) for file in files for index in range(len(file.record.blocks))]
     with progress_bar(f"verifying {manifest.name}", manifest.size, in_bytes=True, show=show) as advance:
-        return altered_blocks(blocks, advance, threads) or _header_problems(files)
+        return altered_blocks(blocks, advance, threads) or header_problems(files)
 
 
-def _header_problems(files: Iterable[VerifiedFile]) -> list[str]:
+def header_problems(files: Iterable[VerifiedFile]) -> list[str]:
     """Files whose headers claim other bytes than they have: whoever alters a file can make its hashes anew."""
     wrong = []
     for file in files:

@@ -1,6 +1,6 @@
 """A pytest plugin for the tests of Accelerate itself: every `Accelerator` that they build is attached to ckpt.
 
-`make test-accelerate ACCELERATE=path/to/a/checkout` loads it, and runs those tests that save or load. Those tests remove
+`make test-accelerate ACCELERATE=path/to/a/checkout` loads it, and runs those tests that save or load. They remove
 their folders right after `save_state()`, and Accelerate has written by then: so this saves in the foreground.
 """
 
