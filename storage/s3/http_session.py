@@ -1,6 +1,7 @@
-"""The HTTP sessions of S3: they follow no redirect, and read no answer beyond a bound into memory.
+"""The HTTP sessions of S3: they follow no redirect, read no answer beyond a bound, and wait for no 100 Continue.
 
-A redirect would take the session token to a host that the server names. Objects are not read here, but streamed.
+A redirect would take the session token to a host that the server names. Objects are not read here, but streamed. With
+`Expect: 100-continue`, aiohttp sends no body before the server has said so, and some servers never do.
 """
 
 from __future__ import annotations
@@ -29,21 +30,22 @@ def session_class() -> type[Any]:
             return self._body
 
     class Session(AIOHTTPSession):  # type: ignore[misc]
-        async def _get_session(self, proxy_url: Any) -> _Unredirected:
+        async def _get_session(self, proxy_url: Any) -> _Plain:
             session = await super()._get_session(proxy_url)
             session._response_class = BoundedResponse
-            return _Unredirected(session)
+            return _Plain(session)
 
     return Session
 
 
-class _Unredirected:
-    """A session of aiohttp that answers a redirect with the redirect itself."""
+class _Plain:
+    """A session of aiohttp that answers a redirect with the redirect itself, and sends a body at once."""
 
     def __init__(self, session: Any) -> None:
         self._session = session
 
     async def request(self, *arguments: Any, **options: Any) -> Any:
+        options["headers"].pop("Expect", None)
         return await self._session.request(*arguments, allow_redirects=False, **options)
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import asyncio
 
 COPIED_AT_ONCE = 256 << 20
+_CONFLICTS = ("PreconditionFailed", "412")
+_ABSENT = ("NoSuchKey", "404")
 _TOKEN = "ckpt-write"  # noqa: S105  # metadata that identifies a write whose answer was lost
 
 
@@ -30,7 +32,6 @@ class Write:
         self._where = where
         self._token = uuid.uuid4().hex
         self._condition = {} if over == ANY else {"IfNoneMatch": "*"} if over is None else {"IfMatch": over}
-        self._tries = 0
 
     async def put_whole(self, views: list[memoryview]) -> str:
         async def attempt(moved: BytesMoved) -> str:
@@ -108,22 +109,28 @@ class Write:
     async def _send_once(self, method: str, **arguments: Any) -> str:
         """Send the request that makes the object appear, and return its version.
 
-        When it is sent again and an earlier one has taken effect, the server reports a conflict that is none.
+        When it is sent twice, by a retry or by a proxy, and the first has taken effect, the server reports a conflict
+        that is none: the token of what is there decides.
         """
-        self._tries += 1
         try:
             return str((await self._s3.call(method, Key=self._key, **arguments))["ETag"])
         except Exception as error:
             failure, code = error, code_of(error)
-        if self._tries > 1 and code in ("PreconditionFailed", "412", "NoSuchUpload", "404"):
-            there = await self._s3.call("head_object", Key=self._key)
-            if there.get("Metadata", {}).get(_TOKEN) == self._token:
-                return str(there["ETag"])
-        if (
-            code in ("NoSuchKey", "404") and "IfMatch" in self._condition
-        ):  # the object was removed; some servers say 412
+        if code in (*_CONFLICTS, "NoSuchUpload", *_ABSENT) and (version := await self._own_version()):
+            return version
+        if code in _ABSENT and "IfMatch" in self._condition:  # the object was removed; some servers say 412
             raise changed(self._where)
         raise failure
+
+    async def _own_version(self) -> str | None:
+        """The version of the object in the bucket, if this write has made it."""
+        try:
+            there = await self._s3.call("head_object", Key=self._key)
+        except Exception as error:
+            if code_of(error) not in _ABSENT:
+                raise
+            return None
+        return str(there["ETag"]) if there.get("Metadata", {}).get(_TOKEN) == self._token else None
 
     def _give_up(self, upload: str) -> None:
         with suppress(StorageError):  # `sweep` removes what is left

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 
-FAULTS = ("error", "slow down", "reset", "answer lost", "stall", "truncated", "altered")
+FAULTS = ("error", "slow down", "reset", "answer lost", "stall", "truncated", "altered", "repeated")
 _REFUSALS = {
     "error": (500, "InternalError"),
     "slow down": (503, "SlowDown"),
@@ -48,6 +48,7 @@ class FaultyProxy:
         self.upstream = port
         self.plan = plan
         self.done: Counter[str] = Counter()  # what has gone wrong so far
+        self.says_continue = True  # to a request that waits for 100 Continue before it sends its body
         self.ending = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.daemon_threads = True
@@ -84,6 +85,10 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError:
             self.close_connection = True  # the client has gone, or was sent away
 
+    def handle_expect_100(self) -> bool:
+        proxy: FaultyProxy = self.server.proxy  # type: ignore[attr-defined]
+        return super().handle_expect_100() if proxy.says_continue else True
+
     def _serve(self) -> None:
         proxy: FaultyProxy = self.server.proxy  # type: ignore[attr-defined]
         fault = proxy.plan(self.command, self.path)
@@ -104,6 +109,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "altered" and size:
             body = _altered(body)
         status, headers, answer = self._pass_on(proxy, body)
+        if fault == "repeated":  # sent twice, and the second answer is the one that comes back
+            status, headers, answer = self._pass_on(proxy, body)
         if fault == "answer lost":
             return self._reset()
         if fault == "altered" and not size and self.command == "GET":

@@ -105,6 +105,43 @@ def test_a_conditional_write_whose_answer_was_lost_has_succeeded(proxied: Faulty
         storage.delete(["object"])
 
 
+def test_a_server_that_never_says_100_continue_gets_the_body_all_the_same(proxied: FaultyProxy, s3: str) -> None:
+    proxied.says_continue = False
+    storage = open_storage(s3, **reached_through(proxied))
+    for key, data in (("small", b"small"), ("large", os.urandom(1 << 20) * 17)):
+        storage.write(key, [data])
+        assert storage.read(key) == data
+    assert set(proxied.done) == {"none"}
+
+
+def test_a_write_that_a_proxy_repeats_is_no_conflict_with_itself(proxied: FaultyProxy, s3: str) -> None:
+    proxied.plan = lambda method, path: "repeated"
+    storage = open_storage(s3, **reached_through(proxied))
+    for number, data in enumerate((b"small", os.urandom(1 << 20) * 17)):
+        storage.write(f"object-{number}", [data], over=None)
+        storage.write(f"object-{number}", [data[::-1]], over=storage.version(f"object-{number}"))
+        assert storage.read(f"object-{number}") == data[::-1]
+        with pytest.raises(ckpt.ConflictError):
+            storage.write(f"object-{number}", [data], over=None)
+    with pytest.raises(ckpt.ConflictError):
+        storage.write("object-0", [b"other"], over=storage.version("object-1"))
+    with pytest.raises(ckpt.ConflictError):
+        storage.write("absent", [b"other"], over=storage.version("object-1"))
+
+
+def test_a_run_whose_every_request_is_repeated_holds_its_lock_saves_and_resumes(proxied: FaultyProxy, s3: str) -> None:
+    proxied.plan = lambda method, path: "repeated"
+    options = reached_through(proxied)
+    for step in (1, 2):
+        with ckpt.StateManager(s3, model=nn.Linear(4, 4), follow=False, storage_options=options) as manager:
+            restored = manager.resume()
+            assert (restored.step if restored else 0) == step - 1
+            manager.step()
+            manager.save_state(wait=True)
+    assert [found.step for found in ckpt.list_checkpoints(s3)] == [2, 1]
+    assert all(not wrong for wrong in ckpt.verify(s3).values())
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "rank-00000.json", "state.json"])
 def test_an_answer_that_was_altered_on_its_way_is_asked_for_again_and_no_older_checkpoint_is_taken(
     proxied: FaultyProxy, s3: str, file: str, caplog: pytest.LogCaptureFixture
