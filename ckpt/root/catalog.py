@@ -206,9 +206,14 @@ def list_checkpoints(
 ) -> Checkpoints:
     """The checkpoints below a root, newest first. Those without a manifest were never committed and come last.
 
-    Reads manifests only; `verify` reads every byte. `storage_options` are those of the manager.
+    Reads manifests only; `verify` reads every byte. `storage_options` are those of the manager. A folder or prefix in
+    which nothing was saved yet has none; a repository of the Hub that does not exist is an error.
     """
-    return Checkpoints(scan(open_storage(root, **settings(storage_options))))
+    storage = open_storage(root, **settings(storage_options))
+    found = scan(storage)
+    if not found:
+        check_exists(storage)
+    return Checkpoints(found)
 
 
 def locate(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> tuple[Storage, list[str]]:

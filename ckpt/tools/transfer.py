@@ -21,7 +21,8 @@ from ckpt.root.save_marker import read_marker
 from ckpt.root.trust import BELIEVES_ALL, Trust
 from ckpt.root.verified_file import WINDOW
 from ckpt.root.verify import reading, verify_checkpoint
-from ckpt.storage import LocalStorage, Staging, Storage
+from ckpt.storage import HubStorage, LocalStorage, Staging, Storage
+from ckpt.tools.publish_copies import another_by_that_name, publish_copies
 from ckpt.util.console import one_line, progress_bar, say
 
 _RESCANS = 5
@@ -35,18 +36,24 @@ def transfer(
 ) -> str:
     """Copy a checkpoint, all of a root, or the files of a folder into `destination`; return the URL of the copy."""
     target = open_url(destination, options)
-    if isinstance(target, Staging):
-        raise ConfigError(f"{target.url} takes no copies of files: publish a model there with 'ckpt push'.")
     own_options = options if "://" in os.fspath(source) else None
     origin, names, pointed_at = catalog.resolve(source, own_options)
     if not names and step is None:
+        if isinstance(target, Staging):
+            raise ConfigError(
+                f"{os.fspath(source)} has no checkpoints, and {target.url} takes no copies of other files: publish a "
+                "model there with 'ckpt push'."
+            )
         trust.refuse_unsigned(os.fspath(source))
         return _copy_folder(Folder.at(source, options), destination, target)
     copied: list[str] = []
     with closing(Copies(origin, target)) as copies:
         for _ in range(_RESCANS):
             selected = _select(origin, names, step)
-            copied = _copy_intact(copies, selected, trust) if selected else []
+            if isinstance(target, HubStorage):
+                copied = publish_copies(origin, target, selected, trust)
+            else:
+                copied = _copy_intact(copies, selected, trust) if selected else []
             if copied or pointed_at:
                 break
             names = [found.name for found in catalog.scan(origin)]  # retention may have replaced them by newer ones
@@ -132,10 +139,7 @@ def _has_begun(target: Storage, manifest: Manifest) -> bool:
 def _refuse_other_checkpoint(target: Storage, manifest: Manifest) -> None:
     known = catalog.find(target, manifest.name).manifest
     if known is not None and known.id != manifest.id:
-        raise ConfigError(
-            f"{target.url} has another checkpoint {manifest.name!r}, which is kept as it is. Choose another "
-            "destination."
-        )
+        raise another_by_that_name(target, manifest.name)
 
 
 def _refuse_other_files(target: Storage, manifest: Manifest) -> None:

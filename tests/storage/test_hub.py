@@ -548,3 +548,8 @@ def test_what_is_on_the_hub_is_read_through_fsspec_too_but_not_written(hub: HubS
     assert torch.equal(model.weight, other.weight)
     with pytest.raises(ckpt.DeniedError, match=r"can only be read.*use hub://"):
         ckpt.StateManager(root, model=model)
+
+
+def test_a_repository_that_does_not_exist_is_not_listed_as_an_empty_one(hub: HubServer) -> None:
+    with pytest.raises(ckpt.StorageError, match=r"hub://me/typo"):
+        ckpt.list_checkpoints("hub://me/typo")

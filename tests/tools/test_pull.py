@@ -19,6 +19,7 @@ import ckpt
 from ckpt.cli.main import main
 from ckpt.storage import LocalStorage, open_storage
 from tests.cli.test_main import flip_a_bit, truncate
+from tests.helpers.hub_server import HubServer
 
 _CUT_OFF = """
 import os, signal, sys
@@ -188,15 +189,53 @@ def test_plain_files_come_too(s3: str, tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "out") == ["model.safetensors"]
 
 
+class TestToTheHub:
+    def test_all_of_a_root_arrives_with_its_bytes_each_checkpoint_in_one_commit(
+        self, s3: str, hub: HubServer, tmp_path: Path
+    ) -> None:
+        save(s3, 2)
+        assert ckpt.pull(s3, "hub://me/run") == "hub://me/run"
+        here, there = open_storage(s3), open_storage("hub://me/run")
+        keys = sorted(entry.key for entry in here.list() if "/" in entry.key)
+        assert sorted(entry.key for entry in there.list()) == keys
+        assert all(here.read(key) == there.read(key) for key in keys)
+        assert ckpt.verify("hub://me/run") == {"step-00000002": [], "step-00000001": []}
+        commits = len(hub.commits("me/run"))
+        ckpt.pull(s3, "hub://me/run")  # nothing is left to be copied
+        assert len(hub.commits("me/run")) == commits
+
+    def test_one_checkpoint_goes_there_and_comes_back(self, hub: HubServer, tmp_path: Path) -> None:
+        save(tmp_path / "run", 2)
+        assert ckpt.pull(tmp_path / "run", "hub://me/run", step=2) == "hub://me/run/step-00000002"
+        ckpt.pull("hub://me/run/step-00000002", tmp_path / "back")
+        assert ckpt.verify(tmp_path / "back") == {"step-00000002": []}
+
+    def test_what_is_damaged_is_named_and_not_published(self, hub: HubServer, tmp_path: Path) -> None:
+        save(tmp_path / "run", 2)
+        flip_a_bit(tmp_path / "run" / "step-00000001" / "model.safetensors")
+        with pytest.raises(ckpt.DamagedError, match="step-00000001 is damaged"):
+            ckpt.pull(tmp_path / "run", "hub://me/run")
+        assert ckpt.verify("hub://me/run") == {"step-00000002": []}
+
+    def test_another_checkpoint_of_that_name_stays(self, hub: HubServer, tmp_path: Path) -> None:
+        save(tmp_path / "run", 1)
+        save(tmp_path / "other", 1)
+        ckpt.pull(tmp_path / "other", "hub://me/run")
+        with pytest.raises(ckpt.ConfigError, match="has another checkpoint 'step-00000001', which is kept as it is"):
+            ckpt.pull(tmp_path / "run", "hub://me/run")
+
+
 @pytest.mark.parametrize(
     ("source", "destination", "said"),
     [
         ("/nothing/here", "back", "there is no checkpoint at /nothing/here"),
-        ("run", "hub://me/repo", "takes no copies of files"),
+        ("files", "hub://me/repo", "takes no copies of other files"),
     ],
 )
 def test_what_makes_no_sense_is_refused(source: str, destination: str, said: str, tmp_path: Path) -> None:
     save(tmp_path / "run", 1)
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "notes.txt").write_text("x")
     where = destination if "://" in destination else tmp_path / destination
     with pytest.raises(ckpt.CkptError, match=said):
         ckpt.pull(tmp_path / source, where)
