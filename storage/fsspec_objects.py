@@ -6,7 +6,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -147,18 +147,23 @@ class FilesystemObjects:
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             return call(path)
 
-    @contextmanager
-    def _translated_errors(self, what: str, key: str) -> Iterator[None]:
-        try:
-            yield
-            return
-        except StorageError:
+    def _translated_errors(self, what: str, key: str) -> AbstractContextManager[None]:
+        return translated_errors(what, f"{self.url}/{key}")
+
+
+@contextmanager
+def translated_errors(what: str, where: str) -> Iterator[None]:
+    """Raise `StorageError`s for those of a filesystem."""
+    try:
+        yield
+        return
+    except StorageError:
+        raise
+    except Exception as error:
+        problem = _problem(error, what, where)
+        if problem is None:  # not the filesystem's
             raise
-        except Exception as error:
-            problem = _problem(error, what, f"{self.url}/{key}")
-            if problem is None:  # not the filesystem's
-                raise
-        raise problem
+    raise problem
 
 
 def _turn(name: str) -> threading.Lock:

@@ -22,6 +22,7 @@ from ckpt.util.option_values import is_path, said
 
 ENTRY_POINTS = "ckpt.storage"
 _LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
+_ARCHIVE = re.compile(r"zip(://[^:]*)?::")  # what is in a zip file: zip::run.zip, zip://folder::run.zip
 _CHAINED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+::")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
@@ -47,17 +48,15 @@ def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Stor
     if not is_path(root):
         raise ConfigError(f"the root must be a path or a URL, not {said(root)}.")
     url = os.fspath(root)
+    if _ARCHIVE.match(url):
+        return _open_read_only(url, **options)
     match = _URL.fullmatch(url)
     if match is None:
         _refuse_broken_url(url)
         return _open_path(url, **options)
     scheme, rest = match.group(1).lower(), match.group(2)
     factory = _factory(scheme, url)
-    if masked_url(url) != url:
-        raise ConfigError(
-            f"{masked_url(url)} has a password, a token or a signature in it, and URLs are shown in logs. Give "
-            "credentials in the environment, in a profile, or in storage_options."
-        )
+    _refuse_secrets(url)
     remember_secrets(options)
     storage = factory(rest, **options)
     accept_near(storage)
@@ -72,6 +71,22 @@ def _refuse_broken_url(path: str) -> None:
         raise ConfigError(f"{path!r} is a URL that has lost a slash, as Path() makes it: write it as text, {url!r}.")
     if "://" in path or _CHAINED.match(path):
         raise ConfigError(f"{path!r} is no URL that ckpt serves: name the store alone, as 's3://bucket/run'.")
+
+
+def _open_read_only(url: str, **options: Any) -> Storage:
+    from ckpt.storage.read_only import ReadOnlyStorage
+
+    _refuse_secrets(url)
+    remember_secrets(options)
+    return ReadOnlyStorage(url, options)
+
+
+def _refuse_secrets(url: str) -> None:
+    if masked_url(url) != url:
+        raise ConfigError(
+            f"{masked_url(url)} has a password, a token or a signature in it, and URLs are shown in logs. Give "
+            "credentials in the environment, in a profile, or in storage_options."
+        )
 
 
 def place_of(storage: Storage) -> str:
@@ -128,6 +143,10 @@ def _open_filesystem(scheme: str) -> Callable[..., Storage]:
     return opened
 
 
+def _read_only(scheme: str) -> Callable[..., Storage]:
+    return lambda rest, **options: _open_read_only(f"{scheme}://{rest}", **options)
+
+
 def _object_storage(opened: Callable[[dict[str, Any]], Objects], options: dict[str, Any]) -> Storage:
     given = dict(options)
     allow = given.pop("allow_unconditional", False)
@@ -142,6 +161,7 @@ _BUILT_IN: dict[str, Callable[..., Storage]] = {
     "memory": _open_memory,
     "s3": _open_s3,
     "s3a": _open_s3,
+    **{scheme: _read_only(scheme) for scheme in ("http", "https", "sftp", "ssh")},
     # the fsspec filesystems where an object appears only when it is complete: not ftp, for instance
     **{
         scheme: _open_filesystem(scheme) for scheme in ("abfs", "abfss", "az", "gcs", "gs", "hf", "local", "oci", "oss")

@@ -17,6 +17,7 @@ from ckpt.errors import AbsentError, CheckpointError, ConfigError, DamagedError,
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.storage import Entry, HubStorage, Storage, open_storage
 from ckpt.storage.base import read_document
+from ckpt.storage.read_only import ReadOnlyStorage
 from ckpt.util.checked_json import is_key
 from ckpt.util.console import format_age, format_number, format_size
 from ckpt.util.html import html_table
@@ -232,7 +233,12 @@ def resolve(
         names = [checkpoint.name for checkpoint in scan(storage)]
         if not any(entry.key in (FILE_NAME, MARKER, STATE) for entry in storage.list()):
             return storage, names, False
+        if isinstance(storage, ReadOnlyStorage):
+            above, name = storage.parent
+            return above, [name], True
         text = text if "://" in text else os.path.abspath(text)
+    elif isinstance(storage, ReadOnlyStorage):
+        return _unlisted(storage)
     root, _, name = text.rstrip("/").rpartition("/")
     if name and not root.endswith(":/"):
         with suppress(ConfigError):  # the URL is a bucket's or a repository's: it has no parent that could be a root
@@ -241,6 +247,20 @@ def resolve(
                 return parent, [name], True
     check_exists(storage)
     raise MissingError(f"there is no checkpoint at {os.fspath(url)}: it is neither a root nor a checkpoint.")
+
+
+def _unlisted(storage: ReadOnlyStorage) -> tuple[Storage, list[str], bool]:
+    """A checkpoint on a server that shows no list of its files: its manifest says what there is."""
+    above, name = storage.parent
+    try:
+        manifest = read_manifest(above, name)
+    except (AbsentError, CheckpointError) as error:
+        raise MissingError(
+            f"{storage.url} shows no list of its files, and no checkpoint's manifest: {error} Give the URL of a "
+            "checkpoint itself, or let the server show an index of the folder."
+        ) from None
+    above.know([f"{name}/{FILE_NAME}", *(f"{name}/{file.path}" for file in manifest.files)])
+    return above, [name], True
 
 
 def check_exists(storage: Storage) -> None:

@@ -69,7 +69,7 @@ def pull(
 def _is_on_the_hub(where: str) -> bool:
     """`user/repo` is a repository, unless it is a folder here; a path may also begin with a slash or a dot."""
     local = where.startswith(("/", ".")) or os.path.exists(where)
-    return where.startswith("hub://") or not ("://" in where or local)
+    return where.startswith("hub://") or not ("://" in where or "::" in where or local)
 
 
 def _pull_from_hub(
