@@ -409,6 +409,7 @@ class StateManager:
         private: bool | None = None,
         revision: str | None = None,
         commit_message: str | None = None,
+        create_pr: bool = False,
         token: str | None = None,
         max_shard_size: int | str | None = SHARD_SIZE,
         dtype: str | torch.dtype | None = None,
@@ -421,12 +422,11 @@ class StateManager:
         """Publish the model as it is now, in one commit, and return the commit's URL (see `ckpt.push_to_hub`).
 
         Every rank must make this call; the main one alone talks to the Hub. Without `wait` it does so while training
-        continues, and None is returned; what goes wrong is raised by the next push, or on the main rank by `wait()` and
-        `close()`.
+        continues, and returns None; what goes wrong is raised by the next push, or on the main rank by `wait()`.
         """
         session = self._session
         session.require_usable("push_to_hub()")
-        target = HubTarget.of(repo_id, revision, token, private, commit_message, card)
+        target = HubTarget.of(repo_id, revision, token, private, commit_message, card, create_pr)
         model, wanted = session.registry.model_part(part), ExportOptions.parse(dtype, max_shard_size)
         beside = check_processors(tokenizer=tokenizer, processor=processor)
         return session.pusher.push(model, target, wanted, beside, session.training_facts, wait=wait)

@@ -10,7 +10,7 @@ import click
 
 from ckpt.cli.output import echo
 from ckpt.root.retention import Keep
-from ckpt.storage import open_storage
+from ckpt.storage import HubStorage, open_storage
 from ckpt.tools.prune import Plan, Pruned
 from ckpt.util.console import format_duration, format_size, format_table, one_line
 
@@ -34,6 +34,7 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
 @click.option("--keep-every", type=int, metavar="STEPS", help="... and each whose step this divides.")
 @click.option("--grace", callback=_seconds, default="24h", show_default=True, help="Younger leftovers are kept.")
 @click.option("--verify/--no-verify", default=True, show_default=True, help="First read the newest that is kept.")
+@click.option("--squash", is_flag=True, help="On the Hub: forget older commits, whose files take space for ever.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 def prune(
@@ -45,6 +46,7 @@ def prune(
     keep_every: int | None,
     grace: float,
     verify: bool,
+    squash: bool,
     dry_run: bool,
     yes: bool,
 ) -> None:
@@ -57,10 +59,13 @@ def prune(
     status 2 unless --yes is given.
     """
     keep = _rules(mode, last=keep_last, best=keep_best, metric=metric, every=keep_every)
-    plan = Plan.of(open_storage(root), keep, grace, verify=verify)
+    storage = open_storage(root)
+    if squash and not isinstance(storage, HubStorage):
+        raise click.UsageError(f"--squash is for the Hub, where commits are kept: {root} has none")
+    plan = Plan.of(storage, keep, grace, verify=verify)
     for line in _lines(plan.outcome, grace):
         echo(line)
-    if dry_run or not (plan.outcome.removed or plan.outcome.swept):
+    if dry_run or not (plan.outcome.removed or plan.outcome.swept or squash):
         return
     if not yes and not sys.stdin.isatty():
         raise click.UsageError(
@@ -68,12 +73,16 @@ def prune(
             "that, or --dry-run to see only what would be removed."
         )
     if not yes:
-        click.confirm(f"Remove {_total(plan.outcome)}?", abort=True, err=True)
+        forgotten = ", and forget the history of the branch" if squash else ""
+        click.confirm(f"Remove {_total(plan.outcome)}{forgotten}?", abort=True, err=True)
     done = plan.carry_out()
     for name in (*plan.outcome.removed, *plan.outcome.swept):
         if name in done.spared:
             echo(f"{name} is kept: {one_line(done.spared[name])}")
     echo(f"removed {_total(done)}")
+    if isinstance(storage, HubStorage) and squash:
+        storage.squash_history()
+        echo(f"{storage.url} has one commit now: older ones, and what only they had, are forgotten")
 
 
 def _rules(mode: str, **given: int | str | None) -> Keep | None:

@@ -13,6 +13,7 @@ from ckpt.cli.output import echo
 @click.option("--private/--public", default=None, help="For a new repository.")
 @click.option("--revision", help="The branch to commit to; created if it does not exist.")
 @click.option("-m", "--message", help="The commit's title.")
+@click.option("--create-pr", is_flag=True, help="Open a pull request, and print its URL.")
 @click.option("--dtype", help="Cast floating point tensors: bfloat16, float16, float32, ...")
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Beyond this, write shards and an index.")
 @click.option("--part", default="model", show_default=True, help="Which part of the checkpoint.")
@@ -29,6 +30,7 @@ def push(
     private: bool | None,
     revision: str | None,
     message: str | None,
+    create_pr: bool,
     dtype: str | None,
     max_shard_size: str,
     part: str,
@@ -50,6 +52,7 @@ def push(
         private=private,
         revision=revision,
         commit_message=message,
+        create_pr=create_pr,
         dtype=dtype,
         max_shard_size=max_shard_size,
         part=part,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from ckpt.export import card as model_card
 from ckpt.export.card import CARD, CURVE, Training
 from ckpt.export.folders import outdated_weights
 from ckpt.export.metric_plot import draw
+from ckpt.storage.hub.pull_requests import open_pull_request, page_of
 from ckpt.storage.hub.repo import MAIN_BRANCH, HubFile, HubRepo
 from ckpt.util.console import say
 
@@ -46,6 +47,7 @@ class HubTarget:
     private: bool | None = None
     message: str | None = None
     card: Card = True
+    create_pr: bool = False
 
     @classmethod
     def of(
@@ -56,13 +58,21 @@ class HubTarget:
         private: bool | None,
         message: str | None,
         card: Card,
+        create_pr: bool = False,
     ) -> HubTarget:
+        if not isinstance(create_pr, bool):
+            raise ConfigError(f"create_pr={create_pr!r} must be True or False.")
+        if create_pr and revision not in (None, MAIN_BRANCH):
+            raise ConfigError(
+                f"create_pr=True opens a pull request to {MAIN_BRANCH!r}: leave revision= out. To push to one that is "
+                "open, give revision='refs/pr/1' alone."
+            )
         if not isinstance(card, bool | Mapping):
             raise ConfigError(
                 f"card={card!r} must be True, False, or a dict for its front matter, such as {{'license': 'mit'}}. "
                 "Text of your own in an existing card is kept."
             )
-        return cls(HubRepo(repo_id, revision or MAIN_BRANCH, token), private, message, card)
+        return cls(HubRepo(repo_id, revision or MAIN_BRANCH, token), private, message, card, create_pr)
 
     def publish(self, publication: Publication) -> str:
         """Commit what differs from the repository's head, and return the URL of the commit.
@@ -92,12 +102,27 @@ class HubTarget:
                 "settings, or leave private= out."
             )
         message = self.message or "Upload model with ckpt"
+        if self.create_pr and self._operations(publication, hashes, self.repo.head()):
+            return self._propose(publication, hashes, message)
         commit, count = self.repo.commit_on_head(lambda head: self._operations(publication, hashes, head), message)
         if count:
             say(f"pushed to {self.repo.page}: {count} files in commit {commit[:8]}")
         else:
             say(f"{self.repo.page} has all of it already: nothing to push")
         return f"{self.repo.page}/commit/{commit}"
+
+    def _propose(self, publication: Publication, hashes: _Hashes, message: str) -> str:
+        """Commit to a pull request of its own, and return its URL."""
+        request = open_pull_request(self.repo, message)
+        target = replace(self, repo=request, create_pr=False)
+        try:
+            _, count = request.commit_on_head(lambda head: target._operations(publication, hashes, head), message)
+        except CkptError as error:
+            rest = f"push again with revision={request.revision!r} and without create_pr, or close it"
+            error.args = (f"{error} The pull request {page_of(request)} is open, and empty: {rest}.",)
+            raise
+        say(f"opened the pull request {page_of(request)}: {count} files")
+        return page_of(request)
 
     def _operations(
         self, publication: Publication, hashes: _Hashes, head: str

@@ -48,6 +48,7 @@ def push_to_hub(
     private: bool | None = None,
     revision: str | None = None,
     commit_message: str | None = None,
+    create_pr: bool = False,
     token: str | None = None,
     max_shard_size: int | str | None = SHARD_SIZE,
     dtype: str | torch.dtype | None = None,
@@ -62,7 +63,8 @@ def push_to_hub(
     """Publish the model of a checkpoint, sharded or not, or a folder of safetensors, and return the commit's URL.
 
     `source` is a path or URL, and `repo_id` is `user/name`; a repository that does not exist is created, with `private`
-    as given, and so is the branch `revision`. The token comes from `HF_TOKEN` or a login, if none is given.
+    as given, and so is the branch `revision`. The token comes from `HF_TOKEN` or a login, if none is given. With
+    `create_pr` the commit is proposed by a pull request, whose URL is returned, and the main branch is as before.
 
     One commit has everything: weights, `config.json`, the files of `tokenizer` and `processor`, what lies in the folder
     `beside` (a tokenizer, a config; no weights), and the model card. `card` is False for none, or a dict for its front
@@ -70,7 +72,7 @@ def push_to_hub(
     where it was; if nothing has changed there is no commit. With several processes the main one alone talks to the Hub,
     and the others wait. `storage_options` are for a `source` that is a URL, as for `StateManager`.
     """
-    target = HubTarget.of(repo_id, revision, token, private, commit_message, card)
+    target = HubTarget.of(repo_id, revision, token, private, commit_message, card, create_pr)
     processors = check_processors(tokenizer=tokenizer, processor=processor)
     request = _PushRequest(ExportOptions.parse(dtype, max_shard_size), processors, beside)
     ranks = find_ranks(f"push to {target.repo.url}", timeout)

@@ -217,6 +217,12 @@ class HubRepo:
             "branch of your own."
         )
 
+    def squash(self, message: str) -> None:
+        """Let the branch have one commit, with the files of its head. What older ones alone had is gone for good."""
+        self._ask(
+            "squash", lambda: self.api.super_squash_history(self.id, branch=self.revision, commit_message=message)
+        )
+
     def _commit(self, operations: Sequence[Operation], message: str, parent: str) -> str:
         """A commit on top of `parent`. If the branch has another head, raises `MovedError`, and nothing has changed.
 

@@ -125,6 +125,12 @@ class HubStorage:
     def settle(self) -> None:
         self._pending.settle()
 
+    def squash_history(self) -> None:
+        """Forget the older commits of the branch: until then, what was removed takes as much space as before."""
+        self.settle()
+        self._repo.squash("ckpt: forget what was removed")
+        self._forget()
+
     def link(self, source: str, target: str) -> None:
         """The same large file under a second path: its bytes are neither read nor sent."""
         _, found = self._found(source, fresh=True)

@@ -173,6 +173,37 @@ class TestOneProcess:
                 manager.push_to_hub(REPO, revision="refs/pr/1")
         assert hub.store.repo(REPO)["branches"].keys() == {"main", "new/branch"}
 
+    def test_a_pull_request_is_opened_and_the_main_branch_stays_as_it_was(self, hub: HubServer, tmp_path: Path) -> None:
+        hub.store.create(REPO, private=False)
+        with ckpt.StateManager(tmp_path / "run", model=small(0)) as manager:
+            manager.save_state("a", wait=True)
+            hub.fail(r"POST .*/discussions", cut="after")  # the answer is lost: there is one all the same
+            assert manager.push_to_hub(REPO, create_pr=True) == f"{hub.url}/{REPO}/discussions/1"
+        assert hub.commits(REPO) == []
+        assert hub.commits(REPO, "refs/pr/1") == ["Upload model with ckpt"]
+        assert "model.safetensors" in hub.files(REPO, "refs/pr/1")
+        done = CliRunner().invoke(main, ["push", str(tmp_path / "run" / "a"), REPO, "--create-pr", "-m", "Second"])
+        assert done.output.splitlines()[-1] == f"{hub.url}/{REPO}/discussions/2"
+        assert [found["title"] for found in hub.pull_requests] == ["Upload model with ckpt", "Second"]
+        assert hub.commits(REPO, "refs/pr/2") == ["Second"]
+
+    def test_no_pull_request_is_opened_for_nothing(self, hub: HubServer, tmp_path: Path) -> None:
+        with ckpt.StateManager(tmp_path / "run", model=small(0)) as manager:
+            manager.push_to_hub(REPO)
+            manager.push_to_hub(REPO, create_pr=True)
+            with pytest.raises(ckpt.ConfigError, match="leave revision= out"):
+                manager.push_to_hub(REPO, create_pr=True, revision="other")
+        assert hub.pull_requests == []
+
+    def test_a_pull_request_whose_commit_fails_is_named_to_go_on_with(self, hub: HubServer, tmp_path: Path) -> None:
+        hub.store.create(REPO, private=False)
+        hub.fail(r"POST .*/commit/", 403)
+        with ckpt.StateManager(tmp_path / "run", model=small(0)) as manager:
+            with pytest.raises(ckpt.StorageError, match=r"push again with revision='refs/pr/1' and without create_pr"):
+                manager.push_to_hub(REPO, create_pr=True)
+            manager.push_to_hub(REPO, revision="refs/pr/1")
+        assert len(hub.commits(REPO, "refs/pr/1")) == 1
+
     def test_what_shall_be_private_does_not_go_to_a_public_repository(self, hub: HubServer, tmp_path: Path) -> None:
         hub.store.create(REPO, private=False)
         with ckpt.StateManager(tmp_path / "run", model=small(0)) as manager:

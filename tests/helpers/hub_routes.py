@@ -165,6 +165,45 @@ def _branch(hub: HubServer, call: Call) -> Answer:
     return Answer.json({}) if new else Answer.error(409, "Reference already exists")
 
 
+def _open_request(hub: HubServer, call: Call) -> Answer:
+    repo, requests = call.words["repo"], hub.pull_requests
+    number = len(requests) + 1
+    requests.append({"repo": repo, "title": call.json["title"], "description": call.json["description"]})
+    hub.store.branch(repo, f"refs/pr/{number}", "main")
+    return Answer.json({"num": number})
+
+
+def _request_fields(hub: HubServer, number: int) -> dict[str, Any]:
+    found = hub.pull_requests[number - 1]
+    comment = {"edited": False, "hidden": False, "latest": {"raw": found["description"]}}
+    when = {"createdAt": "2026-01-01T00:00:00.000Z"}
+    return {
+        "title": found["title"],
+        "num": number,
+        "status": "draft",
+        "isPullRequest": True,
+        "repo": {"name": found["repo"], "type": "model"},
+        "changes": {"base": "refs/heads/main"},
+        "filesWithConflicts": [],
+        "events": [{"id": "1", "type": "comment", "data": comment, **when}],
+        **when,
+    }
+
+
+def _request(hub: HubServer, call: Call) -> Answer:
+    return Answer.json(_request_fields(hub, int(call.words["number"])))
+
+
+def _requests(hub: HubServer, call: Call) -> Answer:
+    listed = [_request_fields(hub, number) for number in range(1, len(hub.pull_requests) + 1)]
+    return Answer.json({"discussions": listed, "count": len(listed), "start": 0})
+
+
+def _squash(hub: HubServer, call: Call) -> Answer:
+    hub.store.squash(call.words["repo"], call.words["revision"], call.json["message"])
+    return Answer.json({})
+
+
 def _commits(hub: HubServer, call: Call) -> Answer:
     return Answer.json(list(hub.store.history(hub.head(call.words["repo"], call.words["revision"]))))
 
@@ -223,6 +262,10 @@ _ROUTES: list[tuple[str, Callable[[HubServer, Call], Answer]]] = [
     (rf"GET {_API}/xet-(?:read|write)-token/{_REVISION}", _xet_token),
     (rf"POST {_API}/branch/(?P<name>[^/]+)", _branch),
     (rf"GET {_API}/commits/{_REVISION}", _commits),
+    (rf"POST {_API}/discussions", _open_request),
+    (rf"GET {_API}/discussions", _requests),
+    (rf"GET {_API}/discussions/(?P<number>\d+)", _request),
+    (rf"POST {_API}/super-squash/{_REVISION}", _squash),
     (rf"POST /{_REPO}\.git/info/lfs/objects/batch", _batch),
     (r"PUT /lfs/(?P<oid>\w+)", _take_large),
     (r"PUT /lfs/(?P<oid>\w+)/(?P<number>\d+)", _take_part),

@@ -52,6 +52,7 @@ class HubServer:
     def __init__(self, folder: Path) -> None:
         self.store = HubStore(folder)
         self.requests: list[Request] = []
+        self.pull_requests: list[dict[str, Any]] = []
         self.accepted: list[str] = []  # large files that were taken in, each time
         self.faults: list[Fault] = []
         self.connections: set[socket.socket] = set()

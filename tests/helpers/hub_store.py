@@ -106,6 +106,14 @@ class HubStore:
             self._write(self._repo_path(repo), fields)
             return new
 
+    def squash(self, repo: str, branch: str, message: str) -> None:
+        """Let a branch have one commit, with the files of its head."""
+        with self._lock:
+            fields = self.repo(repo)
+            files = self.files(fields["branches"][branch])
+            fields["branches"][branch] = self._add_commit(None, message, "", files)
+            self._write(self._repo_path(repo), fields)
+
     def files(self, commit: str) -> dict[str, StoredBlob]:
         return {path: StoredBlob(**fields) for path, fields in self._commit(commit)["files"].items()}
 

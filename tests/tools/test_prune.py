@@ -20,6 +20,7 @@ import ckpt
 from ckpt.cli.main import main
 from ckpt.storage import open_storage
 from tests.cli.test_main import flip_a_bit, truncate
+from tests.helpers.hub_server import HubServer
 from tests.helpers.seaweed import Server
 from tests.storage.test_s3 import begin_upload, unfinished, uploads
 
@@ -320,3 +321,21 @@ class TestCommand:
         assert result.exit_code == 1
         assert "there is nothing at" in result.output
         assert not (tmp_path / "absent").exists()
+
+
+def test_on_the_hub_the_history_is_forgotten_with_what_was_removed(hub: HubServer, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with ckpt.StateManager("hub://me/run", model=model, storage_options={"interval": 0}) as manager:
+        for name in ("a", "b"):
+            manager.save_state(name, wait=True)
+    assert len(hub.commits("me/run")) >= 2
+    command = ["prune", "hub://me/run", "--keep-last", "1", "--squash"]
+    assert CliRunner().invoke(main, command).exit_code == 2  # nobody can be asked
+    done = CliRunner().invoke(main, [*command, "--yes"])
+    assert done.exit_code == 0, done.output
+    assert "has one commit now" in done.output
+    assert hub.commits("me/run") == []  # but the one that every repository has
+    assert ckpt.verify("hub://me/run") == {"b": []}
+    done = CliRunner().invoke(main, ["prune", str(tmp_path), "--squash"])
+    assert done.exit_code == 2
+    assert "--squash is for the Hub" in done.output
