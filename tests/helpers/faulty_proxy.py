@@ -48,6 +48,7 @@ class FaultyProxy:
         self.upstream = port
         self.plan = plan
         self.done: Counter[str] = Counter()  # what has gone wrong so far
+        self.asked: list[tuple[str, dict[str, str]]] = []  # the methods of all requests, and their headers in lower case
         self.says_continue = True  # to a request that waits for 100 Continue before it sends its body
         self.ending = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
@@ -91,6 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         proxy: FaultyProxy = self.server.proxy  # type: ignore[attr-defined]
+        proxy.asked.append((self.command, {name.lower(): value for name, value in self.headers.items()}))
         fault = proxy.plan(self.command, self.path)
         proxy.done[fault or "none"] += 1
         size = int(self.headers.get("Content-Length", 0))
