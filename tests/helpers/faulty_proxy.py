@@ -48,9 +48,7 @@ class FaultyProxy:
         self.upstream = port
         self.plan = plan
         self.done: Counter[str] = Counter()  # what has gone wrong so far
-        self.asked: list[
-            tuple[str, dict[str, str]]
-        ] = []  # the methods of all requests, and their headers in lower case
+        self.asked: list[tuple[str, dict[str, str]]] = []  # the methods of all requests, and their headers
         self.says_continue = True  # to a request that waits for 100 Continue before it sends its body
         self.ending = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)

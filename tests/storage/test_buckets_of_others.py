@@ -39,7 +39,7 @@ def test_credentials_that_may_only_read_are_enough_for_all_that_reads(
     saved = save(s3)
     proxied.plan = lambda method, path: None if method in ("GET", "HEAD") else "denied"
     options = reached_through(proxied)
-    names = {"step-00000002": [], "step-00000001": []}
+    names: dict[str, list[str]] = {"step-00000002": [], "step-00000001": []}
     assert [found.name for found in ckpt.list_checkpoints(s3, storage_options=options)] == list(names)
     assert ckpt.verify(s3, storage_options=options) == names
     ckpt.load_model(s3, loaded := nn.Linear(40, 30), storage_options=options)
