@@ -11,7 +11,7 @@ from ckpt.storage.base import Buffer, StablePieces
 PART_SIZE = 16 << 20  # bytes
 _MOST_PARTS = 10_000  # of one object, by the rules of S3
 _GROWS_AFTER = 1_000  # parts of a stream of unknown length, so that it ends before `_MOST_PARTS`
-_CHUNK = 256 << 10  # bytes that are handed to the socket at once
+_CHUNK = 256 << 10  # bytes that are handed to the socket at once; parts for GCS must be multiples of it
 
 
 class ByteCounter(Protocol):
@@ -20,11 +20,18 @@ class ByteCounter(Protocol):
     count: int
 
 
+class Uncounted:
+    """For requests whose stalls are noticed by a timeout of the socket."""
+
+    count = 0
+
+
 def split_into_parts(pieces: Iterable[Buffer], size: int = PART_SIZE) -> Iterator[list[memoryview]]:
     """The pieces as parts of at least `size` bytes, except the last. Stable pieces are not copied."""
     stable = StablePieces.of(pieces)
     if stable is not None:
-        return _slice_views(stable, max(size, -(-stable.size // _MOST_PARTS)))
+        least = -(-stable.size // _MOST_PARTS)
+        return _slice_views(stable, max(size, -(-least // _CHUNK) * _CHUNK))
     return _gather_copies(pieces, size)
 
 
@@ -58,6 +65,17 @@ def _gather_copies(pieces: Iterable[Buffer], size: int) -> Iterator[list[memoryv
                 number, part, filled = number + 1, bytearray(), 0
     if filled:
         yield [memoryview(part)[:filled]]
+
+
+def scatter(chunk: bytes, views: list[memoryview]) -> list[memoryview]:
+    """Copy bytes to the beginning of the views. Returns the rest of the views."""
+    data = memoryview(chunk)
+    while data:
+        count = min(len(data), len(views[0]))
+        views[0][:count] = data[:count]
+        data = data[count:]
+        views = views[1:] if count == len(views[0]) else [views[0][count:], *views[1:]]
+    return views
 
 
 class Body:

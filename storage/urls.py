@@ -134,6 +134,24 @@ def _open_s3(rest: str, **options: Any) -> Storage:
     return _object_storage(lambda given: S3Objects(bucket, prefix.strip("/"), given), options)
 
 
+def _open_azure(scheme: str) -> Callable[..., Storage]:
+    def opened(rest: str, **options: Any) -> Storage:
+        from ckpt.storage.clouds.azure import open_azure
+
+        return _object_storage(lambda given: open_azure(scheme, rest, given), options)
+
+    return opened
+
+
+def _open_gcs(scheme: str) -> Callable[..., Storage]:
+    def opened(rest: str, **options: Any) -> Storage:
+        from ckpt.storage.clouds.gcs import open_gcs
+
+        return _object_storage(lambda given: open_gcs(scheme, rest, given), options)
+
+    return opened
+
+
 def _open_filesystem(scheme: str) -> Callable[..., Storage]:
     def opened(rest: str, **options: Any) -> Storage:
         from ckpt.storage.fsspec_objects import FilesystemObjects
@@ -163,9 +181,9 @@ _BUILT_IN: dict[str, Callable[..., Storage]] = {
     "s3a": _open_s3,
     **{scheme: _read_only(scheme) for scheme in ("http", "https", "sftp", "ssh")},
     # the fsspec filesystems where an object appears only when it is complete: not ftp, for instance
-    **{
-        scheme: _open_filesystem(scheme) for scheme in ("abfs", "abfss", "az", "gcs", "gs", "hf", "local", "oci", "oss")
-    },
+    **{scheme: _open_filesystem(scheme) for scheme in ("hf", "local", "oci", "oss")},
+    **{scheme: _open_azure(scheme) for scheme in ("abfs", "abfss", "az")},
+    **{scheme: _open_gcs(scheme) for scheme in ("gcs", "gs")},
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt.errors import AbsentError, StorageError, TransientError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished
-from ckpt.storage.multipart import split_into_parts
+from ckpt.storage.multipart import scatter, split_into_parts
 from ckpt.storage.s3 import write as s3_write
 from ckpt.storage.s3.connection import BytesMoved, Connection, gather_or_cancel
 from ckpt.storage.s3.errors import code_of, not_deleted, strange_answer
@@ -211,21 +211,10 @@ class S3Objects:
         async def attempt(moved: BytesMoved) -> int:
             left, got = list(views), 0
             async for chunk in self._chunks(key, start, start + size, moved):
-                left, got = _scatter(chunk, left), got + len(chunk)
+                left, got = scatter(chunk, left), got + len(chunk)
             return size - got
 
         return await self._s3.with_retries("read", self._where(key), attempt)
-
-
-def _scatter(chunk: bytes, views: list[memoryview]) -> list[memoryview]:
-    """Copy bytes to the beginning of the views. Returns the rest of the views."""
-    data = memoryview(chunk)
-    while data:
-        count = min(len(data), len(views[0]))
-        views[0][:count] = data[:count]
-        data = data[count:]
-        views = views[1:] if count == len(views[0]) else [views[0][count:], *views[1:]]
-    return views
 
 
 def _listed(page: Mapping[str, Any], field: str, where: str) -> Iterable[Any]:

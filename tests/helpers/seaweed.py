@@ -29,7 +29,7 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._ports = _free_ports(3 * len(_PORTS))
+        self._ports = free_ports(3 * len(_PORTS))
         self._process: subprocess.Popen[bytes] | None = None
         self._has_probe = False
 
@@ -132,7 +132,7 @@ def _binary() -> Path:
     return Path(sys.executable).parent / "weed"
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Below those that the system gives to anybody, who could take them before the server does, or while it is down.
 
     Each test process looks in another place, so that two do not find the same.

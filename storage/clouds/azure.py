@@ -1,0 +1,264 @@
+"""Azure Blob Storage, and Data Lake Storage over it: `az://`, `abfs://`, `abfss://`.
+
+adlfs reads `storage_options` and the environment. Requests go through Microsoft's own client, whose conditions
+(`If-None-Match`, `If-Match`) hold for the request that makes a large object appear too.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckpt.errors import ConfigError, StorageError
+from ckpt.storage.base import ANY, Entry
+from ckpt.storage.clouds import errors
+from ckpt.storage.clouds.objects import AT_ONCE, WRITE, CloudObjects, Head, Retried, refuse_unknown, take_policy
+from ckpt.storage.multipart import Body, Uncounted
+from ckpt.storage.retry import RetryPolicy
+from ckpt.util.threads import ThreadCall
+
+_TAKEN = (
+    "account_name", "account_key", "connection_string", "credential", "sas_token", "client_id", "client_secret",
+    "tenant_id", "anon", "account_host", "location_mode", "max_concurrency",
+)  # fmt: skip
+_OF_DEFAULT_CREDENTIAL = ("authority", "managed_identity_client_id", "workload_identity_client_id", "process_timeout")
+# about listings and files that ckpt does not use: without an effect before, too
+_WITHOUT_EFFECT = (
+    "asynchronous", "blocksize", "default_cache_type", "default_fill_cache", "assume_container_exists",
+    "use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache",
+)  # fmt: skip
+_INSTEAD = {
+    "timeout": "use deadline",
+    "connection_timeout": "use stall",
+    "read_timeout": "use stall",
+    "socket_timeout": "use stall",
+    "version_aware": "versions of a container are not used",
+    "request_session": "proxies are taken from the environment",
+}
+_FOLDER = "hdi_isfolder"  # metadata of what stands for a folder where names are hierarchical
+_COPY_POLL = 0.5  # seconds
+
+
+def open_azure(scheme: str, rest: str, options: Mapping[str, Any]) -> CloudObjects:
+    """The objects of `scheme://container/prefix`, or of `scheme://container@account.dfs.core.windows.net/prefix`."""
+    given = dict(options)
+    place, _, prefix = rest.partition("/")
+    container, _, host = place.partition("@")
+    url = f"{scheme}://{rest}".rstrip("/")
+    if not container:
+        raise ConfigError(f"{url} names no container: write {scheme}://container/folder.")
+    names_of_credential = [name for name in given if name.startswith("exclude_")]
+    refuse_unknown(scheme, given, [*_TAKEN, *_OF_DEFAULT_CREDENTIAL, *_WITHOUT_EFFECT, *names_of_credential], _INSTEAD)
+    policy = take_policy(given)
+    _take_account(url, host, given)
+    at_once = given.get("max_concurrency") or AT_ONCE
+    service = _service(scheme, given, policy)
+    return CloudObjects(url, prefix.strip("/"), AzureClient(service, container, at_once), policy, at_once)
+
+
+class AzureClient:
+    """Requests about the blobs of one container."""
+
+    def __init__(self, service: Any, container: str, at_once: int) -> None:
+        self._container = service.get_container_client(container)
+        self._at_once = at_once
+        self._advice = errors.Advice(
+            f"container {container!r}",
+            "the credentials (AZURE_STORAGE_CONNECTION_STRING, AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_WRITE, `az "
+            "login`, or storage_options)",
+            "the account's name",
+        )
+
+    def head(self, key: str) -> Head:
+        found = self._blob(key).get_blob_properties()
+        _refuse_folder(found, key)
+        return Head(found.size, str(found.etag), (found.metadata or {}).get(WRITE))
+
+    def put(self, key: str, views: list[memoryview], over: str | None, token: str) -> str:
+        data = b"".join(views)
+        conditions = {"overwrite": True, **_condition(over)} if over is not None else {"overwrite": False}
+        answer = self._blob(key).upload_blob(data, length=len(data), metadata={WRITE: token}, **conditions)
+        return str(answer["etag"])
+
+    def put_in_parts(
+        self, key: str, parts: Iterator[list[memoryview]], over: str | None, token: str, retried: Retried
+    ) -> str:
+        """Blocks, several concurrently. No request reads the caller's buffers when this returns or raises.
+
+        Their names hold the token: blocks of two writers of the same key are kept apart until one of them commits.
+        """
+        from azure.storage.blob import BlobBlock
+
+        blob, stopped = self._blob(key), threading.Event()
+        names: list[str] = []
+        running: list[ThreadCall] = []
+
+        def stage(name: str, views: list[memoryview]) -> None:
+            size = sum(map(len, views))
+            retried(lambda: blob.stage_block(name, Body(views, Uncounted()), length=size), stopped=stopped)
+
+        try:
+            for number, views in enumerate(parts):
+                if len(running) >= self._at_once:
+                    running.pop(0).result()
+                names.append(base64.b64encode(f"{token}{number:06d}".encode()).decode())
+                running.append(ThreadCall(lambda name=names[-1], views=views: stage(name, views), "ckpt-upload"))  # type: ignore[misc]
+            while running:
+                running.pop(0).result()
+        except BaseException:
+            stopped.set()
+            for call in running:
+                call.has_failed()
+            raise
+        blocks = [BlobBlock(block_id=name) for name in names]
+        return str(retried(lambda: blob.commit_block_list(blocks, metadata={WRITE: token}, **_condition(over)))["etag"])
+
+    def read(self, key: str, start: int, stop: int | None) -> bytes:
+        from azure.core.exceptions import HttpResponseError
+
+        try:
+            found = self._blob(key).download_blob(offset=start, length=None if stop is None else stop - start)
+        except HttpResponseError as error:
+            if error.status_code == 416:
+                return b""
+            raise
+        _refuse_folder(found.properties, key)
+        return bytes(found.readall())
+
+    def copy(self, source: str, target: str) -> None:
+        blob = self._blob(target)
+        status = blob.start_copy_from_url(self._blob(source).url)["copy_status"]
+        while status == "pending":
+            time.sleep(_COPY_POLL)
+            status = blob.get_blob_properties().copy.status
+        if status != "success":
+            raise StorageError(f"could not copy {source} to {target}: the server says that the copy is {status}.")
+
+    def page(self, prefix: str, marker: str | None) -> tuple[list[Entry], str | None]:
+        pages = self._container.list_blobs(name_starts_with=prefix, include=["metadata"]).by_page(marker)
+        found = [
+            Entry(blob.name, blob.size, f'"{blob.etag.strip(chr(34))}"')
+            for blob in next(pages, ())
+            if not (blob.metadata or {}).get(_FOLDER)
+        ]
+        return found, pages.continuation_token or None
+
+    def remove(self, key: str) -> None:
+        from azure.core.exceptions import HttpResponseError, ResourceNotFoundError
+
+        try:
+            self._blob(key).delete_blob()
+        except ResourceNotFoundError as error:
+            if _code(error) == "ContainerNotFound":
+                raise
+        except HttpResponseError as error:
+            if _code(error) != "DirectoryIsNotEmpty":  # a folder is no object
+                raise
+
+    def translate(self, error: Exception, what: str, where: str) -> StorageError | None:
+        from azure.core import exceptions
+
+        begin = f"could not {what} {where}"
+        if isinstance(error, FolderError):
+            return errors.absent(where)
+        if isinstance(error, exceptions.ServiceRequestError):
+            return errors.unreached(begin, self._advice)
+        if isinstance(error, exceptions.ClientAuthenticationError) and not error.status_code:
+            return errors.refused(begin, self._advice)
+        if isinstance(error, exceptions.HttpResponseError) and error.status_code:
+            return errors.from_answer(error.status_code, _code(error), what, where, self._advice)
+        if isinstance(error, exceptions.AzureError | OSError):
+            return errors.cut_off(begin, error)
+        if isinstance(error, ValueError):  # a key that is not base64, for instance
+            return errors.refused(begin, self._advice)
+        return None
+
+    def _blob(self, key: str) -> Any:
+        return self._container.get_blob_client(key)
+
+
+class FolderError(Exception):
+    """The key stands for a folder, which is no object."""
+
+
+def _refuse_folder(found: Any, key: str) -> None:
+    if (found.metadata or {}).get(_FOLDER):
+        raise FolderError(key)
+
+
+def _condition(over: str | None) -> dict[str, Any]:
+    from azure.core import MatchConditions
+
+    if over == ANY:
+        return {}
+    if over is None:
+        return {"match_condition": MatchConditions.IfMissing}
+    return {"etag": over, "match_condition": MatchConditions.IfNotModified}
+
+
+def _code(error: Any) -> str:
+    """The code of an answer, as Azure names it."""
+    code = getattr(error, "error_code", None) or ""
+    return str(getattr(code, "value", code))
+
+
+def _take_account(url: str, host: str, options: dict[str, Any]) -> None:
+    """The account, where the URL names it."""
+    if not host:
+        return
+    account, _, domain = host.partition(".")
+    if options.setdefault("account_name", account) != account:
+        raise ConfigError(f"{url} is of the account {account!r}, but storage_options name {options['account_name']!r}.")
+    if domain not in ("", "dfs.core.windows.net", "blob.core.windows.net"):
+        options.setdefault("account_host", f"{account}.{domain.replace('dfs.', 'blob.', 1)}")
+
+
+def _service(scheme: str, options: dict[str, Any], policy: RetryPolicy) -> Any:
+    """Microsoft's client, with what adlfs has made of the options."""
+    try:
+        from adlfs import AzureBlobFileSystem
+        from azure.storage.blob import BlobServiceClient
+    except ImportError as error:
+        raise ConfigError(
+            f"{scheme}:// needs adlfs, which is not installed ({error.name}): pip install 'torch-ckpt[azure]'"
+        ) from None
+    try:
+        fs = AzureBlobFileSystem(**options, use_listings_cache=False, skip_instance_cache=True)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{scheme}:// cannot be opened ({type(error).__name__}): it needs account_name with account_key, sas_token "
+            "or a login, or connection_string, in storage_options or as AZURE_STORAGE_ACCOUNT_NAME, "
+            f"AZURE_STORAGE_CONNECTION_STRING and so on. Given: {', '.join(sorted(options)) or 'nothing'}."
+        ) from None
+    ours = {
+        "retry_total": 0,  # `CloudObjects` does it, with a deadline
+        "connection_timeout": min(10.0, policy.stall),
+        "read_timeout": policy.stall,
+        "max_chunk_get_size": 8 << 20,
+    }
+    if fs.connection_string is not None:
+        return BlobServiceClient.from_connection_string(fs.connection_string, **ours)
+    credential = fs.sync_credential or _synchronous(fs) or fs.account_key
+    address = fs.account_url if credential or not fs.sas_token else fs.account_url + fs.sas_token
+    return BlobServiceClient(address, credential=credential, location_mode=fs.location_mode, **ours)
+
+
+def _synchronous(fs: Any) -> Any:
+    """The user's own credential: adlfs takes one for an event loop, which is asked there."""
+    given = fs.credential
+    if given is None or isinstance(given, str) or not hasattr(given, "get_token"):
+        return given
+    import inspect
+
+    from fsspec.asyn import sync
+
+    class Credential:
+        def get_token(self, *scopes: str, **arguments: Any) -> Any:
+            if inspect.iscoroutinefunction(given.get_token):
+                return sync(fs.loop, given.get_token, *scopes, **arguments)
+            return given.get_token(*scopes, **arguments)
+
+    return Credential()

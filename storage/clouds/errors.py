@@ -1,0 +1,76 @@
+"""Answers of a cloud's store as `StorageError`s: whether a retry may help, and what to check otherwise."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ckpt.errors import AbsentError, DeniedError, FullError, StorageError, TransientError
+from ckpt.storage.base import changed
+
+_CODE = re.compile(r"\w{1,64}", re.ASCII)  # of whatever else a server sends, nothing is quoted
+_CONFLICT = {"ConditionNotMet", "TargetConditionNotMet", "BlobAlreadyExists", "InvalidBlockList", "conditionNotMet"}
+_ABSENT = {"BlobNotFound", "ResourceNotFound", "CannotVerifyCopySource", "notFound"}
+_NO_CONTAINER = {"ContainerNotFound", "ContainerBeingDeleted", "ContainerDisabled", "FilesystemNotFound"}
+_TRANSIENT = {"ServerBusy", "OperationTimedOut", "InternalError", "backendError", "rateLimitExceeded"}
+_FULL = {"AccountQuotaExceeded", "InsufficientAccountPermissionsQuota", "storageQuotaExceeded"}
+
+
+class UnreachedError(TransientError):
+    """No server has answered, so that the address may be wrong."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """How a store is spoken of: what its objects lie in, and what to check when it refuses or does not answer."""
+
+    container: str  # the container 'x', the bucket 'x'
+    credentials: str
+    address: str
+
+
+def absent(where: str) -> AbsentError:
+    return AbsentError(f"{where} does not exist.")
+
+
+def no_container(begin: str, advice: Advice) -> StorageError:
+    return StorageError(f"{begin}: there is no {advice.container}. Create it, or check its name and the account.")
+
+
+def unreached(begin: str, advice: Advice) -> UnreachedError:
+    return UnreachedError(f"{begin}: no server answers. Check {advice.address} and the network.")
+
+
+def refused(begin: str, advice: Advice) -> DeniedError:
+    return DeniedError(
+        f"{begin}: the credentials are missing, or do not allow it. Check {advice.credentials}, and that they may "
+        "list, read, write and delete there."
+    )
+
+
+def cut_off(begin: str, error: BaseException) -> TransientError:
+    return TransientError(f"{begin}: the connection failed ({type(error).__name__}).")
+
+
+def strange_answer(where: str, what: str) -> StorageError:
+    """The error for an answer that no such store gives: to ask again would not help."""
+    return StorageError(f"could not read {where}: the server {what}. Check the endpoint.")
+
+
+def from_answer(status: int, code: str, what: str, where: str, advice: Advice) -> StorageError:
+    """The error for an answer with this status, and the store's own code for it, if it has given one."""
+    begin = f"could not {what} {where}"
+    said = f"{begin}: the server says {code if _CODE.fullmatch(code) else status}"
+    if code in _CONFLICT or (status == 412 and not code):
+        return changed(where)
+    if code in _NO_CONTAINER:
+        return no_container(begin, advice)
+    if status == 404 and (code in _ABSENT or not code):
+        return absent(where)
+    if code in _FULL or status in (413, 507):
+        return FullError(f"{said}. Free some space or raise the quota, then save again.")
+    if code in _TRANSIENT or status >= 500 or status in (408, 429):
+        return TransientError(f"{said} ({status}).")
+    if status in (401, 403):
+        return refused(f"{begin} ({code if _CODE.fullmatch(code) else status})", advice)
+    return StorageError(f"{said} ({status}).")

@@ -1,0 +1,242 @@
+"""Google Cloud Storage: `gs://`, `gcs://`.
+
+gcsfs reads `storage_options` and finds the credentials. Requests are those of the documented JSON API, because gcsfs
+has no condition on the generation of an object: `ifGenerationMatch`, which the server compares when the object appears.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+from urllib.parse import quote
+
+from ckpt.errors import ConfigError, StorageError
+from ckpt.storage.base import ANY, Entry, changed
+from ckpt.storage.clouds import errors
+from ckpt.storage.clouds.objects import AT_ONCE, WRITE, CloudObjects, Head, Retried, refuse_unknown, take_policy
+from ckpt.storage.clouds.resumable import AnswerError, Part
+from ckpt.storage.multipart import Body, Uncounted
+from ckpt.storage.retry import RetryPolicy
+
+_TAKEN = ("project", "access", "token", "endpoint_url", "requester_pays")
+# about listings, caches and new buckets, which ckpt does not use: without an effect before, too
+_WITHOUT_EFFECT = (
+    "asynchronous", "block_size", "cache_timeout", "check_connection", "default_location", "secure_serialize",
+    "use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache",
+)  # fmt: skip
+_INSTEAD = {
+    "timeout": "use stall",
+    "requests_timeout": "use stall",
+    "consistency": "every file is verified by its own digests",
+    "version_aware": "versions of a bucket are not used",
+    "session_kwargs": "proxies and certificates are taken from the environment (HTTPS_PROXY, REQUESTS_CA_BUNDLE)",
+}
+_FIELDS = "generation,size,metadata"
+
+
+def open_gcs(scheme: str, rest: str, options: Mapping[str, Any]) -> CloudObjects:
+    """The objects of `gs://bucket/prefix`."""
+    given = dict(options)
+    bucket, _, prefix = rest.partition("/")
+    url = f"{scheme}://{rest}".rstrip("/")
+    if not bucket:
+        raise ConfigError(f"{url} names no bucket: write {scheme}://bucket/folder.")
+    refuse_unknown(scheme, given, [*_TAKEN, *_WITHOUT_EFFECT], _INSTEAD)
+    policy = take_policy(given)
+    return CloudObjects(url, prefix.strip("/"), _client(scheme, bucket, given, policy), policy)
+
+
+class GcsClient:
+    """Requests about the objects of one bucket."""
+
+    def __init__(self, session: Any, endpoint: str, bucket: str, common: dict[str, str], timeout: Any) -> None:
+        self._session = session
+        self._inside = f"/b/{quote(bucket, safe='')}/o"
+        self._objects = f"{endpoint}/storage/v1{self._inside}"
+        self._uploads = f"{endpoint}/upload/storage/v1{self._inside}"
+        self._common = common
+        self._timeout = timeout
+        self._advice = errors.Advice(
+            f"bucket {bucket!r}",
+            "the credentials (GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, or "
+            "storage_options={'token': ...})",
+            "the endpoint (STORAGE_EMULATOR_HOST, or storage_options={'endpoint_url': ...})",
+        )
+
+    def head(self, key: str) -> Head:
+        return _head(self._request("GET", self._path(key), fields=_FIELDS).json())
+
+    def put(self, key: str, views: list[memoryview], over: str | None, token: str) -> str:
+        """Metadata and bytes in one request."""
+        boundary = uuid.uuid4().hex
+        begin = (
+            f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{_resource(key, token)}\r\n"
+            f"--{boundary}\r\nContent-Type: application/octet-stream\r\n\r\n"
+        )
+        body = b"".join([begin.encode(), *views, f"\r\n--{boundary}--\r\n".encode()])
+        answer = self._request(
+            "POST", self._uploads, data=body, headers={"Content-Type": f"multipart/related; boundary={boundary}"},
+            uploadType="multipart", fields=_FIELDS, **_condition(over),
+        )  # fmt: skip
+        return _head(answer.json()).version
+
+    def put_in_parts(
+        self, key: str, parts: Iterator[list[memoryview]], over: str | None, token: str, retried: Retried
+    ) -> str:
+        """A resumable upload, one part after the other. The server compares the generation again with the last."""
+        session = retried(lambda: self._begin(key, over, token))
+        try:
+            start, waiting = 0, next(parts)
+            for following in parts:
+                retried(Part(self, session, start, waiting, None))
+                start, waiting = start + sum(map(len, waiting)), following
+            answer = retried(Part(self, session, start, waiting, start + sum(map(len, waiting))))
+        except BaseException:
+            with suppress(Exception):  # the server forgets it after a week
+                self._session.delete(session, timeout=self._timeout)
+            raise
+        if answer is None:
+            raise StorageError(f"could not write {key}: the server does not say that the upload is complete.")
+        return _head(answer).version
+
+    def _begin(self, key: str, over: str | None, token: str) -> str:
+        answer = self._request(
+            "POST", self._uploads, data=_resource(key, token).encode(),
+            headers={"Content-Type": "application/json; charset=UTF-8"}, uploadType="resumable", **_condition(over),
+        )  # fmt: skip
+        return str(answer.headers["Location"])
+
+    def send(self, session: str, views: list[memoryview], span: str) -> Any:
+        """A part of an upload, or with no views the question how much of it has arrived."""
+        size = sum(map(len, views))
+        headers = {"Content-Range": f"bytes {span}", "Content-Length": str(size)}
+        data = Body(views, Uncounted()) if size else b""
+        answer = self._session.put(session, data=data, headers=headers, timeout=self._timeout, allow_redirects=False)
+        return answer if answer.status_code == 308 else _checked(answer)
+
+    def read(self, key: str, start: int, stop: int | None) -> bytes:
+        span = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"} if start or stop is not None else {}
+        try:
+            answer = self._request("GET", self._path(key), headers={**span, "Accept-Encoding": "identity"}, alt="media")
+        except AnswerError as error:
+            if error.status == 416:
+                return b""
+            raise
+        if start and answer.headers.get("Content-Range", "").partition("-")[0] != f"bytes {start}":
+            raise errors.strange_answer(key, "sends other bytes than the range that was asked for")
+        return bytes(answer.content)
+
+    def copy(self, source: str, target: str) -> None:
+        address = f"{self._path(source)}/rewriteTo{self._inside}/{quote(target, safe='')}"
+        more: dict[str, Any] = {}
+        while True:
+            answer = self._request("POST", address, data=b"", **more).json()
+            if answer.get("done"):
+                return
+            more = {"rewriteToken": answer["rewriteToken"]}
+
+    def page(self, prefix: str, marker: str | None) -> tuple[list[Entry], str | None]:
+        more: dict[str, Any] = {} if marker is None else {"pageToken": marker}
+        try:
+            answer = self._request(
+                "GET", self._objects, prefix=prefix, fields="nextPageToken,items(name,size,generation)", **more
+            )
+        except AnswerError as error:
+            if error.status == 404:
+                raise errors.no_container(f"could not list {prefix}", self._advice) from None
+            raise
+        found = answer.json()
+        entries = [Entry(item["name"], int(item["size"]), str(item["generation"])) for item in found.get("items", ())]
+        return entries, found.get("nextPageToken")
+
+    def remove(self, key: str) -> None:
+        try:
+            self._request("DELETE", self._path(key))
+        except AnswerError as error:
+            if error.status != 404:
+                raise
+
+    def translate(self, error: Exception, what: str, where: str) -> StorageError | None:
+        from google.auth import exceptions
+        from requests import exceptions as network
+
+        begin = f"could not {what} {where}"
+        if isinstance(error, AnswerError):
+            if error.status == 412:
+                return changed(where)
+            if error.status == 404 and what == "write":  # what is written need not be there, only its bucket
+                return errors.no_container(begin, self._advice)
+            return errors.from_answer(error.status, error.code, what, where, self._advice)
+        if isinstance(error, network.ConnectionError | exceptions.TransportError):
+            return errors.unreached(begin, self._advice)
+        if isinstance(error, exceptions.GoogleAuthError):
+            return errors.refused(begin, self._advice)
+        if isinstance(error, network.RequestException | OSError):
+            return errors.cut_off(begin, error)
+        if isinstance(error, KeyError | TypeError | ValueError):
+            return errors.strange_answer(where, "gives an answer that GCS does not give")
+        return None
+
+    def _request(
+        self, method: str, address: str, *, data: Any = None, headers: Mapping[str, str] | None = None, **query: str
+    ) -> Any:
+        given = {"params": {**query, **self._common}, "headers": headers, "timeout": self._timeout}
+        return _checked(self._session.request(method, address, data=data, allow_redirects=False, **given))
+
+    def _path(self, key: str) -> str:
+        return f"{self._objects}/{quote(key, safe='')}"
+
+
+def _head(found: Mapping[str, Any]) -> Head:
+    return Head(int(found["size"]), str(found["generation"]), (found.get("metadata") or {}).get(WRITE))
+
+
+def _resource(key: str, token: str) -> str:
+    return json.dumps({"name": key, "contentType": "application/octet-stream", "metadata": {WRITE: token}})
+
+
+def _condition(over: str | None) -> dict[str, str]:
+    if over == ANY:
+        return {}
+    if over is not None and not over.isdecimal():  # no generation of this store
+        raise AnswerError(412, "")
+    return {"ifGenerationMatch": over or "0"}
+
+
+def _checked(answer: Any) -> Any:
+    if answer.status_code < 300:
+        return answer
+    code = ""
+    with suppress(ValueError, KeyError, IndexError, TypeError):
+        code = str(answer.json()["error"]["errors"][0]["reason"])
+    raise AnswerError(answer.status_code, code)
+
+
+def _client(scheme: str, bucket: str, options: dict[str, Any], policy: RetryPolicy) -> GcsClient:
+    """A session with the credentials that gcsfs has found."""
+    try:
+        from gcsfs.core import GCSFileSystem
+        from google.auth.credentials import AnonymousCredentials
+        from google.auth.transport.requests import AuthorizedSession
+        from requests.adapters import HTTPAdapter
+    except ImportError as error:
+        raise ConfigError(
+            f"{scheme}:// needs gcsfs, which is not installed ({error.name}): pip install 'torch-ckpt[gcs]'"
+        ) from None
+    try:
+        fs = GCSFileSystem(**options, use_listings_cache=False, skip_instance_cache=True)
+    except Exception as error:  # of several packages: a file that is missing, a token that is none
+        kind, names = type(error).__name__, ", ".join(sorted(options)) or "nothing"
+        raise ConfigError(
+            f"{scheme}://{bucket} cannot be opened: gcsfs finds no credentials ({kind}). storage_options given: {names}."
+        ) from None
+    session = AuthorizedSession(fs.credentials.credentials or AnonymousCredentials())
+    for kind in ("https://", "http://"):
+        session.mount(kind, HTTPAdapter(pool_connections=AT_ONCE, pool_maxsize=2 * AT_ONCE))
+    payer = fs.requester_pays and (fs.requester_pays if isinstance(fs.requester_pays, str) else fs.project)
+    common = {"userProject": str(payer)} if payer else {}
+    endpoint = fs.base.removesuffix("/").removesuffix("/storage/v1")
+    return GcsClient(session, endpoint, bucket, common, (min(10.0, policy.stall), policy.stall))

@@ -1,0 +1,66 @@
+"""Parts of a resumable upload to Google Cloud Storage."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from ckpt.errors import StorageError
+
+
+class AnswerError(Exception):
+    """An answer that is no success."""
+
+    def __init__(self, status: int, code: str) -> None:
+        super().__init__(f"{status} {code}")
+        self.status = status
+        self.code = code
+
+
+class Sender(Protocol):
+    """Sends parts of an upload."""
+
+    def send(self, session: str, views: list[memoryview], span: str) -> Any:
+        """The answer to a part, or without views to the question how much has arrived."""
+
+
+class Part:
+    """A part of an upload. Sent again, it first asks how much of it has arrived."""
+
+    def __init__(self, client: Sender, session: str, start: int, views: list[memoryview], total: int | None) -> None:
+        self._client = client
+        self._session = session
+        self._start = start
+        self._views = views
+        self._stop = start + sum(map(len, views))
+        self._total = "*" if total is None else str(total)
+        self._is_sent = False
+
+    def __call__(self) -> dict[str, Any] | None:
+        """What the server says about the object, if it is complete."""
+        at, views = self._start, self._views
+        if self._is_sent:
+            answer = self._client.send(self._session, [], f"*/{self._total}")
+            if answer.status_code != 308:
+                return dict(answer.json())
+            at = int(answer.headers.get("Range", "bytes=0--1").rpartition("-")[2]) + 1
+            if at >= self._stop and self._total == "*":
+                return None
+            if not self._start <= at < self._stop:
+                raise StorageError("the server has lost a part of an upload. Save again.")
+            views = _after(views, at - self._start)
+        self._is_sent = True
+        answer = self._client.send(self._session, views, f"{at}-{self._stop - 1}/{self._total}")
+        if answer.status_code != 308:
+            return dict(answer.json())
+        arrived = int(answer.headers.get("Range", "bytes=0--1").rpartition("-")[2]) + 1
+        if arrived < self._stop:  # the server may take less than it was sent
+            raise AnswerError(503, "")
+        return None
+
+
+def _after(views: list[memoryview], count: int) -> list[memoryview]:
+    left = []
+    for view in views:
+        left.append(view[count:])
+        count = max(0, count - len(view))
+    return [view for view in left if view]

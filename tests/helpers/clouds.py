@@ -1,0 +1,103 @@
+"""Emulators of Azure and of Google Cloud Storage on this machine's loopback.
+
+Azurite, Microsoft's own, is a package of npm: `make test-clouds` puts it into build/. It honours all conditions of a
+write, but has no hierarchical names and no logins but by key.
+
+`gcp-storage-emulator` is a package of pip. It answers one request at a time and ignores `ifGenerationMatch`, so
+`tests/helpers/gcs_emulator.py` adds that: what the tests show of conditions is that ckpt sends the right ones and acts
+on the answers, not that Google's server compares them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.helpers.seaweed import free_ports
+
+BUCKET = "ckpt"
+ACCOUNT = "devstoreaccount1"
+# Azurite's own, the same everywhere and in its documentation
+KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+_REPOSITORY = Path(__file__).parents[2]
+_DEADLINE = 60.0
+
+
+def azurite_binary() -> str | None:
+    """Azurite, where `make test-clouds` has put it or where it is installed; None if it is not."""
+    placed = _REPOSITORY / "build/npm/node_modules/.bin/azurite-blob"
+    return str(placed) if placed.exists() else shutil.which("azurite-blob")
+
+
+@contextmanager
+def azurite() -> Iterator[str]:
+    """The connection string of an empty account with one container."""
+    binary = azurite_binary()
+    assert binary is not None
+    [port] = free_ports(1)
+    connection = (
+        f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={KEY};"
+        f"BlobEndpoint=http://127.0.0.1:{port}/{ACCOUNT};"
+    )
+    with tempfile.TemporaryDirectory(prefix=".azurite-") as folder:
+        command = [binary, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", folder]
+        with _running([*command, "--silent", "--skipApiVersionCheck", "--disableTelemetry"], folder, port):
+            from azure.storage.blob import BlobServiceClient
+
+            BlobServiceClient.from_connection_string(connection).create_container(BUCKET)
+            yield connection
+
+
+@contextmanager
+def gcs_emulator(*, conditions: bool = True) -> Iterator[str]:
+    """The address of an emulator with one bucket; without `conditions` as its package has it."""
+    [port] = free_ports(1)
+    arguments = ["-m", "tests.helpers.gcs_emulator", str(port), BUCKET, *(["conditions"] if conditions else [])]
+    with tempfile.TemporaryDirectory(prefix=".gcs-") as folder, _running([sys.executable, *arguments], folder, port):
+        yield f"http://127.0.0.1:{port}"
+
+
+def azure_environment(connection: str) -> dict[str, str]:
+    return {"AZURE_STORAGE_CONNECTION_STRING": connection}
+
+
+def gcs_environment(url: str) -> dict[str, str]:
+    """NO_GCE_CHECK: no metadata server is looked for, which takes seconds."""
+    return {"STORAGE_EMULATOR_HOST": url, "NO_GCE_CHECK": "true"}
+
+
+@contextmanager
+def _running(command: list[str], folder: str, port: int) -> Iterator[None]:
+    with (Path(folder) / "server.log").open("ab") as log:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_REPOSITORY), *sys.path])}
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=environment)
+    try:
+        _await_answer(process, port, Path(folder) / "server.log")
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _await_answer(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    end = time.monotonic() + _DEADLINE
+    while time.monotonic() < end:
+        assert process.poll() is None, log.read_text()[-4000:]
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5).close()
+        except urllib.error.HTTPError:
+            return
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return
+    raise AssertionError("the emulator did not start")
