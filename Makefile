@@ -13,7 +13,7 @@ MATRIX := guarantees/resume_matrix load/world_size state/save_and_load data/resu
 FAST := not slow and not gpu and not ranks
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo check test test-all coverage test-s3 test-accelerate lint format kills memory-kills faults campaign mutants fuzz bench clean
+.PHONY: demo check test test-all coverage test-s3 test-clouds test-accelerate lint format kills memory-kills faults campaign mutants fuzz bench clean
 
 demo: $(READY)
 	$(BIN)/ckpt demo
@@ -42,6 +42,14 @@ coverage: $(READY)
 # the same on S3: `make test` has a slice of it
 test-s3: $(READY)
 	CKPT_ROOT=s3 $(PYTEST) $(foreach name,$(MATRIX),tests/$(dir $(name))test_$(notdir $(name)).py)
+
+# Azure and Google Cloud Storage: Azurite needs node, and is put into build/; `make test` leaves its part out
+AZURITE := build/npm/node_modules/.bin/azurite-blob
+test-clouds: $(READY) $(AZURITE)
+	$(PYTEST) tests/storage/test_clouds.py tests/storage/test_cloud_errors.py
+
+$(AZURITE):
+	npm install --prefix build/npm --no-audit --no-fund azurite@3.35.0
 
 # Accelerate's own tests of checkpoints, from a checkout of the installed version, with every accelerator attached
 ACCELERATE ?= ../accelerate

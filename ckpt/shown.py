@@ -33,7 +33,7 @@ _NAME = (
 _USER_AND_PASSWORD = re.compile(r"(?<=://)[^\s/:@]{0,256}:\S{0,512}@")
 _USER_ALONE = re.compile(r"(?<=://)[^\s/@]{1,256}@")
 _QUERY = re.compile(rf"([?&;](?:[\w.-]{{0,40}}{_NAME}|sig)=)[^&;#\s'\"\\<>]+", re.IGNORECASE)
-_CONTAINER = re.compile(r"(?:abfss?|wasbs?|az)$", re.IGNORECASE)  # `container@account` is how these URLs begin
+_CONTAINER = re.compile(r"(?:abfss?|wasbs?|az|oci)$", re.IGNORECASE)  # `container@account` is how they begin
 _ASSIGNED = re.compile(rf"({_NAME}=['\"]?)(?!\.\.\.)[^\s'\",;&)}}\]\\]{{8,}}", re.IGNORECASE)
 _QUOTED = re.compile(rf"({_NAME}['\"]\s?:\s?['\"])[^'\"\\]{{1,4096}}", re.IGNORECASE)
 _HEADER = re.compile(r"\b((?:bearer|basic|x-amz-security-token\s?:)\s{1,2})[\w.~+/=-]{8,}", re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""Object stores through fsspec's filesystems: gs://, az://, hf:// and others."""
+"""Object stores through fsspec's filesystems: hf://, oss:// and others."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from weakref import WeakValueDictionary
 from ckpt.errors import AbsentError, ConfigError, DeniedError, StorageError, TransientError
 from ckpt.storage.base import ANY, Buffer, Entry, StablePieces, Unfinished, changed
 from ckpt.storage.multipart import PART_SIZE, split_into_parts
+from ckpt.storage.option_names import unknown_options
 
 _turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 _guard = threading.Lock()
+_COMPLETE = ("hf", "local")  # filesystems that take no options but those of their signatures
 _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
@@ -186,7 +188,7 @@ def _problem(error: Exception, what: str, where: str) -> StorageError | None:
     if status >= 500 or status == 429:
         return TransientError(f"{begin}: the server says {status}.")
     if isinstance(error, _network()):
-        return TransientError(f"{begin}: the connection failed ({type(error).__name__}).")
+        return TransientError(f"{begin}: the connection failed ({type(error).__name__}). Look at the network.")
     if isinstance(error, OSError) or status:
         return StorageError(f"{begin}: {getattr(error, 'strerror', '') or type(error).__name__}.")
     return None
@@ -194,22 +196,29 @@ def _problem(error: Exception, what: str, where: str) -> StorageError | None:
 
 def _status(error: Exception) -> int:
     """The HTTP status of an error, under any name that clients use; 0 if it has none."""
-    found = (getattr(error, name, None) for name in ("status_code", "status", "code"))
+    said = (error, getattr(error, "response", None))
+    found = (getattr(one, name, None) for one in said for name in ("status_code", "status", "code"))
     return next((status for status in found if isinstance(status, int) and 400 <= status < 600), 0)
 
 
 def _network() -> tuple[type[Exception], ...]:
-    aiohttp = sys.modules.get("aiohttp")  # imported if the filesystem uses it
-    return (ConnectionError, TimeoutError, asyncio.TimeoutError, *([aiohttp.ClientError] if aiohttp else ()))
+    named = (("aiohttp", "ClientError"), ("httpx", "TransportError"), ("httpx2", "TransportError"))
+    used = [getattr(sys.modules[module], name) for module, name in named if module in sys.modules]
+    return (ConnectionError, TimeoutError, asyncio.TimeoutError, *used)
 
 
 def _open(scheme: str, options: Mapping[str, Any]) -> Any:
-    from fsspec import filesystem
+    from fsspec import filesystem, get_filesystem_class
 
     try:
+        unknown = unknown_options(options, get_filesystem_class(scheme)) if scheme in _COMPLETE else []
+        if unknown:
+            raise ConfigError(f"{scheme}:// does not take the storage_options {', '.join(unknown)}.")
         return filesystem(scheme, **{"use_listings_cache": False, **options})
     except ImportError as error:
         raise ConfigError(f"{scheme}:// needs a package that is not installed: {error}.") from None
+    except ConfigError:
+        raise
     except (TypeError, ValueError) as error:
         kind = type(error).__name__
         raise ConfigError(f"{scheme}:// does not take these storage_options ({kind}): {', '.join(options)}.") from None

@@ -24,7 +24,7 @@ _TAKEN = (
     "account_name", "account_key", "connection_string", "credential", "sas_token", "client_id", "client_secret",
     "tenant_id", "anon", "account_host", "location_mode", "max_concurrency",
 )  # fmt: skip
-_OF_DEFAULT_CREDENTIAL = ("authority", "managed_identity_client_id", "workload_identity_client_id", "process_timeout")
+_OF_LOGIN = ("authority", "managed_identity_client_id", "workload_identity_client_id", "process_timeout")
 # about listings and files that ckpt does not use: without an effect before, too
 _WITHOUT_EFFECT = (
     "asynchronous", "blocksize", "default_cache_type", "default_fill_cache", "assume_container_exists",
@@ -50,8 +50,8 @@ def open_azure(scheme: str, rest: str, options: Mapping[str, Any]) -> CloudObjec
     url = f"{scheme}://{rest}".rstrip("/")
     if not container:
         raise ConfigError(f"{url} names no container: write {scheme}://container/folder.")
-    names_of_credential = [name for name in given if name.startswith("exclude_")]
-    refuse_unknown(scheme, given, [*_TAKEN, *_OF_DEFAULT_CREDENTIAL, *_WITHOUT_EFFECT, *names_of_credential], _INSTEAD)
+    of_login = [name for name in given if name.startswith("exclude_") or name in _OF_LOGIN]
+    refuse_unknown(scheme, given, _TAKEN, [*_WITHOUT_EFFECT, *of_login], _INSTEAD)
     policy = take_policy(given)
     _take_account(url, host, given)
     at_once = given.get("max_concurrency") or AT_ONCE
@@ -67,14 +67,15 @@ class AzureClient:
         self._at_once = at_once
         self._advice = errors.Advice(
             f"container {container!r}",
-            "the credentials (AZURE_STORAGE_CONNECTION_STRING, AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_WRITE, `az "
+            "the credentials (AZURE_STORAGE_CONNECTION_STRING, AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN, `az "
             "login`, or storage_options)",
             "the account's name",
         )
 
     def head(self, key: str) -> Head:
         found = self._blob(key).get_blob_properties()
-        _refuse_folder(found, key)
+        if (found.metadata or {}).get(_FOLDER):
+            raise FolderError(key)
         return Head(found.size, str(found.etag), (found.metadata or {}).get(WRITE))
 
     def put(self, key: str, views: list[memoryview], over: str | None, token: str) -> str:
@@ -119,14 +120,16 @@ class AzureClient:
     def read(self, key: str, start: int, stop: int | None) -> bytes:
         from azure.core.exceptions import HttpResponseError
 
+        data = b""
         try:
             found = self._blob(key).download_blob(offset=start, length=None if stop is None else stop - start)
+            data = bytes(found.readall())
         except HttpResponseError as error:
-            if error.status_code == 416:
-                return b""
-            raise
-        _refuse_folder(found.properties, key)
-        return bytes(found.readall())
+            if error.status_code != 416:
+                raise
+        if not data:  # what stands for a folder is empty too
+            self.head(key)
+        return data
 
     def copy(self, source: str, target: str) -> None:
         blob = self._blob(target)
@@ -184,11 +187,6 @@ class FolderError(Exception):
     """The key stands for a folder, which is no object."""
 
 
-def _refuse_folder(found: Any, key: str) -> None:
-    if (found.metadata or {}).get(_FOLDER):
-        raise FolderError(key)
-
-
 def _condition(over: str | None) -> dict[str, Any]:
     from azure.core import MatchConditions
 
@@ -226,7 +224,7 @@ def _service(scheme: str, options: dict[str, Any], policy: RetryPolicy) -> Any:
             f"{scheme}:// needs adlfs, which is not installed ({error.name}): pip install 'torch-ckpt[azure]'"
         ) from None
     try:
-        fs = AzureBlobFileSystem(**options, use_listings_cache=False, skip_instance_cache=True)
+        fs = AzureBlobFileSystem(**{**options, "use_listings_cache": False, "skip_instance_cache": True})
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{scheme}:// cannot be opened ({type(error).__name__}): it needs account_name with account_key, sas_token "
@@ -242,8 +240,12 @@ def _service(scheme: str, options: dict[str, Any], policy: RetryPolicy) -> Any:
     if fs.connection_string is not None:
         return BlobServiceClient.from_connection_string(fs.connection_string, **ours)
     credential = fs.sync_credential or _synchronous(fs) or fs.account_key
-    address = fs.account_url if credential or not fs.sas_token else fs.account_url + fs.sas_token
+    address = _address(fs) + (fs.sas_token if fs.sas_token and not credential else "")
     return BlobServiceClient(address, credential=credential, location_mode=fs.location_mode, **ours)
+
+
+def _address(fs: Any) -> str:
+    return str(fs.account_url)
 
 
 def _synchronous(fs: Any) -> Any:

@@ -44,7 +44,7 @@ def open_gcs(scheme: str, rest: str, options: Mapping[str, Any]) -> CloudObjects
     url = f"{scheme}://{rest}".rstrip("/")
     if not bucket:
         raise ConfigError(f"{url} names no bucket: write {scheme}://bucket/folder.")
-    refuse_unknown(scheme, given, [*_TAKEN, *_WITHOUT_EFFECT], _INSTEAD)
+    refuse_unknown(scheme, given, _TAKEN, _WITHOUT_EFFECT, _INSTEAD)
     policy = take_policy(given)
     return CloudObjects(url, prefix.strip("/"), _client(scheme, bucket, given, policy), policy)
 
@@ -115,6 +115,8 @@ class GcsClient:
         headers = {"Content-Range": f"bytes {span}", "Content-Length": str(size)}
         data = Body(views, Uncounted()) if size else b""
         answer = self._session.put(session, data=data, headers=headers, timeout=self._timeout, allow_redirects=False)
+        if answer.status_code in (404, 410):
+            raise StorageError("the server does not know this upload any more. Save again.")
         return answer if answer.status_code == 308 else _checked(answer)
 
     def read(self, key: str, start: int, stop: int | None) -> bytes:
@@ -140,15 +142,8 @@ class GcsClient:
 
     def page(self, prefix: str, marker: str | None) -> tuple[list[Entry], str | None]:
         more: dict[str, Any] = {} if marker is None else {"pageToken": marker}
-        try:
-            answer = self._request(
-                "GET", self._objects, prefix=prefix, fields="nextPageToken,items(name,size,generation)", **more
-            )
-        except AnswerError as error:
-            if error.status == 404:
-                raise errors.no_container(f"could not list {prefix}", self._advice) from None
-            raise
-        found = answer.json()
+        fields = "nextPageToken,items(name,size,generation)"
+        found = self._request("GET", self._objects, prefix=prefix, fields=fields, **more).json()
         entries = [Entry(item["name"], int(item["size"]), str(item["generation"])) for item in found.get("items", ())]
         return entries, found.get("nextPageToken")
 
@@ -167,7 +162,7 @@ class GcsClient:
         if isinstance(error, AnswerError):
             if error.status == 412:
                 return changed(where)
-            if error.status == 404 and what == "write":  # what is written need not be there, only its bucket
+            if error.status == 404 and what in ("write", "list"):  # the object need not be there, only its bucket
                 return errors.no_container(begin, self._advice)
             return errors.from_answer(error.status, error.code, what, where, self._advice)
         if isinstance(error, network.ConnectionError | exceptions.TransportError):
@@ -227,11 +222,11 @@ def _client(scheme: str, bucket: str, options: dict[str, Any], policy: RetryPoli
             f"{scheme}:// needs gcsfs, which is not installed ({error.name}): pip install 'torch-ckpt[gcs]'"
         ) from None
     try:
-        fs = GCSFileSystem(**options, use_listings_cache=False, skip_instance_cache=True)
+        fs = GCSFileSystem(**{**options, "use_listings_cache": False, "skip_instance_cache": True})
     except Exception as error:  # of several packages: a file that is missing, a token that is none
         kind, names = type(error).__name__, ", ".join(sorted(options)) or "nothing"
         raise ConfigError(
-            f"{scheme}://{bucket} cannot be opened: gcsfs finds no credentials ({kind}). storage_options given: {names}."
+            f"{scheme}://{bucket} cannot be opened: gcsfs finds no credentials ({kind}). storage_options: {names}."
         ) from None
     session = AuthorizedSession(fs.credentials.credentials or AnonymousCredentials())
     for kind in ("https://", "http://"):

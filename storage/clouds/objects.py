@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from ckpt.errors import AbsentError, ConfigError, ConflictError, StorageError, TransientError
+from ckpt.errors import AbsentError, ConfigError, DeniedError, StorageError, TransientError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished
 from ckpt.storage.clouds.errors import UnreachedError, strange_answer
 from ckpt.storage.multipart import scatter, split_into_parts
@@ -92,10 +92,12 @@ class CloudObjects:
             if second is None:
                 return retried(lambda: self._client.put(name, first, over, token))
             return self._client.put_in_parts(name, itertools.chain([first, second], parts), over, token, retried)
-        except ConflictError:
-            with suppress(AbsentError):
+        except (TransientError, DeniedError):
+            raise
+        except StorageError:  # a conflict with itself: it was sent twice, by us or on its way
+            with suppress(StorageError):
                 found = self._head(key)
-                if found.token == token:  # it was sent twice, by us or on its way: the object is this write's
+                if found.token == token:
                     return found.version
             raise
 
@@ -210,13 +212,15 @@ def take_policy(options: dict[str, Any]) -> RetryPolicy:
     return RetryPolicy(**{name: options.pop(name) for name in ("deadline", "stall") if name in options})
 
 
-def refuse_unknown(scheme: str, options: Mapping[str, Any], known: Iterable[str], why: Mapping[str, str]) -> None:
-    """Refuse options that would have no effect, by name. `why`: what to use instead of some that fsspec takes."""
-    taken = {*known, "deadline", "stall", "allow_unconditional"}
-    wrong = sorted(options.keys() - taken)
+def refuse_unknown(
+    scheme: str, options: Mapping[str, Any], taken: Iterable[str], silent: Iterable[str], instead: Mapping[str, str]
+) -> None:
+    """Refuse options by name that would have no effect, but for the `silent`. `instead`: what to use for some."""
+    known = {*taken, "deadline", "stall", "allow_unconditional"}
+    wrong = sorted(options.keys() - known - {*silent})
     if wrong:
-        hints = "".join(f" {name}: {why[name]}." for name in wrong if name in why)
+        hints = "".join(f" {name}: {instead[name]}." for name in wrong if name in instead)
         raise ConfigError(
             f"{scheme}:// does not take the storage_options {', '.join(wrong)}.{hints} It takes "
-            f"{', '.join(sorted(taken))}."
+            f"{', '.join(sorted(known))}."
         )

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.errors import ConfigError, StorageError, TransientError
+from ckpt.storage.option_names import unknown_options
 from ckpt.storage.retry import Retries, RetryPolicy
 from ckpt.storage.s3.errors import UnreachedError, translate_error
 from ckpt.storage.s3.http_session import session_class
@@ -125,8 +126,12 @@ async def _stop(tasks: Iterable[Any]) -> None:
 
 
 def _open(options: dict[str, Any], policy: RetryPolicy) -> S3FileSystem:
+    from aiobotocore.session import AioSession
     from s3fs import S3FileSystem
 
+    unknown = unknown_options(options, S3FileSystem, AioSession)
+    if unknown:
+        raise ConfigError(f"s3:// does not take the storage_options {', '.join(unknown)}.")
     ours = {
         "retries": {"total_max_attempts": 1},  # `with_retries` does it, with a deadline
         "read_timeout": policy.stall,
@@ -139,7 +144,8 @@ def _open(options: dict[str, Any], policy: RetryPolicy) -> S3FileSystem:
     options.setdefault("max_concurrency", _AT_ONCE)
     config = {"max_pool_connections": 2 * options["max_concurrency"], **ours, **options.pop("config_kwargs", {})}
     try:
-        fs = S3FileSystem(**options, config_kwargs=config, use_listings_cache=False, skip_instance_cache=True)
+        uncached = {"use_listings_cache": False, "skip_instance_cache": True}
+        fs = S3FileSystem(**{**options, **uncached}, config_kwargs=config)
     except (TypeError, ValueError, KeyError) as error:
         kind = type(error).__name__
         names = ", ".join(sorted(options))

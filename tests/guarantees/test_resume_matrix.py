@@ -33,16 +33,16 @@ def _doomed(job: Job, kill: str, per_epoch: int) -> Job:
 def test_killed_and_resumed_equals_uninterrupted(
     root: Place, tmp_path: Path, world_size: int, data: str, numerics: str
 ) -> None:
-    _compare(str(root), tmp_path, world_size, data, numerics, KILLS)
+    compare(str(root), tmp_path, world_size, data, numerics, KILLS)
 
 
 @pytest.mark.parametrize(("world_size", "data", "numerics"), [(1, "workers", "scaler"), (2, "distributed", "fp32")])
 def test_the_same_holds_on_s3(s3: str, tmp_path: Path, world_size: int, data: str, numerics: str) -> None:
     """Two of all; with CKPT_ROOT=s3 the test above does all of them there."""
-    _compare(s3, tmp_path, world_size, data, numerics, ("mid-epoch",))
+    compare(s3, tmp_path, world_size, data, numerics, ("mid-epoch",))
 
 
-def _compare(root: str, tmp_path: Path, world_size: int, data: str, numerics: str, kills: tuple[str, ...]) -> None:
+def compare(root: str, tmp_path: Path, world_size: int, data: str, numerics: str, kills: tuple[str, ...]) -> None:
     straight = Job(f"{root}/straight", data, numerics, record=str(tmp_path / "record"))
     assert run_ranks(world_size, train, straight) == [0] * world_size
     expected = records(str(tmp_path / "record"), world_size)

@@ -39,40 +39,41 @@ def azurite_binary() -> str | None:
 
 
 @contextmanager
-def azurite() -> Iterator[str]:
-    """The connection string of an empty account with one container."""
+def azurite() -> Iterator[int]:
+    """The port of an Azurite whose account has one empty container."""
     binary = azurite_binary()
     assert binary is not None
     [port] = free_ports(1)
-    connection = (
-        f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={KEY};"
-        f"BlobEndpoint=http://127.0.0.1:{port}/{ACCOUNT};"
-    )
     with tempfile.TemporaryDirectory(prefix=".azurite-") as folder:
         command = [binary, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", folder]
         with _running([*command, "--silent", "--skipApiVersionCheck", "--disableTelemetry"], folder, port):
             from azure.storage.blob import BlobServiceClient
 
-            BlobServiceClient.from_connection_string(connection).create_container(BUCKET)
-            yield connection
+            BlobServiceClient.from_connection_string(connection_string(port)).create_container(BUCKET)
+            yield port
 
 
 @contextmanager
-def gcs_emulator(*, conditions: bool = True) -> Iterator[str]:
-    """The address of an emulator with one bucket; without `conditions` as its package has it."""
+def gcs_emulator(*, conditions: bool = True) -> Iterator[int]:
+    """The port of an emulator with one empty bucket; without `conditions` as its package has it."""
     [port] = free_ports(1)
     arguments = ["-m", "tests.helpers.gcs_emulator", str(port), BUCKET, *(["conditions"] if conditions else [])]
     with tempfile.TemporaryDirectory(prefix=".gcs-") as folder, _running([sys.executable, *arguments], folder, port):
-        yield f"http://127.0.0.1:{port}"
+        yield port
 
 
-def azure_environment(connection: str) -> dict[str, str]:
-    return {"AZURE_STORAGE_CONNECTION_STRING": connection}
+def environment(scheme: str, port: int) -> dict[str, str]:
+    """What tells ckpt where an emulator is. NO_GCE_CHECK: no metadata server is looked for, which takes seconds."""
+    if scheme == "gs":
+        return {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}", "NO_GCE_CHECK": "true"}
+    return {"AZURE_STORAGE_CONNECTION_STRING": connection_string(port)}
 
 
-def gcs_environment(url: str) -> dict[str, str]:
-    """NO_GCE_CHECK: no metadata server is looked for, which takes seconds."""
-    return {"STORAGE_EMULATOR_HOST": url, "NO_GCE_CHECK": "true"}
+def connection_string(port: int, key: str = KEY) -> str:
+    return (
+        f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={key};"
+        f"BlobEndpoint=http://127.0.0.1:{port}/{ACCOUNT};"
+    )
 
 
 @contextmanager

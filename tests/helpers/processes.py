@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 DEADLINE = 120.0
+_OF_STORES = ("AWS_", "AZURE_STORAGE_", "STORAGE_EMULATOR_HOST", "NO_GCE_CHECK")
 
 _context: ForkServerContext = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -74,7 +75,7 @@ def start_rank(
     rank: int, world_size: int, port: int, folder: str, function: Callable[..., None], *args: Any
 ) -> BaseProcess:
     # the server was started earlier, so that its environment may be another
-    storage = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    storage = {name: value for name, value in os.environ.items() if name.startswith(_OF_STORES)}
     job = _context.Process(target=_main, args=(storage, rank, world_size, port, folder, function, *args))
     job.start()
     return job
