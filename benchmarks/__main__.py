@@ -1,6 +1,6 @@
 """Runs benchmarks, and compares their results.
 
-    python -m benchmarks cpu|gpu|memory|merge|s3|sharded [options]           measures ckpt beside other libraries
+    python -m benchmarks cpu|gpu|memory|merge|s3|s3_clients|sharded [options]  measures ckpt beside other libraries
     python -m benchmarks plan|scale|scaling [options]                        measures how costs of ckpt grow
     python -m benchmarks against CHECKOUT [options]                          measures this code beside another checkout
     python -m benchmarks cpu|merge|sharded --against CHECKOUT [options]      the same, with the tasks of one benchmark
@@ -23,6 +23,7 @@ MODULES = {
     "merge": "benchmarks.merge",
     "plan": "benchmarks.plan",
     "s3": "benchmarks.s3",
+    "s3_clients": "benchmarks.s3_clients",
     "scale": "benchmarks.scale",
     "scaling": "benchmarks.scaling",
     "sharded": "benchmarks.sharded",
