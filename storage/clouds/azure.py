@@ -56,13 +56,16 @@ def open_azure(scheme: str, rest: str, options: Mapping[str, Any]) -> CloudObjec
     _take_account(url, host, given)
     at_once = given.get("max_concurrency") or AT_ONCE
     service = _service(scheme, given, policy)
-    return CloudObjects(url, prefix.strip("/"), AzureClient(service, container, at_once), policy, at_once)
+    return CloudObjects(
+        url, prefix.strip("/"), AzureClient(service, container, at_once, policy.deadline), policy, at_once
+    )
 
 
 class AzureClient:
     """Requests about the blobs of one container."""
 
-    def __init__(self, service: Any, container: str, at_once: int) -> None:
+    def __init__(self, service: Any, container: str, at_once: int, deadline: float) -> None:
+        self._deadline = deadline  # seconds for a copy inside the store
         self._container = service.get_container_client(container)
         self._at_once = at_once
         self._advice = errors.Advice(
@@ -132,13 +135,16 @@ class AzureClient:
         return data
 
     def copy(self, source: str, target: str) -> None:
-        blob = self._blob(target)
-        status = blob.start_copy_from_url(self._blob(source).url)["copy_status"]
-        while status == "pending":
+        blob, end = self._blob(target), time.monotonic() + self._deadline
+        copy = blob.start_copy_from_url(self._blob(source).url)
+        status = copy["copy_status"]
+        while status == "pending" and time.monotonic() < end:
             time.sleep(_COPY_POLL)
             status = blob.get_blob_properties().copy.status
+        if status == "pending":
+            blob.abort_copy(copy["copy_id"])
         if status != "success":
-            raise StorageError(f"could not copy {source} to {target}: the server says that the copy is {status}.")
+            raise StorageError(f"the server says that the copy is {status}.")
 
     def page(self, prefix: str, marker: str | None) -> tuple[list[Entry], str | None]:
         pages = self._container.list_blobs(name_starts_with=prefix, include=["metadata"]).by_page(marker)

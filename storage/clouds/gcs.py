@@ -11,13 +11,14 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from ckpt.errors import ConfigError, StorageError
 from ckpt.storage.base import ANY, Entry, changed
 from ckpt.storage.clouds import errors
+from ckpt.storage.clouds.answers import LARGEST, Answer, AnswerError, receive, successful
 from ckpt.storage.clouds.objects import AT_ONCE, WRITE, CloudObjects, Head, Retried, refuse_unknown, take_policy
-from ckpt.storage.clouds.resumable import AnswerError, Part
+from ckpt.storage.clouds.resumable import Part
 from ckpt.storage.multipart import Body, Uncounted
 from ckpt.storage.retry import RetryPolicy
 
@@ -34,6 +35,7 @@ _INSTEAD = {
     "version_aware": "versions of a bucket are not used",
     "session_kwargs": "proxies and certificates are taken from the environment (HTTPS_PROXY, REQUESTS_CA_BUNDLE)",
 }
+_MOST_REWRITES = 100_000  # requests for one copy, each of which copies a part
 _FIELDS = "generation,size,metadata"
 
 
@@ -54,6 +56,7 @@ class GcsClient:
 
     def __init__(self, session: Any, endpoint: str, bucket: str, common: dict[str, str], timeout: Any) -> None:
         self._session = session
+        self._endpoint = endpoint
         self._inside = f"/b/{quote(bucket, safe='')}/o"
         self._objects = f"{endpoint}/storage/v1{self._inside}"
         self._uploads = f"{endpoint}/upload/storage/v1{self._inside}"
@@ -67,7 +70,7 @@ class GcsClient:
         )
 
     def head(self, key: str) -> Head:
-        return _head(self._request("GET", self._path(key), fields=_FIELDS).json())
+        return _head(self._request("GET", self._path(key), fields=_FIELDS).fields())
 
     def put(self, key: str, views: list[memoryview], over: str | None, token: str) -> str:
         """Metadata and bytes in one request."""
@@ -81,7 +84,7 @@ class GcsClient:
             "POST", self._uploads, data=body, headers={"Content-Type": f"multipart/related; boundary={boundary}"},
             uploadType="multipart", fields=_FIELDS, **_condition(over),
         )  # fmt: skip
-        return _head(answer.json()).version
+        return _head(answer.fields()).version
 
     def put_in_parts(
         self, key: str, parts: Iterator[list[memoryview]], over: str | None, token: str, retried: Retried
@@ -107,43 +110,47 @@ class GcsClient:
             "POST", self._uploads, data=_resource(key, token).encode(),
             headers={"Content-Type": "application/json; charset=UTF-8"}, uploadType="resumable", **_condition(over),
         )  # fmt: skip
-        return str(answer.headers["Location"])
+        address = urlsplit(answer.headers["Location"])
+        return f"{self._endpoint}{address.path}?{address.query}"  # nowhere else: credentials are sent there
 
-    def send(self, session: str, views: list[memoryview], span: str) -> Any:
+    def send(self, session: str, views: list[memoryview], span: str) -> Answer:
         """A part of an upload, or with no views the question how much of it has arrived."""
         size = sum(map(len, views))
         headers = {"Content-Range": f"bytes {span}", "Content-Length": str(size)}
         data = Body(views, Uncounted()) if size else b""
-        answer = self._session.put(session, data=data, headers=headers, timeout=self._timeout, allow_redirects=False)
-        if answer.status_code in (404, 410):
+        given = {"timeout": self._timeout, "allow_redirects": False, "stream": True}
+        answer = receive(self._session.put(session, data=data, headers=headers, **given))
+        if answer.status in (404, 410):
             raise StorageError("the server does not know this upload any more. Save again.")
-        return answer if answer.status_code == 308 else _checked(answer)
+        return answer if answer.status == 308 else successful(answer)
 
     def read(self, key: str, start: int, stop: int | None) -> bytes:
         span = {"Range": f"bytes={start}-{'' if stop is None else stop - 1}"} if start or stop is not None else {}
         try:
-            answer = self._request("GET", self._path(key), headers={**span, "Accept-Encoding": "identity"}, alt="media")
+            most = None if stop is None else stop - start
+            answer = self._request("GET", self._path(key), headers=span, most=most, alt="media")
         except AnswerError as error:
             if error.status == 416:
                 return b""
             raise
         if start and answer.headers.get("Content-Range", "").partition("-")[0] != f"bytes {start}":
-            raise errors.strange_answer(key, "sends other bytes than the range that was asked for")
-        return bytes(answer.content)
+            raise StorageError("the server sends other bytes than the range that was asked for. Check the endpoint.")
+        return answer.body
 
     def copy(self, source: str, target: str) -> None:
         address = f"{self._path(source)}/rewriteTo{self._inside}/{quote(target, safe='')}"
         more: dict[str, Any] = {}
-        while True:
-            answer = self._request("POST", address, data=b"", **more).json()
+        for _ in range(_MOST_REWRITES):
+            answer = self._request("POST", address, data=b"", **more).fields()
             if answer.get("done"):
                 return
             more = {"rewriteToken": answer["rewriteToken"]}
+        raise StorageError("the server copies without an end. Check the endpoint.")
 
     def page(self, prefix: str, marker: str | None) -> tuple[list[Entry], str | None]:
         more: dict[str, Any] = {} if marker is None else {"pageToken": marker}
         fields = "nextPageToken,items(name,size,generation)"
-        found = self._request("GET", self._objects, prefix=prefix, fields=fields, **more).json()
+        found = self._request("GET", self._objects, prefix=prefix, fields=fields, **more).fields()
         entries = [Entry(item["name"], int(item["size"]), str(item["generation"])) for item in found.get("items", ())]
         return entries, found.get("nextPageToken")
 
@@ -157,6 +164,7 @@ class GcsClient:
     def translate(self, error: Exception, what: str, where: str) -> StorageError | None:
         from google.auth import exceptions
         from requests import exceptions as network
+        from urllib3.exceptions import HTTPError
 
         begin = f"could not {what} {where}"
         if isinstance(error, AnswerError):
@@ -169,17 +177,29 @@ class GcsClient:
             return errors.unreached(begin, self._advice)
         if isinstance(error, exceptions.GoogleAuthError):
             return errors.refused(begin, self._advice)
-        if isinstance(error, network.RequestException | OSError):
+        if isinstance(error, network.RequestException | HTTPError | OSError):
             return errors.cut_off(begin, error)
         if isinstance(error, KeyError | TypeError | ValueError):
             return errors.strange_answer(where, "gives an answer that GCS does not give")
         return None
 
     def _request(
-        self, method: str, address: str, *, data: Any = None, headers: Mapping[str, str] | None = None, **query: str
-    ) -> Any:
-        given = {"params": {**query, **self._common}, "headers": headers, "timeout": self._timeout}
-        return _checked(self._session.request(method, address, data=data, allow_redirects=False, **given))
+        self,
+        method: str,
+        address: str,
+        *,
+        data: Any = None,
+        headers: Mapping[str, str] | None = None,
+        most: int | None = LARGEST,
+        **query: str,
+    ) -> Answer:
+        plain = {"Accept-Encoding": "identity", **(headers or {})}
+        given = {"params": {**query, **self._common}, "headers": plain, "timeout": self._timeout}
+        return successful(
+            receive(
+                self._session.request(method, address, data=data, allow_redirects=False, stream=True, **given), most
+            )
+        )
 
     def _path(self, key: str) -> str:
         return f"{self._objects}/{quote(key, safe='')}"
@@ -193,21 +213,12 @@ def _resource(key: str, token: str) -> str:
     return json.dumps({"name": key, "contentType": "application/octet-stream", "metadata": {WRITE: token}})
 
 
-def _condition(over: str | None) -> dict[str, str]:
+def _condition(over: str | None) -> dict[str, Any]:
     if over == ANY:
         return {}
     if over is not None and not over.isdecimal():  # no generation of this store
         raise AnswerError(412, "")
     return {"ifGenerationMatch": over or "0"}
-
-
-def _checked(answer: Any) -> Any:
-    if answer.status_code < 300:
-        return answer
-    code = ""
-    with suppress(ValueError, KeyError, IndexError, TypeError):
-        code = str(answer.json()["error"]["errors"][0]["reason"])
-    raise AnswerError(answer.status_code, code)
 
 
 def _client(scheme: str, bucket: str, options: dict[str, Any], policy: RetryPolicy) -> GcsClient:

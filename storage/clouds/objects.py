@@ -140,6 +140,8 @@ class CloudObjects:
             for entry in found:
                 if not entry.key.startswith(self._prefix + prefix):
                     raise strange_answer(self.url, "lists keys below another prefix than was asked for")
+                if entry.size < 0:
+                    raise strange_answer(self.url, "lists objects of less than no bytes")
                 if not entry.key.endswith("/"):  # a placeholder for a folder, as consoles create them
                     yield Entry(entry.key.removeprefix(self._prefix), entry.size, entry.version)
             if following is None:
@@ -193,6 +195,8 @@ class CloudObjects:
             self._pause(problem, retries, stopped)  # not where it was caught: what is chained might quote a secret
 
     def _problem(self, error: Exception, what: str, key: str) -> StorageError | ConfigError | None:
+        if type(error) is StorageError:  # of an answer, which does not say where
+            return StorageError(f"could not {what} {self._where(key)}: {error}")
         if isinstance(error, StorageError | ConfigError):
             return error
         return self._client.translate(error, what, self._where(key))

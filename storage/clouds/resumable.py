@@ -5,21 +5,13 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from ckpt.errors import StorageError
-
-
-class AnswerError(Exception):
-    """An answer that is no success."""
-
-    def __init__(self, status: int, code: str) -> None:
-        super().__init__(f"{status} {code}")
-        self.status = status
-        self.code = code
+from ckpt.storage.clouds.answers import Answer, AnswerError
 
 
 class Sender(Protocol):
     """Sends parts of an upload."""
 
-    def send(self, session: str, views: list[memoryview], span: str) -> Any:
+    def send(self, session: str, views: list[memoryview], span: str) -> Answer:
         """The answer to a part, or without views to the question how much has arrived."""
 
 
@@ -40,9 +32,9 @@ class Part:
         at, views = self._start, self._views
         if self._is_sent:
             answer = self._client.send(self._session, [], f"*/{self._total}")
-            if answer.status_code != 308:
-                return dict(answer.json())
-            at = int(answer.headers.get("Range", "bytes=0--1").rpartition("-")[2]) + 1
+            if answer.status != 308:
+                return answer.fields()
+            at = _arrived(answer)
             if at >= self._stop and self._total == "*":
                 return None
             if not self._start <= at < self._stop:
@@ -50,12 +42,18 @@ class Part:
             views = _after(views, at - self._start)
         self._is_sent = True
         answer = self._client.send(self._session, views, f"{at}-{self._stop - 1}/{self._total}")
-        if answer.status_code != 308:
-            return dict(answer.json())
-        arrived = int(answer.headers.get("Range", "bytes=0--1").rpartition("-")[2]) + 1
+        if answer.status != 308:
+            return answer.fields()
+        arrived = _arrived(answer)
         if arrived < self._stop:  # the server may take less than it was sent
             raise AnswerError(503, "")
         return None
+
+
+def _arrived(answer: Answer) -> int:
+    """The bytes of the upload that the server has; without a range it has none."""
+    span = answer.headers.get("Range")
+    return int(span.rpartition("-")[2]) + 1 if span else 0
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
 import ckpt
 from ckpt.storage import open_storage
+from ckpt.storage.clouds.answers import Answer, receive
+from ckpt.storage.clouds.resumable import Part
 from tests.helpers import clouds
 from tests.helpers.clouds import ACCOUNT, BUCKET, KEY
 from tests.helpers.storage_contract import sizes
@@ -200,3 +204,50 @@ def test_the_hub_without_a_network_is_said(monkeypatch: pytest.MonkeyPatch) -> N
         storage.read("object")
     with pytest.raises(ckpt.TransientError, match="could not list"):
         list(storage.list())
+
+
+class Raw:
+    """A body that does not end."""
+
+    def read(self, most: int | None) -> bytes:
+        return bytes(most or 0)
+
+
+def test_an_answer_is_not_read_beyond_what_was_asked_for() -> None:
+    class Response(nullcontext[None]):
+        raw = Raw()
+        status_code = 200
+        headers: ClassVar[dict[str, str]] = {}
+
+    assert receive(Response(), None).body == b""
+    with pytest.raises(ckpt.StorageError, match="more than the 10 bytes that were asked for"):
+        receive(Response(), 10)
+
+
+class Recorded:
+    """A server of uploads that has the first `count` bytes of one."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.sent: list[tuple[bytes, str]] = []
+
+    def send(self, session: str, views: list[memoryview], span: str) -> Answer:
+        self.sent.append((b"".join(views), span))
+        if views:
+            self.count = int(span.partition("/")[0].rpartition("-")[2]) + 1
+            if len(self.sent) == 1:
+                raise ConnectionError
+        return Answer(308, {"Range": f"bytes=0-{self.count - 1}"} if self.count else {}, b"")
+
+
+@pytest.mark.parametrize(("there", "again"), [(0, b"0123456789"), (4, b"456789"), (10, None)])
+def test_a_part_is_sent_again_from_where_it_has_arrived(there: int, again: bytes | None) -> None:
+    server = Recorded(0)
+    part = Part(server, "session", 0, [memoryview(b"012"), memoryview(b"3456789")], None)
+    with pytest.raises(ConnectionError):
+        part()
+    server.count = there
+    assert part() is None
+    assert server.sent[1] == (b"", "*/*")
+    assert [data for data, _ in server.sent[2:]] == ([] if again is None else [again])
+    assert all(span == f"{there}-9/*" for _, span in server.sent[2:])
