@@ -114,6 +114,8 @@ MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "process_group": (_is_group, "a process group, as torch.distributed.new_group returns it"),
     "url": _WHERE,
     "bandwidth": (check.optional(check.is_rate), "bytes per second, as '50MB'"),
+    "at_start": (check.is_seconds, "a number of seconds, up to ten years"),
+    "at_end": (check.is_seconds, "a number of seconds, up to ten years"),
     "backlog": (check.is_count, "a number of checkpoints, 1 or more"),
 }
 _SECRET = ("storage_options", "sign", "verify_key")  # not shown, whatever they are: a key may be given as its text

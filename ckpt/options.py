@@ -9,6 +9,7 @@ from typing import Any
 
 from ckpt.errors import ConfigError
 from ckpt.option_checks import MUST_BE, is_place, problems, refuse, refuse_unknown
+from ckpt.root.mirror_wait import AT_END, AT_START, MirrorPatience
 from ckpt.root.open import open_tiers
 from ckpt.root.retention import Keep
 from ckpt.storage import Staging, Storage
@@ -118,12 +119,19 @@ class Mirror(_Checked):
     `keep`: which checkpoints are kept there; None means as in the root. `bandwidth`: bytes per second that copying may
     take. `backlog`: how many checkpoints may wait to be copied; older ones are left out. `storage_options`:
     credentials, endpoint and the like for this URL; None means those of the manager.
+
+    `at_start`, `at_end`: seconds that the start of a run (building the manager, `resume`) and its end wait for a remote
+    mirror that gives no sign of life; one that answers is waited for. A start whose root has no intact checkpoint waits
+    as long as the storage does: the mirror may have one. After SIGTERM the end waits 5 s at most, and not beyond
+    `grace`. What was not copied by then is copied by the next run.
     """
 
     url: str | os.PathLike[str] | Storage
     keep: Keep | None = None
     bandwidth: float | str | None = None
     backlog: int = 2
+    at_start: float = AT_START
+    at_end: float = AT_END
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     @property
@@ -165,6 +173,11 @@ class ManagerOptions:
             "rescue": self.memory_rescue,
             "replicas": self.memory_replicas,
         }
+
+    @property
+    def patience(self) -> MirrorPatience:
+        """How long the run waits for a mirror that is away; a new one each time."""
+        return MirrorPatience(self.mirror.at_start, self.mirror.at_end) if self.mirror else MirrorPatience()
 
     def open_tiers(self, root: str | os.PathLike[str] | Storage) -> tuple[Storage, ...]:
         """The storages of a run: the root, and the mirror if there is one."""

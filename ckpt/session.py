@@ -27,7 +27,6 @@ from ckpt.options import ManagerOptions
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN
 from ckpt.ranks.hosts import Hosts
-from ckpt.ranks.preemption import Preemption
 from ckpt.ranks.save_schedule import SaveSchedule
 from ckpt.root.catalog import check_name, manifests_of_run
 from ckpt.root.trust import open_keys
@@ -40,7 +39,7 @@ from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
 from ckpt.save.snapshot import Snapshots
 from ckpt.save.transaction import SaveRequest
-from ckpt.session_parts import build_mirror, build_registry, follow_loaders, meet_ranks
+from ckpt.session_parts import build_mirror, build_preemption, build_registry, follow_loaders, meet_ranks
 from ckpt.state import rng
 from ckpt.state.objects import ObjectSource
 from ckpt.state.unmanaged import UnmanagedWatch, weakly
@@ -61,14 +60,15 @@ class Session:
         seal, self.trust = open_keys(options, sha256=options.saving.sha256)
         self.tiers = options.open_tiers(root)
         self.storage = self.tiers[0]
-        self.ranks, hosts = meet_ranks(options.ranks, self.tiers)
-        self.mirror = build_mirror(options.mirror, self.tiers, self.keep, self.ranks, hosts)
+        self.patience = options.patience
+        self.ranks, hosts = meet_ranks(options.ranks, self.tiers, self.patience)
+        self.mirror = build_mirror(options, self.tiers, self.keep, self.ranks, hosts, self.patience)
         writer = RootWriter(self.storage, self.ranks, self.keep, self.mirror, hosts, seal=seal)
         snapshots = Snapshots(options.saving.host_memory_bytes, options.saving.device_memory_bytes)
         self.saver = Saver(writer, snapshots, options.saving.read_back)
         self.memory = build_tier(self.saver, **options.memory)
         self.pusher = Pusher(self.ranks)
-        self.preemption = Preemption(self.ranks, sigint=options.ranks.handle_sigint, grace=options.ranks.grace)
+        self.preemption = build_preemption(options.ranks, self.ranks, self.patience)
         self.schedule = SaveSchedule(self.ranks, options.save_every, on_sigusr1=options.ranks.save_on_sigusr1)
         self.loop = Loop(self.ranks, source.loaders, follow=options.follow, others=not accelerated)
         self.registry = build_registry(source, options.saving.gradients, self.loop, self.ranks)
@@ -88,9 +88,10 @@ class Session:
         self._reserve_staging()
 
     def _build_loader(self, hosts: Hosts) -> StateLoader:
+        in_memory = partial(find_snapshots, self.memory)
         return StateLoader(
             self.ranks,
-            Locations(self.tiers, hosts, self.options.storage_options, partial(find_snapshots, self.memory)),
+            Locations(self.tiers, hosts, self.options.storage_options, self.patience, in_memory),
             LiveObjects(self.source, self.registry, self.loop),
             self.options.ranks.broadcast,
             self.saver.snapshots.paused,

@@ -7,12 +7,14 @@ import weakref
 from ckpt.data import loader_hook
 from ckpt.data.loop import Loop
 from ckpt.errors import ConfigError
-from ckpt.options import Mirror, RankOptions
+from ckpt.options import ManagerOptions, RankOptions
 from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import Hosts, find_hosts, may_have_separate_roots
+from ckpt.ranks.preemption import Preemption
 from ckpt.root.copy import Copies
 from ckpt.root.mirror import MirrorWorker
+from ckpt.root.mirror_wait import MirrorPatience
 from ckpt.root.open import refuse_checkpoint, try_out_tiers
 from ckpt.root.retention import Keep
 from ckpt.state.objects import ObjectSource
@@ -21,33 +23,43 @@ from ckpt.state.unmanaged import weakly
 from ckpt.storage import MemoryStorage, Storage, place_of
 
 
-def meet_ranks(options: RankOptions, tiers: tuple[Storage, ...]) -> tuple[Ranks, Hosts]:
+def meet_ranks(options: RankOptions, tiers: tuple[Storage, ...], patience: MirrorPatience) -> tuple[Ranks, Hosts]:
     """The ranks of a job and their hosts. Refuses a root or a mirror that they cannot use."""
     storage = tiers[0]
     place, own_root = place_of(storage), may_have_separate_roots(storage, shared=options.shared)
     ranks = find_ranks(place, own_root=own_root, **options.meeting)
     if ranks.world_size > 1 and any(isinstance(storage, MemoryStorage) for storage in tiers):
         raise ConfigError("memory:// is in one process, and this job has several. Give it a root that all can see.")
-    try_out_tiers(*tiers)
+    try_out_tiers(*tiers, patience=patience)
     refuse_checkpoint(storage)
     return ranks, find_hosts(ranks, storage, shared=options.shared)
 
 
 def build_mirror(
-    options: Mirror | None, tiers: tuple[Storage, ...], keep: Keep | None, ranks: Ranks, hosts: Hosts
+    options: ManagerOptions,
+    tiers: tuple[Storage, ...],
+    keep: Keep | None,
+    ranks: Ranks,
+    hosts: Hosts,
+    patience: MirrorPatience,
 ) -> MirrorWorker | None:
     """The worker that copies to the mirror, if there is one."""
-    if options is None:
+    if (mirror := options.mirror) is None:
         return None
     copies = Copies(
         tiers[0],
         tiers[1],
-        keep=keep if options.keep is None else options.keep,
-        bandwidth=options.bytes_per_second,
+        keep=keep if mirror.keep is None else mirror.keep,
+        bandwidth=mirror.bytes_per_second,
         has_all_files=not hosts.separate_roots,
         is_leader=ranks.rank == MAIN,
     )
-    return MirrorWorker(copies, options.backlog)
+    return MirrorWorker(copies, mirror.backlog, patience)
+
+
+def build_preemption(options: RankOptions, ranks: Ranks, patience: MirrorPatience) -> Preemption:
+    """What answers SIGTERM, after which the end does not wait long for a mirror that is away."""
+    return Preemption(ranks, sigint=options.handle_sigint, grace=options.grace, on_told=patience.hurry)
 
 
 def build_registry(source: ObjectSource, gradients: bool | None, loop: Loop, ranks: Ranks) -> StateRegistry:

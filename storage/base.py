@@ -170,6 +170,18 @@ class Reserving(Protocol):
 
 
 @runtime_checkable
+class Interruptible(Protocol):
+    """The members that a storage has besides `Storage` if requests that wait for a server can be ended early."""
+
+    @property
+    def progress(self) -> int:
+        """Grows with every answer of the server, and with bytes that are sent or received for the first time."""
+
+    def giving_up(self) -> AbstractContextManager[None]:
+        """Until the context is left, requests fail with a `TransientError`: at once, those under way too."""
+
+
+@runtime_checkable
 class Grouping(Protocol):
     """The method that a storage has besides `Storage` if files that are written together take it less time."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 from ckpt.errors import TruncatedError
-from ckpt.storage.base import ANY, Buffer, Entry, Objects, Unfinished, below, check_key
+from ckpt.storage.base import ANY, Buffer, Entry, Interruptible, Objects, Unfinished, below, check_key
 from ckpt.storage.deprecated import FormerName
 from ckpt.storage.lease_record import FOLDER
 from ckpt.storage.leases import Leases
@@ -29,6 +29,14 @@ class ObjectStorage:
     @property
     def url(self) -> str:
         return self._objects.url
+
+    @property
+    def progress(self) -> int:
+        return self._objects.progress if isinstance(self._objects, Interruptible) else 0
+
+    def giving_up(self) -> AbstractContextManager[None]:
+        """Of clients that cannot end a request early, requests go on."""
+        return self._objects.giving_up() if isinstance(self._objects, Interruptible) else nullcontext()
 
     def __repr__(self) -> str:
         return f"ObjectStorage({self.url!r})"

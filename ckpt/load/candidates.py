@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TypedDict
 
 from ckpt.errors import StorageError, VersionError
 from ckpt.load.accelerate_reader import foreign_names, read_any
 from ckpt.root import catalog
 from ckpt.root.folder import ROOT
+from ckpt.root.mirror_wait import MirrorPatience
 from ckpt.root.overview import Outline, Overview
 from ckpt.root.summary import Summary
 from ckpt.storage import Storage
@@ -38,26 +40,34 @@ class Listed(TypedDict):
 class Candidates(TypedDict):
     """The checkpoints to try, each as tier and name, the newest first; and those that need no trying, with reasons.
 
-    `root_step`: the step of the newest that is not in memory; None if there is none.
+    `root_step`: the step of the newest that is not in memory; None if there is none. `unseen`: whether the mirror was
+    not looked at, because it was away, and the root has something to load.
     """
 
     order: list[tuple[int, str]]
     passed_over: dict[str, str]
     root_step: int | None
+    unseen: bool
 
 
-def list_tiers(tiers: Sequence[Storage], name: str | None) -> list[Listed]:
-    """The checkpoints of all tiers, or those of one name.
+def list_tiers(
+    tiers: Sequence[Storage], name: str | None, patience: MirrorPatience | None = None
+) -> tuple[list[Listed], bool]:
+    """The checkpoints of all tiers, or those of one name; and whether the mirror was not waited for.
 
     A root that cannot be read is an error, whatever the mirror has: the root's newest checkpoint may be newer. A mirror
     that cannot be read is skipped with a warning, unless the root has nothing: a fresh start must not replace the
-    checkpoints that the mirror may have.
+    checkpoints that the mirror may have. It is waited for as long as `patience` says, if that is given and the root has
+    something to load, and otherwise as long as its storage tries.
     """
     listed: list[Listed] = []
     unreadable: dict[int, StorageError] = {}
     for tier, storage in enumerate(tiers if name != ROOT else ()):
         try:
-            found = Overview.of(storage).checkpoints if name is None else [_named(storage, name)]
+            if tier and patience is not None and _committed(listed):
+                found = patience.reached(storage, partial(_found, storage, name))
+            else:
+                found = _found(storage, name)
         except StorageError as error:
             unreadable[tier] = error
         else:
@@ -67,8 +77,12 @@ def list_tiers(tiers: Sequence[Storage], name: str | None) -> list[Listed]:
     for tier, why in unreadable.items():
         if all(checkpoint["problem"] is not None for checkpoint in listed):
             raise why
-        _log.warning("%s cannot be read, and may have newer checkpoints: %s", tiers[tier].url, why)
-    return listed
+        _log.warning("%s was not looked at, and may have newer checkpoints: %s", tiers[tier].url, why)
+    return listed, bool(unreadable) and patience is not None
+
+
+def _found(storage: Storage, name: str | None) -> list[Outline]:
+    return Overview.of(storage).checkpoints if name is None else [_named(storage, name)]
 
 
 def list_memory(storage: Storage) -> list[Listed]:
@@ -81,24 +95,27 @@ def list_memory(storage: Storage) -> list[Listed]:
         return []
 
 
-def join_listings(root: Storage, name: str | None, listings: list[list[Listed]], *, foreign: bool) -> Candidates:
+def join_listings(
+    root: Storage, name: str | None, listings: list[tuple[list[Listed], bool]], *, foreign: bool
+) -> Candidates:
     """On the main rank: what to try, the newest first; of two copies the lower tier's first.
 
     With `foreign`, where there is no checkpoint of ours, the folders that Accelerate wrote.
     """
-    listed = [checkpoint for listing in listings for checkpoint in listing]
+    listed, unseen = [checkpoint for listing, _ in listings for checkpoint in listing], any(un for _, un in listings)
     committed, strays = _without_strays(listed)
     committed.sort(key=lambda found: (found["sequence"], found["created"], -found["tier"]), reverse=True)
     order = list(dict.fromkeys((checkpoint["tier"], checkpoint["name"]) for checkpoint in committed))
     if name is not None:
         if not order:
             read_any(root, name)  # another tool wrote it; or there is none, which is raised
-        return {"order": order or [(0, name)], "passed_over": {}, "root_step": None}
+        return {"order": order or [(0, name)], "passed_over": {}, "root_step": None, "unseen": unseen}
     usable = {checkpoint for tier, checkpoint in order if tier == 0}
     return {
         "order": order or [(0, folder) for folder in (foreign_names(root) if foreign else [])],
         "passed_over": {key: why for key, why in _uncommitted_in_root(listed).items() if key not in usable} | strays,
         "root_step": next((found["step"] for found in committed if found["tier"] != MEMORY), None),
+        "unseen": unseen,
     }
 
 

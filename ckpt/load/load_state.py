@@ -111,6 +111,7 @@ class StateLoader:
             foreign=True,
             memory=locations.memory() if name is None else None,
             trust=self.trust,
+            patience=locations.patience,
         )
 
     def _prepare(self, candidate: Candidate, request: RestoreRequest) -> Restoration:

@@ -15,6 +15,7 @@ from ckpt.ranks.group import Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
 from ckpt.root.catalog import MARKER, check_name
 from ckpt.root.folder import ROOT, is_foreign, open_url
+from ckpt.root.mirror_wait import MirrorPatience
 from ckpt.storage import LocalStorage, Storage, place_of
 from ckpt.storage.local.one_folder import OneFolder
 
@@ -25,12 +26,15 @@ _OURS, _THEIRS, _NOBODYS = "ckpt", "accelerate", ""
 class Locations:
     """The root, then the mirror; which hosts share the root; and the storage options for a folder elsewhere.
 
+    `patience`: how long a load waits for a mirror that is away, if the root has what it looks for.
+
     `memory` finds the snapshots in the hosts' memory, on all ranks together; None if there is no such tier.
     """
 
     tiers: tuple[Storage, ...]
     hosts: Hosts = ONE_SHARED_ROOT
     options: Mapping[str, Any] | None = None
+    patience: MirrorPatience | None = None
     memory: Callable[[], MemoryTier | None] = lambda: None
 
     def resolve(self, name: str | None, ranks: Ranks) -> tuple[Locations, str | None]:

@@ -18,6 +18,7 @@ from ckpt.load.two_copies import join_copies
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
+from ckpt.root.mirror_wait import MirrorPatience
 from ckpt.root.trust import Trust
 from ckpt.shown import Lines
 from ckpt.storage import Storage
@@ -60,6 +61,7 @@ class Selection(Generic[T]):
     must find what it needs in its own host's root, or in the tier behind it. `foreign`: where there is no checkpoint of
     ours, the newest that Accelerate wrote. `memory`: a tier before the root, of which nothing is ever an error.
     `trust`: whose signatures are believed; one that is refused is passed over like a damaged one.
+    `patience`: how long to wait for a mirror that is away, as long as the root's newest is intact.
     """
 
     tiers: Sequence[Storage]
@@ -70,15 +72,16 @@ class Selection(Generic[T]):
     foreign: bool = False
     memory: MemoryTier | None = None
     trust: Trust = field(default_factory=Trust)
+    patience: MirrorPatience | None = None
 
     @property
     def call(self) -> str:
         return f"load_state({self.name!r})" if self.name else "load_state()"
 
-    def candidates(self) -> Candidates:
-        """What to try, as the main rank orders it from all ranks' listings."""
+    def candidates(self, *, patient: bool) -> Candidates:
+        """What to try, as the main rank orders it from all ranks' listings. `patient`: wait for the mirror."""
         visible = self.tiers if self.ranks.rank == MAIN else self.tiers[: self.hosts.owns_root(self.ranks.rank)]
-        listed = Result.capture(lambda: [*self._in_memory(), *list_tiers(visible, self.name)])
+        listed = Result.capture(lambda: self._listed(visible, None if patient else self.patience))
         found: Candidates = decide_together(
             self.ranks,
             self.call,
@@ -86,6 +89,11 @@ class Selection(Generic[T]):
             lambda listings: join_listings(self.tiers[0], self.name, listings, foreign=self.foreign),
         )
         return found
+
+    def _listed(self, tiers: Sequence[Storage], patience: MirrorPatience | None) -> tuple[list[Listed], bool]:
+        in_memory = self._in_memory()
+        found, unseen = list_tiers(tiers, self.name, patience)
+        return [*in_memory, *found], unseen
 
     def _in_memory(self) -> list[Listed]:
         memory = self.memory
@@ -124,12 +132,16 @@ def choose(selection: Selection[T], held: ExitStack) -> Choice[T] | None:
     put into its candidate's `held`, is kept until `held` is closed.
     """
     rescans = busy_rescans = 0
+    patient = False
     while rescans < _RESCANS:
-        candidates = selection.candidates()
+        candidates = selection.candidates(patient=patient)
         search = _Search(selection, held, candidates["passed_over"], candidates["root_step"])
-        choice = search.first_intact(candidates["order"])
+        choice = search.first_intact(candidates["order"], only_newest=candidates["unseen"])
         if choice is not None:
             return choice
+        if search.needs_mirror:  # it may have what the root has lost
+            patient = True
+            continue
         if all(tier == MEMORY for tier, _ in candidates["order"]):
             search.warn_of_memory()
             return None
@@ -172,14 +184,19 @@ class _Search(Generic[T]):
         self._unreached: dict[str, StorageError] = {}
         self._damaged: set[str] = set()
         self._untrusted: set[str] = set()
+        self._only_newest = False
 
     @property
     def all_untrusted(self) -> bool:
         """Whether nothing is wrong with any of them but who has signed it."""
         return self._untrusted >= self.passed_over.keys()
 
-    def first_intact(self, order: list[tuple[int, str]]) -> Choice[T] | None:
+    def first_intact(self, order: list[tuple[int, str]], *, only_newest: bool) -> Choice[T] | None:
+        """`only_newest`: take no older one in place of one that is damaged, because the mirror was not looked at."""
+        self._only_newest = only_newest
         for tier, name in order:
+            if self.needs_mirror:
+                return None
             if self._unreached.keys() - {name}:
                 break
             in_root = name in self.passed_over
@@ -194,6 +211,11 @@ class _Search(Generic[T]):
                 "place. Try again when it can be read; or, to go back on purpose, name an older one: load_state(name)."
             ) from error
         return None
+
+    @property
+    def needs_mirror(self) -> bool:
+        """Whether what was not looked at in the mirror may take the place of what is damaged in the root."""
+        return self._only_newest and bool(self._damaged or self._untrusted)
 
     def warn_of_memory(self) -> None:
         """Say what cannot be used in memory, where no checkpoint is taken in its place whose report would say it."""

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from ckpt.ranks.common_step import CommonStep
@@ -25,7 +26,16 @@ class Preemption:
     `grace`: seconds after which the process ends, whatever it waits for, if it has not saved by then.
     """
 
-    def __init__(self, ranks: Ranks, *, sigint: bool = False, grace: float | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        sigint: bool = False,
+        grace: float | None = None,
+        on_told: Callable[[float | None], None] = lambda left: None,
+    ) -> None:
+        """`on_told`: called, from a signal's handler too, with what is left of the grace period, if there is one."""
+        self._on_told = on_told
         self.exit_status = EXIT_STATUS
         self._stop = CommonStep(ranks, "stop")
         self._stopped = False
@@ -68,14 +78,18 @@ class Preemption:
     def due(self, step: int) -> bool:
         """Whether to stop after this step. Once it is, it is after every other."""
         self._stopped = self._stopped or self._stop.due(step)
-        if self._grace is not None and (self._stopped or self.asked):
-            self._grace.begin(self.exit_status)  # another rank was told, and it may have been this one's save
+        if self._stopped or self.asked:
+            self._begin_end(self.exit_status)  # another rank was told, and it may have been this one's save
         return self._stopped
 
     def _told(self, status: int) -> None:
         self.asked, self.exit_status = True, status
+        self._begin_end(status)
+
+    def _begin_end(self, status: int) -> None:
         if self._grace is not None:
             self._grace.begin(status)
+        self._on_told(None if self._grace is None else self._grace.left)
 
     def _watch(self) -> None:
         if self._grace is not None:
@@ -96,6 +110,11 @@ class _Grace:
     def begin(self, status: int) -> None:
         if self._began is None and self._owner.is_here:
             self._began, self._status = time.monotonic(), status
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self._seconds - (0.0 if self._began is None else time.monotonic() - self._began)
 
     def watch(self) -> None:
         if self._thread is None:

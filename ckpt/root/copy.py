@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 
-from ckpt.errors import ConflictError, StorageError
+from ckpt.errors import ConflictError, StorageError, TransientError
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.root import deletion
 from ckpt.root.catalog import find
@@ -17,6 +18,7 @@ from ckpt.root.file_names import rank_of
 from ckpt.root.history import History
 from ckpt.root.index import Index
 from ckpt.root.lock import lock_root
+from ckpt.root.mirror_wait import progress_of
 from ckpt.root.overview import Overview
 from ckpt.root.retention import Keep
 from ckpt.root.save_marker import DAY
@@ -43,6 +45,9 @@ class Copies:
     bandwidth: float | None = None  # bytes per second
     has_all_files: bool = True  # whether `source` has all files of a checkpoint
     is_leader: bool = True  # of several hosts that copy, the leader alone locks, sweeps and applies retention
+    stopping: threading.Event = field(default_factory=threading.Event)  # set: the copy under way is given up
+    was_listed: bool = False  # whether it is known what the target has
+    _sent: int = 0  # pieces, and seconds for which the bandwidth made them wait
     _copied: dict[str, Summary] | None = None  # in the target; None until it was listed. Replaced, never changed
     _index: Index = field(default_factory=Index)  # of the target
     _names: set[str] = field(default_factory=set)  # that are in use in the target, or will be
@@ -57,6 +62,11 @@ class Copies:
     def newest(self) -> Summary | None:
         """The newest checkpoint in the target, as far as it is known."""
         return max((self._copied or {}).values(), key=lambda summary: summary.sequence, default=None)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Changes while copies go on."""
+        return self._sent, progress_of(self.target)
 
     def is_free(self, name: str) -> bool:
         """Whether the target is known to have nothing under that name, so that any file path there is new."""
@@ -80,6 +90,7 @@ class Copies:
             self._names |= found.files.keys()
             self._copied = {summary.name: summary for summary in found.committed}
             self._index = found.index
+            self.was_listed = True
             self._held = held.pop_all()
 
     def copy(self, manifest: Manifest) -> None:
@@ -142,12 +153,22 @@ class Copies:
         files = [file for file in missing if self._is_mine(name, file)]
         total = sum(file.size for file in files)
         with progress_bar(f"copying {name}", total, in_bytes=True, show=total > PROGRESS_MIN_BYTES) as advance:
-            throttle = _Throttle(self.bandwidth, advance)
+            throttle = _Throttle(self.bandwidth, advance, self._pause)
             newest = None if sha256 or not files else self._manifest_of(self.newest)
             for file in files:
                 if newest is None or not self._link(newest, name, file):  # the newest copy's hashes are its own claim
                     pieces = VerifiedFile.of(self.source, name, file, sha256=sha256).pieces()
                     self.target.write(f"{name}/{file.path}", throttle.limit(pieces))
+
+    def _pause(self, seconds: float) -> None:
+        """Wait between two pieces, as the bandwidth asks for. Raises when the copy is given up."""
+        end = time.monotonic() + seconds
+        while True:
+            self._sent += 1
+            if self.stopping.wait(max(0.0, min(1.0, end - time.monotonic()))):
+                raise TransientError("the end of the run did not wait for the rest.")
+            if time.monotonic() >= end:
+                return
 
     def _is_mine(self, name: str, file: FileRecord) -> bool:
         """Whether this host sends a file: the leader sends those that every host has, each host its own ones."""
@@ -192,6 +213,7 @@ class _Throttle:
 
     bandwidth: float | None
     advance: Callable[[float], None]
+    pause: Callable[[float], None]
     _count: int = 0
     _began: float = field(default_factory=time.monotonic)
 
@@ -200,5 +222,5 @@ class _Throttle:
             yield piece
             self._count += len(piece)
             self.advance(len(piece))
-            if self.bandwidth is not None:
-                time.sleep(max(0.0, self._count / self.bandwidth - (time.monotonic() - self._began)))
+            due = 0.0 if self.bandwidth is None else self._count / self.bandwidth
+            self.pause(max(0.0, due - (time.monotonic() - self._began)))

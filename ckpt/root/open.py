@@ -20,6 +20,7 @@ from ckpt.errors import (
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root.catalog import STATE
 from ckpt.root.folder import open_url
+from ckpt.root.mirror_wait import MirrorPatience
 from ckpt.storage import LocalStorage, Staging, Storage, open_storage, place_of
 from ckpt.storage.base import read_document
 from ckpt.util.filesystem import why_not_creatable
@@ -45,7 +46,7 @@ def open_tiers(
     return tiers
 
 
-def try_out_tiers(root: Storage, mirror: Storage | None = None) -> None:
+def try_out_tiers(root: Storage, mirror: Storage | None = None, *, patience: MirrorPatience | None = None) -> None:
     """Write a probe file to each remote storage, so that a wrong one is refused before hours of training are lost.
 
     A local root that is not there is refused where it cannot be created.
@@ -58,7 +59,7 @@ def try_out_tiers(root: Storage, mirror: Storage | None = None) -> None:
         _try_out(root)
     if mirror is not None and not mirror.is_local:
         try:
-            _try_out(mirror)
+            (patience or MirrorPatience()).reached(mirror, lambda: _try_out(mirror))
         except TransientError as error:
             _log.warning("the mirror cannot be reached, and copies wait for it: %s", error)
 

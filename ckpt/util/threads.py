@@ -32,7 +32,7 @@ def in_parallel(call: Callable[[Item], Returned], items: Sequence[Item], threads
             waiting.clear()
             raise
 
-    workers = [ThreadCall(work, name) for _ in range(min(threads, len(items)))]
+    workers = [ThreadCall(work, name, daemon=True) for _ in range(min(threads, len(items)))]
     try:
         failed = [worker for worker in workers if worker.has_failed()]
     except BaseException:  # an interrupt
@@ -46,19 +46,19 @@ def in_parallel(call: Callable[[Item], Returned], items: Sequence[Item], threads
 class ThreadCall:
     """A call in a thread of its own, started at once.
 
-    The thread is not a daemon: a program that ends waits for it. It does not belong to an executor either: those refuse
+    Unless it is a `daemon`, a program that ends waits for the thread. It does not belong to an executor: those refuse
     work while the interpreter shuts down.
 
     With `caller_first` the call begins only when the caller has the interpreter's lock again. Otherwise the new thread
     may keep the lock as long as it computes, up to 5 ms, while the caller waits.
     """
 
-    def __init__(self, call: Callable[[], Any], name: str, *, caller_first: bool = False) -> None:
+    def __init__(self, call: Callable[[], Any], name: str, *, caller_first: bool = False, daemon: bool = False) -> None:
         self._result: Any = None
         self._error: BaseException | None = None
         self._done = threading.Event()
         self._owner = OwnerProcess()
-        self._thread = threading.Thread(target=self._run, args=(call,), name=name)
+        self._thread = threading.Thread(target=self._run, args=(call,), name=name, daemon=daemon)
         self._caller_is_back = threading.Lock()
         with self._caller_is_back if caller_first else nullcontext():
             self._thread.start()
@@ -66,6 +66,10 @@ class ThreadCall:
     @property
     def busy(self) -> bool:
         return not self._done.is_set()
+
+    def done_within(self, seconds: float) -> bool:
+        """Wait for the call, but not longer. Returns whether it has ended."""
+        return self._done.wait(max(0.0, seconds))
 
     def has_failed(self) -> bool:
         """Wait for the call; return whether it has raised. Refused in a forked child, which has no such thread."""
@@ -95,9 +99,9 @@ class ThreadCall:
 class SerialWorker:
     """Runs one call at a time in a background thread. The next `start`, `wait` or `check` raises its error."""
 
-    def __init__(self, name: str, *, caller_first: bool = False) -> None:
+    def __init__(self, name: str, *, caller_first: bool = False, daemon: bool = False) -> None:
         self._name = name
-        self._caller_first = caller_first  # as of `ThreadCall`
+        self._options = {"caller_first": caller_first, "daemon": daemon}  # as of `ThreadCall`
         self._call: ThreadCall | None = None
 
     @property
@@ -107,7 +111,11 @@ class SerialWorker:
     def start(self, call: Callable[[], object]) -> None:
         """Wait for the previous call, then start this one."""
         self.wait()
-        self._call = ThreadCall(call, self._name, caller_first=self._caller_first)
+        self._call = ThreadCall(call, self._name, **self._options)
+
+    def done_within(self, seconds: float) -> bool:
+        """Wait for the call, but not longer. Returns whether none is under way."""
+        return self._call is None or self._call.done_within(seconds)
 
     def wait(self) -> None:
         """Wait for the call. Raises its error, if no other call has raised it yet."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.errors import ConfigError, StorageError, TransientError
@@ -23,9 +24,25 @@ _AT_ONCE = 8
 
 
 class BytesMoved:
-    """Bytes that a try of a request has sent or received so far."""
+    """Bytes that a try of a request has sent or received so far.
 
-    count = 0
+    `on_more` is called when it has moved more than any try before it: what is sent again is no progress.
+    """
+
+    def __init__(self, on_more: Callable[[], None] = lambda: None) -> None:
+        self._count = self._most = 0
+        self._on_more = on_more
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    @count.setter
+    def count(self, value: int) -> None:
+        self._count = value
+        if value > self._most:
+            self._most = value
+            self._on_more()
 
 
 class Connection:
@@ -39,6 +56,20 @@ class Connection:
         self.at_once: int = self.fs.max_concurrency
         self._slots = asyncio.Semaphore(self.at_once)
         self._reached = False
+        self.progress = 0  # see `Interruptible`
+        self._running: set[asyncio.Task[Any]] = set()
+        self._given_up = 0  # contexts of `giving_up` that were not left
+        self._last_problem = ""  # of a request that is tried again
+
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """Until the context is left, requests fail at once, those under way too."""
+        self._given_up += 1
+        try:
+            self.fs.loop.call_soon_threadsafe(lambda: [task.cancel() for task in self._running])
+            yield
+        finally:
+            self._given_up -= 1
 
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine to its end. If this thread is interrupted, the coroutine is cancelled first."""
@@ -52,7 +83,7 @@ class Connection:
 
     def start(self, work: Coroutine[Any, Any, _T], tasks: set[asyncio.Task[Any]]) -> Future[_T]:
         """Start a coroutine in the loop. While it runs, its task is in `tasks`."""
-        return asyncio.run_coroutine_threadsafe(_tracked(tasks, work), self.fs.loop)
+        return asyncio.run_coroutine_threadsafe(self._tracked(tasks, work), self.fs.loop)
 
     def stop(self, tasks: set[asyncio.Task[Any]]) -> None:
         """Cancel the tasks. When this returns, none of them accesses the caller's buffers any more."""
@@ -62,17 +93,45 @@ class Connection:
         """A single request."""
         answer = await self.fs._call_s3(method, Bucket=self.bucket, **arguments)
         self._reached = True
+        self._note_progress()
         return answer
+
+    def _note_progress(self) -> None:
+        self.progress += 1
+        self._last_problem = ""
+
+    async def _tracked(self, tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, _T]) -> _T:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        self._running.add(task)
+        try:
+            if self._given_up:
+                work.close()
+                raise self._no_answer()
+            return await work
+        except asyncio.CancelledError:
+            if self._given_up:
+                raise self._no_answer() from None
+            raise
+        finally:
+            self._running.discard(task)
+            tasks.discard(task)
+
+    def _no_answer(self) -> TransientError:
+        why = self._last_problem or f"the server of s3://{self.bucket} did not answer."
+        return TransientError(f"given up: {why}")
 
     async def with_retries(self, what: str, where: str, attempt: Callable[[BytesMoved], Awaitable[_T]]) -> _T:
         """The result of an attempt. Transient failures are retried until the deadline, others raised at once."""
         problem: StorageError | ConfigError
         retries: Retries | None = None
+        moved = BytesMoved(self._note_progress)
         while True:
             async with self._slots:
                 retries = retries or self._retry_policy.start()  # time in the queue for a slot does not count
                 try:
-                    return await self._watched(attempt)
+                    return await self._watched(attempt, moved)
                 except Exception as error:
                     problem = translate_error(error, what, where, self.bucket)
             if not isinstance(problem, TransientError):
@@ -81,11 +140,12 @@ class Connection:
             tries, pause = retries.tries, retries.next_pause(reached=self._reached)
             if pause is None:
                 raise TransientError(f"{problem} Tried {tries} times.")
+            self._last_problem = str(problem)
             await asyncio.sleep(pause)
 
-    async def _watched(self, attempt: Callable[[BytesMoved], Awaitable[_T]]) -> _T:
+    async def _watched(self, attempt: Callable[[BytesMoved], Awaitable[_T]], moved: BytesMoved) -> _T:
         """An attempt, cancelled when no byte has moved for `stall` seconds."""
-        moved = BytesMoved()
+        moved.count = 0
         task = asyncio.ensure_future(attempt(moved))
         try:
             while True:
@@ -106,16 +166,6 @@ async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]
         return list(await asyncio.gather(*tasks))
     finally:
         await _stop(tasks)
-
-
-async def _tracked(tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, _T]) -> _T:
-    task = asyncio.current_task()
-    assert task is not None
-    tasks.add(task)
-    try:
-        return await work
-    finally:
-        tasks.discard(task)
 
 
 async def _stop(tasks: Iterable[Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -41,6 +41,13 @@ class S3Objects:
     @property
     def url(self) -> str:
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
+
+    @property
+    def progress(self) -> int:
+        return self._s3.progress
+
+    def giving_up(self) -> AbstractContextManager[None]:
+        return self._s3.giving_up()
 
     def put(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> str:
         parts = split_into_parts(pieces)

@@ -41,6 +41,11 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         ports = [f"-{name}.port={port}" for name, port in zip(_PORTS, self._ports, strict=False)]
         ports += [f"-{name}.port.grpc={port}" for name, port in zip(_PORTS, self._ports[len(_PORTS) :], strict=False)]

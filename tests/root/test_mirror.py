@@ -266,13 +266,13 @@ class TestTrouble:
             mirror.open.clear()
             mirror.failing = 1
             manager.save_state("one", wait=True)
-            joined = working.wait
+            joined = working.done_within
 
-            def wait() -> None:  # the end has begun: now the attempt under way goes on, and fails
+            def wait(seconds: float) -> bool:  # the end has begun: now the attempt under way goes on, and fails
                 mirror.open.set()
-                joined()
+                return joined(seconds)
 
-            monkeypatch.setattr(working, "wait", wait)
+            monkeypatch.setattr(working, "done_within", wait)
         assert "the mirror is down" in caplog.text
         assert manager.mirror_error is None
         assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(mirror)] == ["one"]
