@@ -340,9 +340,9 @@ class StateManager:
         session = self._session
         session.saver.owner.require("resume()")
         session.set_started()
-        session.saver.refuse_taken()
-        restored = session.load(None, strict=strict)
-        session.saver.root.hold()
+        with session.saver.taking_root():
+            restored = session.load(None, strict=strict)
+            session.saver.root.hold()
         if session.memory is not None:
             session.memory.settle()
         if restored is None and session.ranks.rank == MAIN:

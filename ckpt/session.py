@@ -88,10 +88,10 @@ class Session:
         self._reserve_staging()
 
     def _build_loader(self, hosts: Hosts) -> StateLoader:
-        in_memory = partial(find_snapshots, self.memory)
+        memory, noted = partial(find_snapshots, self.memory), self.saver.note_listing
         return StateLoader(
             self.ranks,
-            Locations(self.tiers, hosts, self.options.storage_options, self.patience, in_memory),
+            Locations(self.tiers, hosts, self.options.storage_options, self.patience, memory, noted),
             LiveObjects(self.source, self.registry, self.loop),
             self.options.ranks.broadcast,
             self.saver.snapshots.paused,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypedDict
 
@@ -51,14 +51,17 @@ class Candidates(TypedDict):
 
 
 def list_tiers(
-    tiers: Sequence[Storage], name: str | None, patience: MirrorPatience | None = None
+    tiers: Sequence[Storage],
+    name: str | None,
+    patience: MirrorPatience | None = None,
+    on_listed: Callable[[Overview], None] = lambda root: None,
 ) -> tuple[list[Listed], bool]:
     """The checkpoints of all tiers, or those of one name; and whether the mirror was not waited for.
 
     A root that cannot be read is an error, whatever the mirror has: the root's newest checkpoint may be newer. A mirror
     that cannot be read is skipped with a warning, unless the root has nothing: a fresh start must not replace the
     checkpoints that the mirror may have. It is waited for as long as `patience` says, if that is given and the root has
-    something to load, and otherwise as long as its storage tries.
+    something to load, and otherwise as long as its storage tries. `on_listed` is called with what the root has.
     """
     listed: list[Listed] = []
     unreadable: dict[int, StorageError] = {}
@@ -67,7 +70,7 @@ def list_tiers(
             if tier and patience is not None and _committed(listed):
                 found = patience.reached(storage, partial(_found, storage, name))
             else:
-                found = _found(storage, name)
+                found = _found(storage, name, on_listed if tier == 0 else None)
         except StorageError as error:
             unreadable[tier] = error
         else:
@@ -81,8 +84,13 @@ def list_tiers(
     return listed, bool(unreadable) and patience is not None
 
 
-def _found(storage: Storage, name: str | None) -> list[Outline]:
-    return Overview.of(storage).checkpoints if name is None else [_named(storage, name)]
+def _found(storage: Storage, name: str | None, on_listed: Callable[[Overview], None] | None = None) -> list[Outline]:
+    if name is not None:
+        return [_named(storage, name)]
+    listed = Overview.of(storage)
+    if on_listed is not None:
+        on_listed(listed)
+    return listed.checkpoints
 
 
 def list_memory(storage: Storage) -> list[Listed]:

@@ -112,6 +112,7 @@ class StateLoader:
             memory=locations.memory() if name is None else None,
             trust=self.trust,
             patience=locations.patience,
+            on_listed=locations.on_listed,
         )
 
     def _prepare(self, candidate: Candidate, request: RestoreRequest) -> Restoration:

@@ -16,6 +16,7 @@ from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
 from ckpt.root.catalog import MARKER, check_name
 from ckpt.root.folder import ROOT, is_foreign, open_url
 from ckpt.root.mirror_wait import MirrorPatience
+from ckpt.root.overview import Overview
 from ckpt.storage import LocalStorage, Storage, place_of
 from ckpt.storage.local.one_folder import OneFolder
 
@@ -26,7 +27,8 @@ _OURS, _THEIRS, _NOBODYS = "ckpt", "accelerate", ""
 class Locations:
     """The root, then the mirror; which hosts share the root; and the storage options for a folder elsewhere.
 
-    `patience`: how long a load waits for a mirror that is away, if the root has what it looks for.
+    `patience`: how long a load waits for a mirror that is away, if the root has what it looks for. `on_listed`: called
+    with what the root has.
 
     `memory` finds the snapshots in the hosts' memory, on all ranks together; None if there is no such tier.
     """
@@ -36,6 +38,7 @@ class Locations:
     options: Mapping[str, Any] | None = None
     patience: MirrorPatience | None = None
     memory: Callable[[], MemoryTier | None] = lambda: None
+    on_listed: Callable[[Overview], None] = lambda root: None
 
     def resolve(self, name: str | None, ranks: Ranks) -> tuple[Locations, str | None]:
         """Where a checkpoint may be, and its name there. A name with a slash is a path.

@@ -19,6 +19,7 @@ from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
 from ckpt.root.mirror_wait import MirrorPatience
+from ckpt.root.overview import Overview
 from ckpt.root.trust import Trust
 from ckpt.shown import Lines
 from ckpt.storage import Storage
@@ -61,7 +62,8 @@ class Selection(Generic[T]):
     must find what it needs in its own host's root, or in the tier behind it. `foreign`: where there is no checkpoint of
     ours, the newest that Accelerate wrote. `memory`: a tier before the root, of which nothing is ever an error.
     `trust`: whose signatures are believed; one that is refused is passed over like a damaged one.
-    `patience`: how long to wait for a mirror that is away, as long as the root's newest is intact.
+    `patience`: how long to wait for a mirror that is away, as long as the root's newest is intact. `on_listed`:
+    called with what the root has.
     """
 
     tiers: Sequence[Storage]
@@ -73,6 +75,7 @@ class Selection(Generic[T]):
     memory: MemoryTier | None = None
     trust: Trust = field(default_factory=Trust)
     patience: MirrorPatience | None = None
+    on_listed: Callable[[Overview], None] = lambda root: None
 
     @property
     def call(self) -> str:
@@ -92,7 +95,7 @@ class Selection(Generic[T]):
 
     def _listed(self, tiers: Sequence[Storage], patience: MirrorPatience | None) -> tuple[list[Listed], bool]:
         in_memory = self._in_memory()
-        found, unseen = list_tiers(tiers, self.name, patience)
+        found, unseen = list_tiers(tiers, self.name, patience, self.on_listed)
         return [*in_memory, *found], unseen
 
     def _in_memory(self) -> list[Listed]:

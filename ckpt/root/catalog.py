@@ -27,7 +27,7 @@ from ckpt.util.threads import in_parallel
 LOCK = ".lock"  # in a root: locked by the run that writes to it
 MARKER = ".saving"  # in a checkpoint's folder while it is being saved or removed
 STATE = "state.json"
-_READERS = 16  # threads that read manifests from an object store
+_READERS = 32  # threads that read manifests from an object store
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,199}")
 
 

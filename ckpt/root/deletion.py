@@ -29,13 +29,16 @@ _REMOVERS = 8  # threads that remove checkpoints from an object store
 _PROBE_FILE = re.compile(r"\.(?:host-[0-9a-f]{32}-\d+|try-[0-9a-f]{32})")
 
 
-def sweep(storage: Storage, spared: Container[str] = (), *, age: float | None = None) -> Overview:
+def sweep(
+    storage: Storage, spared: Container[str] = (), *, age: float | None = None, listed: Overview | None = None
+) -> Overview:
     """Delete what earlier crashes left, and return what is in the root then. The caller must hold the root's lock.
 
     Leftovers of the `spared` checkpoints are kept, because somebody resumes them. With `age`, so are those younger
-    than that many seconds: where other hosts write to the same root, they may still be at work.
+    than that many seconds: where other hosts write to the same root, they may still be at work. `listed`: what is
+    there, listed since the root was locked.
     """
-    entries = list(storage.list())
+    entries = list(storage.list()) if listed is None else listed.entries
     if age is None:
         _delete_probe_files(storage, entries)
     marked = marked_names(entries)
@@ -43,7 +46,9 @@ def sweep(storage: Storage, spared: Container[str] = (), *, age: float | None = 
         if name not in spared and (age is None or _is_older(storage, name, age)):
             remove_uncommitted(storage, name)
     storage.sweep(age=age)
-    return Overview.of(storage, None if marked else entries)
+    if marked:
+        return Overview.of(storage, known=listed.index if listed else None)
+    return listed or Overview.of(storage, entries)
 
 
 def remove_uncommitted(storage: Storage, name: str, committed: Manifest | None = None) -> None:

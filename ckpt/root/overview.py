@@ -40,14 +40,15 @@ class Overview:
     files: Mapping[str, Mapping[str, Entry]]  # by folder and path
 
     @classmethod
-    def of(cls, storage: Storage, entries: Iterable[Entry] | None = None) -> Overview:
-        """`entries`: what `storage.list()` has just returned, if it was called already."""
+    def of(cls, storage: Storage, entries: Iterable[Entry] | None = None, known: Index | None = None) -> Overview:
+        """`entries`: what `storage.list()` has just returned, if it was called already. `known`: an index of this
+        root that was made a moment ago."""
         files = by_folder(storage.list() if entries is None else entries)
         names = [name for name, inside in files.items() if is_checkpoint(name, inside)]
-        index = Index.read(storage) if INDEX in files else Index()
-        known = {name: index.find(name, _manifest_version(files[name])) for name in names}
-        read = find_listed(storage, {name: files[name] for name in names if known[name] is None})
-        outlines = [Outline(name, summary) for name, summary in known.items() if summary is not None]
+        index = known or (Index.read(storage) if INDEX in files else Index())
+        summaries = {name: index.find(name, _manifest_version(files[name])) for name in names}
+        read = find_listed(storage, {name: files[name] for name in names if summaries[name] is None})
+        outlines = [Outline(name, summary) for name, summary in summaries.items() if summary is not None]
         for checkpoint in read:
             summary = Summary.of(checkpoint.manifest) if checkpoint.manifest else None
             outlines.append(Outline(checkpoint.name, summary, checkpoint.problem))
@@ -55,6 +56,10 @@ class Overview:
                 index.add(_manifest_version(files[checkpoint.name]), summary)  # listed before it was read
         found = sorted(outlines, key=lambda outline: commit_order(outline.name, outline.summary), reverse=True)
         return cls(storage, found, index, files)
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [entry for inside in self.files.values() for entry in inside.values()]
 
     @property
     def committed(self) -> list[Summary]:

@@ -14,9 +14,18 @@ from ckpt.root.history import History
 from ckpt.root.index import Index
 from ckpt.root.lock import lock_root
 from ckpt.root.mirror import MirrorWorker
+from ckpt.root.overview import Overview
 from ckpt.root.retention import Keep
 from ckpt.root.summary import Summary
 from ckpt.storage import Staging, Storage
+
+
+@dataclass
+class EarlyLock:
+    """The lock of a root that is taken before a load, and what the load has listed there: nobody else changes it."""
+
+    lock: ExitStack
+    listed: Overview | None = None
 
 
 @dataclass
@@ -43,14 +52,18 @@ class HeldRoot:
         mirror: MirrorWorker | None,
         damaged: Collection[str],
         on_hold: Callable[[], None] | None = None,
+        early: EarlyLock | None = None,
     ) -> HeldRoot:
         """Lock the root and its mirror, and remove what crashed saves left. `damaged` checkpoints are not mirrored.
 
-        Refused if another run holds either of them. `on_hold` is called when both are locked.
+        Refused if another run holds either of them. `on_hold` is called when both are locked. `early`: the root is
+        locked already.
         """
-        with ExitStack() as lock:  # if anything below fails, the root is released
-            lock_root(storage, lock)
-            found = deletion.sweep(storage)
+        with early.lock if early else ExitStack() as lock:  # if anything below fails, the root is released
+            if early is None:
+                lock_root(storage, lock)
+            found = deletion.sweep(storage, listed=early.listed if early else None)
+            found.index.update(storage, {summary.name for summary in found.committed})
             problems = {checkpoint.name: checkpoint.problem for checkpoint in found.checkpoints}
             unreadable = {name: problem for name, problem in problems.items() if isinstance(problem, VersionError)}
             if mirror is not None:

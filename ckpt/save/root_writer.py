@@ -23,7 +23,7 @@ from ckpt.root.retention import Keep
 from ckpt.root.summary import Summary
 from ckpt.root.trust import Seal
 from ckpt.save.environment import device_name, versions
-from ckpt.save.held_root import HeldRoot, adopt, files_of, remove_checkpoint
+from ckpt.save.held_root import EarlyLock, HeldRoot, adopt, files_of, remove_checkpoint
 from ckpt.save.numbering import Numbering, next_sequence
 from ckpt.save.preconditions import refuse_foreign, refuse_to_overtake, version_to_replace
 from ckpt.storage import Staging, Storage
@@ -58,6 +58,7 @@ class RootWriter:
     failed_load: str = ""  # why the last load failed; until one succeeds, newer checkpoints may exist unseen
     on_hold: Callable[[], None] | None = None  # called when the root is locked
     held: HeldRoot | None = None
+    early: EarlyLock | None = None  # of a resume under way
     _has_committed: bool = False
     _unsure: dict[str, Manifest] = field(default_factory=dict)  # whose commit failed, and may have taken effect
     _last_sequence: int = 0  # the highest that this run has written, or tried to
@@ -122,7 +123,8 @@ class RootWriter:
     def _hold(self) -> None:
         with self._holding:
             if self.held is None:
-                self.held = HeldRoot.acquire(self.storage, self.mirror, self.damaged, self.on_hold)
+                early, self.early = self.early, None
+                self.held = HeldRoot.acquire(self.storage, self.mirror, self.damaged, self.on_hold, early)
 
     def _release(self) -> None:
         """Release the root. What is committed there must be listed again before the next save."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 
 import torch
 
 from ckpt.errors import NotDurableError
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN
+from ckpt.root.overview import Overview
 from ckpt.root.save_reports import SaveReport, SaveReports
 from ckpt.save.committed_files import CommittedFiles
 from ckpt.save.comparison_history import ComparisonHistory
@@ -18,7 +20,7 @@ from ckpt.save.read_back import ReadBack
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.save_queue import QueuedSave, SaveQueue
 from ckpt.save.snapshot import Snapshot, Snapshots
-from ckpt.save.taken_root import refuse_taken
+from ckpt.save.taken_root import taking
 from ckpt.save.transaction import SaveRequest, SaveTransaction
 from ckpt.storage import Staging
 from ckpt.util.fork_safety import OwnerProcess
@@ -157,9 +159,14 @@ class Saver:
             time.sleep(_PAUSE)
         self._channel.abandon()
 
-    def refuse_taken(self) -> None:
-        """Raise if the root cannot be this run's. Every rank makes this call."""
-        refuse_taken(self.root)
+    def taking_root(self) -> AbstractContextManager[None]:
+        """Raise if the root cannot be this run's: for a load, and `hold` after it. Every rank makes this call."""
+        return taking(self.root)
+
+    def note_listing(self, listed: Overview) -> None:
+        """A load has listed the root. If it was locked before that, `hold` need not list it again."""
+        if self.root.early is not None:
+            self.root.early.listed = listed
 
     def release_idle(self) -> None:
         """Give back the memory of the last save, unless a save is under way or its files are being read back."""

@@ -1,23 +1,36 @@
-"""Whether a root can be this run's: asked before a resume changes anything."""
+"""Takes a root for this run: asked before a resume changes anything."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.root.lock import lock_root
+from ckpt.save.held_root import EarlyLock
 from ckpt.save.root_writer import RootWriter
 
 
-def refuse_taken(writer: RootWriter) -> None:
-    """Raise where another run holds a local root, or its lock is none: objects would hold what it cannot continue.
+@contextmanager
+def taking(writer: RootWriter) -> Iterator[None]:
+    """Raise where another run holds the root, or its lock is none: objects would hold what it cannot continue.
 
-    Every rank makes this call.
+    A remote root stays locked, so that what a load lists there need not be listed again by `RootWriter.hold`. If that
+    is not called in this context, the root is released. Every rank makes this call.
     """
 
-    def try_out() -> None:
-        if writer.owns_root and not writer.is_held and writer.storage.is_local:
-            with ExitStack() as lock:
-                lock_root(writer.storage, lock)
+    def lock() -> None:
+        if not writer.owns_root or writer.is_held:
+            return
+        with ExitStack() as held:
+            lock_root(writer.storage, held)
+            if not writer.storage.is_local:
+                writer.early = EarlyLock(held.pop_all())
 
-    run_on_all_ranks(writer.ranks, "resume() (root)", try_out)
+    try:
+        run_on_all_ranks(writer.ranks, "resume() (root)", lock)
+        yield
+    finally:
+        early, writer.early = writer.early, None
+        if early is not None:
+            early.lock.close()

@@ -15,12 +15,14 @@ from ckpt.storage.option_names import unknown_options
 from ckpt.storage.retry import Retries, RetryPolicy
 from ckpt.storage.s3.errors import UnreachedError, translate_error
 from ckpt.storage.s3.http_session import session_class
+from ckpt.storage.s3.timestamps import session_with_fast_timestamps
 
 if TYPE_CHECKING:
     from s3fs import S3FileSystem
 
 _T = TypeVar("_T")
-_AT_ONCE = 8
+_AT_ONCE = 8  # requests that move large pieces
+_SMALL_AT_ONCE = 32  # whole small objects, and questions
 
 
 class BytesMoved:
@@ -55,6 +57,7 @@ class Connection:
         self.fs = _open(given, self._retry_policy)
         self.at_once: int = self.fs.max_concurrency
         self._slots = asyncio.Semaphore(self.at_once)
+        self._small_slots = asyncio.Semaphore(max(self.at_once, _SMALL_AT_ONCE))
         self._reached = False
         self.progress = 0  # see `Interruptible`
         self._running: set[asyncio.Task[Any]] = set()
@@ -122,13 +125,15 @@ class Connection:
         why = self._last_problem or f"the server of s3://{self.bucket} did not answer."
         return TransientError(f"given up: {why}")
 
-    async def with_retries(self, what: str, where: str, attempt: Callable[[BytesMoved], Awaitable[_T]]) -> _T:
+    async def with_retries(
+        self, what: str, where: str, attempt: Callable[[BytesMoved], Awaitable[_T]], *, small: bool = False
+    ) -> _T:
         """The result of an attempt. Transient failures are retried until the deadline, others raised at once."""
         problem: StorageError | ConfigError
         retries: Retries | None = None
         moved = BytesMoved(self._note_progress)
         while True:
-            async with self._slots:
+            async with self._small_slots if small else self._slots:
                 retries = retries or self._retry_policy.start()  # time in the queue for a slot does not count
                 try:
                     return await self._watched(attempt, moved)
@@ -192,7 +197,11 @@ def _open(options: dict[str, Any], policy: RetryPolicy) -> S3FileSystem:
     if "@" in str(options.get("endpoint_url", "")):
         raise ConfigError("the endpoint_url has a name or a password in it. Give them as key and secret.")
     options.setdefault("max_concurrency", _AT_ONCE)
-    config = {"max_pool_connections": 2 * options["max_concurrency"], **ours, **options.pop("config_kwargs", {})}
+    config = {
+        "max_pool_connections": 2 * options["max_concurrency"] + _SMALL_AT_ONCE,
+        **ours,
+        **options.pop("config_kwargs", {}),
+    }
     try:
         uncached = {"use_listings_cache": False, "skip_instance_cache": True}
         fs = S3FileSystem(**{**options, **uncached}, config_kwargs=config)
@@ -201,6 +210,8 @@ def _open(options: dict[str, Any], policy: RetryPolicy) -> S3FileSystem:
         names = ", ".join(sorted(options))
         raise ConfigError(f"s3fs does not take these storage_options ({kind}): {names}.") from None
     fs.retries = 1
+    if fs.session is None:
+        fs.session = session_with_fast_timestamps(fs.kwargs)
     return fs
 
 

@@ -73,7 +73,7 @@ class S3Objects:
             found = [chunk async for chunk in self._chunks(key, start, stop, moved)]
             return b"".join(found)
 
-        return self._s3.run(self._s3.with_retries("read", self._where(key), attempt))
+        return self._s3.run(self._s3.with_retries("read", self._where(key), attempt, small=True))
 
     def fill(self, key: str, start: int, buffers: list[memoryview]) -> int:
         return self._s3.run(self._fill_all(key, start, buffers))
@@ -176,7 +176,7 @@ class S3Objects:
         async def attempt(moved: BytesMoved) -> Any:
             return await self._s3.call(method, **arguments)
 
-        return await self._s3.with_retries(what, self._where(key), attempt)
+        return await self._s3.with_retries(what, self._where(key), attempt, small=True)
 
     async def _remove(self, keys: list[str], moved: BytesMoved) -> None:
         listed = {"Objects": [{"Key": self._prefix + key} for key in keys], "Quiet": True}

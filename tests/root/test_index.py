@@ -10,6 +10,7 @@ import torch
 import ckpt
 from benchmarks.shared.counted_objects import CountedObjects
 from ckpt.formats.native.manifest import FILE_NAME
+from ckpt.root.catalog import MARKER
 from ckpt.root.index import INDEX, UNINDEXED
 from ckpt.root.overview import Overview
 from ckpt.root.summary import Summary
@@ -128,6 +129,71 @@ class TestIndex:
         assert f"step-0000/{FILE_NAME}" in objects.content
         assert f"step-0001/{FILE_NAME}" not in objects.content
         assert "step-0000 is not removed: it has a manifest that cannot be read" in caplog.text
+
+
+class TestResume:
+    """A remote root is listed once, under its lock, and what was read then is not read again."""
+
+    def test_every_manifest_is_read_once_where_there_is_no_index_and_none_where_there_is(
+        self, objects: CountedObjects
+    ) -> None:
+        save(objects_root(objects), 0, MANY)
+        del objects.content[INDEX]
+        unindexed, indexed = self._requests_of_a_resume(objects), self._requests_of_a_resume(objects)
+        assert INDEX in objects.content
+        assert indexed["get"] == unindexed["get"] - MANY + 1  # the index, which the first has written
+        assert indexed["list"] == unindexed["list"]
+
+    def test_twice_as_many_objects_take_one_page_more(self, objects: CountedObjects) -> None:
+        save(objects_root(objects), 0, 1)
+        few = self._requests_of_a_resume(objects)["list"]
+        for number in range(1000):
+            objects.content[f"notes/{number}"] = b"x"
+        assert self._requests_of_a_resume(objects)["list"] == few + 1
+
+    def test_leftovers_are_swept_all_the_same(self, objects: CountedObjects) -> None:
+        save(objects_root(objects), 0, MANY)
+        objects.content[f"step-9999/{MARKER}"] = b'{"files": ["x"], "replaces": []}'
+        objects.content["step-9999/x"] = b"left"
+        with manager(objects_root(objects)) as run:
+            restored = run.resume()
+            assert restored is not None
+            assert restored.name == f"step-{MANY - 1:04d}"
+        assert not [key for key in objects.content if key.startswith("step-9999")]
+
+    def test_one_that_another_run_holds_is_refused_before_anything_is_loaded(self, objects: CountedObjects) -> None:
+        save(objects_root(objects), 0, 2)
+        with manager(objects_root(objects)) as run:
+            run.resume()
+            other = manager(objects_root(objects))
+            before = [parameter.clone() for parameter in other.session.registry.tensors()]
+            with pytest.raises(ckpt.LockedError):
+                other.resume()
+            assert all(map(torch.equal, before, other.session.registry.tensors()))
+            other.close()
+
+    def test_a_load_that_fails_gives_the_root_up(
+        self, objects: CountedObjects, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        save(objects_root(objects), 0, 1)
+
+        def away(prefix: str) -> None:
+            raise ckpt.TransientError("away")
+
+        with manager(objects_root(objects)) as run:
+            monkeypatch.setattr(objects, "entries", away)
+            with pytest.raises(ckpt.TransientError):
+                run.resume()
+            monkeypatch.undo()
+            save(objects_root(objects), 1, 2)  # by another manager, which can lock it
+
+    @staticmethod
+    def _requests_of_a_resume(objects: CountedObjects) -> dict[str, int]:
+        with manager(objects_root(objects)) as run:
+            objects.requests.clear()
+            restored = run.resume()
+            assert restored is not None
+            return dict(objects.requests)
 
 
 def objects_root(objects: CountedObjects) -> ObjectStorage:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from ckpt.storage import ObjectStorage, open_storage
+from ckpt.storage.s3.connection import Connection
 from ckpt.storage.s3.objects import S3Objects
+from ckpt.storage.s3.timestamps import parsed
 from tests.helpers.seaweed import BUCKET, Server
 
 
@@ -43,3 +46,33 @@ def test_the_first_of_many_is_removed_before_all_others_and_the_last_after_them(
     assert list(storage.list()) == []
     assert left[0] == set(names)
     assert all("manifest.json" not in some and ".saving" in some for some in left[1:])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2026-11-17T12:00:00.123Z",
+        "2026-11-17T12:00:00Z",
+        "Tue, 17 Nov 2026 12:00:00 GMT",
+        "2026-11-17T12:00:00.12345678Z",
+        1,
+    ],
+)
+def test_a_timestamp_is_what_botocore_says_it_is(text: object) -> None:
+    from botocore.utils import parse_timestamp
+
+    found, expected = parsed(text), parse_timestamp(text)
+    assert found.utcoffset() == expected.utcoffset()
+    assert found == expected
+
+
+def test_a_session_of_the_storage_has_the_profile_that_was_asked_for_and_parses_timestamps_fast(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = tmp_path / "config"
+    config.write_text("[profile archive]\naws_access_key_id = one\naws_secret_access_key = two\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    session = Connection("bucket", {"profile": "archive"}).fs.session
+    assert session.profile == "archive"
+    parser = session.get_component("response_parser_factory").create_parser("rest-xml")
+    assert parser._timestamp_parser is parsed
