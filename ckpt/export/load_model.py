@@ -17,9 +17,10 @@ from ckpt.formats.layout import Box
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.sharded_tensors import is_sharded, layout_of, local_tensor
+from ckpt.load.choice import Choice
 from ckpt.load.restore import Restoration, RestoreRequest
 from ckpt.load.restored import Restored, restored_from
-from ckpt.load.select import Choice, Selection, choose
+from ckpt.load.select import Selection, choose
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import MAIN, Ranks

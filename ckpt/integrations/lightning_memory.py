@@ -12,7 +12,8 @@ from lightning.pytorch.callbacks import Callback
 from ckpt.errors import ConfigError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.integrations.lightning import CkptIO, request_of, verify
-from ckpt.load.select import Choice, Selection, choose
+from ckpt.load.choice import Choice
+from ckpt.load.select import Selection, choose
 from ckpt.memory.build import build_tier
 from ckpt.memory.resume import find_snapshots
 from ckpt.memory.tier import MemoryTier

@@ -15,8 +15,9 @@ from ckpt.errors import ConfigError, DamagedError, MismatchError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.integrations.trainer_state import PART
 from ckpt.load.candidates import list_memory
+from ckpt.load.choice import Choice
 from ckpt.load.reader import CheckpointReader
-from ckpt.load.select import Choice, MemoryTier, Selection, choose
+from ckpt.load.select import MemoryTier, Selection, choose
 from ckpt.memory.build import build_tier
 from ckpt.memory.resume import find_snapshots
 from ckpt.options import ManagerOptions

@@ -15,11 +15,12 @@ from ckpt.formats.damage import damage_reported
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.accelerate_loaders import foreign_positions
 from ckpt.load.accelerate_reader import folder_of
+from ckpt.load.choice import Choice
 from ckpt.load.locations import Locations
 from ckpt.load.reader import CheckpointReader
 from ckpt.load.restore import Restoration, RestoreRequest, rewinder
 from ckpt.load.restored import Restored, restored_from
-from ckpt.load.select import Candidate, Choice, Selection, choose
+from ckpt.load.select import Candidate, Selection, choose
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.root.trust import Trust

@@ -11,8 +11,8 @@ from ckpt.shown import Lines
 from ckpt.util.html import html_table
 
 if TYPE_CHECKING:
+    from ckpt.load.choice import Choice
     from ckpt.load.restore import Restoration
-    from ckpt.load.select import Choice
 
 
 @dataclass(frozen=True, kw_only=True)

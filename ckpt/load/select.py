@@ -13,6 +13,7 @@ from ckpt.errors import DamagedError, LockedError, StorageError, UntrustedError,
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.accelerate_reader import folder_of
 from ckpt.load.candidates import MEMORY, Candidates, Listed, in_memory, join_listings, list_memory, list_tiers
+from ckpt.load.choice import Choice
 from ckpt.load.inspection import Inspection
 from ckpt.load.two_copies import join_copies
 from ckpt.ranks.consensus import Result, decide_together
@@ -104,27 +105,6 @@ class Selection(Generic[T]):
 
     def storage_of(self, tier: int) -> Storage:
         return self.memory.storage if tier == MEMORY and self.memory is not None else self.tiers[tier]
-
-
-@dataclass
-class Choice(Generic[T]):
-    """The checkpoint that all ranks will load, and the newer ones that cannot be used, with the reasons.
-
-    `tier` is where it was found. The root may have another one by its name, which is damaged. `damaged` names those
-    whose bytes in the root were shown to be missing or altered: not those that merely could not be read.
-    """
-
-    manifest: Manifest
-    url: str
-    tier: int
-    ready: T
-    passed_over: dict[str, str] = field(default_factory=dict)
-    damaged: frozenset[str] = frozenset()
-    root_step: int | None = None
-
-    @property
-    def in_memory(self) -> bool:
-        return self.tier == MEMORY
 
 
 def choose(selection: Selection[T], held: ExitStack) -> Choice[T] | None:
