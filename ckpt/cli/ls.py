@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import click
 
-from ckpt.cli.output import echo
+from ckpt.cli.output import echo, echo_json
+from ckpt.cli.roots import roots_below, show_roots
 from ckpt.errors import CheckpointError, MissingError, StorageError, shows_damage
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.root import catalog
@@ -17,7 +20,16 @@ from ckpt.root.foreign_kind import reads_instead
 from ckpt.root.history import History
 from ckpt.root.overview import Outline, Overview
 from ckpt.root.summary import Summary
-from ckpt.root.verify import files_on_other_hosts, problems, size_problems, without_other_hosts
+from ckpt.root.verify import (
+    DAMAGED,
+    INTACT,
+    REMOVED,
+    UNREADABLE,
+    files_on_other_hosts,
+    problems,
+    size_problems,
+    without_other_hosts,
+)
 from ckpt.shown import shown
 from ckpt.storage import open_storage
 from ckpt.util.console import format_age, format_number, format_size, format_table, one_line
@@ -30,18 +42,31 @@ _RIGHT_ALIGNED = ("step", "age", "size", "world")
 @click.argument("root")
 @click.option("--all", "every", is_flag=True, help="Also those that retention or a newer save of their name removed.")
 @click.option("--verify", is_flag=True, help="Read every byte and compare it with its hash.")
-def ls(root: str, every: bool, verify: bool) -> None:
-    """List the checkpoints below ROOT, the newest first."""
-    show_checkpoints(root, every=every, verify=verify)
+@click.option("--json", "as_json", is_flag=True, help="For other programs: a list of objects.")
+def ls(root: str, every: bool, verify: bool, as_json: bool) -> None:
+    """List the checkpoints below ROOT, the newest first; of a folder of several roots, the roots.
+
+    \b
+    ckpt ls runs/mrpc
+    ckpt ls s3://bucket/runs --json
+    """
+    show_checkpoints(root, every=every, verify=verify, as_json=as_json)
 
 
-def show_checkpoints(root: str, *, every: bool = False, verify: bool = False) -> None:
+def show_checkpoints(root: str, *, every: bool = False, verify: bool = False, as_json: bool = False) -> None:
     """Print what `ckpt ls` does."""
     found = _overview(root)
     history = History.of(found.storage) if every else History(found.storage)
     removed = history.without(found.committed)
+    if as_json:
+        records = [_record(found, checkpoint, verify=verify) for checkpoint in found.checkpoints]
+        echo_json([*records, *({**_facts(save.summary), "state": REMOVED} for save in reversed(removed))])
+        return
     if not found.checkpoints and not removed:
         catalog.check_exists(found.storage)
+        if roots := roots_below(found):
+            show_roots(root, roots)
+            return
         echo(f"There are no checkpoints in {root}.{reads_instead(found.storage)}")
         return
     rows = [_row(found, checkpoint, verify=verify) for checkpoint in found.checkpoints]
@@ -81,10 +106,41 @@ def _fields(summary: Summary) -> list[str]:
     ]
 
 
+def _record(found: Overview, checkpoint: Outline, *, verify: bool) -> dict[str, Any]:
+    """A checkpoint for other programs."""
+    if checkpoint.summary is None:
+        state = DAMAGED.lower() if checkpoint.was_committed else "uncommitted"
+        return {"name": checkpoint.name, "state": state, "problems": [str(checkpoint.problem)]}
+    state, wrong, _ = _state(found, checkpoint.summary, verify=verify)
+    return {**_facts(checkpoint.summary), "state": state.lower(), "problems": wrong}
+
+
+def _facts(summary: Summary) -> dict[str, Any]:
+    metrics = {name: value if math.isfinite(value) else str(value) for name, value in summary.metrics.items()}
+    return {
+        "name": summary.name,
+        "step": summary.step,
+        "created": summary.created,
+        "bytes": summary.size,
+        "metrics": metrics,
+        "world_size": summary.world_size,
+    }
+
+
 def _intact(found: Overview, summary: Summary, *, verify: bool) -> str:
-    """What the listing says, if it has just the files of the checkpoint; else what the manifest says."""
+    state, wrong, others = _state(found, summary, verify=verify)
+    if state != INTACT:
+        return f"{'no' if state == DAMAGED else 'not known'}: {'; '.join(wrong)}"
+    return f"yes, but for the files of {listed_hosts(others)}" if others else "yes"
+
+
+def _state(found: Overview, summary: Summary, *, verify: bool) -> tuple[str, list[str], Mapping[str, str]]:
+    """Its state, what is wrong, and the files that other hosts keep.
+
+    What the listing says, if it has just the files of the checkpoint; else what the manifest says.
+    """
     if not verify and summary.has_all_of(found.sizes(summary.name)):
-        return "yes"
+        return INTACT, [], {}
     storage = found.storage
     find_problems = partial(problems, show=True) if verify else size_problems
     try:
@@ -93,10 +149,8 @@ def _intact(found: Overview, summary: Summary, *, verify: bool) -> str:
         wrong = find_problems(storage, without_other_hosts(storage, manifest))
     except (StorageError, CheckpointError) as error:
         gone = isinstance(error, CheckpointError) or shows_damage(error)
-        return f"{'no' if gone else 'not known'}: {one_line(str(error))}"
-    if wrong:
-        return f"no: {'; '.join(wrong)}"
-    return f"yes, but for the files of {listed_hosts(others)}" if others else "yes"
+        return DAMAGED if gone else UNREADABLE, [one_line(str(error))], {}
+    return DAMAGED if wrong else INTACT, wrong, others
 
 
 def listed_hosts(others: Mapping[str, str]) -> str:

@@ -7,6 +7,7 @@ from datetime import datetime
 
 import click
 
+from ckpt.cli.module_tree import tree_lines
 from ckpt.cli.output import Line, Styled, echo, echo_json
 from ckpt.formats.native.manifest import Manifest
 from ckpt.tools.show import CheckpointSummary, PartSummary, summarize
@@ -18,12 +19,18 @@ _SECONDS = {"blocked": "training waited {:.2f} s", "total": "durable after {:.2f
 
 @click.command()
 @click.argument("url")
+@click.option("--depth", type=click.IntRange(0), default=2, show_default=True, help="Of the tree of modules; 0: none.")
 @click.option("--tensors", is_flag=True, help="List every tensor with its dtype and shape.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
-def show(url: str, tensors: bool, as_json: bool) -> None:
+def show(url: str, depth: int, tensors: bool, as_json: bool) -> None:
     """Say what is in the checkpoint at URL, or in the newest intact one below it.
 
-    Reads the manifest and the headers of files, no tensor. Exits with status 1 if files are missing or cut short.
+    Reads the manifest and the headers of files, no tensor. Modules are shown as a tree; those of a row that are
+    numbered and equal are one line. Exits with status 1 if files are missing or cut short.
+
+    \b
+    ckpt show runs/mrpc
+    ckpt show s3://bucket/mrpc/step-00001000 --depth 4
     """
     summary = summarize(url)
     if as_json:
@@ -31,7 +38,7 @@ def show(url: str, tensors: bool, as_json: bool) -> None:
     else:
         for line in _heading(summary):
             echo(*line)
-        for text in _tables(summary, tensors=tensors):
+        for text in _tables(summary, depth, tensors=tensors):
             echo(text)
     if summary.problems:
         raise click.exceptions.Exit(1)
@@ -47,7 +54,7 @@ def _heading(summary: CheckpointSummary) -> Iterator[Line]:
         yield f"  {name:<{width}}  ", *((about,) if isinstance(about, str) else about)
 
 
-def _tables(summary: CheckpointSummary, *, tensors: bool) -> Iterator[str]:
+def _tables(summary: CheckpointSummary, depth: int, *, tensors: bool) -> Iterator[str]:
     yield ""
     columns = ("part", "class", "tensors", "elements", "dtypes", "size")
     yield from format_table(columns, [_row(part) for part in summary.parts], ("tensors", "elements", "size"))
@@ -60,6 +67,8 @@ def _tables(summary: CheckpointSummary, *, tensors: bool) -> Iterator[str]:
         yield f"and {len(files) - _MOST_FILES} smaller ones; --json lists all"
     if tensors:
         yield from _tensors(summary)
+    elif depth:
+        yield from _trees(summary, depth)
 
 
 def _facts(summary: CheckpointSummary) -> Iterator[tuple[str, str | Line]]:
@@ -100,6 +109,14 @@ def _row(part: PartSummary) -> tuple[str, ...]:
     name = f"{part.key} (of each rank)" if part.ranks else part.key
     dtypes = ", ".join(part.dtypes) or "-"
     return name, part.kind or "-", str(len(part.tensors)), f"{part.elements:,}", dtypes, format_size(part.size)
+
+
+def _trees(summary: CheckpointSummary, depth: int) -> Iterator[str]:
+    """Modules of the models: what belongs to an optimizer or to a rank has the same ones."""
+    for part in summary.parts:
+        if part.tensors and not part.ranks and not all(name.startswith("state.") for name in part.tensors):
+            yield ""
+            yield from tree_lines(part.key, part.tensors, depth)
 
 
 def _tensors(summary: CheckpointSummary) -> Iterator[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from ckpt.cli.ls import listed_hosts, without_name
-from ckpt.cli.output import Styled, echo
+from ckpt.cli.output import Styled, echo, echo_json
 from ckpt.errors import CheckpointError, MissingError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.native.signature import short
@@ -25,7 +27,8 @@ from ckpt.util.console import format_size, one_line
 @click.option("--key", metavar="PATH", help="Also check that this key (PEM, public or private) has signed it.")
 @click.option("--repair", is_flag=True, help="Write back damaged files from where they are whole.")
 @click.option("--from", "sources", metavar="URL", multiple=True, help="Another root that has them, such as the mirror.")
-def verify(url: str, key: str | None, *, repair: bool, sources: tuple[str, ...]) -> None:
+@click.option("--json", "as_json", is_flag=True, help="For other programs: a list of objects.")
+def verify(url: str, key: str | None, *, repair: bool, sources: tuple[str, ...], as_json: bool) -> None:
     """Read every byte of the checkpoint at URL, or of all below it.
 
     Hashes find damage; signatures, checked with --key or CKPT_VERIFY_KEY, find tampering. With --repair, a damaged file
@@ -34,9 +37,15 @@ def verify(url: str, key: str | None, *, repair: bool, sources: tuple[str, ...])
 
     Exits with status 1 if one is damaged or cannot be read. A run may use the root meanwhile: below a root, a
     checkpoint that is just being saved or removed is no fault.
+
+    \b
+    ckpt verify runs/mrpc/step-00001000
+    ckpt verify /nvme/mrpc --repair --from s3://bucket/mrpc
     """
     if sources and not repair:
         raise click.UsageError("--from says where damaged files may be whole: give --repair too")
+    if repair and as_json:
+        raise click.UsageError("--json shows what is there: repair first, then verify with --json")
     trust = verifying.required_by(key)
     storage, names, pointed_at = catalog.resolve(url)
     others = [open_storage(source) for source in sources]
@@ -44,7 +53,10 @@ def verify(url: str, key: str | None, *, repair: bool, sources: tuple[str, ...])
         raise MissingError(f"there are no checkpoints in {url}.{reads_instead(storage)}")
     width = max(len(shown(name)) for name in names)
     verdicts = []
-    for name in names:
+    if as_json:
+        verdicts = [verifying.verify_checkpoint(storage, name, trust) for name in names]
+        echo_json([_record(verdict) for verdict in verdicts])
+    for name in () if as_json else names:
         found = _show_verdict(storage, name, width, trust)
         if repair and found.state == verifying.DAMAGED and _repair(storage, name, width, others, trust):
             found = _show_verdict(storage, name, width, trust)
@@ -59,6 +71,19 @@ def _show_verdict(storage: Storage, name: str, width: int, trust: Trust) -> Veri
     colour = "red" if found.is_fault else "green" if found.state == verifying.INTACT else "yellow"
     echo(f"{shown(name):<{width}}  ", Styled(found.state, colour), f"  {one_line(_about(storage, found))}")
     return found
+
+
+def _record(found: Verification) -> dict[str, Any]:
+    """A verdict for other programs."""
+    signature = found.manifest.signature if found.manifest else None
+    return {
+        "name": found.name,
+        "state": found.state.lower(),
+        "problems": list(found.problems),
+        "bytes": found.manifest.size if found.manifest else None,
+        "signed_by": short(signature.key) if signature else None,
+        "signature_checked": bool(found.manifest and found.manifest.is_authentic),
+    }
 
 
 def _repair(storage: Storage, name: str, width: int, others: list[Storage], trust: Trust) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -241,3 +242,33 @@ def test_ages_are_for_people(seconds: float, shown: str) -> None:
 def test_python_m_ckpt_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "ckpt", "--version"], capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("ckpt, version")
+
+
+class TestForOtherPrograms:
+    def test_ls_and_verify_say_the_same_in_json(self, invoke: Invoke, tmp_path: Path) -> None:
+        for seed in (1, 2):
+            with ckpt.StateManager(tmp_path / "runs" / f"seed-{seed}", model=nn.Linear(3, 3)) as manager:
+                for name in ("a", "b"):
+                    manager.save_state(name, metrics={"loss": 0.5}, wait=True)
+        root = tmp_path / "runs" / "seed-1"
+        flip_a_bit(root / "a" / "model.safetensors")
+        truncate(root / "b" / "model.safetensors")
+        listed = json.loads(invoke("ls", root, "--json").stdout)
+        assert [(found["name"], found["state"]) for found in listed] == [("b", "damaged"), ("a", "intact")]
+        assert listed[1]["metrics"] == {"loss": 0.5}
+        assert listed[1]["bytes"] > 0
+        done = invoke("verify", root, "--json")
+        assert done.exit_code == 1
+        found = {one["name"]: one for one in json.loads(done.stdout)}
+        assert {name: one["state"] for name, one in found.items()} == {"a": "damaged", "b": "damaged"}
+        assert "was altered" in found["a"]["problems"][0]
+        assert json.loads(invoke("ls", root, "--json", "--verify").stdout)[1]["state"] == "damaged"
+
+    def test_of_a_folder_above_roots_ls_shows_the_roots(self, invoke: Invoke, tmp_path: Path) -> None:
+        for where in ("one", "group/two"):
+            with ckpt.StateManager(tmp_path / where, model=nn.Linear(3, 3)) as manager:
+                manager.save_state("a", wait=True)
+        done = invoke("ls", tmp_path)
+        assert done.exit_code == 0
+        rows = [line.split() for line in done.output.splitlines() if " a " in line]
+        assert [(row[0], row[1], row[2]) for row in rows] == [("group/two", "1", "a"), ("one", "1", "a")]
