@@ -33,6 +33,7 @@ _DIRECTORY = "/dev/shm"  # noqa: S108  (the names in it are random, and made wit
 _NAME = re.compile(r"ckpt-[0-9a-f]{32}")
 _PATIENCE = 10.0  # seconds that a run waits for somebody who looks whether anybody lives
 _PAUSE = 0.02
+_REMOVALS = 3  # tries; what is still there then, the keeper removes
 _held = OpenDescriptors()  # of the locks by which this process lives somewhere
 
 
@@ -182,7 +183,10 @@ class MemoryPlace:
         if _is_own_directory(self.path):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path / RUN)
-            shutil.rmtree(self.path, ignore_errors=True)
+            for _ in range(_REMOVALS):  # a rank or the keeper may just have added a file
+                shutil.rmtree(self.path, ignore_errors=True)
+                if not self.path.exists():
+                    break
         self.release()
 
     def remove_if_deserted(self) -> bool:
