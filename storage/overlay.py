@@ -10,21 +10,28 @@ from ckpt.storage.base import Entry, Storage, below
 from ckpt.storage.deprecated import FormerName
 
 
-class Tiers:
-    """Reads an object from the second storage if the first does not have it. All other calls go to the first."""
+class _Over:
+    """All calls but those that read go to the first storage."""
 
-    is_local = True
     near = FormerName("is_local")
 
-    def __init__(self, first: Storage, second: Storage) -> None:
+    def __init__(self, first: Storage, *, is_local: bool) -> None:
+        self.is_local = is_local
         self._first = first
-        self._second = second
         self.write, self.version, self.link = first.write, first.version, first.link
         self.delete, self.unfinished, self.sweep, self.lock = first.delete, first.unfinished, first.sweep, first.lock
 
     @property
     def url(self) -> str:
         return self._first.url
+
+
+class Tiers(_Over):
+    """Reads an object from the second storage if the first does not have it."""
+
+    def __init__(self, first: Storage, second: Storage) -> None:
+        super().__init__(first, is_local=True)
+        self._second = second
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         try:
@@ -53,21 +60,13 @@ class Place:
     size: int
 
 
-class Patched:
-    """Reads some objects from other places: `places`, by key. All other calls go to the first storage."""
-
-    near = FormerName("is_local")
+class Patched(_Over):
+    """Reads some objects from other places: `places`, by key."""
 
     def __init__(self, first: Storage, places: Mapping[str, Place]) -> None:
-        self._first = first
+        local = first.is_local and all(place.storage.is_local for place in places.values())
+        super().__init__(first, is_local=local)
         self._places = places
-        self.is_local = first.is_local and all(place.storage.is_local for place in places.values())
-        self.write, self.version, self.link = first.write, first.version, first.link
-        self.delete, self.unfinished, self.sweep, self.lock = first.delete, first.unfinished, first.sweep, first.lock
-
-    @property
-    def url(self) -> str:
-        return self._first.url
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         storage, key = self._where(key)

@@ -46,6 +46,11 @@ class ReadOnlyStorage:
         """The storage one folder higher, and the name of this one's folder in it."""
         inside, chain, archive = self.url.partition("::")
         above, _, name = inside.rstrip("/").rpartition("/")
+        if not above or above.endswith(":/"):
+            raise StorageError(
+                f"{self.url} has the files of a checkpoint at its top, and not its folder, which is its name: put the "
+                "folder there."
+            )
         return ReadOnlyStorage(f"{above}{'/' if above.endswith(':/') else ''}{chain}{archive}", self._options), name
 
     def know(self, keys: Iterable[str]) -> None:

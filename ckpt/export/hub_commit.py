@@ -114,6 +114,7 @@ class HubTarget:
     def _propose(self, publication: Publication, hashes: _Hashes, message: str) -> str:
         """Commit to a pull request of its own, and return its URL."""
         request = open_pull_request(self.repo, message)
+        say(f"opened the pull request {page_of(request)}")  # before the commit, which may be interrupted
         target = replace(self, repo=request, create_pr=False)
         try:
             _, count = request.commit_on_head(lambda head: target._operations(publication, hashes, head), message)
@@ -121,7 +122,7 @@ class HubTarget:
             rest = f"push again with revision={request.revision!r} and without create_pr, or close it"
             error.args = (f"{error} The pull request {page_of(request)} is open, and empty: {rest}.",)
             raise
-        say(f"opened the pull request {page_of(request)}: {count} files")
+        say(f"pushed {count} files to {page_of(request)}")
         return page_of(request)
 
     def _operations(

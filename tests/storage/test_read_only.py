@@ -176,3 +176,11 @@ def test_an_archive_that_is_not_there_or_is_none(tmp_path: Path) -> None:
     (tmp_path / "text.zip").write_text("no archive")
     with pytest.raises(ckpt.StorageError, match=r"text\.zip cannot be opened"):
         ckpt.verify(f"zip::{tmp_path / 'text.zip'}")
+
+
+def test_an_archive_with_the_files_of_a_checkpoint_but_not_its_folder_is_refused(run: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "files.zip", "w") as archive:
+        for path in (run / NAME).iterdir():
+            archive.write(path, path.name)
+    with pytest.raises(ckpt.StorageError, match="at its top, and not its folder"):
+        ckpt.verify(f"zip::{tmp_path / 'files.zip'}")
