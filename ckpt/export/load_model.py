@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from ckpt.errors import ConfigError, MismatchError, MissingError
+from ckpt.export.checkpoint_tensors import TensorSource
 from ckpt.export.save_model import ADAPTER_CONFIG, CONFIG
-from ckpt.export.source import TensorSource, open_source
+from ckpt.export.source import open_source, single_file
 from ckpt.formats.layout import Box
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
@@ -73,8 +74,8 @@ def load_model(
     with ranks.working():
         where = run_on_all_ranks(ranks, call, lambda: _reached(shown, storage_options))
         options = storage_options if where == shown else None
-        storage, names = run_on_all_ranks(ranks, call, lambda: locate(where, options))
-        if names:
+        storage, names = run_on_all_ranks(ranks, call, lambda: _located(where, options))
+        if storage is not None and names:
             return _load_checkpoint(storage, names, ranks, ModelPart(part, model), trust, strict=strict)
         trust.refuse_unsigned(shown)
         skipped: dict[str, str] = run_on_all_ranks(
@@ -118,6 +119,11 @@ def _reached(where: str, options: Mapping[str, Any] | None) -> str:
     if not found.is_dir():
         raise MissingError(f"there is nothing at {where} that a model can be loaded from.")
     return str(found)
+
+
+def _located(where: str, options: Mapping[str, Any] | None) -> tuple[Storage | None, list[str]]:
+    """The checkpoints at a path or URL; none in a single file."""
+    return (None, []) if single_file(where, options) is not None else locate(where, options)
 
 
 def _has_checkpoints(storage: Storage) -> bool:
