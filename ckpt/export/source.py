@@ -26,7 +26,7 @@ from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.pieces import PiecedTensor, check_complete
 from ckpt.root.catalog import MARKER, UncommittedError, scan
-from ckpt.root.folder import Folder
+from ckpt.root.folder import Folder, open_url
 from ckpt.root.trust import BELIEVES_ALL, Trust
 from ckpt.util.option_values import path_text, said
 
@@ -103,7 +103,22 @@ def single_file(source: str | os.PathLike[str], options: Mapping[str, Any] | Non
     if not local and (not name.endswith(_ALONE) or top.endswith(":/")):
         return None
     folder = Folder.at(top or slash or ".", options)
-    return next(((folder, path) for path in (name, f"{name}{INDEX_SUFFIX}") if path in folder.files), None)
+    found = next((path for path in (name, f"{name}{INDEX_SUFFIX}") if path in folder.files), None)
+    if found is None:
+        return None
+    _refuse_part_of_checkpoint(folder, where, options)
+    return folder, found
+
+
+def _refuse_part_of_checkpoint(folder: Folder, where: str, options: Mapping[str, Any] | None) -> None:
+    """A file of a checkpoint may be one rank's piece, and only the manifest says what its bytes must be."""
+    around = os.path.dirname(folder.where if "://" in folder.where else os.path.abspath(folder.where))
+    is_ours = FILE_NAME in folder.files or bool(
+        not around.endswith((":/", ":")) and open_url(around, options).version(FILE_NAME)
+    )
+    if is_ours:
+        whole = folder.where if FILE_NAME in folder.files else around
+        raise ConfigError(f"{where} is a file of a checkpoint. Name the checkpoint: {whole}.")
 
 
 def is_safetensors(path: str) -> bool:

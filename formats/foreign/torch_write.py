@@ -31,7 +31,7 @@ _CRC_AT, _LISTED_CRC_AT = 14, 16  # where these have the checksum
 def write_file(path: str, tree: Any, advance: Callable[[int], None]) -> None:
     """Write a value that has `PiecedTensor`s in it to a new file, and sync it to disk. `advance` is told of bytes.
 
-    What is the same object twice, as a tied weight, is saved once.
+    What lies in the same place, or is the same object, as tied weights are, is saved once.
     """
     skeleton = _Skeleton()
     with open(path, "x+b") as file:
@@ -62,7 +62,7 @@ class _Skeleton:
     def __init__(self) -> None:
         self.tensors: dict[str, StreamedTensor] = {}
         self._fake = FakeTensorMode()
-        self._done: dict[int, torch.Tensor] = {}
+        self._done: dict[Any, torch.Tensor] = {}
         self._kept: list[Any] = []  # or a new object could get the identity of one that was freed
 
     def of(self, value: Any) -> Any:
@@ -78,14 +78,17 @@ class _Skeleton:
         return value
 
     def _tensor(self, value: PiecedTensor | torch.Tensor) -> torch.Tensor:
-        if id(value) not in self._done:
+        identity: Any = id(value)
+        if isinstance(value, PiecedTensor) and value.size:
+            identity = value.dtype, value.shape, frozenset(value.pieces)
+        if identity not in self._done:
             self._kept.append(value)
             shape = tuple(value.shape)
             with self._fake:
-                self._done[id(value)] = torch.empty(shape, dtype=value.dtype)
+                self._done[identity] = torch.empty(shape, dtype=value.dtype)
             source = LiveTensor(value.dtype, shape, value.detach) if isinstance(value, torch.Tensor) else value
             self.tensors[str(len(self.tensors))] = source
-        return self._done[id(value)]
+        return self._done[identity]
 
 
 def _places(file: IO[bytes]) -> Iterator[tuple[str, tuple[int, int]]]:
