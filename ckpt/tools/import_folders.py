@@ -58,7 +58,7 @@ def from_saved_dict(saved: SavedDict, name: str, tool: str) -> PortableState:
     return PortableState(
         origin=saved.origin,
         name=name,
-        parts=encoded(saved.parts),
+        parts=encoded(saved.parts, name),
         progress=Progress(**{key: value for key, value in saved.counters.items() if key != "batch"}),
         approximated=approximated,
         skipped=saved.skipped,
@@ -103,7 +103,7 @@ def from_trainer(folder: Folder) -> PortableState:
     else:
         with open_source(folder.where, "model") as model:
             trees = {"model": model.tensors, **_sharded_optimizer(folder), **own.parts()}
-        parts, skipped = encoded(trees), own.left_out
+        parts, skipped = encoded(trees, folder.where), own.left_out
     return PortableState(
         origin=trainer.NAME,
         name=folder.name,
@@ -134,7 +134,7 @@ def from_safetensors(source: str, name: str) -> PortableState:
         return PortableState(
             origin=HUGGING_FACE,
             name=name,
-            parts=encoded({"model": model.tensors}),
+            parts=encoded({"model": model.tensors}, source),
             approximated={"progress": _MODEL_ALONE, "rng": _MODEL_ALONE},
             beside=model.beside,
         )

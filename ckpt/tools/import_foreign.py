@@ -48,7 +48,7 @@ def from_deepspeed(folder: FolderReader, name: str) -> PortableState:
     return PortableState(
         origin=deepspeed.NAME,
         name=name,
-        parts=encoded(trees),
+        parts=encoded(trees, folder.where),
         progress=Progress(step=facts.steps, samples=facts.samples),
         approximated=unknown_position("DeepSpeed", "its steps are taken over"),
         skipped=skipped,
@@ -71,7 +71,7 @@ def from_megatron(folder: FolderReader, name: str) -> PortableState:
     return PortableState(
         origin=megatron.NAME,
         name=name,
-        parts=encoded({"model": {**save.tensors("model"), **empty}}),
+        parts=encoded({"model": {**save.tensors("model"), **empty}}, folder.where),
         progress=Progress(step=step),
         approximated=unknown_position("Megatron-Core", told),
         skipped=skipped,

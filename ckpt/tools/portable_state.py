@@ -8,12 +8,14 @@ from typing import Any
 
 from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError
+from ckpt.formats.damage import damage_reported
 from ckpt.formats.native.json_values import Decoder, refuse
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.load.accelerate_state import ForeignPart, encoded_part, kind_of
 from ckpt.load.rank_state import check_rank_state
 from ckpt.state.optimizer import by_name, by_number, nameless
 
+_OPTIMIZER = "state of an optimizer"
 Outcome = tuple[tuple[str, ...], dict[str, str]]  # the parts that were written; what was not, with the reasons
 
 
@@ -62,14 +64,19 @@ class PortableState:
     def numbered(self, key: str) -> Any:
         """The state of an optimizer as torch's `state_dict` has it: parameters by number."""
         values = self.tree(key)
-        is_torch = isinstance(values, dict) and {"state", "param_groups"} <= values.keys()
-        return by_number(values) if is_torch else values
+        if not _is_of_torch(values):
+            return values
+        with damage_reported(f"{self.name}: {key}", _OPTIMIZER):
+            return by_number(values)
 
     def has_names(self, key: str) -> bool:
         """Whether the parameters of an optimizer are known by name: many formats number them."""
         values = self.tree(key)
-        groups = values.get("param_groups", []) if isinstance(values, dict) else []
-        return not any(str(name).startswith(nameless("")) for group in groups for name in group["params"])
+        if not _is_of_torch(values):
+            return True
+        with damage_reported(f"{self.name}: {key}", _OPTIMIZER):
+            names = [str(name) for group in values["param_groups"] for name in group["params"]]
+            return not any(name.startswith(nameless("")) for name in names)
 
     def size(self, key: str) -> int:
         """The bytes of a part's tensors."""
@@ -125,16 +132,23 @@ def _elements(shape: tuple[int, ...]) -> int:
     return count
 
 
-def encoded(trees: Mapping[str, Any]) -> dict[str, ForeignPart]:
+def encoded(trees: Mapping[str, Any], where: str) -> dict[str, ForeignPart]:
     """The parts of these states. The error names every value that a checkpoint cannot hold."""
     problems: list[str] = []
-    named = {key: _named(tree) if kind_of(key) == "optimizer" else tree for key, tree in trees.items()}
+    named = {key: _named(tree, where) if kind_of(key) == "optimizer" else tree for key, tree in trees.items()}
     found = {key: encoded_part(key, tree, problems) for key, tree in named.items()}
     refuse(problems)
     return found
 
 
-def _named(tree: Any) -> Any:
+def _named(tree: Any, where: str) -> Any:
     """The state of an optimizer by parameter name; numbers become keys of their own."""
-    is_torch = isinstance(tree, dict) and {"state", "param_groups"} <= tree.keys()
-    return by_name(tree) if is_torch else tree
+    if not _is_of_torch(tree):
+        return tree
+    with damage_reported(where, _OPTIMIZER):
+        return by_name(tree)
+
+
+def _is_of_torch(tree: Any) -> bool:
+    """Whether it is the state of an optimizer of torch; others are kept as they are."""
+    return isinstance(tree, dict) and {"state", "param_groups"} <= tree.keys()
