@@ -18,6 +18,7 @@ import ckpt
 import ckpt.formats
 import ckpt.storage
 from ckpt import errors
+from ckpt.cli.main import COMMANDS
 
 PACKAGE = Path(ckpt.__file__).resolve().parent
 FORMATS = Path(ckpt.formats.__file__).resolve().parent
@@ -311,6 +312,7 @@ class TestPublicNames:
         "ckpt.storage",
         "ckpt.formats.native.manifest",
         "ckpt.cli.main",
+        *(f"ckpt.cli.{name}" for name in COMMANDS),
         "ckpt.memory.place",
     ],
 )

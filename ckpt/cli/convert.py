@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from ckpt.cli.completion import checkpoint_or_path
 from ckpt.cli.output import echo
 
 _FORMATS = ("ckpt", "hf", "dcp", "accelerate", "torch", "lightning", "megatron")  # TARGETS, whose module imports torch
@@ -18,8 +19,8 @@ Examples:
   ckpt convert runs/mine/step-00001000 model --to hf        for from_pretrained
   ckpt convert runs/mine/step-00001000 last.pt --to torch   for torch.load"""
 )
-@click.argument("source")
-@click.argument("destination")
+@click.argument("source", shell_complete=checkpoint_or_path)
+@click.argument("destination", shell_complete=checkpoint_or_path)
 @click.option("--to", default="ckpt", show_default=True, type=click.Choice(_FORMATS), help="The format to write.")
 @click.option("--name", help="Of the checkpoint in the root; that of the source, if none is given.")
 @click.option("--max-shard-size", help="With --to hf: write shards of at most this size, such as 5GB.")

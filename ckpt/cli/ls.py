@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from ckpt.cli.completion import checkpoint_or_path
 from ckpt.cli.output import echo, echo_json
 from ckpt.cli.roots import roots_below, show_roots
 from ckpt.errors import CheckpointError, MissingError, StorageError, shows_damage
@@ -39,7 +40,7 @@ _RIGHT_ALIGNED = ("step", "age", "size", "world")
 
 
 @click.command()
-@click.argument("root")
+@click.argument("root", shell_complete=checkpoint_or_path)
 @click.option("--all", "every", is_flag=True, help="Also those that retention or a newer save of their name removed.")
 @click.option("--verify", is_flag=True, help="Read every byte and compare it with its hash.")
 @click.option("--json", "as_json", is_flag=True, help="For other programs: a list of objects.")

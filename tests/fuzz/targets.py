@@ -205,6 +205,11 @@ ROOT: dict[str, Operation] = {
         place.at(_B), f"{place.out}/optimizer.safetensors", part="optimizer"
     ),
     "convert to accelerate": _convert(_B, to="accelerate"),
+    "convert to DCP": _convert(_B, to="dcp"),
+    "convert to torch": _convert(_B, to="torch"),
+    "convert to Lightning": _convert(_B, to="lightning"),
+    "convert to safetensors": _convert(_B, to="hf"),
+    "convert to ckpt": _convert(_B),
     "diff": lambda place: str(ckpt.diff(place.at(_A), place.at(_B))),
     "pull": lambda place: ckpt.pull(place.at("root"), f"{place.out}/pulled"),
     "pull one": lambda place: ckpt.pull(place.at(_B), f"{place.out}/pulled"),
@@ -253,9 +258,15 @@ def _of_a_model(path: str, whose: str) -> dict[str, Operation]:
     }
 
 
-DCP = _of_a_model("dcp", "DCP")
+DCP = {
+    **_of_a_model("dcp", "DCP"),
+    "convert from DCP": _convert("dcp"),
+    "convert from DCP to torch": _convert("dcp", to="torch"),
+}
 MODEL = {
     **_of_a_model("model", "safetensors"),
+    "convert from safetensors": _convert("model"),
+    "convert from safetensors to DCP": _convert("model", to="dcp"),
     "pull of safetensors": lambda place: ckpt.pull(place.at("model"), f"{place.out}/pulled"),
 }
 ZERO = {
@@ -263,7 +274,16 @@ ZERO = {
     "convert from DeepSpeed": _convert("zero"),
     "values of a pickle of DeepSpeed": _values("state.pt"),
 }
-PICKLE: dict[str, Operation] = {"values of a pickle": _values("state.pt")}
+PICKLE: dict[str, Operation] = {
+    "values of a pickle": _values("state.pt"),
+    "convert from a file": _convert("state.pt"),
+    "convert from a file to DCP": _convert("state.pt", to="dcp"),
+    "convert from a file to torch": _convert("state.pt", to="torch"),
+    "convert from a file to Lightning": _convert("state.pt", to="lightning"),
+    "merge of a file": _merge("state.pt"),
+    "load_model of a file": _load_model("state.pt"),
+    "ckpt convert from a file": command("convert", "TOP/state.pt", "OUT/converted"),
+}
 MEMORY: dict[str, Operation] = {
     "ckpt memory ls": _memory("ls"),
     "ckpt memory ls --json": _memory_json,
