@@ -82,9 +82,18 @@ class History:
 
     def add(self, checkpoint: Manifest | Summary) -> None:
         """Remember a checkpoint. It is stored with the next `store`."""
-        if checkpoint.id not in self._saves:
-            self._saves[checkpoint.id] = save = PastSave.of(checkpoint)
+        save, known = PastSave.of(checkpoint), self._saves.get(checkpoint.id)
+        if known is None or (save.seconds and not known.seconds):
+            self._saves[checkpoint.id] = save
             self._lines[checkpoint.id] = _line(_fields(save))
+
+    def lacks_save(self, checkpoint: Manifest | Summary) -> bool:
+        """Whether nothing is known of how the checkpoint was saved: an earlier process did, and it was only listed."""
+        if isinstance(self.storage, Staging):
+            return False
+        self._read()
+        known = self._saves.get(checkpoint.id)
+        return known is None or not known.seconds
 
     def store(self, checkpoints: Iterable[Manifest | Summary]) -> None:
         """Store all that is known, with these checkpoints, before some are removed. A failure is one warning."""

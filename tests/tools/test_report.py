@@ -11,7 +11,7 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import main
-from ckpt.tools.report import _sparkline
+from ckpt.tools.report.markdown import _sparkline
 from tests.cli.test_main import leave_uncommitted, truncate
 
 
@@ -35,8 +35,8 @@ def test_a_page_tells_of_checkpoints_metrics_and_time(tmp_path: Path) -> None:
         rf"# {re.escape(str(tmp_path))}",
         r"\| checkpoints \| 3, \d+\.\d kB \|",
         r"\| training waited \| \d+\.\d\d s for these, at most \d+\.\d\d s for one \|",
-        r"\| loss \| █ ▁ \| 4 \| 1 \| 1 \| 4 \|",
-        r"\| step-00000003 \| 3 \| \S+ \| \d+\.\d kB \| loss 1 \| \d+\.\d\d s \| \d+\.\d\d s \| yes \|",
+        r"\| loss \| █ ▁ \| 4 \| 1 \| 1 \| 4 \| 1 at step 3 \|",
+        r"\| step-00000003 \| 3 \| \S+ \| \d+\.\d kB \| [\d.]+ \w+ \| loss 1 \| \d+\.\d\d s \| \d+\.\d\d s \| yes \|",
         r"\| step-00000001 \| 1 \| .* \| no: model\.safetensors is .* \|",
         r"\| step-00000009 \| - \| .* \| no: step-00000009 was never committed.*",
     ):
