@@ -6,6 +6,8 @@ import json
 import math
 import re
 import shutil
+import subprocess
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -309,3 +311,40 @@ def test_the_best_is_what_the_user_says() -> None:
     assert best is not None
     assert (best.step, best.value, best.how) == (3, 5.0, "highest")
     assert best_of("loss", [(1, math.nan)], {}) is None
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FRAME = """<!doctype html><body><iframe id="page" src="{page}" style="width:390px;height:900px"></iframe><script>
+page.onload = () => {{
+  const inside = page.contentDocument, root = inside.documentElement;
+  document.title = JSON.stringify({{
+    overflow: root.scrollWidth - root.clientWidth,
+    background: getComputedStyle(inside.body).backgroundColor,
+    bar: getComputedStyle(inside.querySelector("svg rect[width]:not([width='100%'])")).fill,
+  }});
+}}
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_a_browser_shows_it_light_and_dark_on_a_phone_without_an_error(page: str, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(page)
+    (tmp_path / "frame.html").write_text(FRAME.format(page="page.html"))
+    seen = {}
+    for scheme, number in (("dark", 0), ("light", 1)):
+        options = [
+            "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+            "--allow-file-access-from-files", "--enable-logging=stderr", f"--user-data-dir={tmp_path / scheme}",
+            f"--blink-settings=preferredColorScheme={number}", "--dump-dom",
+        ]  # fmt: skip
+        command = [str(BROWSER), *options, (tmp_path / "frame.html").as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        assert "CONSOLE" not in done.stderr
+        title = re.search("<title>(.*?)</title>", done.stdout)
+        assert title is not None, done.stdout
+        seen[scheme] = json.loads(unescape(title.group(1)))
+    assert [facts["overflow"] for facts in seen.values()] == [0, 0]
+    assert seen["light"]["background"] == "rgb(245, 246, 248)"
+    assert seen["dark"]["background"] == "rgb(17, 20, 26)"
+    assert seen["light"]["bar"] != seen["dark"]["bar"]
