@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt.cli.output import echo
-from ckpt.errors import StorageError
+from ckpt.errors import ConfigError, StorageError
 from ckpt.tools.report.facts import RunFacts, gather
 
 if TYPE_CHECKING:
@@ -18,16 +18,23 @@ HTML, MARKDOWN = "html", "md"
 _HTML_SUFFIXES = (".html", ".htm")
 
 
+def _modes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    found = {name: mode for name, _, mode in (value.rpartition("=") for value in values)}
+    if wrong := [value for value in values if value.rpartition("=")[2] not in ("min", "max") or "=" not in value[1:]]:
+        raise click.BadParameter(f"{wrong[0]!r}: write METRIC=min or METRIC=max.", ctx, param)
+    return found
+
+
 @click.command()
 @click.argument("root")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write it to a file.")
 @click.option("--format", "kind", type=click.Choice([HTML, MARKDOWN]), help="Instead of what the file's suffix says.")
 @click.option("--changes/--no-changes", default=None, help="How much each module changed: reads every model.")
-@click.option("--metric", help="The metric of which --mode tells the best.")
-@click.option("--mode", type=click.Choice(["min", "max"]), default="min", show_default=True, help="Which are best.")
-def report(
-    root: str, output: Path | None, kind: str | None, changes: bool | None, metric: str | None, mode: str
-) -> None:
+@click.option(
+    "--best", "modes", multiple=True, callback=_modes, metavar="METRIC=min|max",
+    help="Which value of a metric is best, where its name does not say it. May be repeated.",
+)  # fmt: skip
+def report(root: str, output: Path | None, kind: str | None, changes: bool | None, modes: dict[str, str]) -> None:
     """Write a page about the run below ROOT: HTML into a file that ends with .html, otherwise Markdown.
 
     Metrics by step, how long training waited for saves, sizes, restarts and what they passed over, health, and how much
@@ -38,12 +45,15 @@ def report(
 
     \b
     ckpt report runs/mrpc -o report.html
-    ckpt report runs/mrpc --metric reward --mode max > report.md
+    ckpt report runs/mrpc --best reward=max > report.md
     """
     kind = kind or (HTML if output is not None and output.suffix.lower() in _HTML_SUFFIXES else MARKDOWN)
     facts = gather(root)
+    if unknown := modes.keys() - facts.curves.keys():
+        known = ", ".join(facts.curves) or "none"
+        raise ConfigError(f"no checkpoint has a metric {', '.join(sorted(unknown))}; there are: {known}.")
     wanted = kind == HTML if changes is None else changes
-    page = _render(kind, facts, _measured(facts) if wanted else None, {metric: mode} if metric else {})
+    page = _render(kind, facts, _measured(facts) if wanted else None, modes)
     if output is None:
         click.echo(page, nl=False)
     else:

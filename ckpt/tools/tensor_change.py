@@ -11,7 +11,7 @@ from ckpt.formats.pieces import SLAB, PiecedTensor
 from ckpt.formats.tensor_bytes import host_bytes
 
 
-@dataclass
+@dataclass(slots=True)
 class Squares:
     """Sums of squares: of the differences between two tensors, and of the elements of the first."""
 
@@ -20,10 +20,13 @@ class Squares:
 
     @property
     def relative(self) -> float:
-        """RMS of the difference over RMS of the first: 0.01 is a change by 1 %; infinite where the first was zero."""
+        """RMS of the difference over RMS of the first: 0.01 is a change by 1 %. Infinite where the first was all zeros,
+        NaN where an element is not finite."""
+        if not math.isfinite(self.difference):
+            return math.nan
         if self.difference == 0:
             return 0.0
-        return math.sqrt(self.difference / self.first) if self.first != 0 else math.inf * self.difference
+        return math.sqrt(self.difference / self.first) if self.first else math.inf
 
     def __add__(self, other: Squares) -> Squares:
         return Squares(self.difference + other.difference, self.first + other.first)

@@ -20,7 +20,7 @@ from ckpt.util.svg_plot import (
 Points = Sequence[tuple[int, float]]
 WIDTH, HEIGHT = 480, 170
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 34, 28
-_MOST_DOTS = 60
+_MOST_DOTS, _MANY = 60, 300  # points
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,10 @@ def line_panel(
         yield text(right, top + 18, mark.label, text_anchor="end", fill=colours.muted)
     yield from horizontal_grid(ticks, up, _LEFT, right, colours, lambda value: f"{value:.4g}")
     yield from _steps(steps, right, top + HEIGHT - 8.0, colours)
+    stroke = {"stroke": colours.lines[0], "stroke_width": 2 if len(points) <= _MANY else 1, "stroke_linejoin": "round"}
     for curve in _without_gaps(points):
         line = [(across(step), up(value)) for step, value in curve]
-        yield polyline(line, fill="none", stroke=colours.lines[0], stroke_width=2, stroke_linejoin="round")
+        yield polyline(line, fill="none", **stroke)
         if len(points) <= _MOST_DOTS or len(line) == 1:
             yield from (circle(x, y, 2.5, fill=colours.lines[0]) for x, y in line)
     for step, value in points:

@@ -102,10 +102,10 @@ def horizontal_grid(
 
 def linear_scale(low: float, high: float, start: float, stop: float) -> Scale:
     """Maps values between `low` and `high` to coordinates; where both are equal, to the middle."""
-    span = high - low
+    span = high / 2 - low / 2  # halves: the difference of the largest numbers has no place in a float
 
     def coordinate(value: float) -> float:
-        return start + ((value - low) / span if span else 0.5) * (stop - start)
+        return start + ((value / 2 - low / 2) / span if span else 0.5) * (stop - start)
 
     return coordinate
 
@@ -119,9 +119,9 @@ def log_scale(low: float, high: float, start: float, stop: float) -> Scale:
 def round_ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Round numbers from below `low` to above `high`, in steps of 1, 2 or 5 times a power of ten; `most` or fewer."""
     span = high - low
-    if not math.isfinite(span):
+    if not math.isfinite(span) or span < 0 or 0 < span < 1e-290:
         return [low, high]
-    if span <= 0:
+    if span == 0:
         return [low]
     power = 10.0 ** math.floor(math.log10(span / most))
     for factor in (1, 2, 5, 10, 20, 50):

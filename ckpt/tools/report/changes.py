@@ -13,7 +13,7 @@ from typing import Any
 from ckpt.errors import CkptError
 from ckpt.export.source import TensorSource, open_source
 from ckpt.formats.native.header import SUFFIX
-from ckpt.formats.native.manifest import Manifest
+from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.root import catalog
 from ckpt.root.file_names import part_of
@@ -27,7 +27,6 @@ MOST_CHECKPOINTS = 30  # that are compared; of more, those in between are left o
 MOST_ROWS, WISHED_ROWS = 100, 48
 _MODEL = "model"
 _NUMBER = re.compile(r"(\d{1,9})")
-_Files = Mapping[str, tuple[Any, ...]]  # by the file's name: its size and hashes
 
 
 @dataclass
@@ -97,10 +96,10 @@ def _spread(saves: Sequence[Save]) -> list[Save]:
 
 @dataclass
 class _Opened:
-    """The model of a checkpoint: its tensors, and the files they lie in."""
+    """The model of a checkpoint: its tensors, and its files by their keys, each with a number for its bytes."""
 
     tensors: dict[str, PiecedTensor]
-    files: _Files
+    files: dict[str, int]
 
 
 class _Comparison:
@@ -109,7 +108,8 @@ class _Comparison:
     def __init__(self, root: str, options: Mapping[str, Any] | None) -> None:
         self._root, self._options = root, options
         self._storage: Storage = open_storage(root, **settings(options))
-        self._norms: dict[tuple[str, frozenset[Any]], Squares] = {}  # of tensors in files that do not change
+        self._contents: dict[tuple[Any, ...], int] = {}  # numbers of files, the same for the same name and hashes
+        self._norms: dict[tuple[str, frozenset[int]], Squares] = {}  # of tensors in files that do not change
 
     def compare(self, steps: Sequence[Step]) -> None:
         size = sum(step.newer.summary.size for step in steps)
@@ -138,8 +138,11 @@ class _Comparison:
             source: TensorSource = held.enter_context(open_source(f"{self._root}/{save.name}", part, self._options))
             prefix = f"{part.removeprefix(f'{_MODEL}.')}." if len(parts) > 1 else ""
             tensors |= {f"{prefix}{name}": tensor for name, tensor in _without_peft(source.tensors).items()}
-        files = {file.path: (file.name, file.size, file.block_size, file.blocks) for file in manifest.files}
-        return _Opened(tensors, {f"{save.name}/{path}": record for path, record in files.items()})
+        return _Opened(tensors, {f"{save.name}/{file.path}": self._number(file) for file in manifest.files})
+
+    def _number(self, file: FileRecord) -> int:
+        contents = (file.name, file.size, file.block_size, file.blocks)
+        return self._contents.setdefault(contents, len(self._contents))
 
     def _compare(self, step: Step, older: _Opened, newer: _Opened) -> None:
         for name in dict.fromkeys([*older.tensors, *newer.tensors]):
@@ -174,10 +177,11 @@ def _parts(manifest: Manifest) -> list[str]:
     return list(dict.fromkeys(part_of(file.name) for file in manifest.files if file.name.endswith(SUFFIX)))
 
 
-def _files_of(tensor: PiecedTensor, opened: _Opened) -> frozenset[Any] | None:
-    """The hashes of the files that a tensor lies in; None if one is not known."""
-    found = {opened.files.get(piece.region.where) for piece in tensor.pieces}
-    return None if None in found or not found else frozenset(found)
+def _files_of(tensor: PiecedTensor, opened: _Opened) -> frozenset[int] | None:
+    """The numbers of the files that a tensor lies in; None if one is not known."""
+    keys = {piece.region.where for piece in tensor.pieces}
+    known = frozenset(opened.files[key] for key in keys if key in opened.files)
+    return known if keys and len(known) == len(keys) else None
 
 
 def _group(steps: Sequence[Step]) -> list[str]:

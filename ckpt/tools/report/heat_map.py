@@ -11,6 +11,7 @@ from ckpt.util.svg_plot import THEMED, document, path, rectangle, text
 SHADES = 8  # of one colour, in the style sheet: --heat-0 is the palest
 _LOWEST = 1e-8
 _TOP, _RIGHT, _LETTER = 12, 12, 6.7
+_WIDTH = 920.0  # if the cells are not too narrow then
 _LONGEST_LABEL = 42  # characters
 
 
@@ -35,8 +36,8 @@ def heat_map(changes: Changes) -> str:
     """The map. Cells that cannot be compared are hatched; those without any change have only a frame."""
     shades = Shades(changes)
     labels = [_short(module) for module in changes.modules]
-    left = 16 + _LETTER * max(map(len, labels))
-    width = min(64.0, max(22.0, 640.0 / len(changes.steps)))
+    left = max(90.0, 16 + _LETTER * max(map(len, labels)))
+    width = min(64.0, max(20.0, (_WIDTH - left) / len(changes.steps)))
     height = 20.0 if len(labels) <= 50 else 15.0
     bottom = _TOP + height * len(labels)
     body = [_hatching()]

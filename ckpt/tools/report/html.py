@@ -103,7 +103,7 @@ def _tiles(facts: RunFacts, found: Sequence[Attempt]) -> Iterator[str]:
     again = restarts(found)
     fallbacks = sum(attempt.is_fallback for attempt in again)
     said = f"{fallbacks} passed over a checkpoint" if fallbacks else "none passed a checkpoint over"
-    yield tile("restarts", data(len(again), f"{len(again)}"), text(said if again else "that saved something"))
+    yield tile("restarts", data(len(again), f"{len(again)}"), text(said if again else ""))
     wrong = len(facts.problems)
     yield tile(
         "health",

@@ -56,8 +56,11 @@ def seconds(value: float | None) -> Cell:
 
 def moment(created: str) -> Cell:
     """A time in UTC, to the minute."""
-    said = datetime.fromisoformat(created).astimezone(timezone.utc)
-    return Cell(f'<time datetime="{text(created)}">{said:%Y-%m-%d %H:%M}</time>')
+    try:
+        said = f"{datetime.fromisoformat(created).astimezone(timezone.utc):%Y-%m-%d %H:%M}"
+    except OverflowError:  # of the year 1 or 9999, as a file may claim
+        said = created
+    return Cell(f'<time datetime="{text(created)}">{text(said)}</time>')
 
 
 def table(columns: Sequence[str], rows: Iterable[tuple[str, Sequence[Cell]]], right: Iterable[str] = ()) -> str:

@@ -55,7 +55,10 @@ def _lane(
 
 
 def title_of(attempt: Attempt, number: int) -> str:
-    return f"restart {number}" if attempt.load is not None and number else "began" if not number else "began anew"
+    """What an attempt is called; `number` is how many there were before it."""
+    if attempt.load is None:
+        return "began anew" if number else "began"
+    return f"restart {number}" if number else "continued"
 
 
 def _dots(saves: Sequence[Save], y: float, across: Scale, skipped: set[str]) -> Iterator[str]:

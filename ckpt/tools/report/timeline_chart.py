@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 from ckpt.tools.report.facts import Save
@@ -21,7 +22,7 @@ from ckpt.util.svg_plot import (
 
 MOST = 400  # saves that are drawn, the newest
 _LEFT, _RIGHT, _TOP = 84, 16, 22
-_NARROWEST, _WIDEST, _FULL = 4.0, 60.0, 860.0  # of a save; of the field, if that is possible
+_WIDEST, _FULL = 60.0, 860.0  # of a save; of all together
 _LANE, _GAP = 110, 44
 _PALE = 0.4  # opacity of what was removed
 
@@ -30,7 +31,7 @@ def timeline(attempts: Sequence[Attempt]) -> str:
     """Two lanes over the same saves, oldest on the left; a dashed line where a restart begins."""
     saves = [save for attempt in attempts for save in attempt.saves][-MOST:]
     begins = {id(attempt.saves[0]) for attempt in attempts[1:]}
-    slot = min(_WIDEST, max(_NARROWEST, _FULL / len(saves)))
+    slot = min(_WIDEST, _FULL / len(saves))
     right = _LEFT + max(slot * len(saves), 260.0)
     sizes = _Lane("size", [float(save.summary.size) for save in saves], format_size, _TOP + _LANE + _GAP)
     waits = _Lane("training waited", [save.waited or 0.0 for save in saves], _seconds, _TOP)
@@ -77,8 +78,8 @@ def _restart(x: float, bottom: float) -> str:
 def _labels(saves: Sequence[Save], slot: float, y: float) -> Iterator[str]:
     """Steps below as many bars as there is room for."""
     widest = max(len(f"{save.step:,}") for save in saves) * 7 + 14
-    every = max(1, -(-widest // int(slot)) if slot < widest else 1)
-    yield text(_LEFT - 8, y, "step", text_anchor="end", fill=THEMED.muted)
+    every = max(1, math.ceil(widest / slot))
+    yield text(8, y, "step", fill=THEMED.muted)
     for index in range(0, len(saves), every):
         middle = _LEFT + index * slot + slot * 0.36
         yield text(middle, y, f"{saves[index].step:,}", text_anchor="middle", fill=THEMED.muted)
