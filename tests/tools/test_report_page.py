@@ -148,7 +148,7 @@ def test_it_tells_of_restarts_and_what_they_passed_over(run: Path, page: str) ->
     for said in (
         "Began: saved step-00000002 to step-00000010.",
         "Continued from step-00000008 (step 8), saved step-00000010 to step-00000014.",
-        f"passed over {DAMAGED}: {DAMAGED} is damaged: model.safetensors was altered",
+        f"Passed over: {DAMAGED} is damaged: model.safetensors was altered",
         "Continued from step-00000014 (step 14), saved step-00000016.",
         "Continued from step-00000016 (step 16), saved step-00000018 to step-00000022.",
         "1 passed over a checkpoint",
@@ -264,7 +264,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     text = page_of(root, tmp_path)
     page = refuse_what_acts(text)
     assert not any(char in text for char in "\x1b\x07\u202e")
-    assert "passed over" in "".join(page.text)
+    assert "Passed over:" in "".join(page.text)
     assert HOSTILE in "".join(page.text)
     assert "b" not in {tag for tag, _ in page.tags} or "<b>run" not in text
 
@@ -286,7 +286,7 @@ def test_the_suffix_or_the_option_says_which_format_it_is(run: Path, tmp_path: P
 def test_markdown_tells_the_same(run: Path) -> None:
     text = report(run, "--changes").output
     assert "- restart 1: from step-00000008, saved step-00000010 to step-00000014" in text
-    assert f"  - passed over {DAMAGED}: {DAMAGED} is damaged" in text
+    assert f"  - passed over: {DAMAGED} is damaged" in text
     assert re.search(
         r"(?m)^\| blocks\.0\.up\.lora_A\.default \| - \| - \| - \| - \| - \| [\d.]+ % \| [\d.]+ % \|$", text
     )

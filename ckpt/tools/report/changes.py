@@ -24,7 +24,7 @@ from ckpt.util.console import one_line, progress_bar
 from ckpt.util.option_values import settings
 
 MOST_CHECKPOINTS = 30  # that are compared; of more, those in between are left out, evenly
-MOST_ROWS, WISHED_ROWS = 100, 48
+MOST_ROWS, WISHED_ROWS = 160, 48
 _MODEL = "model"
 _NUMBER = re.compile(r"(\d{1,9})")
 
@@ -113,22 +113,25 @@ class _Comparison:
 
     def compare(self, steps: Sequence[Step]) -> None:
         size = sum(step.newer.summary.size for step in steps)
-        older, held = None, ExitStack()
-        with progress_bar("comparing checkpoints", size, in_bytes=True) as advance:
+        with progress_bar("comparing checkpoints", size, in_bytes=True) as advance, ExitStack() as held:
+            older: _Opened | None = None
             for step in steps:
-                step_held = ExitStack()
-                try:
-                    if older is None:
-                        older = self._opened(step.older, held)
-                    newer = self._opened(step.newer, step_held)
-                    self._compare(step, older, newer)
-                    older = newer
-                except CkptError as error:  # the report says it in place of the cells
-                    step.problem, older = one_line(str(error)), None
-                held.close()
-                held = step_held
+                with ExitStack() as opened:
+                    older = self._compared(step, older, held, opened)
+                    held.close()  # the older one
+                    held.push(opened.pop_all())
                 advance(step.newer.summary.size)
-        held.close()
+
+    def _compared(self, step: Step, older: _Opened | None, held: ExitStack, opened: ExitStack) -> _Opened | None:
+        """Compare two checkpoints, and return the later one, which `opened` holds; None if that was not possible."""
+        try:
+            older = older or self._opened(step.older, held)
+            newer = self._opened(step.newer, opened)
+            self._compare(step, older, newer)
+        except CkptError as error:  # the report says it in place of the cells
+            step.problem, step.tensors = one_line(str(error)), {}
+            return None
+        return newer
 
     def _opened(self, save: Save, held: ExitStack) -> _Opened:
         manifest = catalog.read_manifest(self._storage, save.name)

@@ -164,9 +164,7 @@ def said_of(attempt: Attempt, number: int) -> str:
         return f"{text(title_of(attempt, number).capitalize())}: {saved}."
     where = "" if load.found_in == "root" else f", found in the {text(load.found_in)}"
     how = "" if load.is_recorded else " (as its parent says; why is not recorded)"
-    skipped = "".join(
-        f'<br><span class="bad">passed over</span> {text(name)}: {text(why)}' for name, why in load.passed_over.items()
-    )
+    skipped = "".join(f'<br><span class="bad">Passed over:</span> {text(why)}' for why in load.reasons)
     more = f"<br>and {load.more:,} more" if load.more else ""
     return f"Continued from <b>{text(load.name)}</b> (step {load.step:,}{where}){how}, {saved}.{skipped}{more}"
 

@@ -24,6 +24,11 @@ class Load:
     is_recorded: bool = True
     id: str = ""
 
+    @property
+    def reasons(self) -> list[str]:
+        """What was passed over and why, each as a sentence that begins with the name."""
+        return [why if why.startswith(name) else f"{name}: {why}" for name, why in self.passed_over.items()]
+
 
 @dataclass
 class Attempt:

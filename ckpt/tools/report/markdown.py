@@ -123,7 +123,7 @@ def _restarts(found: Sequence[Attempt]) -> list[str]:
             how = "" if load.is_recorded else " (as its parent says)"
             saved = " to ".join(dict.fromkeys(markdown(attempt.saves[end].name) for end in (0, -1)))
             lines.append(f"- {title_of(attempt, number)}: from {markdown(load.name)}{how}, saved {saved}")
-            lines += [f"  - passed over {markdown(name)}: {markdown(why)}" for name, why in load.passed_over.items()]
+            lines += [f"  - passed over: {markdown(why)}" for why in load.reasons]
             lines += [f"  - and {load.more:,} more"] if load.more else []
         elif number:
             lines.append(f"- began anew with {markdown(attempt.saves[0].name)}")

@@ -39,11 +39,11 @@ section{{background:var(--surface);border:1px solid var(--grid);border-radius:10
 .box{{overflow-x:auto;max-width:100%}}
 .box.tall{{max-height:34rem;overflow-y:auto}}
 .box>svg{{display:block}}
-.panels{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,19rem),1fr));gap:.75rem}}
+.panels{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,19rem),1fr));gap:.75rem}}
 .panels svg{{display:block;width:100%;height:auto;max-width:34rem}}
 table{{border-collapse:collapse;width:100%;font-size:.88rem}}
 th,td{{padding:.38rem .7rem .38rem 0;text-align:left;vertical-align:top;border-bottom:1px solid var(--grid)}}
-th{{color:var(--muted);font-weight:600;white-space:nowrap;background:var(--surface);position:sticky;top:0}}
+th{{color:var(--muted);font-weight:600;vertical-align:bottom;background:var(--surface);position:sticky;top:0}}
 td{{white-space:nowrap;font-variant-numeric:tabular-nums}}
 td.long{{white-space:normal;min-width:14rem;overflow-wrap:anywhere}}
 .right{{text-align:right}}
