@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from ckpt.errors import CkptError
-from ckpt.export.source import TensorSource, open_source
+from ckpt.export.source import open_source
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.formats.pieces import PiecedTensor
@@ -138,7 +138,7 @@ class _Comparison:
         parts = [part for part in _parts(manifest) if part == _MODEL or part.startswith(f"{_MODEL}.")]
         tensors: dict[str, PiecedTensor] = {}
         for part in parts:
-            source: TensorSource = held.enter_context(open_source(f"{self._root}/{save.name}", part, self._options))
+            source = held.enter_context(open_source(f"{self._root}/{save.name}", part, self._options))
             prefix = f"{part.removeprefix(f'{_MODEL}.')}." if len(parts) > 1 else ""
             tensors |= {f"{prefix}{name}": tensor for name, tensor in _without_peft(source.tensors).items()}
         return _Opened(tensors, {f"{save.name}/{file.path}": self._number(file) for file in manifest.files})
