@@ -13,6 +13,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Callable
+from html.parser import HTMLParser
 from typing import Any
 
 import torch
@@ -162,6 +163,25 @@ def _report(place: Place) -> Any:
     return status
 
 
+def _report_page(place: Place) -> Any:
+    status = command("report", "ROOT", "--output", "OUT/report.html")(place)
+    if os.path.exists(f"{place.out}/report.html"):
+        with open(f"{place.out}/report.html", encoding="utf-8") as file:
+            text = file.read()
+        check_text(text, "the page")
+        _Page().feed(text)
+    return status
+
+
+class _Page(HTMLParser):
+    """Refuses whatever could load, link or run something."""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        acts = {name for name, _ in attrs if name in ("src", "href") or name.startswith("on")}
+        if acts or tag in ("script", "img", "a", "link", "iframe"):
+            raise WrongError(f"the page has <{tag}> of a checkpoint's own, with {sorted(acts)}")
+
+
 def _memory(*words: str) -> Operation:
     def operation(place: Place) -> Any:
         os.environ["CKPT_MEMORY_DIR"] = place.at("memory")
@@ -230,6 +250,7 @@ ROOT: dict[str, Operation] = {
         "prune", "ROOT", "--keep-best", "1", "--metric", "loss", "--keep-last", "1", "--yes"
     ),
     "ckpt report": _report,
+    "ckpt report as a page": _report_page,
 }
 _ACCELERATED = "root/checkpoint_0"
 ACCELERATE: dict[str, Operation] = {
