@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import click
 
+from ckpt.cli.completion import checkpoint_or_path
 from ckpt.cli.output import echo, echo_error, echo_json
 from ckpt.errors import CkptError
 
 
 @click.command()
-@click.argument("first")
-@click.argument("second")
+@click.argument("first", shell_complete=checkpoint_or_path)
+@click.argument("second", shell_complete=checkpoint_or_path)
 @click.option("--part", help="Only this part: model, optimizer, ...")
 @click.option("--depth", type=click.IntRange(0), default=2, show_default=True, help="Of the tree of modules.")
 @click.option("--tensors", is_flag=True, help="List every tensor that differs, by its full name.")

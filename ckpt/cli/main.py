@@ -31,7 +31,7 @@ COMMANDS = {
     "prune": "Remove old checkpoints below ROOT, and what crashed saves left.",
     "pull": "Copy SOURCE to DESTINATION, verified.",
     "push": "Publish the model of the checkpoint at SOURCE as REPO_ID on the Hub.",
-    "report": "Write a page about the run below ROOT, in Markdown.",
+    "report": "Write a page about the run below ROOT: HTML into a file that ends with .html, otherwise Markdown.",
     "selftest": "Does SCRIPT resume exactly? Runs it straight, then killed and resumed, and compares.",
     "show": "Say what is in the checkpoint at URL, or in the newest intact one below it.",
     "verify": "Read every byte of the checkpoint at URL, or of all below it.",

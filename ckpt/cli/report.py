@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ckpt.cli.completion import checkpoint_or_path
 from ckpt.cli.output import echo
 from ckpt.errors import ConfigError, StorageError
 from ckpt.tools.report.facts import RunFacts, gather
@@ -26,7 +27,7 @@ def _modes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) 
 
 
 @click.command()
-@click.argument("root")
+@click.argument("root", shell_complete=checkpoint_or_path)
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write it to a file.")
 @click.option("--format", "kind", type=click.Choice([HTML, MARKDOWN]), help="Instead of what the file's suffix says.")
 @click.option("--changes/--no-changes", default=None, help="How much each module changed: reads every model.")

@@ -31,6 +31,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_checkpoints_of_a_root_are_offered_the_newest_first(root: str) -> None:
     assert offered("show", f"{root}/") == [("plain", f"{root}/step-20"), ("plain", f"{root}/step-10")]
+    assert offered("diff", f"{root}/step-10", f"{root}/step-2") == [("plain", f"{root}/step-20")]
     assert offered("verify", f"{root}/step-1") == [("plain", f"{root}/step-10")]
 
 
