@@ -99,7 +99,9 @@ def _tiles(facts: RunFacts, found: Sequence[Attempt]) -> Iterator[str]:
     yield tile("size", data(total, format_size(total)), text(stored))
     waited, _ = waits(facts.saves)
     if waited:
-        yield tile("training waited", f"{sum(waited):.2f} s", text(f"at most {max(waited):.2f} s for one save"))
+        unknown = len(facts.saves) - len(waited)
+        less = f"; not known of {unknown:,}" if unknown else ""
+        yield tile("training waited", f"{sum(waited):.2f} s", text(f"at most {max(waited):.2f} s for one save{less}"))
     again = restarts(found)
     fallbacks = sum(attempt.is_fallback for attempt in again)
     said = f"{fallbacks} passed over a checkpoint" if fallbacks else "none passed a checkpoint over"
@@ -117,7 +119,9 @@ def _metrics(facts: RunFacts, best: Mapping[str, Best | None]) -> str:
     panels = [_panel(name, points, best[name]) for name, points in facts.curves.items()]
     if not panels:
         return ""
-    said = "Of every checkpoint that was saved, also of those that were removed since. The ring marks the best value."
+    said = "Of every checkpoint that was saved, also of those that were removed since."
+    if any(best.values()):
+        said += " The ring marks the best value."
     return section("Metrics", f'<p class="muted">{said}</p>', f'<div class="panels">{"".join(panels)}</div>')
 
 
