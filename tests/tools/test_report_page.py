@@ -233,6 +233,8 @@ def test_without_changes_nothing_but_manifests_is_read(run: Path, tmp_path: Path
     assert "Change of each module" not in text
     said = "".join(Page(page_of(tmp_path / "run", tmp_path)).text)
     assert "step-00000008 to step-00000010: step-00000008 is damaged: model.safetensors was altered" in said
+    assert "Found when models were read: step-00000008 is damaged: model.safetensors was altered" in said
+    assert "not intactby the sizes of files; more was found in models" in said
 
 
 def test_a_damaged_checkpoint_is_in_the_health_section_and_not_compared(run: Path, tmp_path: Path) -> None:

@@ -75,6 +75,11 @@ class Changes:
         found = (cell.relative for step in self.steps for cell in step.cells.values())
         return [value for value in found if value is not None and math.isfinite(value) and value > 0]
 
+    @property
+    def problems(self) -> list[str]:
+        """What was found to be wrong when models were read, though the sizes of files were right."""
+        return list(dict.fromkeys(step.problem for step in self.steps if step.problem))
+
 
 def measure_changes(facts: RunFacts, options: Mapping[str, Any] | None = None) -> Changes:
     """Compare the models of the checkpoints that are there, each with the one before. Every file is verified."""

@@ -52,15 +52,16 @@ def render_html(facts: RunFacts, changes: Changes | None = None, modes: Mapping[
     """The page. `changes`: as `measure_changes` returns them, or none. `modes`: "min" or "max" by metric."""
     found = attempts(facts.saves)
     best = {name: best_of(name, points, modes or {}) for name, points in facts.curves.items()}
+    read = changes.problems if changes is not None else []
     title = facts.url.rstrip("/").rpartition("/")[2] or facts.url
     body = [
         f"<h1>{text(title)}</h1>",
         f'<p class="where">{text(facts.url)}</p>',
-        f'<div class="tiles">{"".join(_tiles(facts, found))}</div>',
+        f'<div class="tiles">{"".join(_tiles(facts, found, read))}</div>',
         _metrics(facts, best),
         _saves(facts, found),
         _lineage(found),
-        _health(facts),
+        _health(facts, read),
         changes_section(changes),
         _checkpoints(facts, best),
         _about(facts),
@@ -86,7 +87,7 @@ def _page(title: str, body: Sequence[str]) -> str:
     )
 
 
-def _tiles(facts: RunFacts, found: Sequence[Attempt]) -> Iterator[str]:
+def _tiles(facts: RunFacts, found: Sequence[Attempt], read: Sequence[str]) -> Iterator[str]:
     here, newest = facts.present, facts.saves[-1]
     gone = f"{len(facts.removed):,} more were removed" if facts.removed else "none was removed"
     yield tile("checkpoints", data(len(here), f"{len(here):,}"), text(gone))
@@ -99,25 +100,26 @@ def _tiles(facts: RunFacts, found: Sequence[Attempt]) -> Iterator[str]:
     yield tile("size", data(total, format_size(total)), text(stored))
     waited, _ = waits(facts.saves)
     if waited:
-        yield tile("training waited", f"{sum(waited):.2f} s", text(f"at most {max(waited):.2f} s for one save"))
+        unknown = len(facts.saves) - len(waited)
+        less = f"; not known of {unknown:,}" if unknown else ""
+        yield tile("training waited", f"{sum(waited):.2f} s", text(f"at most {max(waited):.2f} s for one save{less}"))
     again = restarts(found)
     fallbacks = sum(attempt.is_fallback for attempt in again)
     said = f"{fallbacks} passed over a checkpoint" if fallbacks else "none passed a checkpoint over"
     yield tile("restarts", data(len(again), f"{len(again)}"), text(said if again else ""))
     wrong = len(facts.problems)
-    yield tile(
-        "health",
-        f"{wrong} not intact" if wrong else "intact",
-        text("by the sizes of files"),
-        "bad" if wrong else "good",
-    )
+    said = f"{wrong:,} not intact" if wrong else "not intact" if read else "intact"
+    how = "by the sizes of files" + ("; more was found in models" if read else "")
+    yield tile("health", said, text(how), "bad" if wrong or read else "good")
 
 
 def _metrics(facts: RunFacts, best: Mapping[str, Best | None]) -> str:
     panels = [_panel(name, points, best[name]) for name, points in facts.curves.items()]
     if not panels:
         return ""
-    said = "Of every checkpoint that was saved, also of those that were removed since. The ring marks the best value."
+    said = "Of every checkpoint that was saved, also of those that were removed since."
+    if any(best.values()):
+        said += " The ring marks the best value."
     return section("Metrics", f'<p class="muted">{said}</p>', f'<div class="panels">{"".join(panels)}</div>')
 
 
@@ -169,16 +171,17 @@ def said_of(attempt: Attempt, number: int) -> str:
     return f"Continued from <b>{text(load.name)}</b> (step {load.step:,}{where}){how}, {saved}.{skipped}{more}"
 
 
-def _health(facts: RunFacts) -> str:
+def _health(facts: RunFacts, read: Sequence[str]) -> str:
     problems = [("", (cell(name), cell(state, "bad"), cell(why, "long"))) for name, state, why in facts.problems]
     count = f"{len(facts.present):,}"
-    fine = f'<p><span class="good">Intact:</span> all {count} checkpoints have all their files.</p>'
+    fine = f'<p><span class="good">Intact:</span> all {count} checkpoints have all their files, by size.</p>'
+    unsound = [f'<li><span class="bad">Found when models were read:</span> {text(why)}</li>' for why in read]
     found = table(("checkpoint", "state", "problem"), problems) if problems else fine
     remarks = [f"<li>{text(remark)}</li>" for remark in _remarks(facts)]
     return section(
         "Health",
         found,
-        f"<ul>{''.join(remarks)}</ul>" if remarks else "",
+        f"<ul>{''.join([*unsound, *remarks])}</ul>" if unsound or remarks else "",
         '<p class="muted">Sizes were compared; <code>ckpt verify</code> reads every byte.</p>',
     )
 

@@ -45,10 +45,11 @@ def timeline(attempts: Sequence[Attempt]) -> str:
         if save.waited is not None:
             body.append(waits.bar(x, width, 0.0, save.waited, title, fill=THEMED.lines[0], **pale))
         shared = float(save.shared or 0)
-        fill = THEMED.lines[0] if save.is_intact or not save.is_here else THEMED.bad
-        body.append(sizes.bar(x, width, shared, float(save.summary.size), title, fill=fill, **pale))
+        is_sound = save.is_intact or not save.is_here
+        own, same = (THEMED.lines[0], THEMED.lines[2]) if is_sound else (THEMED.bad, THEMED.bad)
+        body.append(sizes.bar(x, width, shared, float(save.summary.size), title, fill=own, **pale))
         if shared:
-            body.append(sizes.bar(x, width, 0.0, shared, title, fill=THEMED.lines[2], **pale))
+            body.append(sizes.bar(x, width, 0.0, shared, title, fill=same, **pale))
     body += _labels(saves, slot, sizes.bottom + 18)
     return document(body, right + _RIGHT, sizes.bottom + 30, THEMED, "training waited and size of every save")
 
