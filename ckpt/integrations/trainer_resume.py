@@ -90,6 +90,7 @@ class ResumeSource:
                     prepare=lambda candidate: _verified_state(candidate.storage, ranks, candidate.manifest),
                     name=name,
                     memory=memory,
+                    patience=self._options.patience,
                 ),
                 self._held,
             )

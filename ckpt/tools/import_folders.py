@@ -12,7 +12,7 @@ from ckpt.export.source import open_source
 from ckpt.formats.damage import damage_reported
 from ckpt.formats.foreign import dcp, deepspeed, trainer
 from ckpt.formats.foreign.accelerate import in_memory
-from ckpt.formats.foreign.torch_files import SavedDict, sorted_out
+from ckpt.formats.foreign.torch_files import SavedDict, is_name_of_part, sorted_out
 from ckpt.load.rank_state import check_rank_state
 from ckpt.root.folder import Folder
 from ckpt.tools.import_foreign import from_deepspeed, unknown_position
@@ -38,10 +38,10 @@ def from_dcp(folder: Folder) -> PortableState:
 def _outermost(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """The state dict itself: many save it below a single key of their own (`app`)."""
     while len(tree) == 1:
-        (inner,) = tree.values()
-        if not isinstance(inner, dict) or not any(isinstance(value, dict) for value in inner.values()):
+        ((key, inner),) = tree.items()
+        if is_name_of_part(key) or not isinstance(inner, dict) or {"state", "param_groups"} <= inner.keys():
             break
-        if {"state", "param_groups"} <= inner.keys():
+        if not any(isinstance(value, dict) for value in inner.values()):
             break
         tree = inner
     return tree

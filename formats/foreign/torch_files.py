@@ -119,6 +119,11 @@ def _kind(key: Any, value: Any) -> str | None:
     return next((kind for kind in ("scheduler", "scaler") if _bare_name(key) in _NAMES[kind]), None)
 
 
+def is_name_of_part(key: Any) -> bool:
+    """Whether scripts call a model, an optimizer or the like by this name."""
+    return any(_bare_name(key) in names for names in _NAMES.values())
+
+
 def _bare_name(key: Any) -> str:
     name = str(key).lower()
     ending = next((ending for ending in _ENDINGS if name.endswith(ending) and name != ending[1:]), "")
