@@ -18,7 +18,7 @@ from ckpt.storage import open_storage
 from ckpt.tools.export_torch import left_of_ranks, whole_tree
 from ckpt.tools.portable_state import Outcome, PortableState
 
-_SHARD = 64 << 20  # elements: what is held in memory at once
+_SHARD = 16 << 20  # elements: what is held in memory at once
 _WHOLE = f"model{SUFFIX}"
 _MODEL_ALONE = "safetensors of a model hold nothing else"
 
@@ -36,7 +36,7 @@ def export_dcp(state: PortableState, folder: Path, advance: Callable[[int], None
 def _entry(leaf: PiecedTensor | torch.Tensor) -> ShardedEntry:
     shape = tuple(leaf.shape)
     if isinstance(leaf, torch.Tensor):
-        return ShardedEntry(leaf.dtype, shape, (Shard((0,) * len(shape), shape, leaf.detach),))
+        return ShardedEntry(leaf.dtype, shape, (Shard((0,) * len(shape), shape, leaf.detach().clone),))
     boxes = list(leaf.boxes(_SHARD)) or [leaf.box]
     shards = tuple(Shard(box.offsets, box.sizes, partial(leaf.read, box)) for box in boxes)
     return ShardedEntry(leaf.dtype, shape, shards)

@@ -23,7 +23,7 @@ from ckpt.formats.strides import Sizes
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard of a tensor: where it begins, and what reads it."""
+    """A shard of a tensor: where it begins, and what reads it into memory of its own, which is given back."""
 
     offsets: Sizes
     sizes: Sizes
@@ -85,6 +85,7 @@ class _Planner(SavePlanner):
         paths: Mapping[str, Any] | None,
     ) -> None:
         self._paths = paths
+        self._held: torch.Tensor | None = None
         self._tensors = tensors
         self._values = values
         self._advance = advance
@@ -113,12 +114,19 @@ class _Planner(SavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
 
+    def _release(self) -> None:
+        """Give back the memory of the shard before: the writer keeps every tensor until its file is complete."""
+        if self._held is not None:
+            self._held.untyped_storage().resize_(0)
+            self._held = None
+
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         name, offset = write_item.index.fqn, write_item.index.offset
         if offset is not None:
-            read = self._shards[name, tuple(offset)].read()
-            self._advance(read.nbytes)
-            return read
+            self._release()
+            self._held = self._shards[name, tuple(offset)].read()
+            self._advance(self._held.nbytes)
+            return self._held
         data = io.BytesIO()
         torch.save(self._values[name], data)
         return data
