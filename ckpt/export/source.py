@@ -16,6 +16,7 @@ from typing import Any
 
 from ckpt.errors import ConfigError, DamagedError, MissingError
 from ckpt.export.folders import belongs_beside
+from ckpt.export.installed_formats import open_installed
 from ckpt.export.rank_variants import is_own_file, merged, warn_of_variants
 from ckpt.formats.foreign import dcp, deepspeed, megatron
 from ckpt.formats.foreign.accelerate import FolderReader
@@ -103,6 +104,8 @@ def open_source(
         )
     elif (save := deepspeed.save_in(found)) is not None:
         yield TensorSource(_model_of_deepspeed(save, part))
+    elif (tensors := open_installed(found, part)) is not None:
+        yield TensorSource(tensors)
     else:
         raise _unreadable_error(found)
 
