@@ -224,7 +224,7 @@ def list_checkpoints(
         A list, which is a table in notebooks.
 
     Raises:
-        MissingError: A repository of the Hub that does not exist.
+        StorageError: A repository of the Hub that does not exist, or that this account may not see.
     """
     storage = open_storage(root, **settings(storage_options))
     found = scan(storage)
