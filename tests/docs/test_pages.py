@@ -12,7 +12,8 @@ import s3fs
 
 import ckpt
 from tests.docs.given import given_to
-from tests.docs.pages import Runner, all_pages, blocks_of, is_part, never_run, page, says
+from tests.docs.pages import Block, Runner, all_pages, blocks_of, is_part, never_run, page, says
+from tests.helpers.wheel import install_wheel
 
 IMPORTS = r"(from|import) (accelerate|lightning|transformers)\b"  # which takes seconds
 PAGES = {name: page(name) for name in all_pages()}
@@ -50,15 +51,22 @@ def test_every_block_of_a_page_runs(name: str) -> None:
     [
         pytest.param(name, marks=MARKS.get(name, [pytest.mark.ranks] if name in IN_A_GROUP else []))
         for name in WITH_COMMANDS
-        if name not in ON_SERVERS
+        if name not in (*ON_SERVERS, "start.md")
     ],
 )
 def test_every_command_of_a_page_runs(name: str) -> None:
-    space = run(name)
-    if name == "start.md":
-        assert [found.step for found in ckpt.list_checkpoints("runs/killed")] == [320, 300, 250]
-        assert Path("model.safetensors").stat().st_size < 6000
-        assert not space["model"].training
+    run(name)
+
+
+@pytest.mark.slow
+def test_a_newcomers_path_leads_to_the_end_with_what_pip_installs(tmp_path: Path) -> None:
+    site = install_wheel(tmp_path / "wheel")
+    where = [*blocks_of('```bash\npython -c "import ckpt; print(ckpt.__file__)"\n```', "where"), *PAGES["start.md"]]
+    where.insert(1, Block("text", f"{site}/ckpt/__init__.py\n", "where"))
+    space = run("start.md", where, PYTHONPATH=str(site))
+    assert [found.step for found in ckpt.list_checkpoints("runs/killed")] == [320, 300, 250]
+    assert Path("model.safetensors").stat().st_size < 6000
+    assert not space["model"].training
 
 
 @pytest.mark.slow
@@ -68,10 +76,10 @@ def test_every_block_of_a_page_runs_on_servers(name: str, s3: str, hub: object) 
     run(name)
 
 
-def run(name: str) -> dict[str, Any]:
-    runner = Runner(given_to(name))
+def run(name: str, blocks: list[Block] | None = None, **environment: str) -> dict[str, Any]:
+    runner = Runner(given_to(name), environment)
     try:
-        runner.run(PAGES[name])
+        runner.run(blocks or PAGES[name])
     finally:
         for value in runner.space.values():
             if isinstance(value, ckpt.StateManager):
