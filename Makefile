@@ -13,7 +13,7 @@ MATRIX := guarantees/resume_matrix load/world_size state/save_and_load data/resu
 FAST := not slow and not gpu and not ranks
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo check test test-all coverage test-s3 test-clouds test-accelerate lint format site kills memory-kills faults campaign mutants fuzz bench clean
+.PHONY: demo check test test-all coverage test-s3 test-clouds test-accelerate lint format site kills memory-kills faults campaign mutants fuzz bench release versions clean
 
 demo: $(READY)
 	$(BIN)/ckpt demo
@@ -108,6 +108,32 @@ fuzz: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks cpu
+
+# wheel and sdist in build/dist, checked: their metadata, the README as an index renders it, every module, the entry in
+# the changelog, and `ckpt demo` from the wheel in a new environment
+release: $(READY)
+	rm -rf build/dist
+	$(BIN)/python -m build --no-isolation --outdir build/dist
+	$(BIN)/twine check --strict build/dist/*
+	$(BIN)/python -m tests.release build/dist
+
+# a slice of the tests with the oldest and with the newest versions that pyproject.toml allows, each in an environment of
+# its own; VERSIONS=oldest does one of them
+VERSIONS ?= oldest newest
+SLICE := tests/state/test_save_and_load.py tests/guarantees/test_resume_matrix.py tests/save/test_background.py \
+	tests/root/test_retention.py tests/export/test_merge.py tests/export/test_single_files.py tests/export/test_push.py \
+	tests/load/test_world_size.py tests/tools/test_convert.py tests/integrations
+versions: $(addprefix build/versions/,$(addsuffix /.tested,$(VERSIONS)))
+
+build/versions/%/.ready: pyproject.toml constraints-%.txt
+	rm -rf build/versions/$*
+	$(PYTHON) -m venv build/versions/$*
+	build/versions/$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-$*.txt -e '.[versions]'
+	touch $@
+
+.PHONY: build/versions/oldest/.tested build/versions/newest/.tested
+build/versions/%/.tested: build/versions/%/.ready
+	build/versions/$*/bin/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow and not gpu and not ranks' $(SLICE)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .coverage*

@@ -1,7 +1,7 @@
 """Runs benchmarks, and compares their results.
 
     python -m benchmarks cpu|gpu|memory|merge|s3|s3_clients|sharded [options]  measures ckpt beside other libraries
-    python -m benchmarks listing|plan|scale|scaling [options]                measures how costs of ckpt grow
+    python -m benchmarks commands|listing|mirror_end|plan|scale|scaling [options]  measures ckpt by itself
     python -m benchmarks against CHECKOUT [options]                          measures this code beside another checkout
     python -m benchmarks cpu|merge|sharded --against CHECKOUT [options]      the same, with the tasks of one benchmark
     python -m benchmarks compare OLD.json NEW.json                           compares two runs, row by row
@@ -17,11 +17,13 @@ import sys
 from collections.abc import Sequence
 
 MODULES = {
+    "commands": "benchmarks.commands",
     "cpu": "benchmarks.cpu",
     "gpu": "benchmarks.gpu",
     "listing": "benchmarks.listing",
     "memory": "benchmarks.memory",
     "merge": "benchmarks.merge",
+    "mirror_end": "benchmarks.mirror_end",
     "plan": "benchmarks.plan",
     "s3": "benchmarks.s3",
     "s3_clients": "benchmarks.s3_clients",

@@ -7,12 +7,10 @@ same is measured without it. What is listed and loaded must be equal each time, 
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -21,17 +19,16 @@ from torch import nn
 
 import ckpt
 from benchmarks.shared.delaying_proxy import delaying, requests_of
+from benchmarks.shared.many_checkpoints import build, model
 from benchmarks.shared.measure import in_a_new_process
 from benchmarks.shared.report import Run, Target, in_seconds, parser, table, table_of_targets
 from benchmarks.shared.results import Samples
 from ckpt.cli import ls
-from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root.index import INDEX
-from ckpt.root.overview import Overview
 from ckpt.storage import open_storage
 from tests.helpers.seaweed import BUCKET, environment, serving
 
-ROOT, FIRST = f"s3://{BUCKET}/run", "step-00000000"
+ROOT = f"s3://{BUCKET}/run"
 RESUME, LS, LIST = "resume", "ckpt ls", "list_checkpoints"
 WITH, WITHOUT = "with its index", "without"
 MOST_SECONDS = 2.0  # of a resume from 1,000, at 30 ms
@@ -41,36 +38,6 @@ NOTES = (
 )
 
 Figures = dict[str, tuple[float, int]]  # by task: seconds, and requests
-
-
-def model() -> nn.Linear:
-    torch.manual_seed(0)
-    return nn.Linear(2, 2)
-
-
-def build(count: int) -> None:
-    """Save one checkpoint, and write it under all other names, each with a manifest of its own."""
-    with ckpt.StateManager(ROOT, model=model()) as manager:
-        manager.save_state(FIRST, wait=True)
-    storage = open_storage(ROOT)
-    files = {entry.key.removeprefix(f"{FIRST}/"): storage.read(entry.key) for entry in storage.list(FIRST)}
-    first = Manifest.from_bytes(files.pop(FILE_NAME), FILE_NAME)
-
-    def write(number: int) -> None:
-        name = f"step-{number:08d}"
-        manifest = dataclasses.replace(first, name=name, sequence=first.sequence + number, id=f"{number:032x}")
-        for file, content in {**files, FILE_NAME: manifest.to_bytes()}.items():
-            storage.write(f"{name}/{file}", [content])
-
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(write, range(1, count)))
-
-
-def write_index() -> None:
-    storage = open_storage(ROOT)
-    found = Overview.of(storage)
-    found.index.update(storage, {summary.name for summary in found.committed})
-    assert any(entry.key == INDEX for entry in storage.list())
 
 
 def measure(count: int, url: str) -> Figures:
@@ -123,8 +90,7 @@ def main(arguments: Sequence[str]) -> None:
     run = Run("listing", options, "torch", "s3fs", "aiobotocore")
     with serving() as server, delaying(server.port, options.latency) as url:
         os.environ.update(environment(server.url))
-        build(options.checkpoints)
-        write_index()
+        build(ROOT, options.checkpoints)
         for subject in (WITH, WITHOUT):
             for _ in range(options.repeats):
                 if subject == WITHOUT:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -202,6 +201,8 @@ def _status(error: Exception) -> int:
 
 
 def _network() -> tuple[type[Exception], ...]:
+    import asyncio  # only here: local roots do without it, and the command starts faster
+
     named = (("aiohttp", "ClientError"), ("httpx", "TransportError"), ("httpx2", "TransportError"))
     used = [getattr(sys.modules[module], name) for module, name in named if module in sys.modules]
     return (ConnectionError, TimeoutError, asyncio.TimeoutError, *used)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import Any
 from urllib.parse import unquote
 
@@ -190,6 +189,8 @@ _BUILT_IN: dict[str, Callable[..., Storage]] = {
 def _factory(scheme: str, url: str) -> Callable[..., Storage]:
     if scheme in _BUILT_IN:
         return _BUILT_IN[scheme]
+    from importlib.metadata import entry_points  # only here: the command starts faster
+
     installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if scheme in installed:
         factory: Callable[..., Storage] = installed[scheme].load()

@@ -30,6 +30,18 @@ def test_the_wheel_adds_ckpt_alone_to_the_import_names(installed: Path) -> None:
     assert {"formats", "storage", "integrations", "py.typed"} <= inside
 
 
+def test_every_package_of_the_tree_is_in_the_wheel(installed: Path) -> None:
+    there = {path.parent.relative_to(installed).as_posix() for path in installed.glob("ckpt/**/__init__.py")}
+    tops = {"ckpt": REPOSITORY / "ckpt", "ckpt/formats": REPOSITORY / "formats", "ckpt/storage": REPOSITORY / "storage"}
+    wanted = {
+        f"{name}/{path.parent.relative_to(top).as_posix()}".removesuffix("/.")
+        for name, top in tops.items()
+        for path in top.rglob("__init__.py")
+    }
+    assert there == wanted
+    assert len(there) > 20
+
+
 def test_a_project_with_its_own_storage_and_formats_imports_it_without_harm(installed: Path, tmp_path: Path) -> None:
     for name in ("storage", "formats"):
         (tmp_path / name).mkdir()

@@ -1,31 +1,40 @@
-"""Charts of figures, as SVG: bars, and lines over steps."""
+"""Charts of figures, as SVG, drawn as those of the report and of model cards: bars, and lines over steps."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt.util.svg_plot import document, linear_scale, polyline, rectangle, text
+from ckpt.util.svg_plot import (
+    PLAIN,
+    Scale,
+    document,
+    horizontal_grid,
+    linear_scale,
+    log_scale,
+    polyline,
+    rectangle,
+    text,
+)
 
 _LABELS, _BARS, _LINE = 330, 420, 20  # widths of labels and of the longest bar, height of a line
 _LEFT, _WIDTH, _HEIGHT = 70, 760, 260  # of the field that lines are drawn in
-_BACKGROUND = '<rect width="100%" height="100%" fill="white"/>'
 _EVERY = [factor * 10**power for power in range(9) for factor in (1, 2, 5)]  # steps from one number to the next
-_OURS = "#d1495b"
-_OTHERS = ("#1f6f8b", "#edae49", "#5b8c5a", "#7d5ba6", "#8d99ae", "#222222")
+_OURS, *_OTHERS = PLAIN.lines[1], PLAIN.lines[0], *PLAIN.lines[2:], PLAIN.ink
+_BAR = "#8d99ae"  # of whatever is not ours
 
 
 def bars(title: str, groups: Mapping[str, Mapping[str, float]], unit: str = "s") -> str:
     """For each group a chart with its name above, one below the other."""
-    body = [_BACKGROUND, text(10, 22, title, font_size=15)]
+    body = [text(10, 22, title, font_size=15)]
     top = 40
     for group, values in groups.items():
         body.append(text(10, top + 15, group, font_weight="bold"))
         body += _chart(values, top + _LINE + 4, unit)
         top += _LINE * (len(values) + 1) + 20
-    return document(body, _LABELS + _BARS + 110, top, font_family="sans-serif", font_size=12)
+    return document(body, _LABELS + _BARS + 110, top, title=title)
 
 
 def _chart(values: Mapping[str, float], top: int, unit: str) -> Iterator[str]:
@@ -33,7 +42,7 @@ def _chart(values: Mapping[str, float], top: int, unit: str) -> Iterator[str]:
     for number, (label, value) in enumerate(values.items()):
         line, width = top + number * _LINE, max(1.0, length(max(value, 0.0)))
         yield text(_LABELS - 8, line + 14, label, text_anchor="end")
-        yield rectangle(_LABELS, line + 2, width, _LINE - 5, fill=_OURS if label.startswith("ckpt") else _OTHERS[-2])
+        yield rectangle(_LABELS, line + 2, width, _LINE - 5, fill=_OURS if label.startswith("ckpt") else _BAR)
         yield text(_LABELS + width + 6, line + 14, f"{value:.3g} {unit}")
 
 
@@ -49,7 +58,7 @@ class Line:
 
 def steps(title: str, lines: Sequence[Line], usual: float) -> str:
     """All lines on one logarithmic scale; below it the same lines up to twice a usual step, on a linear one."""
-    body = [_BACKGROUND, text(10, 22, title, font_size=15)]
+    body = [text(10, 22, title, font_size=15)]
     colours = _colours([line.label for line in lines])
     top = 34
     for line in lines:
@@ -61,10 +70,10 @@ def steps(title: str, lines: Sequence[Line], usual: float) -> str:
         (f"The same, from 0 to twice a step without saves ({2 * usual:.3g} s)", 0.0, 2 * usual, False),
     ):
         body.append(text(10, top + 24, heading, font_weight="bold"))
-        up = _vertical(low, high, top + 34 + _HEIGHT, top + 34, logarithmic)
+        up = (log_scale if logarithmic else linear_scale)(low, high, top + 34 + _HEIGHT, top + 34)
         body += _field(lines, colours, across, up, _ticks(low, high, logarithmic), top + 34)
         top += _HEIGHT + 84
-    return document(body, _LEFT + _WIDTH + 40, top, font_family="sans-serif", font_size=12)
+    return document(body, _LEFT + _WIDTH + 40, top, title=title)
 
 
 def _colours(labels: Sequence[str]) -> dict[str, str]:
@@ -89,13 +98,6 @@ def _powers(lines: Sequence[Line], usual: float) -> tuple[float, float]:
     return 10.0**low, 10.0 ** max(high, low + 1)
 
 
-def _vertical(low: float, high: float, bottom: float, top: float, logarithmic: bool) -> Callable[[float], float]:
-    if not logarithmic:
-        return linear_scale(low, high, bottom, top)
-    scale = linear_scale(math.log10(low), math.log10(high), bottom, top)
-    return lambda value: scale(math.log10(max(value, low)))
-
-
 def _ticks(low: float, high: float, logarithmic: bool) -> list[float]:
     if not logarithmic:
         return [low + (high - low) * quarter / 4 for quarter in range(5)]
@@ -106,15 +108,13 @@ def _ticks(low: float, high: float, logarithmic: bool) -> list[float]:
 def _field(
     lines: Sequence[Line],
     colours: Mapping[str, str],
-    across: Callable[[float], float],
-    up: Callable[[float], float],
+    across: Scale,
+    up: Scale,
     ticks: Sequence[float],
     top: float,
 ) -> Iterator[str]:
     bottom, right = top + _HEIGHT, _LEFT + _WIDTH
-    for value in ticks:
-        yield polyline([(_LEFT, up(value)), (right, up(value))], stroke="#dddddd")
-        yield text(_LEFT - 8, up(value) + 4, f"{value:.3g} s", text_anchor="end")
+    yield from horizontal_grid(ticks, up, _LEFT, right, PLAIN, lambda value: f"{value:.3g} s")
     yield from _numbered(lines, across, top, bottom)
     clip = f"field-{top:.0f}"
     yield f'<clipPath id="{clip}">{rectangle(_LEFT, top, _WIDTH, _HEIGHT)}</clipPath>'
@@ -127,11 +127,11 @@ def _field(
             yield rectangle(x - 4, y - 4, 8, 8, fill=colours[line.label], **shared)
 
 
-def _numbered(lines: Sequence[Line], across: Callable[[float], float], top: float, bottom: float) -> Iterator[str]:
+def _numbered(lines: Sequence[Line], across: Scale, top: float, bottom: float) -> Iterator[str]:
     first, last = map(int, _numbers(lines))
     every = next(number for number in _EVERY if last - first <= 15 * number)
     for number in range(-(-first // every) * every, last + 1, every):
         yield text(across(number), bottom + 16, f"{number}", text_anchor="middle")
-    yield polyline([(across(0), top), (across(0), bottom)], stroke="#888888", stroke_dasharray="4 3")
+    yield polyline([(across(0), top), (across(0), bottom)], stroke=PLAIN.muted, stroke_dasharray="4 3")
     below = "step, counted from the save: step 0 begins with it"
     yield text(_LEFT + _WIDTH / 2, bottom + 32, below, text_anchor="middle")

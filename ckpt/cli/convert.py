@@ -1,30 +1,36 @@
-"""`ckpt convert`: between the checkpoints of ckpt and of Accelerate, DeepSpeed, Megatron-Core."""
+"""`ckpt convert`: from the checkpoints of any tool that is read to those of any that is written."""
 
 from __future__ import annotations
 
 import click
 
+from ckpt.cli.completion import checkpoint_or_path
 from ckpt.cli.output import echo
 
+_FORMATS = ("ckpt", "hf", "dcp", "accelerate", "torch", "lightning", "megatron")  # TARGETS, whose module imports torch
 
-@click.command()
-@click.argument("source")
-@click.argument("destination")
-@click.option(
-    "--to",
-    default="ckpt",
-    show_default=True,
-    type=click.Choice(["ckpt", "accelerate", "megatron"]),
-    help="The format to convert to.",
+
+@click.command(
+    epilog="""\b
+Examples:
+  ckpt convert project/checkpoints/checkpoint_3 runs/mrpc   Accelerate
+  ckpt convert out/global_step500 runs/mrpc                 DeepSpeed
+  ckpt convert last.ckpt runs/mine                          Lightning
+  ckpt convert runs/mine/step-00001000 model --to hf        for from_pretrained
+  ckpt convert runs/mine/step-00001000 last.pt --to torch   for torch.load"""
 )
-@click.option("--name", help="Of the checkpoint; that of the folder, if none is given.")
-def convert(source: str, destination: str, to: str, name: str | None) -> None:
-    """Convert a checkpoint of another tool to one of ckpt, or the other way round.
+@click.argument("source", shell_complete=checkpoint_or_path)
+@click.argument("destination", shell_complete=checkpoint_or_path)
+@click.option("--to", default="ckpt", show_default=True, type=click.Choice(_FORMATS), help="The format to write.")
+@click.option("--name", help="Of the checkpoint in the root; that of the source, if none is given.")
+@click.option("--max-shard-size", help="With --to hf: write shards of at most this size, such as 5GB.")
+def convert(source: str, destination: str, to: str, name: str | None, max_shard_size: str | None) -> None:
+    """Convert a checkpoint between formats. That of SOURCE is found out.
 
-    SOURCE is a folder that Accelerate's save_state wrote, or DeepSpeed's save_checkpoint, or Megatron-Core as
-    torch_dist, and DESTINATION a root: runs/mine. With --to accelerate or --to megatron, SOURCE is a checkpoint of
-    ckpt, and DESTINATION a new folder that accelerator.load_state or Megatron's dist_checkpointing.load will read.
+    SOURCE is a checkpoint of ckpt, Accelerate, DeepSpeed, Lightning, Megatron-Core, the Trainer,
+    torch.distributed.checkpoint, a file of torch.save, or safetensors. DESTINATION is a root for --to ckpt, a new file
+    for torch and lightning, else a new folder. What a format cannot hold is named.
     """
     from ckpt.tools.convert import convert
 
-    echo(str(convert(source, destination, to=to, name=name)))
+    echo(str(convert(source, destination, to=to, name=name, max_shard_size=max_shard_size)))

@@ -9,7 +9,11 @@ from ckpt.cli.output import echo
 
 @click.group()
 def key() -> None:
-    """Keys that sign checkpoints: see StateManager(sign=...) and 'ckpt verify --key'."""
+    """Keys that sign checkpoints: see StateManager(sign=...) and 'ckpt verify --key'.
+
+    \b
+    ckpt key new ~/.ckpt/run.pem
+    """
 
 
 @key.command()

@@ -6,40 +6,32 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import click
 
+from ckpt.cli.completion import checkpoint_or_path
 from ckpt.cli.output import echo, echo_json
 from ckpt.cli.roots import roots_below, show_roots
-from ckpt.errors import CheckpointError, MissingError, StorageError, shows_damage
+from ckpt.errors import MissingError
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.root import catalog
+from ckpt.root.condition import UNCOMMITTED, Condition, condition
 from ckpt.root.foreign_kind import reads_instead
 from ckpt.root.history import History
 from ckpt.root.overview import Outline, Overview
 from ckpt.root.summary import Summary
-from ckpt.root.verify import (
-    DAMAGED,
-    INTACT,
-    REMOVED,
-    UNREADABLE,
-    files_on_other_hosts,
-    problems,
-    size_problems,
-    without_other_hosts,
-)
+from ckpt.root.verify import DAMAGED, INTACT, REMOVED
 from ckpt.shown import shown
 from ckpt.storage import open_storage
-from ckpt.util.console import format_age, format_number, format_size, format_table, one_line
+from ckpt.util.console import format_age, format_number, format_size, format_table
 
 _COLUMNS = ("name", "step", "age", "size", "metrics", "world", "intact")
 _RIGHT_ALIGNED = ("step", "age", "size", "world")
 
 
 @click.command()
-@click.argument("root")
+@click.argument("root", shell_complete=checkpoint_or_path)
 @click.option("--all", "every", is_flag=True, help="Also those that retention or a newer save of their name removed.")
 @click.option("--verify", is_flag=True, help="Read every byte and compare it with its hash.")
 @click.option("--json", "as_json", is_flag=True, help="For other programs: a list of objects.")
@@ -109,10 +101,10 @@ def _fields(summary: Summary) -> list[str]:
 def _record(found: Overview, checkpoint: Outline, *, verify: bool) -> dict[str, Any]:
     """A checkpoint for other programs."""
     if checkpoint.summary is None:
-        state = DAMAGED.lower() if checkpoint.was_committed else "uncommitted"
+        state = DAMAGED.lower() if checkpoint.was_committed else UNCOMMITTED
         return {"name": checkpoint.name, "state": state, "problems": [str(checkpoint.problem)]}
-    state, wrong, _ = _state(found, checkpoint.summary, verify=verify)
-    return {**_facts(checkpoint.summary), "state": state.lower(), "problems": wrong}
+    is_now = _condition(found, checkpoint.summary, verify=verify)
+    return {**_facts(checkpoint.summary), "state": is_now.state.lower(), "problems": list(is_now.problems)}
 
 
 def _facts(summary: Summary) -> dict[str, Any]:
@@ -128,29 +120,14 @@ def _facts(summary: Summary) -> dict[str, Any]:
 
 
 def _intact(found: Overview, summary: Summary, *, verify: bool) -> str:
-    state, wrong, others = _state(found, summary, verify=verify)
-    if state != INTACT:
-        return f"{'no' if state == DAMAGED else 'not known'}: {'; '.join(wrong)}"
-    return f"yes, but for the files of {listed_hosts(others)}" if others else "yes"
+    is_now = _condition(found, summary, verify=verify)
+    if is_now.state != INTACT:
+        return f"{'no' if is_now.state == DAMAGED else 'not known'}: {'; '.join(is_now.problems)}"
+    return f"yes, but for the files of {listed_hosts(is_now.other_hosts)}" if is_now.other_hosts else "yes"
 
 
-def _state(found: Overview, summary: Summary, *, verify: bool) -> tuple[str, list[str], Mapping[str, str]]:
-    """Its state, what is wrong, and the files that other hosts keep.
-
-    What the listing says, if it has just the files of the checkpoint; else what the manifest says.
-    """
-    if not verify and summary.has_all_of(found.sizes(summary.name)):
-        return INTACT, [], {}
-    storage = found.storage
-    find_problems = partial(problems, show=True) if verify else size_problems
-    try:
-        manifest = catalog.read_manifest(storage, summary.name)
-        others = files_on_other_hosts(storage, manifest)
-        wrong = find_problems(storage, without_other_hosts(storage, manifest))
-    except (StorageError, CheckpointError) as error:
-        gone = isinstance(error, CheckpointError) or shows_damage(error)
-        return DAMAGED if gone else UNREADABLE, [one_line(str(error))], {}
-    return DAMAGED if wrong else INTACT, wrong, others
+def _condition(found: Overview, summary: Summary, *, verify: bool) -> Condition:
+    return condition(found.storage, summary, found.sizes(summary.name), verify=verify)
 
 
 def listed_hosts(others: Mapping[str, str]) -> str:

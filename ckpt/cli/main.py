@@ -5,26 +5,13 @@ Imports no torch, so that it starts at once: commands that need it import it whe
 
 from __future__ import annotations
 
+import importlib
 import traceback
 from typing import Any
 
 import click
 
-from ckpt.cli.convert import convert
-from ckpt.cli.demo import demo
-from ckpt.cli.diff import diff
-from ckpt.cli.key import key
-from ckpt.cli.ls import ls
-from ckpt.cli.memory import memory
-from ckpt.cli.merge import merge
 from ckpt.cli.output import echo, echo_error
-from ckpt.cli.prune import prune
-from ckpt.cli.pull import pull
-from ckpt.cli.push import push
-from ckpt.cli.report import report
-from ckpt.cli.selftest import selftest
-from ckpt.cli.show import show
-from ckpt.cli.verify import verify
 from ckpt.errors import CkptError
 from ckpt.version import __version__
 
@@ -32,8 +19,40 @@ FAULT = 70  # the exit status of EX_SOFTWARE: an error inside the program
 _OF_CLICK = (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError)
 
 
+# every command and what it says of itself: its module, named like it, is imported when it runs
+COMMANDS = {
+    "convert": "Convert a checkpoint between formats.",
+    "demo": "Train, kill it in the middle of a save, resume, and compare.",
+    "diff": "Say which tensors and values differ between FIRST and SECOND.",
+    "key": "Keys that sign checkpoints: see StateManager(sign=...) and 'ckpt verify --key'.",
+    "ls": "List the checkpoints below ROOT, the newest first; of a folder of several roots, the roots.",
+    "memory": "Snapshots that runs hold in the memory of this machine.",
+    "merge": "Merge the sharded checkpoint at SOURCE into one safetensors file.",
+    "prune": "Remove old checkpoints below ROOT, and what crashed saves left.",
+    "pull": "Copy SOURCE to DESTINATION, verified.",
+    "push": "Publish the model of the checkpoint at SOURCE as REPO_ID on the Hub.",
+    "report": "Write a page about the run below ROOT: HTML into a file that ends with .html, otherwise Markdown.",
+    "selftest": "Does SCRIPT resume exactly? Runs it straight, then killed and resumed, and compares.",
+    "show": "Say what is in the checkpoint at URL, or in the newest intact one below it.",
+    "verify": "Read every byte of the checkpoint at URL, or of all below it.",
+}
+
+
 class _Commands(click.Group):
-    """Commands that answer a `CkptError` with one line and exit status 1."""
+    """Commands that answer a `CkptError` with one line and exit status 1. Each is imported when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        found: click.Command = getattr(importlib.import_module(f"ckpt.cli.{cmd_name}"), cmd_name)
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(COMMANDS.items()))
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -61,7 +80,3 @@ def _fault(error: Exception) -> str:
 @click.version_option(__version__, prog_name="ckpt")
 def main() -> None:
     """Checkpoints of training runs: list, verify, compare, prune, publish, convert."""
-
-
-for _command in (convert, demo, diff, key, ls, memory, merge, prune, pull, push, report, selftest, show, verify):
-    main.add_command(_command)

@@ -14,7 +14,12 @@ _COLUMNS = ("root", "step", "size", "age", "run", "keeper", "last said")
 
 @click.group()
 def memory() -> None:
-    """Snapshots that runs hold in the memory of this machine."""
+    """Snapshots that runs hold in the memory of this machine.
+
+    \b
+    ckpt memory ls
+    ckpt memory clear runs/mrpc
+    """
 
 
 @memory.command()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import click
 
+from ckpt.cli.completion import checkpoint_or_path
 from ckpt.cli.output import echo
 
 
 @click.command()
-@click.argument("source")
-@click.argument("destination")
+@click.argument("source", shell_complete=checkpoint_or_path)
+@click.argument("destination", shell_complete=checkpoint_or_path)
 @click.option("--dtype", help="Cast floating point tensors: bfloat16, float16, float32, ...")
 @click.option("--max-shard-size", help="Beyond this, write shards and an index: 5GB, 500MiB, ...")
 @click.option("--part", default="model", show_default=True, help="Which part of the checkpoint.")
@@ -19,9 +20,14 @@ def merge(
 ) -> None:
     """Merge the sharded checkpoint at SOURCE into one safetensors file.
 
-    SOURCE is a checkpoint of ckpt, a folder of torch.distributed.checkpoint, what Accelerate saves under FSDP, or what
-    DeepSpeed's save_checkpoint wrote: of that, the master weights.
-    DESTINATION is a file: out/model.safetensors.
+    SOURCE is a checkpoint of ckpt, a folder of torch.distributed.checkpoint, what Accelerate saves under FSDP, what
+    DeepSpeed's save_checkpoint wrote (of that, the master weights), or one file of safetensors, torch.save or
+    Lightning. DESTINATION is a file.
+
+    \b
+    ckpt merge runs/mrpc/step-00001000 model.safetensors
+    ckpt merge out/pytorch_model_fsdp_0 model.safetensors --dtype bfloat16
+    ckpt merge s3://bucket/run/step-00001000 model/model.safetensors --max-shard-size 5GB
     """
     from ckpt.export.merge import merge
 

@@ -7,6 +7,7 @@ import re
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from ckpt.formats.native.header import Outline
 from ckpt.util.console import format_size, format_table
@@ -15,17 +16,18 @@ _BITS = re.compile(r"\d+")
 _DEEPEST = 60  # modules in each other: a file may claim anything
 _LONGEST_NUMBER = 9  # digits
 _COLUMNS = ("parameters", "size", "dtype", "shape")
+T = TypeVar("T")
 
 
 @dataclass
-class Module:
-    """A module: the tensors of its own, and the modules in it, by their names."""
+class Module(Generic[T]):
+    """A module: what is known of the tensors of its own, and the modules in it, by their names."""
 
-    tensors: dict[str, Outline] = field(default_factory=dict)
-    modules: dict[str, Module] = field(default_factory=dict)
+    tensors: dict[str, T] = field(default_factory=dict)
+    modules: dict[str, Module[T]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Outline]) -> Module:
+    def of(cls, tensors: Mapping[str, T]) -> Module[T]:
         top = cls()
         for name, tensor in tensors.items():
             *path, last = name.split(".", _DEEPEST)
@@ -37,26 +39,26 @@ class Module:
 
     @property
     def shape(self) -> str:
-        """Equal for two modules with the same tensors in the same places."""
-        inside = [f"{name}:{tensor.dtype}{tensor.shape}{tensor.tied}" for name, tensor in self.tensors.items()]
+        """Equal for two modules with tensors of the same `repr` in the same places."""
+        inside = [f"{name}:{tensor!r}" for name, tensor in self.tensors.items()]
         inside += [f"{name}({module.shape})" for name, module in self.modules.items()]
         return ",".join(inside)
 
     @property
-    def all_tensors(self) -> Iterator[Outline]:
+    def all_tensors(self) -> Iterator[T]:
         yield from self.tensors.values()
         for module in self.modules.values():
             yield from module.all_tensors
 
-    def folded(self) -> Iterator[tuple[str, Module, int]]:
-        """The modules in it, with how many stand in a row that are numbered and equal: `0-11`."""
+    def folded(self) -> Iterator[tuple[str, list[str]]]:
+        """The names of the modules in it, those in a row that are numbered and equal in one group: `0-11`."""
         waiting = deque(self.modules.items())
         while waiting:
             first, module = waiting.popleft()
-            last, shape = first, module.shape
-            while waiting and _follows(waiting[0][0], last) and waiting[0][1].shape == shape:
-                last = waiting.popleft()[0]
-            yield (first, module, 1) if last == first else (f"{first}-{last}", module, int(last) - int(first) + 1)
+            names, shape = [first], module.shape
+            while waiting and _follows(waiting[0][0], names[-1]) and waiting[0][1].shape == shape:
+                names.append(waiting.popleft()[0])
+            yield first if len(names) == 1 else f"{first}-{names[-1]}", names
 
 
 def tree_lines(title: str, tensors: Mapping[str, Outline], depth: int) -> Iterator[str]:
@@ -65,13 +67,14 @@ def tree_lines(title: str, tensors: Mapping[str, Outline], depth: int) -> Iterat
     yield from format_table((title, *_COLUMNS), rows, _COLUMNS[:2])
 
 
-def _rows(module: Module, depth: int, level: int, times: int) -> Iterator[tuple[str, ...]]:
+def _rows(module: Module[Outline], depth: int, level: int, times: int) -> Iterator[tuple[str, ...]]:
     indent = "  " * level
     for name, tensor in module.tensors.items():
         size = "tied" if tensor.tied else format_size(times * _size(tensor))
         shape = f"[{', '.join(map(str, tensor.shape))}]"
         yield f"{indent}{name}", f"{times * _elements(tensor):,}", size, tensor.dtype, shape
-    for name, inside, count in module.folded():
+    for name, names in module.folded():
+        inside, count = module.modules[names[0]], len(names)
         found, all_of_them = list(inside.all_tensors), times * count
         dtypes = ", ".join(dict.fromkeys(tensor.dtype for tensor in found))
         counted = f"{indent}{name}" + (f"  ({count} equal)" if count > 1 else "")

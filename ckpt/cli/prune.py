@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import click
 
+from ckpt.cli.completion import checkpoint_or_path
 from ckpt.cli.output import echo
 from ckpt.root.retention import Keep
 from ckpt.storage import HubStorage, open_storage
@@ -26,7 +27,7 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
 
 
 @click.command()
-@click.argument("root")
+@click.argument("root", shell_complete=checkpoint_or_path)
 @click.option("--keep-last", type=int, metavar="N", help="Remove checkpoints; keep the N newest.")
 @click.option("--keep-best", type=int, metavar="N", help="... and the N best by --metric.")
 @click.option("--metric", help="As step(metrics=...) named it.")
@@ -57,6 +58,10 @@ def prune(
 
     Shows what will be removed, and asks. Where nobody can answer, in a script or a cron job, it refuses with exit
     status 2 unless --yes is given.
+
+    \b
+    ckpt prune runs/mrpc --keep-last 3 --dry-run
+    ckpt prune runs/mrpc --keep-last 1 --keep-best 2 --metric loss --yes
     """
     keep = _rules(mode, last=keep_last, best=keep_best, metric=metric, every=keep_every)
     storage = open_storage(root)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import click
 
+from ckpt.cli.completion import checkpoint_or_path
 from ckpt.cli.output import echo
 
 
 @click.command()
-@click.argument("source")
-@click.argument("destination")
+@click.argument("source", shell_complete=checkpoint_or_path)
+@click.argument("destination", shell_complete=checkpoint_or_path)
 @click.option("--step", type=int, help="Only the checkpoint of this step, to resume from.")
 @click.option("--revision", help="Of a repository: a branch, a tag or a commit.")
 @click.option("--key", metavar="PATH", help="Refuse what this key (PEM, public or private) has not signed.")
@@ -21,6 +22,11 @@ def pull(source: str, destination: str, step: int | None, revision: str | None, 
     folder or a URL too; a checkpoint becomes a folder below it, for a run to resume from. Other files in it are kept.
     Without the network, files of the Hub come from Hugging Face's cache, if they are there. The Hub's token comes
     from HF_TOKEN or 'hf auth login'.
+
+    \b
+    ckpt pull s3://bucket/mrpc runs/mrpc
+    ckpt pull user/repo model
+    ckpt pull runs/mrpc hub://user/mrpc --step 1000
     """
     from ckpt.tools.pull import pull
 

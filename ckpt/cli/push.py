@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import click
 
+from ckpt.cli.completion import checkpoint_or_path
 from ckpt.cli.output import echo
 
 
 @click.command()
-@click.argument("source")
+@click.argument("source", shell_complete=checkpoint_or_path)
 @click.argument("repo_id")
 @click.option("--private/--public", default=None, help="For a new repository.")
 @click.option("--revision", help="The branch to commit to; created if it does not exist.")
@@ -43,6 +44,10 @@ def push(
     SOURCE is a checkpoint of ckpt, sharded or not, what else 'ckpt merge' reads, or a folder of safetensors; REPO_ID is
     user/name, and is created if it does not exist. One commit has everything; what the Hub has is not sent again. The
     token comes from HF_TOKEN or 'hf auth login'.
+
+    \b
+    ckpt push runs/mrpc/step-00001000 user/mrpc --beside model --license mit
+    ckpt push runs/mrpc/step-00001000 user/mrpc --create-pr
     """
     from ckpt.export.push import push_to_hub
 

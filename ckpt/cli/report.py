@@ -1,30 +1,78 @@
-"""`ckpt report`: a Markdown page about a run."""
+"""`ckpt report`: a page about a run, as HTML or Markdown."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from ckpt.cli.completion import checkpoint_or_path
 from ckpt.cli.output import echo
-from ckpt.errors import StorageError
-from ckpt.tools.report import report as render
+from ckpt.errors import ConfigError, StorageError
+from ckpt.tools.report.facts import RunFacts, gather
+
+if TYPE_CHECKING:
+    from ckpt.tools.report.changes import Changes
+
+HTML, MARKDOWN = "html", "md"
+_HTML_SUFFIXES = (".html", ".htm")
+
+
+def _modes(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    found = {name: mode for name, _, mode in (value.rpartition("=") for value in values)}
+    if wrong := [value for value in values if value.rpartition("=")[2] not in ("min", "max") or "=" not in value[1:]]:
+        raise click.BadParameter(f"{wrong[0]!r}: write METRIC=min or METRIC=max.", ctx, param)
+    return found
 
 
 @click.command()
-@click.argument("root")
+@click.argument("root", shell_complete=checkpoint_or_path)
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write it to a file.")
-def report(root: str, output: Path | None) -> None:
-    """Write a page about the run below ROOT, in Markdown.
+@click.option("--format", "kind", type=click.Choice([HTML, MARKDOWN]), help="Instead of what the file's suffix says.")
+@click.option("--changes/--no-changes", default=None, help="How much each module changed: reads every model.")
+@click.option(
+    "--best", "modes", multiple=True, callback=_modes, metavar="METRIC=min|max",
+    help="Which value of a metric is best, where its name does not say it. May be repeated.",
+)  # fmt: skip
+def report(root: str, output: Path | None, kind: str | None, changes: bool | None, modes: dict[str, str]) -> None:
+    """Write a page about the run below ROOT: HTML into a file that ends with .html, otherwise Markdown.
 
-    Its checkpoints, its metrics by step, and how long training waited for saves.
+    Metrics by step, how long training waited for saves, sizes, restarts and what they passed over, health, and how much
+    each module changed from checkpoint to checkpoint. That last reads every model, and is in HTML unless --no-changes
+    is given, in Markdown only with --changes; the rest reads manifests and sizes of files.
+
+    The HTML page is one file without a script, and loads nothing.
+
+    \b
+    ckpt report runs/mrpc -o report.html
+    ckpt report runs/mrpc --best reward=max > report.md
     """
-    text = render(root)
+    kind = kind or (HTML if output is not None and output.suffix.lower() in _HTML_SUFFIXES else MARKDOWN)
+    facts = gather(root)
+    if unknown := modes.keys() - facts.curves.keys():
+        known = ", ".join(facts.curves) or "none"
+        raise ConfigError(f"no checkpoint has a metric {', '.join(sorted(unknown))}; there are: {known}.")
+    wanted = kind == HTML if changes is None else changes
+    page = _render(kind, facts, _measured(facts) if wanted else None, modes)
     if output is None:
-        click.echo(text, nl=False)
+        click.echo(page, nl=False)
     else:
-        _write(output, text)
+        _write(output, page)
         echo(str(output))
+
+
+def _measured(facts: RunFacts) -> Changes:
+    from ckpt.tools.report.changes import measure_changes
+
+    return measure_changes(facts)
+
+
+def _render(kind: str, facts: RunFacts, changes: Changes | None, modes: dict[str, str]) -> str:
+    from ckpt.tools.report.html import render_html
+    from ckpt.tools.report.markdown import render_markdown
+
+    return (render_html if kind == HTML else render_markdown)(facts, changes, modes)
 
 
 def _write(output: Path, text: str) -> None:

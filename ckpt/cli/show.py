@@ -7,6 +7,7 @@ from datetime import datetime
 
 import click
 
+from ckpt.cli.completion import checkpoint_or_path
 from ckpt.cli.module_tree import tree_lines
 from ckpt.cli.output import Line, Styled, echo, echo_json
 from ckpt.formats.native.manifest import Manifest
@@ -18,7 +19,7 @@ _SECONDS = {"blocked": "training waited {:.2f} s", "total": "durable after {:.2f
 
 
 @click.command()
-@click.argument("url")
+@click.argument("url", shell_complete=checkpoint_or_path)
 @click.option("--depth", type=click.IntRange(0), default=2, show_default=True, help="Of the tree of modules; 0: none.")
 @click.option("--tensors", is_flag=True, help="List every tensor with its dtype and shape.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from ckpt.cli.completion import checkpoint_or_path
 from ckpt.cli.ls import listed_hosts, without_name
 from ckpt.cli.output import Styled, echo, echo_json
 from ckpt.errors import CheckpointError, MissingError
@@ -23,7 +24,7 @@ from ckpt.util.console import format_size, one_line
 
 
 @click.command()
-@click.argument("url")
+@click.argument("url", shell_complete=checkpoint_or_path)
 @click.option("--key", metavar="PATH", help="Also check that this key (PEM, public or private) has signed it.")
 @click.option("--repair", is_flag=True, help="Write back damaged files from where they are whole.")
 @click.option("--from", "sources", metavar="URL", multiple=True, help="Another root that has them, such as the mirror.")

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import ConfigError
-from ckpt.export.metric_plot import Points
 from ckpt.formats.native.manifest import Manifest
 from ckpt.root.summary import Summary
 from ckpt.shown import markdown, shown
+from ckpt.util.line_chart import Points
 
 CARD, CURVE = "README.md", "training-curve.svg"
 BEGIN = "<!-- ckpt writes this section anew with every push: what you change in it is lost -->"

@@ -54,6 +54,24 @@ def atomic_folder(path: str | os.PathLike[str], *, over: bool = False) -> Iterat
             sync_directory(final.parent)
 
 
+@contextmanager
+def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield the path of a new file, which gets the name `path` on success, and is removed on an error.
+
+    What is there already is refused, also what another process has written meanwhile.
+    """
+    final = Path(os.path.abspath(path_text(path, "the file")))
+    if os.path.lexists(final):
+        raise ConfigError(f"{os.fspath(path)} is there already, and is kept as it is. Choose another destination.")
+    with as_storage_error(final):
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with _new_sibling(final) as folder:
+            _clear_up(final, folder, recover=False)
+            yield folder / final.name
+            os.link(folder / final.name, final)
+            sync_directory(final.parent)
+
+
 def _refuse_place(final: Path, shown: str, *, over: bool) -> None:
     if os.path.lexists(final) and not over:
         raise ConfigError(f"{shown} is there already, and is kept as it is. Choose another destination.")

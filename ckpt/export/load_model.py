@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from ckpt.errors import ConfigError, MismatchError, MissingError
+from ckpt.export.checkpoint_tensors import TensorSource
 from ckpt.export.save_model import ADAPTER_CONFIG, CONFIG
-from ckpt.export.source import TensorSource, open_source
+from ckpt.export.source import open_source, single_file
+from ckpt.export.transformers_names import ReadableTensor, as_loaded
 from ckpt.formats.layout import Box
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
@@ -32,6 +34,7 @@ from ckpt.shown import Lines
 from ckpt.state.model import ModelPart, tensors_in
 from ckpt.state.objects import ManagedObjects
 from ckpt.state.registry import StateRegistry
+from ckpt.state.unwrap import unwrap
 from ckpt.storage import HubStorage, Storage, open_storage, place_of
 from ckpt.storage.hub.download import fetched, unreachable
 from ckpt.util.console import say
@@ -73,8 +76,8 @@ def load_model(
     with ranks.working():
         where = run_on_all_ranks(ranks, call, lambda: _reached(shown, storage_options))
         options = storage_options if where == shown else None
-        storage, names = run_on_all_ranks(ranks, call, lambda: locate(where, options))
-        if names:
+        storage, names = run_on_all_ranks(ranks, call, lambda: _located(where, options))
+        if storage is not None and names:
             return _load_checkpoint(storage, names, ranks, ModelPart(part, model), trust, strict=strict)
         trust.refuse_unsigned(shown)
         skipped: dict[str, str] = run_on_all_ranks(
@@ -107,6 +110,8 @@ def load_checkpoint_model(
 
 def _reached(where: str, options: Mapping[str, Any] | None) -> str:
     """Where to read: in the cache, if the Hub cannot be reached or has plain files without a manifest."""
+    if single_file(where, options) is not None:
+        return where
     storage = open_storage(where, **settings(options))
     if not isinstance(storage, HubStorage):
         return where
@@ -118,6 +123,11 @@ def _reached(where: str, options: Mapping[str, Any] | None) -> str:
     if not found.is_dir():
         raise MissingError(f"there is nothing at {where} that a model can be loaded from.")
     return str(found)
+
+
+def _located(where: str, options: Mapping[str, Any] | None) -> tuple[Storage | None, list[str]]:
+    """The checkpoints at a path or URL; none in a single file."""
+    return (None, []) if single_file(where, options) is not None else locate(where, options)
 
 
 def _has_checkpoints(storage: Storage) -> bool:
@@ -184,18 +194,19 @@ def _load_folder(
             advice = "Build the model as it was when it was saved, or use strict=False to load what fits."
             raise MismatchError(Lines.listing(head, lines, advice), tuple(lines))
         fitting = {name for name in wanted if name in saved and name not in misfits}
-        for name in fitting:
-            _fill(wanted[name], saved[name], rank)
+        for name in saved:
+            if name in fitting:
+                _fill(wanted[name], saved[name], rank)
         target.load(live, left=live.keys() - fitting)
     return misfits
 
 
 def _matched(
     part: ModelPart, live: Mapping[str, Any], source: TensorSource, shown: str
-) -> tuple[Mapping[str, Any], Mapping[str, PiecedTensor]]:
+) -> tuple[Mapping[str, Any], Mapping[str, ReadableTensor]]:
     """Live and saved tensors under the same names: an adapter's file has names of its own."""
     if ADAPTER_CONFIG not in source.beside or CONFIG in source.beside:
-        return live, _named_as_here(live, source)
+        return live, as_loaded(unwrap(part.model), live, _named_as_here(live, source))
     adapters = part.about(live).get("adapters", {}).values()
     if not adapters:
         raise MismatchError(
@@ -213,7 +224,7 @@ def _named_as_here(live: Mapping[str, Any], source: TensorSource) -> Mapping[str
     return {other.get(name, name): tensor for name, tensor in source.tensors.items()}
 
 
-def _misfits(live: Mapping[str, Any], saved: Mapping[str, PiecedTensor]) -> dict[str, str]:
+def _misfits(live: Mapping[str, Any], saved: Mapping[str, ReadableTensor]) -> dict[str, str]:
     """What does not fit, by name. A tied tensor may be there under another of its names; another dtype is cast."""
     found = {id(value) for name, value in live.items() if name in saved}
     tensors = tensors_in(live)
@@ -226,7 +237,7 @@ def _misfits(live: Mapping[str, Any], saved: Mapping[str, PiecedTensor]) -> dict
 
 
 @torch.no_grad()
-def _fill(target: Any, saved: PiecedTensor, rank: int) -> None:
+def _fill(target: Any, saved: ReadableTensor, rank: int) -> None:
     """Read the piece of a tensor that this rank holds."""
     if not is_sharded(target):
         target.copy_(saved.read(saved.box))

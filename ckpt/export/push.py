@@ -14,6 +14,7 @@ import torch
 
 from ckpt.errors import ConfigError
 from ckpt.export.card import Training
+from ckpt.export.checkpoint_tensors import TensorSource
 from ckpt.export.folders import belongs_beside, scratch_folder
 from ckpt.export.hub_commit import Card, HubTarget, Publication
 from ckpt.export.options import SHARD_SIZE, ExportOptions
@@ -27,7 +28,7 @@ from ckpt.export.save_model import (
     save_live,
     write_processors,
 )
-from ckpt.export.source import TensorSource, open_source
+from ckpt.export.source import open_source
 from ckpt.formats.foreign.tied_weights import tied
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FILE_NAME, Manifest

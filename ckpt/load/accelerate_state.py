@@ -27,6 +27,7 @@ UNKNOWN_PROGRESS = (
     "Accelerate does not save how many epochs, batches and steps were done: counting begins at 0. Set manager.progress "
     "before the loop if they matter"
 )
+NO_GENERATORS = "no random generators were saved: those here are left as they are"
 _NUMBER = re.compile(r"(.*?)(\d+)\D*")
 
 
@@ -68,12 +69,15 @@ class AccelerateState:
     def rank_state(self, rank: int) -> dict[str, Any]:
         """A rank's own state, as a manager saves it."""
         states = self.saved.random_states(rank)
-        with _damage_named(self.name, "random generators"):
-            rng = accelerate.rng_states(states)
         _, number = split_name(self.name)
         saves = 0 if number is None else 1 + number
         source = {"step": states.get("step", 0), "sync_gradients": True, "saves": saves, "loaders": {}}
-        return check_rank_state({"rng": rng, "generators": {}, "loaders": {}, "source": source}, self.name)
+        state = {"generators": {}, "loaders": {}, "source": source}
+        if "random_state" not in states:
+            return check_rank_state({**state, "lacking": {"rng": NO_GENERATORS}}, self.name)
+        with _damage_named(self.name, "random generators"):
+            rng = accelerate.rng_states(states)
+        return check_rank_state({"rng": rng, **state}, self.name)
 
 
 def kind_of(key: str) -> str:

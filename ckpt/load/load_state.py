@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -59,7 +59,7 @@ class StateLoader:
     live: LiveObjects
     broadcast: bool | None
     pause_staging: Callable[[], AbstractContextManager[None]]
-    follow: Callable[[Manifest, Iterable[str], int], None]
+    follow: Callable[[Manifest, Iterable[str], int, Mapping[str, str]], None]
     trust: Trust = field(default_factory=Trust)
     _half_loaded: str | None = field(default=None, init=False)
 
@@ -161,7 +161,8 @@ class StateLoader:
         generators = [key for key in self.live.registry.generators if key not in choice.ready.notes.skipped]
         state = choice.ready.reader.state
         lacking, values = state.get("lacking", {}), ("values",) if state.get("values") else ()
-        self.follow(choice.manifest, choice.damaged, choice.tier if in_own_tiers else ELSEWHERE)
+        tier = choice.tier if in_own_tiers else ELSEWHERE
+        self.follow(choice.manifest, choice.damaged, tier, choice.passed_over)
         restored = restored_from(
             choice,
             (*parts, *values, *generators, *(() if "rng" in lacking else ("rng",)), "progress"),

@@ -175,13 +175,20 @@ def apply_retention(
     removable = keep.removable(newest_first, set(damaged))
     gone = [checkpoint for checkpoint in newest_first if checkpoint.name in removable]
     if gone:
-        (history or History(storage)).store(newest_first)
+        _remember(history or History(storage), gone, newest_first)
     reasons = remove_all(storage, [(known or {}).get(checkpoint.name, checkpoint) for checkpoint in gone])
     for name, reason in reasons.items():
         if reason.startswith(_UNKNOWN) and (storage.url, name) not in _warned:
             _warned.add((storage.url, name))
             _log.warning("%s/%s is not removed: it %s", storage.url, name, reason)
     return [checkpoint for checkpoint in newest_first if reasons.get(checkpoint.name) != ""]
+
+
+def _remember(history: History, gone: Sequence[Manifest | Summary], known: Sequence[Manifest | Summary]) -> None:
+    """Store what is known. The manifests of those that go are read, if only they say how these were saved."""
+    storage, names = history.storage, {found.id: found.name for found in gone if history.lacks_save(found)}
+    read = in_parallel(lambda name: find(storage, name).manifest, list(names.values()), _REMOVERS, "ckpt-history")
+    history.store([*(found for found in read if found is not None and found.id in names), *known])
 
 
 _warned: set[tuple[str, str | None]] = set()

@@ -16,6 +16,7 @@ from typing import Any
 from ckpt.errors import DamagedError, StorageError
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.manifest import Manifest
+from ckpt.formats.native.manifest_schema import is_resumed
 from ckpt.root.summary import Summary
 from ckpt.storage import Staging, Storage
 from ckpt.storage.base import read_document
@@ -25,21 +26,29 @@ HISTORY = ".history.jsonl"
 MOST = 5_000  # checkpoints: of more, the oldest are left out, and counted
 _LARGEST = 16 << 20  # bytes
 _VERSION = 1
-_RULES = {"name": Rule(is_text, "text"), "seconds": Rule(is_mapping(is_finite), "numbers by name")}
+_NUMBERS = is_mapping(is_finite)
+_RULES = {
+    "name": Rule(is_text, "text"),
+    "seconds": Rule(_NUMBERS, "numbers by name"),
+    "memory": Rule(_NUMBERS, "numbers by name", required=False),
+    "resumed": Rule(is_resumed, "what was loaded, and what was passed over", required=False),
+}
 _log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True)
 class PastSave:
-    """A checkpoint that was committed in the root once, and the seconds of its save, where they are known."""
+    """A checkpoint that was committed in the root once, and what its manifest said of its save, where that is known."""
 
     summary: Summary
     seconds: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, int | float] = field(default_factory=dict)
+    resumed: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, checkpoint: Manifest | Summary) -> PastSave:
         if isinstance(checkpoint, Manifest):
-            return cls(Summary.of(checkpoint), checkpoint.seconds)
+            return cls(Summary.of(checkpoint), checkpoint.seconds, checkpoint.memory, checkpoint.resumed)
         return cls(checkpoint)
 
 
@@ -73,9 +82,18 @@ class History:
 
     def add(self, checkpoint: Manifest | Summary) -> None:
         """Remember a checkpoint. It is stored with the next `store`."""
-        if checkpoint.id not in self._saves:
-            self._saves[checkpoint.id] = save = PastSave.of(checkpoint)
+        save, known = PastSave.of(checkpoint), self._saves.get(checkpoint.id)
+        if known is None or (save.seconds and not known.seconds):
+            self._saves[checkpoint.id] = save
             self._lines[checkpoint.id] = _line(_fields(save))
+
+    def lacks_save(self, checkpoint: Manifest | Summary) -> bool:
+        """Whether nothing is known of how the checkpoint was saved: an earlier process did, and it was only listed."""
+        if isinstance(self.storage, Staging):
+            return False
+        self._read()
+        known = self._saves.get(checkpoint.id)
+        return known is None or not known.seconds
 
     def store(self, checkpoints: Iterable[Manifest | Summary]) -> None:
         """Store all that is known, with these checkpoints, before some are removed. A failure is one warning."""
@@ -137,7 +155,9 @@ class History:
 
 
 def _fields(save: PastSave) -> dict[str, Any]:
-    return {"name": save.summary.name, **save.summary.to_json(), "seconds": dict(save.seconds)}
+    known = {"memory": dict(save.memory), "resumed": dict(save.resumed)}
+    found = {key: value for key, value in known.items() if value}
+    return {"name": save.summary.name, **save.summary.to_json(), "seconds": dict(save.seconds), **found}
 
 
 def _line(fields: Mapping[str, Any]) -> bytes:
@@ -158,4 +178,6 @@ def _save_of(fields: Any) -> PastSave | None:
     if broken_rules(fields, _RULES):
         return None
     summary = Summary.from_json(fields["name"], fields)
-    return None if summary is None else PastSave(summary, fields["seconds"])
+    if summary is None:
+        return None
+    return PastSave(summary, fields["seconds"], fields.get("memory", {}), fields.get("resumed", {}))

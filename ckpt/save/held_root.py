@@ -80,7 +80,10 @@ class HeldRoot:
         if self.newest is not None and self.newest.id == known.id:
             return self.newest
         manifest = find(self.storage, name).manifest
-        return manifest if manifest is not None and manifest.id == known.id else None
+        if manifest is None or manifest.id != known.id:
+            return None
+        self.history.add(manifest)  # a save of its name may replace it
+        return manifest
 
     def add(self, manifest: Manifest, version: str | None) -> None:
         """Record a commit. It replaces an older checkpoint of its name. `version`: of its manifest, if it is known."""

@@ -22,14 +22,15 @@ from ckpt.root.mirror import MirrorWorker
 from ckpt.root.retention import Keep
 from ckpt.root.summary import Summary
 from ckpt.root.trust import Seal
+from ckpt.save.commit_messages import not_durable, saved_line
 from ckpt.save.environment import device_name, versions
 from ckpt.save.held_root import EarlyLock, HeldRoot, adopt, files_of, remove_checkpoint
 from ckpt.save.numbering import Numbering, next_sequence
 from ckpt.save.preconditions import refuse_foreign, refuse_to_overtake, version_to_replace
+from ckpt.save.resumption import resumption
 from ckpt.storage import Staging, Storage
 from ckpt.storage.base import LostError
 from ckpt.util.clock import utc_now
-from ckpt.util.console import format_size
 
 _log = logging.getLogger("ckpt")
 
@@ -52,6 +53,7 @@ class RootWriter:
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     parent: str | None = None  # id of the checkpoint that the next one continues from
     sequence: int = 0  # of the checkpoint that this run was resumed from
+    resumed: Mapping[str, Any] = field(default_factory=dict)  # what the next checkpoint says of the last load
     damaged: set[str] = field(default_factory=set)
     linkable: dict[str, EarlierFile] = field(default_factory=dict)  # this rank's files of the last checkpoint, by name
     has_resumed: bool = False  # a save before that is refused: it would commit a fresh start next to older checkpoints
@@ -82,7 +84,9 @@ class RootWriter:
         run_on_all_ranks(self.ranks, call, lambda: self._hold() if self.owns_root else None)
         self.has_resumed = self.has_resumed or resumed
 
-    def follow(self, manifest: Manifest, damaged: Iterable[str], tier: int = 0) -> None:
+    def follow(
+        self, manifest: Manifest, damaged: Iterable[str], tier: int = 0, passed_over: Mapping[str, str] | None = None
+    ) -> None:
         """Continue from this checkpoint, which was loaded: it is the parent of the next one.
 
         Files are linked only from what was read: if it was read elsewhere, the root's files of that name are damaged.
@@ -90,6 +94,7 @@ class RootWriter:
         """
         self.run, self.sequence = manifest.run, manifest.sequence
         self.parent = manifest.id if tier >= 0 else manifest.parent
+        self.resumed = resumption(manifest, tier, passed_over or {})
         self.linkable = {file.name: EarlierFile(manifest.name, file) for file in manifest.files if tier == 0}
         self.has_resumed = True
         self.damaged |= set(damaged)
@@ -231,6 +236,7 @@ class RootWriter:
             created=utc_now(),
             run=self.run,
             parent=self.parent,
+            resumed=self.resumed,
             files=tuple(sorted((record.file for record in stored), key=lambda file: file.path)),
             versions=versions(),
             hardware=device_name(),
@@ -239,9 +245,7 @@ class RootWriter:
         )
         receipts = {record.file.path: record.receipt for record in stored if record.receipt is not None}
         self.commit_manifest(attempt, manifest := self.seal.sealed(unsealed), receipts)
-        waited, total = facts["seconds"]["blocked"], facts["seconds"]["total"]
-        said = (self.storage.url, attempt.name, format_size(manifest.size), waited, total)
-        _log.log(self.log_level, "saved %s/%s: %s, training waited %.2f s, durable after %.2f s", *said)
+        _log.log(self.log_level, "%s", saved_line(manifest, self.storage.url))
         return manifest
 
     def commit_manifest(self, attempt: Attempt, manifest: Manifest, receipts: Mapping[str, str]) -> None:
@@ -251,11 +255,7 @@ class RootWriter:
             version = attempt.commit(self.storage, manifest, receipts)
         except NotDurableError as error:
             self._record(manifest)
-            raise NotDurableError(
-                f"{self.storage.url}/{attempt.name} is committed and can be loaded, but it may not outlive a crash of "
-                f"this machine: {error} Check the disk, then save again. Until a save succeeds, no older checkpoint "
-                "is removed."
-            ) from error
+            raise not_durable(manifest, self.storage.url, error) from error
         except StorageError:
             self._unsure[attempt.name] = manifest
             raise
@@ -265,7 +265,7 @@ class RootWriter:
         assert self.held is not None
         self.held.add(manifest, version)
         self.damaged.discard(manifest.name)
-        self._has_committed = True
+        self._has_committed, self.resumed = True, {}
         if self.mirror is not None:
             self.mirror.enqueue(manifest)
 

@@ -243,7 +243,7 @@ def _group_misfits(where: str, live: Sequence[str], old: Sequence[str]) -> dict[
     return unfit | {f"{where}.{name}": why for name in old if name in unexpected}
 
 
-def nameless(index: int) -> str:
+def nameless(index: int | str) -> str:
     """The key of a parameter without a known name."""
     return f"@{index}"
 

@@ -1,4 +1,4 @@
-"""Convert checkpoints of Accelerate, DeepSpeed and Megatron-Core to ours, and ours to Accelerate's and Megatron's."""
+"""Convert checkpoints from any format that is read to any that is written: through portable state, part by part."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ckpt.errors import ConfigError, StorageError
-from ckpt.formats.foreign import accelerate, megatron
+from ckpt.export.folders import atomic_file, atomic_folder
+from ckpt.export.options import ExportOptions
+from ckpt.formats.foreign import accelerate, lightning, megatron, torch_files
 from ckpt.formats.foreign.tied_weights import same_place
 from ckpt.formats.native import documents, tensor_file_plan
 from ckpt.formats.native.json_values import refuse
@@ -25,17 +29,24 @@ from ckpt.ranks.group import SingleProcess
 from ckpt.root import deletion
 from ckpt.root.catalog import check_name, find
 from ckpt.root.file_names import whole_file
-from ckpt.root.folder import Folder
 from ckpt.root.keys import KeySource, find_signing_key
 from ckpt.root.trust import Seal
 from ckpt.save.root_writer import RootWriter
 from ckpt.shown import Lines
 from ckpt.storage import open_storage
-from ckpt.tools import export_accelerate, export_megatron
-from ckpt.tools.import_foreign import Imported, import_from
+from ckpt.tools import export_accelerate, export_megatron, import_folders
+from ckpt.tools.export_folders import export_dcp, export_hugging_face
+from ckpt.tools.export_torch import export_lightning, export_torch
+from ckpt.tools.open_state import open_state
+from ckpt.tools.portable_state import Outcome, PortableState
+from ckpt.util.console import progress_bar
+from ckpt.util.option_values import path_text
 
-OURS = "ckpt"
-TARGETS = (OURS, accelerate.NAME, megatron.NAME)
+OURS, TORCH, HUGGING_FACE, DCP = "ckpt", torch_files.NAME, import_folders.HUGGING_FACE, import_folders.DCP
+TARGETS = (OURS, HUGGING_FACE, DCP, accelerate.NAME, TORCH, lightning.NAME, megatron.NAME)
+_FILES = (TORCH, lightning.NAME)  # of which a checkpoint is one file
+
+Export = Callable[[PortableState, Path, Callable[[int], None]], Outcome]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,28 +71,68 @@ def convert(
     *,
     to: str = OURS,
     name: str | None = None,
+    max_shard_size: int | str | None = None,
     sign: KeySource | bool | None = None,
 ) -> Converted:
     """Convert a checkpoint, and return what was written, approximated and skipped.
 
-    To "ckpt": `source` is a folder that Accelerate's `save_state` wrote, DeepSpeed's `save_checkpoint` (its master
-    weights and its optimizer; universal ones, too), or Megatron-Core as `torch_dist` (its model); `destination` is a
-    root, and the checkpoint is named like the folder, or `name`. To "accelerate": `source` is a checkpoint of ours,
-    `destination` a folder that `accelerator.load_state` will read, with as many processes as saved the checkpoint. To
-    "megatron": its model, which has Megatron's names, in a folder that `megatron.core.dist_checkpointing.load` reads.
-    No pickle is executed. The output appears when it is complete. Models are streamed tensor by tensor; other parts are
-    held one at a time.
-    `sign`, as for the manager, signs a checkpoint of ours; others know no signatures.
+    `source` is a checkpoint of ours, whole or sharded, or of torch.distributed.checkpoint, Accelerate, DeepSpeed (ZeRO
+    0 to 3, universal), Lightning, Megatron-Core (`torch_dist`), the Trainer, a file of `torch.save`, or safetensors;
+    which of them is found out. `to` is the format to write:
+
+    - "ckpt": `destination` is a root; the checkpoint is named like the source, or `name`
+    - "hf": a folder with `model.safetensors`, in shards beyond `max_shard_size`, and the configuration beside it
+    - "dcp": a folder for `torch.distributed.checkpoint.load`
+    - "accelerate": a folder for `accelerator.load_state`, with as many processes as saved the checkpoint
+    - "torch": a file for `torch.load(weights_only=True)`
+    - "lightning": a file for `Trainer.fit(ckpt_path=...)`
+    - "megatron": a folder for `megatron.core.dist_checkpointing.load`, of a model that has Megatron's names
+
+    No pickle is executed. The output appears when it is complete; an existing one is refused. Tensors are streamed.
+    `sign`, as for the manager, signs a checkpoint of ours; others know no signatures. docs/converting.md has a table of
+    what each format holds.
     """
     if to not in TARGETS:
         raise ConfigError(f"to={to!r} is none of {', '.join(TARGETS)}.")
-    if to == OURS:
-        return _import(source, destination, name, Seal(key=find_signing_key(sign)))
-    if name is not None:
-        raise ConfigError("name= is for a checkpoint in a root. A folder is named by its path.")
-    export = export_megatron.export if to == megatron.NAME else export_accelerate.export
-    url, parts, skipped = export(source, destination)
-    return Converted(url=url, parts=parts, skipped=skipped)
+    if name is not None and to != OURS:
+        raise ConfigError("name= is for a checkpoint in a root. Others are named by their path.")
+    if max_shard_size is not None and to != HUGGING_FACE:
+        raise ConfigError(f"max_shard_size= is for to={HUGGING_FACE!r}.")
+    limit = ExportOptions.parse(None, max_shard_size).max_shard_size
+    if to != OURS:
+        return _export(source, destination, to, limit)
+    seal = Seal(key=find_signing_key(sign))
+    with open_state(source) as state:
+        return _import(state, destination, name, seal)
+
+
+def _export(
+    source: str | os.PathLike[str], destination: str | os.PathLike[str], to: str, limit: int | None
+) -> Converted:
+    path = path_text(destination, "the destination")
+    if "://" in path:
+        raise ConfigError(f"{path} is no path: {to} is written to a disk. Copy it from there.")
+    writers: dict[str, Export] = {
+        HUGGING_FACE: partial(export_hugging_face, max_shard_size=limit),
+        DCP: export_dcp,
+        TORCH: export_torch,
+        lightning.NAME: export_lightning,
+        accelerate.NAME: export_accelerate.export,
+        megatron.NAME: export_megatron.export,
+    }
+    whole = atomic_file if to in _FILES else atomic_folder
+    with open_state(source) as state:
+        total = sum(map(state.size, state.parts))
+        with whole(path) as place, progress_bar(f"converting {state.name}", total, in_bytes=True) as advance:
+            parts, skipped = writers[to](state, place, advance)
+        return Converted(
+            url=path, parts=parts, approximated=_told(state, skipped), skipped={**state.skipped, **skipped}
+        )
+
+
+def _told(state: PortableState, skipped: Mapping[str, str]) -> dict[str, str]:
+    """What the source had not exactly; of what is left out, nothing more."""
+    return {key: why for key, why in state.approximated.items() if key not in skipped}
 
 
 class _ConvertedWriter(RootWriter):
@@ -90,10 +141,8 @@ class _ConvertedWriter(RootWriter):
     log_level = logging.DEBUG
 
 
-def _import(source: str | os.PathLike[str], root: str | os.PathLike[str], name: str | None, seal: Seal) -> Converted:
-    folder = Folder.at(source)
-    found = import_from(folder)
-    chosen = check_name(folder.name if name is None else name)
+def _import(found: PortableState, root: str | os.PathLike[str], name: str | None, seal: Seal) -> Converted:
+    chosen = check_name(found.name if name is None else name)
     files = [*_tensor_files(found.parts), *_documents(found)]
     with closing(_ConvertedWriter(open_storage(root), SingleProcess(), seal=seal)) as writer:
         _write(writer, chosen, files, found)
@@ -105,7 +154,7 @@ def _import(source: str | os.PathLike[str], root: str | os.PathLike[str], name: 
     )
 
 
-def _write(writer: RootWriter, name: str, files: list[FilePlan], found: Imported) -> None:
+def _write(writer: RootWriter, name: str, files: list[FilePlan], found: PortableState) -> None:
     writer.hold()
     remove_token(writer.storage)  # what a run has left in memory does not continue from what is written now
     if find(writer.storage, name).committed:
@@ -140,7 +189,7 @@ def _outline(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _documents(found: Imported) -> list[FilePlan]:
+def _documents(found: PortableState) -> list[FilePlan]:
     parts = {key: {"class": "", "state": part.values} for key, part in found.parts.items()}
     ranks = range(found.world_size)
     return [

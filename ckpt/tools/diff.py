@@ -6,10 +6,8 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-import torch
 
 from ckpt.errors import ConfigError
 from ckpt.export.source import open_source
@@ -19,17 +17,18 @@ from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.documents import STATE, from_json, to_json
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
-from ckpt.formats.pieces import SLAB, PiecedTensor
-from ckpt.formats.tensor_bytes import host_bytes
+from ckpt.formats.pieces import PiecedTensor
 from ckpt.root import catalog
 from ckpt.root.file_names import part_of
 from ckpt.root.folder import Folder
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.storage import Storage
+from ckpt.tools.tensor_change import Squares, compare_tensors
 from ckpt.util.console import progress_bar
 
 _MODEL = "model"
-_ABSENT = "-"
+ABSENT = "-"
+_NOT_IN_JSON = ("squares", "is_tensor")
 _REFERENCES = {"$tensor", "$strided"}
 
 
@@ -37,8 +36,8 @@ _REFERENCES = {"$tensor", "$strided"}
 class Difference:
     """A tensor or a value that differs: what each of the two checkpoints has, `-` for nothing.
 
-    Of tensors of the same shape, the number of elements that differ, and the largest difference; NaN where an element
-    is no number.
+    Of tensors of the same shape, the number of elements that differ, the largest difference, and the relative one: the
+    RMS of the difference over the RMS of the first. NaN where an element is no number; infinite where the first was 0.
     """
 
     name: str
@@ -46,6 +45,9 @@ class Difference:
     second: str
     elements: int | None = None
     most: float | None = None
+    relative: float | None = None
+    squares: Squares | None = field(default=None, repr=False, compare=False)  # from which `relative` was made
+    is_tensor: bool = field(default=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +62,15 @@ class Diff:
         return bool(self.differences)
 
     def to_json(self) -> dict[str, Any]:
-        listed = [asdict(difference) for difference in self.differences]
-        for fields in listed:
-            if fields["most"] is not None and not math.isfinite(fields["most"]):
-                fields["most"] = str(fields["most"])
+        listed = [_json_fields(difference) for difference in self.differences]
         return {"first": self.first, "second": self.second, "differences": listed}
+
+
+def _json_fields(difference: Difference) -> dict[str, Any]:
+    """As JSON has them: NaN and infinities as text."""
+    fields = {key: value for key, value in vars(difference).items() if key not in _NOT_IN_JSON}
+    numbers = {key: fields[key] for key in ("most", "relative") if fields[key] is not None}
+    return {**fields, **{key: value if math.isfinite(value) else str(value) for key, value in numbers.items()}}
 
 
 def diff(
@@ -179,7 +185,7 @@ class _Comparison:
             return
         flat = [self.first.values(first, self.part), self.second.values(second, self.part)]
         for path in dict.fromkeys([*flat[0], *flat[1]]):
-            here, there = flat[0].get(path, _ABSENT), flat[1].get(path, _ABSENT)
+            here, there = flat[0].get(path, ABSENT), flat[1].get(path, ABSENT)
             if here != there:
                 yield Difference(name=path, first=_short(here), second=_short(there))
 
@@ -225,51 +231,15 @@ def _short(value: object) -> str:
 
 
 def _compare(name: str, first: PiecedTensor | None, second: PiecedTensor | None) -> Difference | None:
-    found = Difference(name=name, first=_outline(first), second=_outline(second))
+    found = Difference(name=name, first=_outline(first), second=_outline(second), is_tensor=True)
     if first is None or second is None or first.shape != second.shape:
         return found
-    elements, most = 0, 0.0
-    for box in first.boxes(SLAB // max(first.dtype.itemsize, second.dtype.itemsize)):
-        count, by = _count_differences(first.read(box), second.read(box))
-        elements, most = elements + count, by if math.isnan(by) else max(most, by)
-    if not elements and first.dtype == second.dtype:
+    change = compare_tensors(first, second)
+    if not change.elements and first.dtype == second.dtype:
         return None
-    return replace(found, elements=elements, most=most)
+    relative = change.squares.relative if change.squares is not None else math.nan
+    return replace(found, elements=change.elements, most=change.most, relative=relative, squares=change.squares)
 
 
 def _outline(tensor: PiecedTensor | None) -> str:
-    return _ABSENT if tensor is None else f"{dtypes.name_of(tensor.dtype)} {list(tensor.shape)}"
-
-
-def _count_differences(first: torch.Tensor, second: torch.Tensor) -> tuple[int, float]:
-    """The number of elements that differ, bitwise where the dtypes are the same, and the largest difference."""
-    differs = _bits_differ(first, second) if first.dtype == second.dtype else None
-    if differs is not None and not differs.any():
-        return 0, 0.0
-    try:
-        distances = _distances(first, second)
-    except (RuntimeError, NotImplementedError):  # a dtype that torch has no arithmetic for
-        return first.numel() if differs is None else int(differs.sum()), math.nan
-    if differs is None:
-        differs = distances != 0
-    return int(differs.sum()), float(distances.max())
-
-
-def _bits_differ(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """By element, whether its bits differ."""
-    bits = [torch.frombuffer(host_bytes(tensor), dtype=torch.uint8) for tensor in (first, second)]
-    if torch.equal(*bits):
-        return torch.zeros(first.numel(), dtype=torch.bool)
-    return (bits[0] != bits[1]).view(-1, first.dtype.itemsize).any(1)
-
-
-def _distances(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    mine, theirs = _numbers(first), _numbers(second)
-    distances = (mine - theirs).abs()
-    distances[mine == theirs] = 0.0  # infinities
-    distances[mine.isnan() & theirs.isnan()] = 0.0
-    return distances
-
-
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return ABSENT if tensor is None else f"{dtypes.name_of(tensor.dtype)} {list(tensor.shape)}"

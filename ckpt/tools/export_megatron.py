@@ -1,4 +1,4 @@
-"""Export the model of a checkpoint as a `torch_dist` folder that `megatron.core.dist_checkpointing.load` reads.
+"""Write the model of portable state as a `torch_dist` folder that `megatron.core.dist_checkpointing.load` reads.
 
 For a model of Megatron-Core that one process holds, or FSDP, or DDP: with the names and shapes that its `state_dict()`
 has without tensor parallelism. Layers are stacked, as Megatron asks for them; it divides them anew over any ranks.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,43 +17,29 @@ from typing import Any
 import torch
 
 from ckpt.errors import ConfigError
-from ckpt.export.folders import atomic_folder
-from ckpt.export.source import open_source
 from ckpt.formats.foreign import megatron
 from ckpt.formats.foreign.accelerate_write import write_values
 from ckpt.formats.foreign.dcp_write import Shard, ShardedEntry, write_folder
 from ckpt.formats.native.documents import to_json
 from ckpt.formats.pieces import PiecedTensor
-from ckpt.load.reader import CheckpointReader
-from ckpt.state.parts import SavedTensor
-from ckpt.tools.export_accelerate import locked_checkpoint
-from ckpt.util.console import progress_bar
-from ckpt.util.option_values import path_text
+from ckpt.tools.portable_state import Outcome, PortableState
 
 _PART = "model"
 _ANEW = "Megatron-Core has a form of its own for it: it begins anew"
 _LAYER = re.compile(r"(?:.*\.)?(?:decoder|encoder)\.layers\.\d{1,6}\..+")
 
 
-def export(
-    source: str | os.PathLike[str], destination: str | os.PathLike[str]
-) -> tuple[str, tuple[str, ...], dict[str, str]]:
-    """Write the folder. Returns its path, the parts in it, and what was left out, with the reasons."""
-    path = path_text(destination, "the destination")
-    if "://" in path:
-        raise ConfigError(f"{path} is no path: Megatron-Core reads folders on a disk.")
-    with locked_checkpoint(source) as (storage, manifest):
-        reader = CheckpointReader(storage, manifest, 0)
-        with open_source(f"{storage.url.rstrip('/')}/{manifest.name}", _PART) as opened:
-            _require_names(opened.tensors, manifest.name)
-            entries = _stacked(megatron.stored_names(opened.tensors), manifest.name)
-            objects, skipped = _objects(reader.tree(_PART))
-            total = sum(_size(entry) for entry in entries.values())
-            with atomic_folder(path) as folder, progress_bar(f"converting {manifest.name}", total) as advance:
-                write_folder(os.fspath(folder), entries, objects, advance)
-                _write_rest(folder, manifest.step)
-    others = {key: _ANEW for key in reader.parts if key != _PART}
-    return path, (_PART,), {**skipped, **others, "rng": _ANEW}
+def export(state: PortableState, folder: Path, advance: Callable[[int], None]) -> Outcome:
+    """Write the folder. Returns the parts in it, and what was left out, with the reasons."""
+    tree = state.tree(_PART) if _PART in state.parts else {}
+    tensors = {name: tensor for name, tensor in tree.items() if isinstance(tensor, PiecedTensor)}
+    _require_names(tensors, state.name)
+    entries = _stacked(megatron.stored_names(tensors), state.name)
+    objects, skipped = _objects(tree)
+    write_folder(os.fspath(folder), entries, objects, advance)
+    _write_rest(folder, state.progress.step)
+    others = {key: _ANEW for key in state.parts if key != _PART}
+    return (_PART,), {**skipped, **others, "rng": _ANEW}
 
 
 def _require_names(tensors: Mapping[str, PiecedTensor], name: str) -> None:
@@ -66,7 +52,7 @@ def _require_names(tensors: Mapping[str, PiecedTensor], name: str) -> None:
 
 def _objects(tree: Any) -> tuple[dict[str, Any], dict[str, str]]:
     """The modules' empty `_extra_state`, which Megatron asks for, and what else is no tensor, which is left out."""
-    others = {name for name, value in tree.items() if not isinstance(value, SavedTensor)}
+    others = {name for name, value in tree.items() if not isinstance(value, PiecedTensor)}
     empty = {name for name in others if megatron.is_extra_state(name) and tree[name] is None}
     skipped = {f"{_PART}.{name}": "no tensor: it is not written" for name in sorted(others - empty)}
     return {megatron.object_name(name, empty): [None] for name in sorted(empty)}, skipped
@@ -76,10 +62,6 @@ def _write_rest(folder: Path, step: int) -> None:
     """What is not sharded, and the file that Megatron takes for the end of a save."""
     write_values(os.fspath(folder / megatron.COMMON), {megatron.ITERATION: step})
     (folder / megatron.CONFIG).write_bytes(to_json(megatron.CONFIGURATION))
-
-
-def _size(entry: ShardedEntry) -> int:
-    return entry.dtype.itemsize * sum(torch.Size(shard.sizes).numel() for shard in entry.shards)
 
 
 def _stacked(tensors: Mapping[str, PiecedTensor], name: str) -> dict[str, ShardedEntry]:

@@ -1,17 +1,70 @@
-"""Plots as plain SVG text: elements, a document around them, linear scales. No plotting library is needed."""
+"""Plots as plain SVG text: elements, a document with a background, colours and scales. No plotting library is needed.
+
+The report, model cards and benchmarks are drawn with this. A file of its own has `PLAIN` colours on a white background,
+because it is read on dark pages too; what is part of a page has those of the page's style sheet (`THEMED`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from ckpt.shown import shown
 
+Scale = Callable[[float], float]
+FONT = {"font_family": "system-ui, sans-serif", "font_size": 12}
 
-def document(elements: Iterable[str], width: float, height: float, **attributes: object) -> str:
-    """A complete SVG file. Attributes of the root element, such as the font, apply to everything in it."""
-    root = _attributes({"xmlns": "http://www.w3.org/2000/svg", **attributes, "width": width, "height": height})
-    return "\n".join([f"<svg{root}>", *elements, "</svg>", ""])
+
+@dataclass(frozen=True)
+class Colours:
+    """The colours of a plot. `lines`: of curves and bars, the first of what matters most."""
+
+    background: str
+    ink: str
+    muted: str
+    grid: str
+    bad: str
+    lines: tuple[str, ...]
+
+
+PLAIN = Colours(
+    background="#ffffff",
+    ink="#1f2430",
+    muted="#5b6472",
+    grid="#dfe3e8",
+    bad="#b3261e",
+    lines=("#2563a8", "#d1495b", "#b07818", "#5b8c5a", "#7d5ba6", "#1f6f8b"),
+)
+THEMED = Colours(
+    background="var(--surface)",
+    ink="var(--ink)",
+    muted="var(--muted)",
+    grid="var(--grid)",
+    bad="var(--bad)",
+    lines=("var(--line)", "var(--second)", "var(--third)"),
+)
+
+
+def document(
+    elements: Iterable[str],
+    width: float,
+    height: float,
+    colours: Colours = PLAIN,
+    title: str = "",
+    **attributes: object,
+) -> str:
+    """A complete SVG file with a background. Attributes of the root element apply to everything in it.
+
+    `title`: what a screen reader says.
+    """
+    size = {"width": width, "height": height, "viewBox": f"0 0 {_number(width)} {_number(height)}"}
+    named = {"role": "img", "aria_label": shown(title)} if title else {}
+    space = {} if colours is THEMED else {"xmlns": "http://www.w3.org/2000/svg"}  # a page of HTML needs none
+    root = _attributes({**space, **FONT, "fill": colours.ink, **attributes, **size, **named})
+    background = f'<rect width="100%" height="100%" fill="{colours.background}"/>'
+    return "\n".join([f"<svg{root}>", background, *elements, "</svg>", ""])
 
 
 def text(x: float, y: float, content: str, **attributes: object) -> str:
@@ -19,8 +72,17 @@ def text(x: float, y: float, content: str, **attributes: object) -> str:
     return f"<text{_attributes({'x': x, 'y': y, **attributes})}>{escape(shown(content))}</text>"
 
 
-def rectangle(x: float, y: float, width: float, height: float, **attributes: object) -> str:
-    return f"<rect{_attributes({'x': x, 'y': y, 'width': width, 'height': height, **attributes})}/>"
+def rectangle(x: float, y: float, width: float, height: float, title: str = "", **attributes: object) -> str:
+    """`title`: shown where the pointer rests on it."""
+    return _element("rect", title, {"x": x, "y": y, "width": width, "height": height, **attributes})
+
+
+def circle(x: float, y: float, radius: float, title: str = "", **attributes: object) -> str:
+    return _element("circle", title, {"cx": x, "cy": y, "r": radius, **attributes})
+
+
+def path(commands: str, title: str = "", **attributes: object) -> str:
+    return _element("path", title, {"d": commands, "fill": "none", **attributes})
 
 
 def polyline(points: Iterable[tuple[float, float]], **attributes: object) -> str:
@@ -29,14 +91,50 @@ def polyline(points: Iterable[tuple[float, float]], **attributes: object) -> str
     return f"<polyline{_attributes({'points': listed, **attributes})}/>"
 
 
-def linear_scale(low: float, high: float, start: float, stop: float) -> Callable[[float], float]:
+def horizontal_grid(
+    ticks: Sequence[float], up: Scale, left: float, right: float, colours: Colours, label: Callable[[float], str]
+) -> Iterator[str]:
+    """A line for each tick of a vertical scale, and its value on the left."""
+    for value in ticks:
+        yield polyline([(left, up(value)), (right, up(value))], stroke=colours.grid)
+        yield text(left - 8, up(value) + 4, label(value), text_anchor="end", fill=colours.muted)
+
+
+def linear_scale(low: float, high: float, start: float, stop: float) -> Scale:
     """Maps values between `low` and `high` to coordinates; where both are equal, to the middle."""
-    span = high - low
+    span = high / 2 - low / 2  # halves: the difference of the largest numbers has no place in a float
 
     def coordinate(value: float) -> float:
-        return start + ((value - low) / span if span else 0.5) * (stop - start)
+        return start + ((value / 2 - low / 2) / span if span else 0.5) * (stop - start)
 
     return coordinate
+
+
+def log_scale(low: float, high: float, start: float, stop: float) -> Scale:
+    """The same for logarithms. Lower values than `low` are where that is."""
+    scale = linear_scale(math.log10(low), math.log10(high), start, stop)
+    return lambda value: scale(math.log10(max(value, low)))
+
+
+def round_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round numbers from below `low` to above `high`, in steps of 1, 2 or 5 times a power of ten; `most` or fewer."""
+    span = high - low
+    if not math.isfinite(span) or span < 0 or 0 < span < 1e-290:
+        return [low, high]
+    if span == 0:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(span / most))
+    for factor in (1, 2, 5, 10, 20, 50):
+        step = factor * power
+        first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+        if last - first < most:
+            return [number * step for number in range(first, last + 1)]
+    return [low, high]
+
+
+def _element(name: str, title: str, attributes: dict[str, object]) -> str:
+    inside = f"><title>{escape(shown(title))}</title></{name}>" if title else "/>"
+    return f"<{name}{_attributes(attributes)}{inside}"
 
 
 def _attributes(values: dict[str, object]) -> str:
@@ -46,3 +144,7 @@ def _attributes(values: dict[str, object]) -> str:
 
 def _value(value: object) -> str:
     return f"{value:.1f}" if isinstance(value, float) else escape(str(value))
+
+
+def _number(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")

@@ -98,9 +98,11 @@ class AccelerateCheckpoint:
         }
 
     def random_states(self, rank: int) -> dict[str, Any]:
-        """The states of a rank's random generators, and its accumulation step."""
+        """The states of a rank's random generators, and its accumulation step; that alone where there are none."""
         (path,) = self._paths[_RANDOM][rank]
         found = self._values(path)
+        if isinstance(found, dict) and found.keys() == {"step"}:
+            return found
         if not isinstance(found, dict) or not {"random_state", "torch_manual_seed"} <= found.keys():
             raise DamagedError(f"{self.folder.where}/{path} does not hold the states of random generators.")
         return {key: in_memory(value) for key, value in found.items()}

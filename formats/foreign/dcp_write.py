@@ -5,17 +5,19 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.strides import Sizes
 
 
@@ -37,22 +39,52 @@ class ShardedEntry:
     shards: tuple[Shard, ...]
 
 
+def flattened(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The leaves of a nested state dict by the names that DCP gives them, and the path of keys to each."""
+    leaves: dict[int, Any] = {}
+
+    def stand_in(value: Any) -> Any:
+        if isinstance(value, PiecedTensor | torch.Tensor):
+            leaf = torch.empty(0, device="meta")  # DCP goes into lists that have tensors in them
+            leaves[id(leaf)] = leaf, value
+            return leaf
+        if isinstance(value, dict):
+            return {key: stand_in(item) for key, item in value.items()}
+        return type(value)(map(stand_in, value)) if type(value) in (list, tuple) else value
+
+    names, paths = flatten_state_dict(stand_in(tree))
+    found = {name: leaves[id(leaf)][1] if id(leaf) in leaves else leaf for name, leaf in names.items()}
+    return found, dict(paths)
+
+
 def write_folder(
-    path: str, tensors: dict[str, ShardedEntry], values: dict[str, Any], advance: Callable[[int], None]
+    path: str,
+    tensors: dict[str, ShardedEntry],
+    values: dict[str, Any],
+    advance: Callable[[int], None],
+    paths: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the tensors and other values by their names. `advance` is told the bytes of each shard."""
+    """Write the tensors and other values by their names. `advance` is told the bytes of each shard.
+
+    `paths` are the keys that lead to each in a nested state dict.
+    """
     writer = FileSystemWriter(os.fspath(path), single_file_per_rank=True, thread_count=1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is not asked for, either
-        save({}, storage_writer=writer, planner=_Planner(tensors, values, advance), no_dist=True)
+        save({}, storage_writer=writer, planner=_Planner(tensors, values, advance, paths), no_dist=True)
 
 
 class _Planner(SavePlanner):
     """Plans shards, and reads each of them when it is written."""
 
     def __init__(
-        self, tensors: dict[str, ShardedEntry], values: dict[str, Any], advance: Callable[[int], None]
+        self,
+        tensors: dict[str, ShardedEntry],
+        values: dict[str, Any],
+        advance: Callable[[int], None],
+        paths: Mapping[str, Any] | None,
     ) -> None:
+        self._paths = paths
         self._tensors = tensors
         self._values = values
         self._advance = advance
@@ -75,7 +107,8 @@ class _Planner(SavePlanner):
             yield WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return create_default_global_save_plan(all_plans)
+        plans, metadata = create_default_global_save_plan(all_plans)
+        return plans, replace(metadata, planner_data=self._paths)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan

@@ -20,6 +20,16 @@ from ckpt.formats.foreign.pickle_bounds import Described, check_bounds, checked_
 PERSISTENT = "<persistent>"  # the name of a reference to data outside the pickle
 
 
+class _EveryName:
+    """Allows every name: objects that the caller does not know remain `Described`, without what is put into them."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+EVERY_NAME = _EveryName()
+
+
 def read_pickle(data: bytes, allowed: Container[str], where: str) -> Any:
     """What a pickle describes. `allowed` are the full names it may contain; `where` names the file in errors.
 
@@ -90,25 +100,31 @@ class _Machine:
 
     def _append(self) -> None:
         item = self.stack.pop()
-        _of(self.stack[-1], list, deque).append(item)
+        self._target(list, deque).append(item)
 
     def _appends(self) -> None:
         items = self._since_mark()
-        _of(self.stack[-1], list, deque).extend(items)
+        self._target(list, deque).extend(items)
 
     def _additems(self) -> None:
         items = self._since_mark()
-        _of(self.stack[-1], set).update(map(checked_key, items))
+        self._target(set).update(map(checked_key, items))
 
     def _setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        _of(self.stack[-1], dict)[checked_key(key)] = value
+        self._target(dict)[checked_key(key)] = value
 
     def _setitems(self) -> None:
         items = self._since_mark()
-        target = _of(self.stack[-1], dict)
+        target = self._target(dict)
         for key, value in _pairs(items):
             target[key] = value
+
+    def _target(self, *kinds: type) -> Any:
+        """The container to fill. What an unknown class of a container is filled with is not kept."""
+        target = self.stack[-1]
+        unknown = self.allowed is EVERY_NAME and isinstance(target, Described)
+        return kinds[0]() if unknown else _of(target, *kinds)
 
     def _pop(self) -> None:
         if self.stack:

@@ -98,6 +98,7 @@ class Manifest:
     seconds: Mapping[str, float] = field(default_factory=dict)
     hosts: tuple[Host, ...] = ()  # empty if all share one root
     memory: Mapping[str, int | float] = field(default_factory=dict)  # what the memory tier cost and saved before this
+    resumed: Mapping[str, Any] = field(default_factory=dict)  # of the first one after a load: what was loaded
     signature: Signature | None = None
 
     @property
@@ -126,8 +127,9 @@ class Manifest:
         fields["files"] = [file.to_json() for file in self.files]
         fields["metrics"] = {str(key): _json_number(value) for key, value in self.metrics.items()}
         del fields["signature"]
-        if not self.memory:
-            del fields["memory"]
+        for key in ("memory", "resumed"):
+            if not fields[key]:
+                del fields[key]
         if wrong := manifest_problems(fields, BLOCK_SIZE):  # it would be committed, and refused by every reader
             raise UnsupportedError(f"{self.name} cannot be saved: {joined(wrong)}.", tuple(wrong))
         files = [json.dumps(file, allow_nan=False) for file in fields.pop("files")]  # a line each: indenting is slow

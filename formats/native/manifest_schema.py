@@ -68,6 +68,19 @@ def _is_rank(value: Any) -> bool:
     return is_count(value, 0, _MOST_RANKS)
 
 
+def is_resumed(value: Any) -> bool:
+    """What was loaded before a checkpoint: its name, id and step, where it was, and what was passed over and why."""
+    return isinstance(value, dict) and (not value or not broken_rules(value, _RESUMED))
+
+
+_RESUMED = {
+    "name": Rule(is_text, "text"),
+    "id": Rule(is_text, "text"),
+    "step": Rule(is_count, "a whole number, 0 or more"),
+    "found_in": Rule(is_text, "text"),
+    "passed_over": Rule(is_mapping(is_text), "names with text"),
+    "more": Rule(is_count, "a whole number, 0 or more", required=False),
+}
 _TEXT = Rule(is_text, "text", required=False)
 _SECONDS = Rule(is_mapping(_is_measure), "names with numbers that can be summed up", required=False)
 
@@ -89,6 +102,7 @@ MANIFEST = {
     "seconds": _SECONDS,
     "hosts": Rule(is_list(lambda host: isinstance(host, dict)), "a list of hosts", required=False),
     "memory": _SECONDS,
+    "resumed": Rule(is_resumed, "what was loaded, and what was passed over", required=False),
 }
 FILE = {
     "name": Rule(_is_file, "a relative path, without '..'"),

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from torch import nn
 
 import ckpt
-from ckpt.cli.main import main
+from ckpt.cli.main import COMMANDS, main
 from ckpt.root.catalog import MARKER
 from ckpt.util.console import format_age
 
@@ -26,7 +27,7 @@ Invoke = Callable[..., Result]
 
 _WITHOUT_TORCH = """
 import sys
-from ckpt.cli.main import main
+from ckpt.cli.main import COMMANDS, main
 try:
     main(sys.argv[1:])
 except SystemExit as end:
@@ -272,3 +273,18 @@ class TestForOtherPrograms:
         assert done.exit_code == 0
         rows = [line.split() for line in done.output.splitlines() if " a " in line]
         assert [(row[0], row[1], row[2]) for row in rows] == [("group/two", "1", "a"), ("one", "1", "a")]
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - {"demo"}))
+def test_the_help_of_a_command_has_examples(name: str, invoke: Invoke) -> None:
+    assert re.search(rf"^ +ckpt {name} \S", invoke(name, "--help").output, re.MULTILINE)
+
+
+def test_every_command_is_listed_with_its_own_words() -> None:
+    context = click.Context(main)
+    assert main.list_commands(context) == sorted(COMMANDS)
+    for name, words in COMMANDS.items():
+        command = main.get_command(context, name)
+        assert command is not None
+        assert command.get_short_help_str(100) == words
+    assert main.get_command(context, "nonsense") is None

@@ -33,7 +33,7 @@ def test_numbered_modules_that_are_equal_are_one_line_with_all_their_parameters(
 
 def test_what_is_not_equal_or_not_next_is_not_folded() -> None:
     names = ["0.w", "1.w", "2.other", "4.w", "5.w"]
-    assert [name for name, _, _ in Module.of(dict.fromkeys(names, WEIGHT)).folded()] == ["0-1", "2", "4-5"]
+    assert [name for name, _ in Module.of(dict.fromkeys(names, WEIGHT)).folded()] == ["0-1", "2", "4-5"]
 
 
 def test_tied_tensors_count_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -167,17 +168,28 @@ def test_front_matter_that_is_no_yaml_is_not_touched(hub: HubServer, tmp_path: P
     assert "model.safetensors" in hub.files(REPO)
 
 
+SVG = "{http://www.w3.org/2000/svg}"
+
+
 class TestCurve:
     def test_each_metric_is_a_line_of_its_points(self) -> None:
         picture = draw({"loss": [(1, 2.0), (2, 1.0), (3, 1.5)], "a<b": [(1, 0.0), (3, 1.0)], "once": [(1, 1.0)]})
         assert picture is not None
-        lines = ElementTree.fromstring(picture).findall("{http://www.w3.org/2000/svg}polyline")
+        drawn = ElementTree.fromstring(picture)
+        lines = [line for line in drawn.findall(f"{SVG}polyline") if line.attrib.get("fill") == "none"]
         assert [len(line.attrib["points"].split()) for line in lines] == [3, 2]
-        assert lines[0].attrib["points"] == "64.0,24.0 266.0,98.0 468.0,61.0"
+        assert lines[0].attrib["points"] == "62.0,34.0 263.0,142.0 464.0,88.0"
+
+    def test_it_has_a_background_because_cards_are_read_on_dark_pages_too(self) -> None:
+        picture = draw({"loss": [(1, 2.0), (2, 1.0)]})
+        assert picture is not None
+        background = ElementTree.fromstring(picture)[0]
+        assert background.attrib == {"width": "100%", "height": "100%", "fill": "#ffffff"}
 
     def test_what_is_not_a_number_is_left_out(self) -> None:
         assert draw({"loss": [(1, float("nan")), (2, 1.0)]}) is None
         assert draw({}) is None
         flat = draw({"loss": [(1, 1.0), (2, 1.0), (3, float("inf"))]})
         assert flat is not None
-        assert "64.0,61.0 468.0,61.0" in flat
+        assert re.search(r'<polyline points="62.0,88.0 263.0,88.0" fill="none"', flat)
+        assert "<title>step 3: inf</title>" in flat

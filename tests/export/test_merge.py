@@ -169,9 +169,15 @@ class TestOurs:
             ckpt.merge(ours.parent, root / "model.safetensors")
 
     @pytest.mark.also_on_s3
-    def test_a_file_is_said_to_be_one(self, ours: Place, root: Place) -> None:
-        with pytest.raises(ckpt.ConfigError, match=r"run/x/model\.safetensors is a file\. What can be read is"):
+    def test_a_file_of_a_checkpoint_is_no_model_by_itself(self, ours: Place, root: Place) -> None:
+        with pytest.raises(ckpt.ConfigError, match=r"is a file of a checkpoint\. Name the checkpoint: .*run/x\."):
             ckpt.merge(ours / "model.safetensors", root / "model.safetensors")
+
+    def test_nor_is_the_piece_of_a_rank(self, tmp_path: Path) -> None:
+        run_ranks(2, save_ours, str(tmp_path / "run"))
+        piece = tmp_path / "run" / "x" / "model" / "00001.safetensors"
+        with pytest.raises(ckpt.ConfigError, match=r"is a file of a checkpoint\. Name the checkpoint: .*run/x\."):
+            ckpt.load_model(piece, net())
 
     def test_a_checkpoint_is_never_written_into(self, ours: Place, dcp: Place) -> None:
         before = (ours / "model.safetensors").read_bytes()
@@ -407,10 +413,11 @@ class TestBadInput:
         for source, error in (
             ("folder", ckpt.ConfigError),
             ("none", ckpt.MissingError),
-            ("folder/pytorch_model.bin", ckpt.CkptError),  # a file, or where there are no folders, nothing
         ):
             with pytest.raises(error, match=r"manifest\.json.*distcp.*pytorch_model_fsdp_0"):
                 ckpt.merge(root / source, tmp_path / "model.safetensors")
+        with pytest.raises(ckpt.DamagedError, match=r"pytorch_model\.bin holds no plain data of torch\.save"):
+            ckpt.merge(root / "folder" / "pytorch_model.bin", tmp_path / "model.safetensors")
 
     def test_a_hole_is_named_with_its_tensor_and_its_region(self, root: Place, tmp_path: Path) -> None:
         run_ranks(2, save_ours, str(root))

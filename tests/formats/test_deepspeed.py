@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt
+from tests.helpers.format_pairs import KEEPS_THE_OPTIMIZER, TARGETS, Triple, difference, known
 from tests.helpers.processes import run_alone, run_ranks
 from tests.helpers.training import exact
 from tests.helpers.zero_files import model_states, weights, write_save, zero_states
@@ -109,6 +110,28 @@ def test_converted_a_plain_optimizer_continues_from_every_bit_that_deepspeed_hel
         net(torch.arange(4) % 7, torch.ones(4)).backward()
         optimizer.step()
         assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.filterwarnings("ignore")
+def test_every_stage_is_converted_to_every_format_in_every_bit(written: Path, target: str, tmp_path: Path) -> None:
+    from tests.helpers.engines import build
+    from tests.helpers.zero_folders import STAGES, groups_of
+
+    def parts() -> Triple:
+        net = build()
+        return net, torch.optim.AdamW(groups_of(net), lr=0.5), None
+
+    for save in (*(f"zero-{stage}" for stage in STAGES), "zero-3-universal"):
+        ckpt.convert(written / save, tmp_path / "root", name=save)
+        model, optimizer, _ = parts()
+        with ckpt.StateManager(tmp_path / "root", model=model, optimizer=optimizer) as manager:
+            manager.load_state(save)  # as the test before this one compares it with DeepSpeed's own
+        saved = known(written / save, (model, optimizer, None), build=parts, step=2, named=True)
+        found = TARGETS[target](saved, tmp_path / f"{save}-out")
+        assert difference(saved, found, whole=target in KEEPS_THE_OPTIMIZER) == []
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
 from ckpt.cli.main import main
+from tests.helpers.format_pairs import TARGETS, Triple, difference, known
 from tests.helpers.processes import run_alone, run_ranks
 from tests.helpers.training import exact
 
@@ -149,6 +150,22 @@ def test_converted_it_is_a_checkpoint_and_what_is_not_taken_is_named(written: Pa
     ckpt.merge(tmp_path / "iter_0000007", tmp_path / "model.safetensors")
     found_weights = load_file(tmp_path / "model.safetensors")
     assert exact(dict(sorted(found_weights.items()))) == exact(dict(sorted(_by_layer(STORED).items())))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.filterwarnings("ignore")
+def test_its_model_is_converted_to_every_format_in_every_bit(written: Path, target: str, tmp_path: Path) -> None:
+    def build() -> Triple:
+        net: Any = Net()
+        for layer in net.decoder["layers"]:
+            layer.self_attention["linear_qkv"].layer_norm_weight = layer.input_layernorm.weight
+            del layer.input_layernorm
+        return net, None, None
+
+    model = build()[0]
+    assert ckpt.load_model(written, model) == {}
+    saved = known(written, (model, None, None), build=build, step=7)
+    assert difference(saved, TARGETS[target](saved, tmp_path / "out"), whole=False) == []
 
 
 def test_a_checkpoint_of_ours_becomes_a_folder_as_megatron_writes_it(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Callable
+from html.parser import HTMLParser
 from typing import Any
 
 import torch
@@ -162,6 +163,25 @@ def _report(place: Place) -> Any:
     return status
 
 
+def _report_page(place: Place) -> Any:
+    status = command("report", "ROOT", "--output", "OUT/report.html")(place)
+    if os.path.exists(f"{place.out}/report.html"):
+        with open(f"{place.out}/report.html", encoding="utf-8") as file:
+            text = file.read()
+        check_text(text, "the page")
+        _Page().feed(text)
+    return status
+
+
+class _Page(HTMLParser):
+    """Refuses whatever could load, link or run something."""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        acts = {name for name, _ in attrs if name in ("src", "href") or name.startswith("on")}
+        if acts or tag in ("script", "img", "a", "link", "iframe"):
+            raise WrongError(f"the page has <{tag}> of a checkpoint's own, with {sorted(acts)}")
+
+
 def _memory(*words: str) -> Operation:
     def operation(place: Place) -> Any:
         os.environ["CKPT_MEMORY_DIR"] = place.at("memory")
@@ -205,6 +225,11 @@ ROOT: dict[str, Operation] = {
         place.at(_B), f"{place.out}/optimizer.safetensors", part="optimizer"
     ),
     "convert to accelerate": _convert(_B, to="accelerate"),
+    "convert to DCP": _convert(_B, to="dcp"),
+    "convert to torch": _convert(_B, to="torch"),
+    "convert to Lightning": _convert(_B, to="lightning"),
+    "convert to safetensors": _convert(_B, to="hf"),
+    "convert to ckpt": _convert(_B),
     "diff": lambda place: str(ckpt.diff(place.at(_A), place.at(_B))),
     "pull": lambda place: ckpt.pull(place.at("root"), f"{place.out}/pulled"),
     "pull one": lambda place: ckpt.pull(place.at(_B), f"{place.out}/pulled"),
@@ -225,6 +250,7 @@ ROOT: dict[str, Operation] = {
         "prune", "ROOT", "--keep-best", "1", "--metric", "loss", "--keep-last", "1", "--yes"
     ),
     "ckpt report": _report,
+    "ckpt report as a page": _report_page,
 }
 _ACCELERATED = "root/checkpoint_0"
 ACCELERATE: dict[str, Operation] = {
@@ -253,9 +279,15 @@ def _of_a_model(path: str, whose: str) -> dict[str, Operation]:
     }
 
 
-DCP = _of_a_model("dcp", "DCP")
+DCP = {
+    **_of_a_model("dcp", "DCP"),
+    "convert from DCP": _convert("dcp"),
+    "convert from DCP to torch": _convert("dcp", to="torch"),
+}
 MODEL = {
     **_of_a_model("model", "safetensors"),
+    "convert from safetensors": _convert("model"),
+    "convert from safetensors to DCP": _convert("model", to="dcp"),
     "pull of safetensors": lambda place: ckpt.pull(place.at("model"), f"{place.out}/pulled"),
 }
 ZERO = {
@@ -263,7 +295,16 @@ ZERO = {
     "convert from DeepSpeed": _convert("zero"),
     "values of a pickle of DeepSpeed": _values("state.pt"),
 }
-PICKLE: dict[str, Operation] = {"values of a pickle": _values("state.pt")}
+PICKLE: dict[str, Operation] = {
+    "values of a pickle": _values("state.pt"),
+    "convert from a file": _convert("state.pt"),
+    "convert from a file to DCP": _convert("state.pt", to="dcp"),
+    "convert from a file to torch": _convert("state.pt", to="torch"),
+    "convert from a file to Lightning": _convert("state.pt", to="lightning"),
+    "merge of a file": _merge("state.pt"),
+    "load_model of a file": _load_model("state.pt"),
+    "ckpt convert from a file": command("convert", "TOP/state.pt", "OUT/converted"),
+}
 MEMORY: dict[str, Operation] = {
     "ckpt memory ls": _memory("ls"),
     "ckpt memory ls --json": _memory_json,

@@ -23,7 +23,8 @@ from ckpt.memory.place import MemoryPlace
 from ckpt.root.catalog import scan
 from ckpt.root.keys import new_key
 from ckpt.storage import LocalStorage
-from ckpt.tools.report import report
+from ckpt.tools.report.facts import gather
+from ckpt.tools.report.markdown import render_markdown
 
 
 class DiedError(Exception):
@@ -132,7 +133,7 @@ def test_snapshots_of_a_run_that_signs_are_signed(tmp_path: Path, memory: Path, 
 def test_the_report_says_what_memory_cost_and_saved(tmp_path: Path) -> None:
     Training(tmp_path / "root").to(17)
     Training(tmp_path / "root").to(25, die=False)
-    text = report(tmp_path / "root")
+    text = render_markdown(gather(tmp_path / "root"))
     assert re.search(r"(?m)^\| memory \| 4 snapshots, training waited \d+\.\d\d s in all \|$", text), text
     assert "## Crashes\n\n- a crash at step 17 cost 2 steps instead of 7\n" in text
 
@@ -140,7 +141,7 @@ def test_the_report_says_what_memory_cost_and_saved(tmp_path: Path) -> None:
 def test_a_run_without_memory_has_nothing_of_it_in_its_manifests(tmp_path: Path) -> None:
     Training(tmp_path / "root", memory_every=None).to(10)
     assert '"memory"' not in (tmp_path / "root" / "step-00000010" / "manifest.json").read_text()
-    assert "| memory |" not in report(tmp_path / "root")
+    assert "| memory |" not in render_markdown(gather(tmp_path / "root"))
 
 
 def test_after_a_resume_from_the_root_memory_is_the_newest_again(tmp_path: Path, memory: Path, straight: str) -> None:

@@ -78,6 +78,10 @@ def test_each_tensor_says_how_many_elements_differ_and_by_how_much(first: str, t
         "model.first.weight": (7, pytest.approx(0.5)),
         "model.count": (1, 4.0),
     }
+    relative = {d.name: d.relative for d in found.differences}
+    assert relative["model.count"] == pytest.approx(4 / 3)
+    assert relative["model.first.weight"] == pytest.approx(math.sqrt(7 * 0.25) / Net().first.weight.norm().item())
+    assert math.isnan(relative["model.second.bias"] or 0.0)
     (bias,) = (d for d in found.differences if d.name == "model.second.bias")
     assert bias.elements == 1
     assert math.isnan(bias.most or 0.0)
@@ -115,7 +119,8 @@ def test_values_differ_by_their_path(first: str, tmp_path: Path) -> None:
     result = diff(first, other(tmp_path, Net(), momentum=0.8))
     assert re.search(r"(?m)^optimizer\.state\.param_groups\.0\.momentum +0\.9 +0\.8$", result.output)
     assert result.exit_code == 1
-    assert len(result.output.splitlines()) == 2
+    assert result.output.splitlines()[:3] == [f"first   {first}", f"second  {tmp_path}/other/b", ""]
+    assert len(result.output.splitlines()) == 5
 
 
 def test_generators_differ_in_one_line_each(first: str, tmp_path: Path) -> None:
@@ -142,7 +147,53 @@ def test_how_it_is_laid_out_makes_no_difference(first: str, tmp_path: Path, s3: 
 def test_json_for_other_programs(first: str, tmp_path: Path) -> None:
     result = diff(first, other(tmp_path, Net(), momentum=0.8), "--json")
     (found,) = json.loads(result.stdout)["differences"]
-    assert (found["first"], found["second"], found["most"]) == ("0.9", "0.8", None)
+    assert found == {
+        "name": "optimizer.state.param_groups.0.momentum", "first": "0.9", "second": "0.8",
+        "elements": None, "most": None, "relative": None,
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def test_numbers_that_json_has_not_are_text(tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+    model.bias.zero_()
+    first = save(tmp_path / "first", "a", model)
+    model.bias.add_(1)
+    (found,) = json.loads(diff(first, other(tmp_path, model), "--json", "--part", "model").stdout)["differences"]
+    assert (found["most"], found["relative"]) == (1.0, "inf")
+
+
+class Deep(nn.Module):
+    """Numbered blocks with names of their own, one of them longer than a line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(12))
+        self.add_module("projection_" * 9, nn.Linear(4, 4))
+
+
+@torch.no_grad()
+def test_modules_that_differ_alike_are_one_line_of_a_table_of_80_columns(tmp_path: Path) -> None:
+    model = Deep()
+    first = save(tmp_path / "first", "a", model)
+    for parameter in model.parameters():
+        parameter.mul_(1.5)
+    model.get_parameter("blocks.3.0.weight")[0, 0] = math.nan
+    model.extra = nn.Linear(2, 2)
+    second = other(tmp_path, model)
+    for options in (["--depth", "0"], [], ["--depth", "9"], ["--tensors"]):
+        result = diff(first, second, *options)
+        assert result.exit_code == 1
+        assert max(map(len, result.output.splitlines())) <= max(80, len(f"second  {second}"))
+    lines = [line.split() for line in diff(first, second, "--depth", "4").output.splitlines()]
+    assert ["0-2", "(3", "alike)", "9", "72", "0.5", "50", "%"] in lines  # the bias of a LayerNorm is 0
+    assert ["4-11", "(8", "alike)", "24", "192", "0.5", "50", "%"] in lines
+    assert ["3", "3", "24", "nan", "nan"] in lines
+    assert ["only", "in", "the", "second", "tensors"] in lines
+    assert ["weight", "1", "float32", "[2,", "2]"] in lines
+    listed = diff(first, second, "--tensors").output
+    assert re.search(r"(?m)^model\.blocks\.7\.0\.weight +1 +16 +\S+ +50 %$", listed)
 
 
 def test_what_cannot_be_compared_ends_with_2(first: str, tmp_path: Path) -> None:

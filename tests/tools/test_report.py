@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import main
-from ckpt.tools.report import _sparkline
+from ckpt.formats.native.manifest import Manifest
+from ckpt.tools.report.markdown import _sparkline
 from tests.cli.test_main import leave_uncommitted, truncate
 
 
@@ -35,8 +37,8 @@ def test_a_page_tells_of_checkpoints_metrics_and_time(tmp_path: Path) -> None:
         rf"# {re.escape(str(tmp_path))}",
         r"\| checkpoints \| 3, \d+\.\d kB \|",
         r"\| training waited \| \d+\.\d\d s for these, at most \d+\.\d\d s for one \|",
-        r"\| loss \| █ ▁ \| 4 \| 1 \| 1 \| 4 \|",
-        r"\| step-00000003 \| 3 \| \S+ \| \d+\.\d kB \| loss 1 \| \d+\.\d\d s \| \d+\.\d\d s \| yes \|",
+        r"\| loss \| █ ▁ \| 4 \| 1 \| 1 \| 4 \| 1 at step 3 \|",
+        r"\| step-00000003 \| 3 \| \S+ \| \d+\.\d kB \| [\d.]+ \w+ \| loss 1 \| \d+\.\d\d s \| \d+\.\d\d s \| yes \|",
         r"\| step-00000001 \| 1 \| .* \| no: model\.safetensors is .* \|",
         r"\| step-00000009 \| - \| .* \| no: step-00000009 was never committed.*",
     ):
@@ -76,3 +78,40 @@ def test_a_long_curve_is_thinned_out_and_keeps_its_ends() -> None:
     curve = _sparkline([float(value) for value in range(1000)])
     assert len(curve) <= 61
     assert (curve[0], curve[-1]) == ("▁", "█")
+
+
+def test_the_best_of_a_metric_is_what_the_user_says(tmp_path: Path) -> None:
+    with ckpt.StateManager(tmp_path, model=nn.Linear(3, 3), save_every=1, follow=False) as manager:
+        manager.resume()
+        for value in (1.0, 3.0, 2.0):
+            manager.step(metrics={"gain": value})
+    assert "| gain | ▁█▅ | 1 | 2 | 1 | 3 | - |" in report(tmp_path).output
+    assert "| 3 at step 2 |" in report(tmp_path, "--best", "gain=max").output
+    result = report(tmp_path, "--best", "loss=min")
+    assert (result.exit_code, "no checkpoint has a metric loss; there are: gain." in result.output) == (1, True)
+    for wrong in ("gain", "gain=best", "=max"):
+        assert report(tmp_path, "--best", wrong).exit_code == 2
+
+
+def test_of_many_checkpoints_the_newest_are_drawn_and_some_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "run", [1.0] * 9)
+    monkeypatch.setattr("ckpt.tools.report.html.MOST_SAVES", 5)
+    monkeypatch.setattr("ckpt.tools.report.timeline_chart.MOST", 5)
+    monkeypatch.setattr("ckpt.tools.report.changes.MOST_CHECKPOINTS", 4)
+    assert report(tmp_path / "run", "-o", tmp_path / "page.html").exit_code == 0
+    text = (tmp_path / "page.html").read_text()
+    assert "The newest 5 saves; 4 older ones are left out." in text
+    assert "5 checkpoints between these were left out." in text
+    assert "step-00000001 to step-00000004" in text
+
+
+def test_what_old_manifests_do_not_say_is_concluded_from_the_parent(tmp_path: Path) -> None:
+    save(tmp_path, [1.0, 1.0])
+    with ckpt.StateManager(tmp_path, model=nn.Linear(3, 3), follow=False) as manager:
+        manager.load_state("step-00000001")
+        manager.save_state("again", wait=True)
+    path = tmp_path / "again" / "manifest.json"
+    path.write_bytes(replace(Manifest.from_bytes(path.read_bytes(), "it"), resumed={}).to_bytes())
+    assert "- restart 1: from step-00000001 (as its parent says), saved again" in report(tmp_path).output

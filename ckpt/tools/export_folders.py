@@ -1,0 +1,67 @@
+"""Write portable state as a folder: of torch.distributed.checkpoint, or of a model as Hugging Face's tools read it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ckpt.formats.foreign.dcp_write import Shard, ShardedEntry, flattened, write_folder
+from ckpt.formats.foreign.hf_safetensors import plan_files
+from ckpt.formats.foreign.tied_weights import tied
+from ckpt.formats.native.header import SUFFIX
+from ckpt.formats.pieces import PiecedTensor
+from ckpt.storage import open_storage
+from ckpt.tools.export_torch import left_of_ranks, whole_tree
+from ckpt.tools.portable_state import Outcome, PortableState
+
+_SHARD = 64 << 20  # elements: what is held in memory at once
+_WHOLE = f"model{SUFFIX}"
+_MODEL_ALONE = "safetensors of a model hold nothing else"
+
+
+def export_dcp(state: PortableState, folder: Path, advance: Callable[[int], None]) -> Outcome:
+    """Write what `torch.distributed.checkpoint.load` reads into `{"model": ..., "optimizer": ...}`."""
+    tree, skipped = whole_tree(state, numbered=False)
+    leaves, paths = flattened(tree)
+    tensors = {name: _entry(leaf) for name, leaf in leaves.items() if isinstance(leaf, PiecedTensor | torch.Tensor)}
+    values = {name: leaf for name, leaf in leaves.items() if name not in tensors}
+    write_folder(os.fspath(folder), tensors, values, advance, paths)
+    return tuple(key for key in (*state.parts, "rng") if key in tree), skipped
+
+
+def _entry(leaf: PiecedTensor | torch.Tensor) -> ShardedEntry:
+    shape = tuple(leaf.shape)
+    if isinstance(leaf, torch.Tensor):
+        return ShardedEntry(leaf.dtype, shape, (Shard((0,) * len(shape), shape, leaf.detach),))
+    boxes = list(leaf.boxes(_SHARD)) or [leaf.box]
+    shards = tuple(Shard(box.offsets, box.sizes, partial(leaf.read, box)) for box in boxes)
+    return ShardedEntry(leaf.dtype, shape, shards)
+
+
+def export_hugging_face(
+    state: PortableState, folder: Path, advance: Callable[[int], None], *, max_shard_size: int | None
+) -> Outcome:
+    """Write `model.safetensors`, or shards of it with an index, and the files that were beside it."""
+    key = state.the_model()
+    tree = state.tree(key)
+    tensors = {name: tensor for name, tensor in tree.items() if isinstance(tensor, PiecedTensor)}
+    storage = open_storage(folder)
+    for file in plan_files(_WHOLE, tensors, tied(tensors), max_shard_size=max_shard_size):
+        storage.write(file.path, _counted(file.pieces(), advance))
+    for path, read in state.beside.items():
+        storage.write(path, [memoryview(read())])
+    skipped = {f"{key}.{name}": "no tensor: safetensors cannot hold it" for name in tree if name not in tensors}
+    skipped |= {other: _MODEL_ALONE for other in state.parts if other != key} | left_of_ranks(state)
+    if state.own_state is not None:
+        skipped["rng"] = _MODEL_ALONE
+    return (key,), skipped
+
+
+def _counted(pieces: Iterator[memoryview], advance: Callable[[int], None]) -> Iterator[memoryview]:
+    for piece in pieces:
+        yield piece
+        advance(len(piece))

@@ -1,0 +1,180 @@
+"""What a report tells of a run, read once: from manifests, the history of the root, and the sizes of files.
+
+Both formats are made of these facts. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.errors import MissingError
+from ckpt.export.card import curves
+from ckpt.formats.native.manifest import Manifest
+from ckpt.memory.statistics import Statistics, saving_of
+from ckpt.root import catalog
+from ckpt.root.catalog import Checkpoint
+from ckpt.root.condition import UNCOMMITTED, Condition, condition
+from ckpt.root.history import History, PastSave
+from ckpt.root.summary import Summary
+from ckpt.root.verify import DAMAGED, INTACT, REMOVED
+from ckpt.storage import Entry, Storage, open_storage
+from ckpt.util.option_values import settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """A checkpoint that was committed in the root once, and what is known of its save.
+
+    `state` and `problems` are those of `ckpt ls --json`. `shared`: bytes of files with the same bytes as in the
+    checkpoint before it, which are stored once where the storage can link; None where that is not known.
+    """
+
+    summary: Summary
+    state: str
+    problems: tuple[str, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    memory: Mapping[str, int | float] = field(default_factory=dict)
+    resumed: Mapping[str, Any] = field(default_factory=dict)
+    shared: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.summary.name
+
+    @property
+    def step(self) -> int:
+        return self.summary.step
+
+    @property
+    def waited(self) -> float | None:
+        """Seconds that training waited."""
+        return self.seconds.get("blocked")
+
+    @property
+    def durable(self) -> float | None:
+        """Seconds from the call until it was committed and durable."""
+        return self.seconds.get("total")
+
+    @property
+    def is_here(self) -> bool:
+        return self.state != REMOVED
+
+    @property
+    def is_intact(self) -> bool:
+        return self.state == INTACT
+
+    @property
+    def cured(self) -> str:
+        """The crash before it that snapshots in memory have cured; empty if there was none."""
+        return saving_of(self.memory)
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A checkpoint without a manifest that could be read: never committed, or damaged."""
+
+    name: str
+    state: str
+    problem: str
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """All that is known of a root. `saves`: in the order of their commits, those included that were removed since.
+
+    `newest`: the manifest of the newest checkpoint. `forgotten`: saves so old that the history has no room for them.
+    """
+
+    url: str
+    saves: tuple[Save, ...]
+    unread: tuple[Unread, ...]
+    newest: Manifest
+    forgotten: int = 0
+
+    @property
+    def present(self) -> list[Save]:
+        return [save for save in self.saves if save.is_here]
+
+    @property
+    def removed(self) -> list[Save]:
+        return [save for save in self.saves if not save.is_here]
+
+    @property
+    def curves(self) -> dict[str, list[tuple[int, float]]]:
+        """The values of each metric by step. Of checkpoints of the same step, the last one counts."""
+        return curves(save.summary for save in self.saves)
+
+    @property
+    def problems(self) -> list[tuple[str, str, str]]:
+        """Name, state and problem of each checkpoint that is not intact."""
+        found = [(save.name, save.state, "; ".join(save.problems)) for save in self.present if not save.is_intact]
+        return [*found, *((one.name, one.state, one.problem) for one in self.unread)]
+
+
+def gather(root: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> RunFacts:
+    """The facts of the run below a root. Reads manifests and the sizes of files, no tensor."""
+    storage = open_storage(root, **settings(options))
+    files = catalog.by_folder(storage.list())
+    listed = {name: inside for name, inside in files.items() if catalog.is_checkpoint(name, inside)}
+    found = sorted(catalog.find_listed(storage, listed), key=lambda one: catalog.commit_order(one.name, one.manifest))
+    manifests = [checkpoint.manifest for checkpoint in found if checkpoint.manifest is not None]
+    if not manifests:
+        raise MissingError(f"there are no checkpoints in {storage.url}.")
+    history = History.of(storage)
+    by_id = {manifest.id: manifest for manifest in manifests}
+    saves = [_present(storage, manifest, by_id, listed[manifest.name]) for manifest in manifests]
+    saves += [_save(past, Condition(REMOVED)) for past in history.without(manifests)]
+    saves.sort(key=lambda save: (save.summary.sequence, save.summary.created))
+    unread = tuple(_unread(checkpoint) for checkpoint in found if checkpoint.manifest is None)
+    return RunFacts(storage.url, tuple(saves), unread, manifests[-1], history.left_out)
+
+
+def _present(storage: Storage, manifest: Manifest, by_id: Mapping[str, Manifest], files: Mapping[str, Entry]) -> Save:
+    past, sizes = PastSave.of(manifest), {path: entry.size for path, entry in files.items()}
+    return _save(past, condition(storage, past.summary, sizes), _shared(manifest, by_id))
+
+
+def _save(past: PastSave, is_now: Condition, shared: int | None = None) -> Save:
+    return Save(
+        summary=past.summary,
+        state=is_now.state.lower(),
+        problems=is_now.problems,
+        seconds=past.seconds,
+        memory=past.memory,
+        resumed=past.resumed,
+        shared=shared,
+    )
+
+
+def _shared(manifest: Manifest, by_id: Mapping[str, Manifest]) -> int | None:
+    """Bytes of the files that are the same in the checkpoint before; None if that is not there any more."""
+    if manifest.parent is None:
+        return 0
+    parent = by_id.get(manifest.parent)
+    if parent is None:
+        return None
+    before = {(file.name, file.size, file.block_size, file.blocks) for file in parent.files}
+    same = (file for file in manifest.files if (file.name, file.size, file.block_size, file.blocks) in before)
+    return sum(file.size for file in same)
+
+
+def _unread(checkpoint: Checkpoint) -> Unread:
+    state = DAMAGED.lower() if catalog.was_committed(checkpoint.problem) else UNCOMMITTED
+    return Unread(checkpoint.name, state, str(checkpoint.problem))
+
+
+def waits(saves: Sequence[Save]) -> tuple[list[float], list[float]]:
+    """Seconds that training waited, and until checkpoints were durable, of the saves of which that is known."""
+    waited = [save.waited for save in saves if save.waited is not None]
+    return waited, [save.durable for save in saves if save.durable is not None]
+
+
+def memory_spent(saves: Sequence[Save]) -> Statistics:
+    """What snapshots in memory cost before these checkpoints."""
+    taken, skipped, waited = (
+        sum(save.memory.get(key, 0) for save in saves) for key in ("snapshots", "left_out", "waited")
+    )
+    return Statistics(int(taken), int(skipped), waited)

@@ -1,0 +1,164 @@
+"""Single files of `torch.save`: what a training script keeps in a dict, or a state dict alone.
+
+Every script has names of its own. What holds tensors by name is a model, what has `state` and `param_groups` is an
+optimizer; names that most scripts use say which is which. Nothing is executed: an object of a class that is not known
+is left out by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt.errors import ConfigError
+from ckpt.formats.foreign import lightning
+from ckpt.formats.foreign.pickle_bounds import Described
+from ckpt.formats.foreign.pickle_reader import EVERY_NAME
+from ckpt.formats.foreign.torch_values import read_values
+from ckpt.formats.foreign.wrapper_prefixes import unwrapped
+from ckpt.formats.pieces import PiecedTensor
+from ckpt.formats.transfers import ByteReader
+
+NAME = "torch"
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".pkl")
+RNG = "rng"
+_ENDINGS = ("_state_dict", "_state", "_states", "_dict")
+_NAMES = {
+    "model": ("model", "state", "state_dict", "net", "network", "module", "weights", "params"),
+    "optimizer": ("optimizer", "optim", "opt"),
+    "scheduler": ("scheduler", "lr_scheduler", "lr_sched", "sched"),
+    "scaler": ("scaler", "grad_scaler", "gradscaler", "amp"),
+}
+_STEPS = ("step", "global_step", "steps", "iteration", "iter", "iter_num", "iterations")
+_COUNTERS = {"epoch": "epoch", "batch": "batch", "samples": "samples", **dict.fromkeys(_STEPS, "step")}
+_MOST = 1 << 53
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedDict:
+    """What a file holds: the state of parts by key, counters, generators; and what was left out, with the reasons."""
+
+    origin: str = NAME
+    parts: Mapping[str, Any]
+    counters: Mapping[str, int] = field(default_factory=dict)
+    rng: Mapping[str, Any] | None = None
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_file(reader: ByteReader, length: int, where: str) -> SavedDict:
+    """What `torch.save`, or Lightning, wrote to a file. Tensors are `PiecedTensor`s, which are not read yet."""
+    found = read_values(reader, 0, length, where, EVERY_NAME)
+    if isinstance(found, Described):
+        raise ConfigError(
+            f"{where} holds an object of {found.name}, which only the code it came from can read. Save "
+            "its state_dict() instead."
+        )
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where} holds a {type(found).__name__}, and no state of a training.")
+    return sorted_out(found, where)
+
+
+def sorted_out(found: Mapping[Any, Any], where: str, origin: str = NAME) -> SavedDict:
+    """What a dict holds, by the parts that a manager has."""
+    saved = _of_lightning(found) if lightning.is_lightning(found) else _of_script(found, origin)
+    if not saved.parts:
+        raise ConfigError(f"{where} holds no model: it has {', '.join(map(str, list(found)[:10])) or 'nothing'}.")
+    return saved
+
+
+def _of_lightning(found: Mapping[str, Any]) -> SavedDict:
+    parts = lightning.parts(found)
+    parts["model"] = _bare(parts["model"])
+    return SavedDict(
+        origin=lightning.NAME, parts=parts, counters=lightning.counters(found), skipped=lightning.left_out(found)
+    )
+
+
+def _of_script(found: Mapping[Any, Any], origin: str) -> SavedDict:
+    if _is_model(found):
+        return SavedDict(origin=origin, parts={"model": _bare(found)})
+    parts: dict[str, Any] = {}
+    counters: dict[str, int] = {}
+    skipped: dict[str, str] = {}
+    rng: Mapping[str, Any] | None = None
+    keys = _keys_of_parts(found)
+    for key, value in found.items():
+        if key in keys:
+            parts[keys[key]] = _bare(value) if _is_model(value) else value
+        elif _is_counter(key, value):
+            counters[_COUNTERS[key]] = value
+        elif key == RNG and isinstance(value, dict):
+            rng = value
+        else:
+            skipped[str(key)] = f"{_described(value)}: a value of the script's own, which no part takes"
+    return SavedDict(origin=origin, parts=parts, counters=counters, rng=rng, skipped=skipped)
+
+
+def _keys_of_parts(found: Mapping[Any, Any]) -> dict[Any, str]:
+    """The key that a manager has for each entry which is the state of a part."""
+    kinds = {key: kind for key, value in found.items() if (kind := _kind(key, value))}
+    keys: dict[Any, str] = {}
+    for kind in dict.fromkeys(kinds.values()):
+        mine = [key for key, other in kinds.items() if other == kind]
+        main = next((key for key in mine if _bare_name(key) in _NAMES[kind]), mine[0] if len(mine) == 1 else None)
+        for key in mine:
+            name = str(key) if main is not None else f"{kind}.{key}"  # beside the model, others are the script's own
+            keys[key] = kind if key == main else name
+    return keys
+
+
+def _kind(key: Any, value: Any) -> str | None:
+    """`model` or another kind of part, or None: names alone do not make a part, except of small states."""
+    if not isinstance(key, str) or not isinstance(value, dict) or _unknown_classes(value):
+        return None
+    if _is_model(value):
+        return "model"
+    if {"state", "param_groups"} <= value.keys():
+        return "optimizer"
+    return next((kind for kind in ("scheduler", "scaler") if _bare_name(key) in _NAMES[kind]), None)
+
+
+def _bare_name(key: Any) -> str:
+    name = str(key).lower()
+    ending = next((ending for ending in _ENDINGS if name.endswith(ending) and name != ending[1:]), "")
+    return name.removesuffix(ending)
+
+
+def _is_model(value: Any) -> bool:
+    """Tensors by name; modules may have added state of another kind."""
+    if not isinstance(value, dict) or not value or not all(isinstance(name, str) for name in value):
+        return False
+    others = [item for name, item in value.items() if not isinstance(item, PiecedTensor)]
+    named = all(name.endswith("_extra_state") for name, item in value.items() if not isinstance(item, PiecedTensor))
+    return len(others) < len(value) and named
+
+
+def _bare(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    names = unwrapped(tensors)
+    return {names[name]: tensor for name, tensor in tensors.items()}
+
+
+def _is_counter(key: Any, value: Any) -> bool:
+    return key in _COUNTERS and type(value) is int and 0 <= value < _MOST
+
+
+def _described(value: Any) -> str:
+    if classes := sorted(_unknown_classes(value)):
+        return f"an object of {', '.join(classes[:3])}, which is not built"
+    return f"a {type(value).__name__}"
+
+
+def _unknown_classes(value: Any) -> set[str]:
+    """The classes of the objects in a value that are not plain data."""
+    return {found.name for found in _walk([value])}
+
+
+def _walk(values: Iterable[Any]) -> Iterator[Described]:
+    for value in values:
+        if isinstance(value, Described):
+            yield value
+        elif isinstance(value, dict):
+            yield from _walk(value.values())
+        elif isinstance(value, list | tuple | set | frozenset):
+            yield from _walk(value)
