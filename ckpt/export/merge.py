@@ -42,8 +42,8 @@ def merge(
     Tied weights are written once. Less than 256 MB are held in memory, and the output appears only when it is complete.
 
     Args:
-        source: A checkpoint of ours, a folder of torch.distributed.checkpoint, what Accelerate saves under FSDP, what
-            DeepSpeed's `save_checkpoint` wrote (its master weights), or a folder of safetensors; at a path or URL.
+        source: A checkpoint of ours, or a file or folder of another tool that `convert` reads, at a path or URL. Of
+            DeepSpeed, the master weights are taken.
         destination: A file that ends with `.safetensors`, at a path or URL.
         dtype: What floating point tensors are cast to.
         max_shard_size: Bytes, or `"5GB"`, beyond which it is shards and `model.safetensors.index.json`.
