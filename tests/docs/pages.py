@@ -175,7 +175,7 @@ class Runner:
             stderr=subprocess.STDOUT,
             env=self._environment,
             text=True,
-            timeout=120,
+            timeout=250,  # one of them compiles
         )
         assert done.returncode == 0, f"{block.where} ends with {done.returncode}:\n{done.stdout}"
         return done.stdout
