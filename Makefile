@@ -13,7 +13,7 @@ MATRIX := guarantees/resume_matrix load/world_size state/save_and_load data/resu
 FAST := not slow and not gpu and not ranks
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo check test test-all coverage test-s3 test-clouds test-accelerate lint format kills memory-kills faults campaign mutants fuzz bench release versions clean
+.PHONY: demo check test test-all coverage test-s3 test-clouds test-accelerate lint format site kills memory-kills faults campaign mutants fuzz bench release versions clean
 
 demo: $(READY)
 	$(BIN)/ckpt demo
@@ -66,6 +66,11 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# the documentation, as pages: build/site/index.html. A dead link, a dead anchor or a page without a place is an error
+# (not --quiet, which would hide warnings from --strict)
+site: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # 200 SIGKILLs at random moments of a process that saves in a loop; the tests run a shorter one
 kills: $(READY)

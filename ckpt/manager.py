@@ -50,72 +50,48 @@ class StateManager:
                     loss = train_step(batch)
                     manager.step(metrics={"loss": loss})
 
-    `root` is a path, a URL or a storage. `model`, `optimizer`, `scheduler`, `scaler` and `dataloader` are one object
-    each, a sequence, or a dict of named objects; `register` adds others. With several processes, every one of them
-    builds the manager and makes the same calls; rank 0 writes the manifest.
+    With several processes, every one of them builds the manager and makes the same calls; rank 0 writes the manifest.
 
-    `accelerator` stands for all of them: whatever it has prepared or will prepare, and what is registered with it, is
-    managed. The folder, naming and limit of its project hold where nothing else is said. A plain `for` over its loaders
-    continues where it stopped, after `resume` or `load_state`.
-
-    `save_every`: steps between saves, or the time, as `"10min"`, by rank 0's clock: all ranks save after the same step.
-    `keep`: which checkpoints are kept (None: all). `saving`: how they are captured and written, a `SaveOptions`.
-    `ranks`: how the ranks of a job meet, a `RankOptions`. `save_at_epoch_end`: whether the end of every epoch of
-    `epochs` is saved too. `save_on_exception`: whether the last complete step is saved when an exception leaves the
-    `with` block; only if nothing has changed since, and on all ranks, or a line says why not. It costs what capturing
-    the state takes, after every step.
-
-    `mirror`: a path, URL, storage or `Mirror` to which every committed checkpoint is copied in the background, for
-    instance an object store behind a local disk. Loads take the newest intact checkpoint of the two, the root's where
-    both have it. An error of a copy is logged, in `mirror_error`, and tried again: it never stops the training.
-
-    `memory_every`: steps between snapshots in the memory of the hosts, which outlive a killed process: a restart on the
-    same machines resumes from there, and loses that many steps at most. They are removed when the run has ended, and
-    after an hour where nobody restarts it. `memory_rescue`: whether the newest is then saved to the root.
-    `memory_replicas=1`: the next host keeps a copy, with which the loss of a machine is cured from memory too.
-
-    `storage_options`: credentials, endpoint and the like for a root that is a URL, as fsspec's filesystem for it takes
-    them; what the environment or a profile says need not be given. A remote root is tried out at once, by writing a few
-    bytes and removing them.
-
-    `follow`: whether a plain `for` over a DataLoader that the training takes its batches from continues where it
-    stopped, after `resume` or `load_state`. Say False where the script finds its place in the data itself.
-
-    `sign`: an Ed25519 private key, as the path of a PEM file or its text, that signs every checkpoint; None means that
-    of the environment variable CKPT_SIGN_KEY, if it is set, and False none. `verify_key`: public keys (several in one
-    file), or CKPT_VERIFY_KEY; the own one counts too. What they have signed is compared by SHA-256 when it is loaded.
-    `require_signed`: refuse whatever none of them has signed; `resume` passes over it like a damaged one.
-
-    Other keywords are spellings of version 0.1 (`timeout=`, `layout=`, ...): they work, with a `DeprecationWarning`.
+    Args:
+        root: Where checkpoints are kept: a path, a URL or a storage. A remote one is tried out at once.
+        accelerator: Stands for all objects: whatever it has prepared or will prepare, and what is registered with it.
+            The folder, naming and limit of its project hold where nothing else is said.
+        model: One object, a sequence, or a dict of named objects. So are the next four; `register` adds others.
+        optimizer: What trains the model.
+        scheduler: Of the learning rate.
+        scaler: A GradScaler.
+        dataloader: Only for loaders that neither `batches` nor a plain `for` goes through.
+        save_every: Steps between saves, or the time, as `"10min"`, by rank 0's clock: all save after the same step.
+        save_at_epoch_end: Save the end of every epoch of `epochs`, too.
+        save_on_exception: Save the last complete step when an exception leaves the `with` block, if nothing has changed
+            since, on all ranks; a line says why not. It costs what capturing the state takes, after every step.
+        keep: Which checkpoints are kept; None: all.
+        mirror: A path, URL, storage or `Mirror` to which every committed checkpoint is copied in the background. Loads
+            take the newest intact one of the two. An error is in `mirror_error`, and tried again: it stops nothing.
+        storage_options: Credentials, endpoint and the like for a URL, as its fsspec filesystem takes them.
+        saving: How checkpoints are captured and written.
+        ranks: How the ranks of a job meet, and stop.
+        follow: A plain `for` over a DataLoader that is trained on continues where it stopped, after `resume`.
+        memory_every: Steps between snapshots in the hosts' memory, from which a restart on the same machines resumes.
+        memory_rescue: Save the newest of these to the root when nobody restarts the run.
+        memory_replicas: 1: the next host keeps a copy of them, with which the loss of a machine is cured, too.
+        sign: An Ed25519 private key (path or text of a PEM file) that signs every checkpoint; False: none.
+        verify_key: Public keys that are trusted beside the own one. Both default to the environment.
+        require_signed: Refuse whatever none of these keys has signed; `resume` passes over it like a damaged one.
+        **old_spellings: Of version 0.1 (`timeout=`, `layout=`, ...): they work, with a `DeprecationWarning`.
     """
 
     def __init__(
-        self,
-        root: str | os.PathLike[str] | Storage | None = None,
-        *unnamed: Any,
-        accelerator: Any = None,
-        model: Any = None,
-        optimizer: Any = None,
-        scheduler: Any = None,
-        scaler: Any = None,
-        dataloader: Any = None,
-        save_every: int | str | None = None,
-        save_at_epoch_end: bool = False,
-        save_on_exception: bool = False,
-        keep: Keep | None = None,
-        mirror: str | os.PathLike[str] | Storage | Mirror | None = None,
+        self, root: str | os.PathLike[str] | Storage | None = None, *unnamed: Any, accelerator: Any = None,
+        model: Any = None, optimizer: Any = None, scheduler: Any = None, scaler: Any = None, dataloader: Any = None,
+        save_every: int | str | None = None, save_at_epoch_end: bool = False, save_on_exception: bool = False,
+        keep: Keep | None = None, mirror: str | os.PathLike[str] | Storage | Mirror | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        saving: SaveOptions | None = None,
-        ranks: RankOptions | None = None,
-        follow: bool = True,
-        memory_every: int | None = None,
-        memory_rescue: bool = False,
-        memory_replicas: int = 0,
-        sign: str | os.PathLike[str] | bool | None = None,
-        verify_key: str | os.PathLike[str] | None = None,
-        require_signed: bool = False,
-        **old_spellings: Any,
-    ) -> None:
+        saving: SaveOptions | None = None, ranks: RankOptions | None = None, follow: bool = True,
+        memory_every: int | None = None, memory_rescue: bool = False, memory_replicas: int = 0,
+        sign: str | os.PathLike[str] | bool | None = None, verify_key: str | os.PathLike[str] | None = None,
+        require_signed: bool = False, **old_spellings: Any,
+    ) -> None:  # fmt: skip
         refuse_unnamed(root, unnamed)
         given = {"save_every": save_every, "keep": keep, "mirror": mirror, "storage_options": storage_options}
         memory = {"memory_every": memory_every, "memory_rescue": memory_rescue, "memory_replicas": memory_replicas}
@@ -206,14 +182,16 @@ class StateManager:
         return self._session.restored
 
     def register(self, *unnamed: Any, per_rank: bool | Any = False, **objects: Any) -> None:  # Any: for **named_objects
-        """Manage more objects, each under its name: anything with `state_dict` and `load_state_dict`, or a generator.
-
-        A number or text (`register(best_loss=1e9)`) is what `values` has there until a load or the script sets it.
+        """Manage more objects, each under its name. Every rank must make this call.
 
         Generators (of torch, NumPy or Python) are kept for every rank. So are other objects whose state differs between
-        ranks; as many ranks have it back, and any other number of them the main rank's. With `per_rank`, the state is
-        each rank's own at any number of ranks: new ranks keep what their objects have, and what ranks that are gone
-        had is not loaded; the report names both.
+        ranks; as many ranks have it back, and any other number of them the main rank's.
+
+        Args:
+            per_rank: The state is each rank's own at any number of ranks: new ranks keep what their objects have, and
+                what ranks that are gone had is not loaded; the report names both.
+            **objects: Anything with `state_dict` and `load_state_dict`, or a generator. A number or text, as in
+                `best_loss=1e9`, is what `values` has there until a load or the script sets it.
         """
         self._session.registry.register(objects, unnamed, per_rank=per_rank)
 
@@ -259,6 +237,9 @@ class StateManager:
         """A step of training is done: count it, save when that is due, and stop if the process was told to.
 
         Tensors among the metrics are looked at only when a checkpoint is saved.
+
+        Raises:
+            Preempted: The process was told to terminate, and the state has been saved.
         """
         session = self._session
         session.require_usable("step()")
@@ -304,31 +285,47 @@ class StateManager:
     def save_state(
         self, name: str | None = None, *, metrics: Mapping[str, Any] | None = None, wait: bool | None = None
     ) -> str | None:
-        """Save everything, and return the checkpoint's name (`step-00001000` if none is given).
+        """Save everything. Every rank must make this call.
 
-        When it returns the state has been copied, and training may go on while it is written; with `wait`, or after
-        `wait()`, the checkpoint is committed and durable. What goes wrong meanwhile is raised by the next call. While
-        an earlier save is under way, this one waits for it, or, with `SaveOptions(when_busy="skip")`, is left out: None
-        is returned. So it is where parameters are not finite, with `SaveOptions(on_nan="skip")`.
-
-        A checkpoint of the same name is replaced, and stands until the new one is committed. Every rank must make this
-        call.
+        When it returns the state has been copied, and training may go on while it is written. What goes wrong meanwhile
+        is raised by the next call. A checkpoint of the same name is replaced, and stands until the new one is there.
 
         Inside `batches` the next run continues with the batch after this one: save when it has been used. After the
         inner loop the next run begins with the next epoch: let the save be the last thing in the epoch.
+
+        Args:
+            name: `step-00001000` if none is given.
+            metrics: Numbers by name, for `Keep`, listings and reports.
+            wait: Return when it is committed and durable; None: as `SaveOptions.background` says.
+
+        Returns:
+            Its name; None where it was left out, by `SaveOptions(when_busy="skip")` or `on_nan="skip"`.
+
+        Raises:
+            ConfigError: The root has checkpoints that this run has not resumed from.
+            UnsupportedError: Values that no file can hold, each by its path.
+            StorageError: It could not be written: `FullError` and others say why.
+            RanksError: Ranks did not answer, or make other calls.
         """
         return self._session.save(name, metrics, wait, when_busy=self._session.options.saving.when_busy)
 
     def load_state(self, name: str | int | None = None, *, strict: bool = True) -> Restored:
-        """Load a checkpoint: the one by that name, or the newest that is intact. Prints and returns what was restored.
+        """Load a checkpoint, and print what was restored. Every rank must make this call.
 
-        A number is a step: `load_state(1000)` loads `step-00001000`.
+        Args:
+            name: None: the newest intact one. A number is a step: 1000 is `step-00001000`. A path is a checkpoint in
+                another local folder. What Accelerate's `save_state` wrote is as good: by its name or path, or, where
+                the root has nothing else, without either: the one with the highest number.
+            strict: Everything must fit, or nothing is changed. Otherwise what fits is restored, the rest skipped.
 
-        A path is a checkpoint in another local folder. What Accelerate's `save_state` wrote is as good: by its name, or
-        its path; without either, where the root has no other checkpoint, it is the one with the highest number.
+        Returns:
+            What was restored, approximated, skipped and passed over.
 
-        With `strict` everything must fit, or nothing is changed and one error lists what does not. Without it, what
-        fits is restored, and the rest is listed as skipped.
+        Raises:
+            MissingError: There is none by that name, or none at all.
+            DamagedError: The named one is damaged, or none is intact.
+            MismatchError: It does not fit; all differences are listed.
+            StorageError: It could not be read now: no older one is taken in its place.
         """
         restored = self._session.load(name_of_step(name), strict=strict)
         if restored is None:
@@ -336,7 +333,11 @@ class StateManager:
         return restored
 
     def resume(self, *, strict: bool = True) -> Restored | None:
-        """Take the root for this run, and load the newest intact checkpoint if there is one; none if there is not."""
+        """Take the root for this run, and load its newest intact checkpoint as `load_state` does; None if it has none.
+
+        Raises:
+            LockedError: Another run writes to the root.
+        """
         session = self._session
         session.saver.owner.require("resume()")
         session.set_started()
@@ -395,6 +396,14 @@ class StateManager:
         Of a model with PEFT adapters, those are written, as PEFT does. Wrapped, compiled or sharded models are whole
         there, gathered tensor by tensor. The folder appears when it is complete; files of yours in it stay. Every rank
         must make this call; the main one writes.
+
+        Args:
+            directory: The folder. Its parent need not exist.
+            max_shard_size: Bytes, or `"5GB"`, beyond which there are several files.
+            dtype: What floating point tensors are cast to.
+            tokenizer: Saved beside the model, and so is the `processor`.
+            processor: Anything with `save_pretrained`.
+            part: Which model, where there are several: `"model.generator"`.
         """
         self._session.loader.refuse_half_loaded()
         model, wanted = self._session.registry.model_part(part), ExportOptions.parse(dtype, max_shard_size)
@@ -403,22 +412,11 @@ class StateManager:
         save_live(f"save_model({folder!r})", folder, model, self._session.ranks, wanted, beside)
 
     def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        revision: str | None = None,
-        commit_message: str | None = None,
-        create_pr: bool = False,
-        token: str | None = None,
-        max_shard_size: int | str | None = SHARD_SIZE,
-        dtype: str | torch.dtype | None = None,
-        card: Card = True,
-        tokenizer: Any = None,
-        processor: Any = None,
-        part: str = "model",
-        wait: bool = True,
-    ) -> str | None:
+        self, repo_id: str, *, private: bool | None = None, revision: str | None = None,
+        commit_message: str | None = None, create_pr: bool = False, token: str | None = None,
+        max_shard_size: int | str | None = SHARD_SIZE, dtype: str | torch.dtype | None = None, card: Card = True,
+        tokenizer: Any = None, processor: Any = None, part: str = "model", wait: bool = True,
+    ) -> str | None:  # fmt: skip
         """Publish the model as it is now, in one commit, and return the commit's URL (see `ckpt.push_to_hub`).
 
         Every rank must make this call; the main one alone talks to the Hub. Without `wait` it does so while training

@@ -30,21 +30,25 @@ class _Checked:
 class SaveOptions(_Checked):
     """How checkpoints are captured and written.
 
-    `layout`: "auto" saves what is sharded as shards, each rank its own, and everything else once; "full" gathers
-    everything into whole files; "sharded" also divides among the ranks what every rank has. `gradients`: save
-    gradients too, so that a save in the middle of an accumulation window resumes exactly; None means where such a
-    window is open, or an accelerator accumulates. `background`: whether training continues while a checkpoint is
-    written, unless a save says otherwise. `when_busy`: whether a save that comes while another one is being written
-    waits for it ("wait"), is left out ("skip"), or waits in memory and is replaced by the next one if its turn has not
-    come by then ("replace"). `host_memory`: how much the staging buffer may take, as `"8GB"` or in bytes; where that is
-    not enough, training waits until a checkpoint is written. `device_memory`: how much a snapshot may take on each
-    device until it is fetched, 0 for nothing; None means what training has never needed, less a reserve. `read_back`:
-    whether a checkpoint in a local root is read from the disk after its commit, in the background, which proves it and
-    makes a restart on this machine read it from memory; None means from 16 MB of a rank on, when memory is
-    plentiful, and not on network filesystems. `sha256`: whether the manifest has a SHA-256 of every block beside the
-    hashes that find damage, for policies that demand it; always so where checkpoints are signed. `on_nan`: what is done
-    before a save if parameters are NaN or infinite: "raise" an error, "skip" the save, or "warn" and save; None does
-    not look. Each rank looks on the device, and all do the same.
+    Args:
+        layout: "auto" saves what is sharded as shards, each rank its own, and everything else once; "full" gathers
+            everything into whole files; "sharded" also divides among the ranks what every rank has.
+        gradients: Save gradients too, so that a save in the middle of an accumulation window resumes exactly; None:
+            where such a window is open, or an accelerator accumulates.
+        background: Training continues while a checkpoint is written, unless a save says otherwise.
+        when_busy: A save that comes while another one is being written waits for it ("wait"), is left out ("skip"), or
+            waits in memory and is replaced by the next one if its turn has not come by then ("replace").
+        host_memory: What the staging buffer may take, as `"8GB"` or in bytes; where that is not enough, training waits
+            until a checkpoint is written.
+        device_memory: What a snapshot may take on each device until it is fetched, 0 for nothing; None: what training
+            has never needed, less a reserve.
+        read_back: Read a checkpoint in a local root from the disk after its commit, in the background, which proves it
+            and makes a restart on this machine read it from memory; None: from 16 MB of a rank on, when memory is
+            plentiful, and not on network filesystems.
+        sha256: The manifest has a SHA-256 of every block beside the hashes that find damage, for policies that demand
+            it; always so where checkpoints are signed.
+        on_nan: Before a save, if parameters are NaN or infinite: "raise" an error, "skip" the save, or "warn" and save;
+            None does not look. Each rank looks on the device, and all do the same.
     """
 
     layout: str = "auto"
@@ -74,17 +78,23 @@ def _in_bytes(size: int | str | None) -> int | None:
 class RankOptions(_Checked):
     """How the ranks of a job meet, and stop.
 
-    `timeout`: seconds to wait for a rank that gives no sign of life. `shared`: whether all hosts see the same root;
-    None means that this is tried out where the launcher says that there are several hosts. Hosts that do not share it
-    keep what their ranks save, each in its own root, and load it from there; what a host lacks is read from the mirror.
-    `broadcast`: when loading, read what all ranks of a host need once and pass it on among them; None means where the
-    root is remote. `handle_sigterm`: save and stop when the process is told to terminate. `handle_sigint`: so, too, at
-    Ctrl-C; the second interrupts at once. `grace`: seconds after either in which the last save must be done; then the
-    process ends without it. `save_on_sigusr1`: save after one of the next steps when any rank gets SIGUSR1, which SLURM
-    sends before the time is up, and continue. `alone`: this process is a run of its own, in a root of its own, whatever
-    other processes its launcher has started, or are in its group.
-    `process_group`: the ranks that have this state, where they are not all of the job: one model of several that are
-    trained side by side, say. Only they build the manager, in a root of its own, where they are numbered from 0.
+    Args:
+        timeout: Seconds to wait for a rank that gives no sign of life.
+        shared: All hosts see the same root; None: tried out where the launcher says that there are several hosts. Hosts
+            that do not share it keep what their ranks save, each in its own root, and load it from there; what a host
+            lacks is read from the mirror.
+        broadcast: When loading, read what all ranks of a host need once and pass it on among them; None: where the root
+            is remote.
+        handle_sigterm: Save and stop when the process is told to terminate.
+        handle_sigint: So, too, at Ctrl-C; the second interrupts at once.
+        save_on_sigusr1: Save after one of the next steps when any rank gets SIGUSR1, which SLURM sends before the time
+            is up, and continue.
+        grace: Seconds after SIGTERM or Ctrl-C in which the last save must be done; then the process ends without it.
+        alone: This process is a run of its own, in a root of its own, whatever other processes its launcher has
+            started, or are in its group.
+        process_group: The ranks that have this state, where they are not all of the job: one model of several that are
+            trained side by side, say. Only they build the manager, in a root of its own, where they are numbered from
+            0.
     """
 
     timeout: float = 300.0
@@ -116,14 +126,18 @@ class Mirror(_Checked):
 
         StateManager("runs/x", mirror=ckpt.Mirror("s3://bucket/x", keep=ckpt.Keep(last=10), bandwidth="50MB"), ...)
 
-    `keep`: which checkpoints are kept there; None means as in the root. `bandwidth`: bytes per second that copying may
-    take. `backlog`: how many checkpoints may wait to be copied; older ones are left out. `storage_options`:
-    credentials, endpoint and the like for this URL; None means those of the manager.
+    A start whose root has no intact checkpoint waits for the mirror as long as the storage does: it may have one. After
+    SIGTERM the end waits 5 s at most, and not beyond `grace`. What was not copied by then is copied by the next run.
 
-    `at_start`, `at_end`: seconds that the start of a run (building the manager, `resume`) and its end wait for a remote
-    mirror that gives no sign of life; one that answers is waited for. A start whose root has no intact checkpoint waits
-    as long as the storage does: the mirror may have one. After SIGTERM the end waits 5 s at most, and not beyond
-    `grace`. What was not copied by then is copied by the next run.
+    Args:
+        url: A path, a URL or a storage.
+        keep: Which checkpoints are kept there; None: as in the root.
+        bandwidth: Bytes per second that copying may take, also as `"50MB"`.
+        backlog: How many checkpoints may wait to be copied; older ones are left out.
+        at_start: Seconds that the start of a run (building the manager, `resume`) waits for a remote mirror that gives
+            no sign of life; one that answers is waited for.
+        at_end: The same for its end.
+        storage_options: Credentials, endpoint and the like for this URL; None: those of the manager.
     """
 
     url: str | os.PathLike[str] | Storage

@@ -38,13 +38,23 @@ def assert_exact_resume(
 ) -> Report:
     """Run a training program straight, then kill it with SIGKILL and resume it, and compare every optimizer step.
 
-    `program` is a script, started with `arguments` in new processes, under torchrun if `processes` is more than one; or
-    a function at the top level of a file, called with a root for its checkpoints. A script's managers save into roots
-    of the test's own; a script that uses that folder itself takes its path as an argument: `"{root}"` in an argument
-    stands for it. `save_every` overrides what the program says.
+    Args:
+        program: A script, started in new processes; or a function at the top level of a file, called with a root for
+            its checkpoints. A script's managers save into roots of the test's own.
+        *arguments: Of the script; `"{root}"` in one stands for that root, for scripts that use the folder themselves.
+        processes: Under torchrun if more than one.
+        kills: How often it is killed.
+        save_every: Overrides what the program says.
+        seed: Chooses the steps after which it is killed.
+        timeout: Seconds for each process.
 
-    Raises `InexactResumeError` where a batch, loss, gradient, learning rate, parameter or buffer differs, with the
-    first such step and the likely cause; `ConfigError` where there is nothing to compare.
+    Returns:
+        What was compared.
+
+    Raises:
+        InexactResumeError: A batch, loss, gradient, learning rate, parameter or buffer differs; with the first such
+            step and the likely cause.
+        ConfigError: There is nothing to compare.
     """
     report = check(
         Program(

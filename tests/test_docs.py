@@ -16,7 +16,7 @@ DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "SECURITY.md",
-    *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in GENERATED),
+    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in GENERATED),
 ]
 FOLDERS = "ckpt|formats|storage|tests|docs|benchmarks|examples"
 NAMED = re.compile(rf"(?<![\w./:@-])((?:{FOLDERS})/[\w./*-]*[\w*/])((?:::\w+(?:\.\w+)*)*)")
@@ -49,7 +49,7 @@ def defines(source: str, name: str) -> bool:
     return re.search(rf"^ *(?:(?:class|def) {name}\b|{name}(?::|\s=))", source, re.MULTILINE) is not None
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_path_and_every_test_that_a_document_names_exists(document: Path) -> None:
     assert problems(document.read_text(), document.parent) == []
 

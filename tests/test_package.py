@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import ckpt
+from tests.helpers.wheel import install_wheel
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -19,21 +20,7 @@ REPOSITORY = Path(__file__).parent.parent
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built wheel, installed alone into an empty folder."""
-    folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    tracked = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=REPOSITORY, capture_output=True, check=True
-    )
-    for name in tracked.stdout.decode().splitlines():
-        if (REPOSITORY / name).is_file() and not name.startswith(("tests/", "docs/")):
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((REPOSITORY / name).read_bytes())
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder / "dist"), str(source)]
-    subprocess.run(build, check=True, capture_output=True)
-    (wheel,) = (folder / "dist").iterdir()
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target", str(folder / "site")]
-    subprocess.run([*pip, str(wheel)], check=True, capture_output=True)
-    return folder / "site"
+    return install_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def test_the_wheel_adds_ckpt_alone_to_the_import_names(installed: Path) -> None:

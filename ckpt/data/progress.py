@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass, fields
 class Progress:
     """Counters that a checkpoint keeps.
 
-    `epoch` and `batch` say where the loop is: `batch` batches of epoch `epoch` have been handed out. `step` counts the
-    calls of `manager.step()` or, attached to an accelerator, the steps of its first optimizer. `samples` counts
-    those of all ranks, over all epochs.
+    Attributes:
+        epoch: That the loop is in.
+        batch: Batches of it that have been handed out.
+        step: Calls of `manager.step()` or, attached to an accelerator, steps of its first optimizer.
+        samples: Of all ranks, over all epochs.
     """
 
     epoch: int = 0

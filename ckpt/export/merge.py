@@ -37,14 +37,28 @@ def merge(
     verify_key: KeySource | None = None,
     require_signed: bool = False,
 ) -> list[str]:
-    """Write the tensors of a checkpoint as one safetensors file, and return the URLs of what was written.
+    """Write the tensors of a checkpoint as one safetensors file.
 
-    `source` is a checkpoint of ours, a folder of torch.distributed.checkpoint, what Accelerate saves under FSDP, what
-    DeepSpeed's `save_checkpoint` wrote (its master weights), or a folder of safetensors. Beyond `max_shard_size`
-    (bytes, or `"5GB"`) the output is shards and `model.safetensors.index.json`. Floating point tensors are cast to
-    `dtype`. Tied weights are written once. Less than 256 MB are held in memory, and the output appears only when it is
-    complete. Either side may be a URL; `storage_options` are for both. `verify_key` and `require_signed` are those of
-    the manager.
+    Tied weights are written once. Less than 256 MB are held in memory, and the output appears only when it is complete.
+
+    Args:
+        source: A checkpoint of ours, or a file or folder of another tool that `convert` reads, at a path or URL. Of
+            DeepSpeed, the master weights are taken.
+        destination: A file that ends with `.safetensors`, at a path or URL.
+        dtype: What floating point tensors are cast to.
+        max_shard_size: Bytes, or `"5GB"`, beyond which it is shards and `model.safetensors.index.json`.
+        part: Which part, where it is not the model.
+        storage_options: Credentials and the like, for URLs on both sides.
+        verify_key: As for the manager.
+        require_signed: As for the manager.
+
+    Returns:
+        The URLs of what was written.
+
+    Raises:
+        MissingError: There is nothing there, or no such part.
+        DamagedError: The source is not what was saved.
+        ConfigError: The source is of no kind that can be read, or the destination would overwrite a checkpoint.
     """
     output = _Destination.parse(destination, storage_options)
     options = ExportOptions.parse(dtype, max_shard_size)

@@ -61,17 +61,36 @@ def push_to_hub(
     storage_options: Mapping[str, Any] | None = None,
     timeout: float = 300.0,
 ) -> str:
-    """Publish the model of a checkpoint, sharded or not, or a folder of safetensors, and return the commit's URL.
+    """Publish the model of a checkpoint, sharded or not, or a folder of safetensors, in one commit.
 
-    `source` is a path or URL, and `repo_id` is `user/name`; a repository that does not exist is created, with `private`
-    as given, and so is the branch `revision`. The token comes from `HF_TOKEN` or a login, if none is given. With
-    `create_pr` the commit is proposed by a pull request, whose URL is returned, and the main branch is as before.
+    The commit has everything: weights, `config.json`, tokenizer, what lies `beside`, and the model card. What the Hub
+    has is not sent again, so that an interrupted push continues where it was; if nothing has changed there is no
+    commit. With several processes the main one alone talks to the Hub, and the others wait.
 
-    One commit has everything: weights, `config.json`, the files of `tokenizer` and `processor`, what lies in the folder
-    `beside` (a tokenizer, a config; no weights), and the model card. `card` is False for none, or a dict for its front
-    matter: `{"license": "apache-2.0"}`. What the Hub has is not sent again, so that an interrupted push continues
-    where it was; if nothing has changed there is no commit. With several processes the main one alone talks to the Hub,
-    and the others wait. `storage_options` are for a `source` that is a URL, as for `StateManager`.
+    Args:
+        source: A path or URL.
+        repo_id: `user/name`; created if it does not exist.
+        private: Of a repository that is created.
+        revision: A branch; created if it does not exist.
+        commit_message: What the commit says.
+        create_pr: Propose it by a pull request; the main branch is as before.
+        token: None: `HF_TOKEN` or a login.
+        max_shard_size: Bytes, or `"5GB"`, beyond which there are several files.
+        dtype: What floating point tensors are cast to.
+        card: False for no model card, or a dict for its front matter: `{"license": "apache-2.0"}`.
+        tokenizer: Its files are in the commit.
+        processor: So are those of this.
+        beside: A folder whose files are in the commit: a tokenizer, a config; no weights.
+        part: Which model, where there are several.
+        storage_options: For a `source` that is a URL, as for the manager.
+        timeout: Seconds to wait for other ranks.
+
+    Returns:
+        The URL of the commit, or of the pull request.
+
+    Raises:
+        DeniedError: The token is missing, or may not write there.
+        StorageError: The Hub did not take it; nothing has changed there.
     """
     target = HubTarget.of(repo_id, revision, token, private, commit_message, card, create_pr)
     processors = check_processors(tokenizer=tokenizer, processor=processor)

@@ -15,6 +15,7 @@ from typing import Any
 from ckpt.errors import ConfigError, DamagedError, MissingError
 from ckpt.export.checkpoint_tensors import TensorSource, open_checkpoint
 from ckpt.export.folders import belongs_beside
+from ckpt.export.installed_formats import open_installed
 from ckpt.formats.foreign import dcp, deepspeed, megatron, torch_files
 from ckpt.formats.foreign.accelerate import FolderReader
 from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX
@@ -86,6 +87,8 @@ def open_source(
         )
     elif (save := deepspeed.save_in(found)) is not None:
         yield TensorSource(_model_of_deepspeed(save, part))
+    elif (tensors := open_installed(found, part)) is not None:
+        yield TensorSource(tensors)
     else:
         raise _unreadable_error(found)
 

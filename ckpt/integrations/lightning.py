@@ -52,7 +52,10 @@ class CkptIO(CheckpointIO):  # type: ignore[misc]
         Fabric(plugins=[CkptIO()])
 
     A checkpoint is a folder at the path that Lightning gives, with `model.safetensors` and JSON: `ckpt ls` and
-    `ckpt verify` accept it. With `CkptIO(background=False)`, training waits until it is durable.
+    `ckpt verify` accept it.
+
+    Args:
+        background: False: training waits until a checkpoint is durable.
     """
 
     def __init__(self, *, background: bool = True) -> None:
@@ -145,6 +148,9 @@ class CkptGenerators(Callback):  # type: ignore[misc]
         Trainer(plugins=[CkptIO()], callbacks=[ModelCheckpoint("checkpoints"), CkptGenerators()])
 
     Within an epoch that requires a loader with a position of its own, such as torchdata's `StatefulDataLoader`.
+
+    Args:
+        timeout: Seconds to wait for a rank that gives no sign of life.
     """
 
     def __init__(self, *, timeout: float = 300.0) -> None:

@@ -30,8 +30,15 @@ class CkptMemory(Callback):  # type: ignore[misc]
         callbacks = [ModelCheckpoint("checkpoints"), CkptGenerators(), memory]
         Trainer(plugins=[CkptIO()], callbacks=callbacks).fit(model, ckpt_path=memory.newest())
 
-    `rescue`: whether the newest is saved to the folder when nobody restarts the run. The ranks must be on one host:
-    Lightning has its checkpoints from the first of them.
+    The ranks must be on one host: Lightning has its checkpoints from the first of them.
+
+    Args:
+        folder: That of the ModelCheckpoint.
+        every: Steps between snapshots.
+        rescue: Save the newest to the folder when nobody restarts the run.
+
+    Raises:
+        ConfigError: `every` is no number of steps.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, every: int, rescue: bool = False) -> None:

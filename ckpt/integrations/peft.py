@@ -15,8 +15,14 @@ def export_merged(url: str | os.PathLike[str], model: Any, folder: str | os.Path
 
         export_merged("runs/lora/step-00001000", get_peft_model(base, config), "merged")
 
-    `url` is a checkpoint, or a root: then the newest intact one is loaded. `model` is a `PeftModel`, built as it was
-    for training: the checkpoint's weights are loaded into it, and merging unloads its adapters.
+    Args:
+        url: A checkpoint, or a root: then the newest intact one is loaded.
+        model: A `PeftModel`, built as it was for training: the checkpoint's weights are loaded into it, and merging
+            unloads its adapters.
+        folder: Where it is written.
+
+    Raises:
+        ConfigError: The model has no adapters.
     """
     if not hasattr(model, "merge_and_unload"):
         raise ConfigError(

@@ -33,7 +33,7 @@ class TrainerPush:
             raise ConfigError(
                 f"hub_strategy={args.hub_strategy.value!r} pushes what a run resumes from in Trainer's own files, "
                 "which CkptCallback does not write. Use hub_strategy='every_save', which pushes the model; for "
-                "checkpoints on the Hub, CkptCallback(root, mirror='hub://user/name'), or hub://user/name as the root."
+                "checkpoints on the Hub, CkptCallback('hub://user/name')."
             )
         if self._is_on:
             require_client()

@@ -38,12 +38,16 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         trainer.train(resume_from_checkpoint=True)      # the newest intact checkpoint, or a fresh start
 
     When to save and what to keep is set by the Trainer's arguments as usual: `save_strategy`, `save_steps`,
-    `save_total_limit`, `load_best_model_at_end`. The Trainer writes no checkpoints of its own. `options` are those of
-    `StateManager`: `keep`, `mirror`, `storage_options`, `saving`, `ranks`, `memory_every`, `memory_rescue`,
-    `memory_replicas`. For a trainer that is built already: `CkptCallback("runs/mrpc").attach(trainer)`.
+    `save_total_limit`, `load_best_model_at_end`. The Trainer writes no checkpoints of its own. For a trainer that is
+    built already: `CkptCallback("runs/mrpc").attach(trainer)`.
 
     `resume_from_checkpoint` may also be the name of a checkpoint, or a folder that a Trainer without this callback
     wrote. As long as the root has no checkpoint, True means the last of those folders in `output_dir`.
+
+    Args:
+        root: A path, a URL or a storage.
+        **options: Of `StateManager`: `keep`, `mirror`, `storage_options`, `saving`, `ranks`, `memory_every`,
+            `memory_rescue`, `memory_replicas`.
     """
 
     def __init__(self, root: str | os.PathLike[str] | Storage, **options: Any) -> None:

@@ -19,12 +19,20 @@ if TYPE_CHECKING:
 class Restored:
     """What was restored, what could only be approximated, what was left out, and from where.
 
-    `resharded` names the parts that were sharded over ranks in another way when they were saved.
-
-    `passed_over` names the newer checkpoints that could not be used, each with the reason.
-
-    `from_memory`: whether it was a snapshot in memory, between the checkpoints of the root; `root_step` is the step of
-    the root's newest, None if it has none.
+    Attributes:
+        name: Of the checkpoint.
+        url: Where it is.
+        run: The run's identity, the same over all its resumes.
+        progress: Epoch, batch, step and samples.
+        metrics: Those of the checkpoint.
+        restored: The parts.
+        resharded: Parts that were sharded over ranks in another way when they were saved.
+        approximated: What is not exactly as it was, with the reason.
+        skipped: What was left out, with the reason.
+        passed_over: Newer checkpoints that could not be used, with the reason.
+        from_memory: It was a snapshot in memory, between the checkpoints of the root.
+        root_step: Then, the step of the root's newest; None if it has none.
+        begins_at: Where the next `for` over each loader begins.
     """
 
     name: str

@@ -42,7 +42,14 @@ def was_committed(problem: CheckpointError | None) -> bool:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as it is listed. Without a manifest it is not committed or not readable: `problem` says why."""
+    """A checkpoint as it is listed.
+
+    Attributes:
+        name: Of its folder.
+        url: Where it is.
+        manifest: What it says of itself: step, metrics, files. None if it is not committed, or not readable.
+        problem: Why there is no manifest.
+    """
 
     name: str
     url: str
@@ -207,8 +214,17 @@ def list_checkpoints(
 ) -> Checkpoints:
     """The checkpoints below a root, newest first. Those without a manifest were never committed and come last.
 
-    Reads manifests only; `verify` reads every byte. `storage_options` are those of the manager. A folder or prefix in
-    which nothing was saved yet has none; a repository of the Hub that does not exist is an error.
+    Reads manifests only; `verify` reads every byte.
+
+    Args:
+        root: A folder or prefix; one in which nothing was saved yet has none.
+        storage_options: As for the manager.
+
+    Returns:
+        A list, which is a table in notebooks.
+
+    Raises:
+        StorageError: A repository of the Hub that does not exist, or that this account may not see.
     """
     storage = open_storage(root, **settings(storage_options))
     found = scan(storage)

@@ -23,13 +23,20 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Keep the `last` newest checkpoints, the `best` by a metric, and each whose step `every` divides.
-
-    A checkpoint is kept if any of the three keeps it; the newest is always kept. While `best` is set and no checkpoint
-    has the metric, nothing is removed, and a warning is logged once: a mistyped name must not cost the best ones.
+    """Which checkpoints are kept: each that any of the rules keeps, and the newest always.
 
         Keep(last=3)
         Keep(last=2, best=1, metric="accuracy", mode="max", every=10_000)
+
+    While `best` is set and no checkpoint has the metric, nothing is removed, and a warning is logged once: a mistyped
+    name must not cost the best ones.
+
+    Args:
+        last: So many of the newest.
+        best: So many of the best by the metric.
+        metric: A name that `step(metrics=...)` or `save_state(metrics=...)` gives.
+        mode: Whether the best are those with the "min" or the "max" of it.
+        every: Each whose step this divides.
     """
 
     last: int = 1

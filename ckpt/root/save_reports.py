@@ -18,9 +18,16 @@ _REMEMBERED = 100  # checkpoints that may still be on their way to the mirror
 class SaveReport:
     """A checkpoint that is committed.
 
-    `size`: bytes of all its files, `linked` of which are those of an earlier checkpoint, stored once. `blocked`:
-    seconds that training waited for it; `durable`: seconds from the call until it was committed and durable.
-    `mirrored`: whether the mirror has it, None without a mirror; a second report says when it does.
+    Attributes:
+        name: Of the checkpoint.
+        url: Where it is.
+        step: At which it was saved.
+        size: Bytes of all its files.
+        linked: Bytes of those that an earlier checkpoint has already, stored once.
+        blocked: Seconds that training waited for it.
+        durable: Seconds from the call until it was committed and durable.
+        mirrored: Whether the mirror has it, None without a mirror; a second report says when it does.
+        metrics: Those of the checkpoint.
     """
 
     name: str

@@ -71,13 +71,21 @@ def verify(
     verify_key: KeySource | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, list[str]]:
-    """What is wrong with a checkpoint, or with each checkpoint of a root, by name: an empty list means intact.
+    """What is wrong with a checkpoint, or with each checkpoint of a root.
 
     Every file is read and compared with the hashes in its manifest; where hosts have separate roots, the files of this
     root. A run may write to the root meanwhile: checkpoints that are being saved or removed are left out.
 
-    With a `verify_key`, as that of the manager, it is also wrong if none of its keys has signed a checkpoint.
-    `storage_options` are those of the manager.
+    Args:
+        url: A root or a checkpoint.
+        verify_key: As for the manager: it is then also wrong if none of its keys has signed a checkpoint.
+        storage_options: As for the manager.
+
+    Returns:
+        What was found, by name: an empty list means intact.
+
+    Raises:
+        MissingError: There is neither a root nor a checkpoint.
     """
     trust = required_by(verify_key)
     storage, names, is_checkpoint = catalog.resolve(url, storage_options)

@@ -35,13 +35,20 @@ class JoinedState:
 class Joined:
     """Several objects that a checkpoint holds as one, so that ranks with another number of them can load it.
 
+        StateManager(root, model=Joined(parts), optimizer=Joined(optimizers), scheduler=Joined(schedulers))
+
     Models: the parts of a model that this rank has, for example its stages of a pipeline, as modules or as
     `PipelineStage`s of torch.distributed.pipelining. Names are those in the parts, which must be names of the whole
-    model; a dict gives each part a prefix, for parts whose names begin anew (`{"stages.3": part}`). Optimizers: one for
-    each part or for each parameter, all of one class; in a dict, the keys are of no importance (one by names of
-    parameters, which have dots, is joined without being told so). Schedulers and scalers: all have the same state.
+    model. Optimizers: one for each part or for each parameter, all of one class. Schedulers and scalers: all have the
+    same state.
 
-        StateManager(root, model=Joined(parts), optimizer=Joined(optimizers), scheduler=Joined(schedulers))
+    Args:
+        objects: All of this rank. Of models, a dict gives each part a prefix, for parts whose names begin anew
+            (`{"stages.3": part}`); of optimizers, the keys are of no importance (a dict by names of parameters, which
+            have dots, is joined without being told so).
+
+    Raises:
+        ConfigError: There is nothing to join.
     """
 
     def __init__(self, objects: Iterable[Any] | Mapping[str, Any]) -> None:

@@ -49,15 +49,21 @@ class ShardMark:
 def mark_sharded(module: nn.Module, dim: int = 0, *, mesh: Any = None, names: Iterable[str] | None = None) -> None:
     """Say that a module's plain parameters are shards: this rank's part of tensors divided evenly over ranks.
 
-    For parameters that no wrapper divides, such as the experts that every rank has of its own. Their state, and that of
-    the optimizer, is then saved as of one tensor, which any number of ranks can load. Without it every rank saves its
-    own, for as many ranks.
-
         mark_sharded(model.experts, mesh=mesh["ep"])  # weights of shape [experts of this rank, ...]
 
-    `dim`: the dimension that is divided. `mesh`: a device mesh of one dimension, or a process group of all ranks; all
-    ranks if None. `names`: of the parameters, as `module.named_parameters()` has them; all if None. Without a process
-    group this does nothing: the parameters are whole. What was saved without the mark is loaded first, then marked.
+    For parameters that no wrapper divides, such as the experts that every rank has of its own. Their state, and that of
+    the optimizer, is then saved as of one tensor, which any number of ranks can load. Without it every rank saves its
+    own, for as many ranks. Without a process group this does nothing: the parameters are whole. What was saved without
+    the mark is loaded first, then marked.
+
+    Args:
+        module: Whose parameters these are.
+        dim: The dimension that is divided.
+        mesh: A device mesh of one dimension, or a process group of all ranks; None: all ranks.
+        names: Of the parameters, as `module.named_parameters()` has them; None: all.
+
+    Raises:
+        ConfigError: Parameters that cannot be marked; all of them are named.
     """
     named = dict(module.named_parameters(remove_duplicate=False))
     wanted = list(named) if names is None else list(names)

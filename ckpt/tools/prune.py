@@ -30,9 +30,16 @@ GRACE = 24 * 3600.0  # seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Pruned:
-    """What was removed, or would be, as bytes by name; and what was kept, with the reasons.
+    """What was removed, or would be, and what was kept.
 
-    `swept` and `spared` are leftovers: names of checkpoints whose saves were interrupted, or keys of unfinished writes.
+    Attributes:
+        url: The root.
+        removed: Checkpoints, with their bytes.
+        swept: Leftovers, with their bytes: names of checkpoints whose saves were interrupted, or keys of unfinished
+            writes.
+        kept: Checkpoints.
+        damaged: Checkpoints, with the reason.
+        spared: Leftovers that were kept, with the reason.
     """
 
     url: str
@@ -57,13 +64,26 @@ def prune(
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Pruned:
-    """Remove the checkpoints that `keep` does not keep, and what crashed saves left more than `grace` seconds ago.
+    """Remove the checkpoints that `keep` does not keep, and what crashed saves left.
 
-    Without `keep` all checkpoints are kept. The newest intact one always is, and so is one that is being read: before
-    anything is removed, every byte of the newest is read (or with `verify=False` sizes alone are compared). If that one
-    cannot be read, or if no checkpoint has the metric of `keep`, it is an error and nothing is removed. What a save
-    under way writes or replaces is never touched. With `dry_run` nothing is removed. A run may use the root meanwhile:
-    leftovers are then kept, and the next start of a run removes them.
+    The newest intact one is always kept, and so is one that is being read. What a save under way writes or replaces is
+    never touched. A run may use the root meanwhile: leftovers are then kept, and the next start of a run removes them.
+
+    Args:
+        root: A path, a URL or a storage.
+        keep: Which checkpoints are kept; None: all.
+        grace: Seconds; leftovers that are younger are kept.
+        verify: Read every byte of the newest before anything is removed; otherwise sizes alone are compared.
+        dry_run: Remove nothing.
+        storage_options: As for the manager.
+
+    Returns:
+        What was removed, or would be, and what was kept and why.
+
+    Raises:
+        MissingError: There is nothing at the root.
+        StorageError: The newest cannot be read. Nothing was removed.
+        MetricError: No checkpoint has the metric of `keep`. Nothing was removed.
     """
     _refuse_nonsense(keep, grace)
     plan = Plan.of(open_storage(root, **settings(storage_options)), keep, grace, verify=verify)

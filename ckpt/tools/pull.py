@@ -40,21 +40,32 @@ def pull(
     verify_key: KeySource | None = None,
     require_signed: bool = False,
 ) -> str:
-    """Copy a repository (`user/repo`), or what is at a URL, to a folder or another URL, and return the URL of the copy.
+    """Copy a repository, or what is at a URL or in a folder, to another place.
 
-    `user/repo` that is a folder here is that folder: `hub://user/repo` is always the repository.
+    A checkpoint becomes a folder below `destination`, from which a run can resume. Each appears when it is complete and
+    matches its hashes; an interrupted copy is continued. Other files are copied as they are. Little is held in memory.
 
-    A checkpoint becomes a folder below `destination`, from which a run can resume: the one that `source` names, or of a
-    root that of `step`, or all. Each appears when it is complete and matches its hashes; an interrupted copy is
-    continued. Other files are copied as they are. Little is held in memory. `storage_options` are for URLs on both
-    sides.
+    Files of the Hub come through Hugging Face's cache: those in it are not fetched again, and are used where the Hub
+    cannot be reached.
 
-    Files of the Hub (`hub://user/repo@revision/path`) come through Hugging Face's cache: those in it are not fetched
-    again, and are used where the Hub cannot be reached. Other files in a folder are kept; a root that a run is writing
-    to is refused.
+    Args:
+        source: `user/repo`, unless that is a folder here; `hub://user/repo@revision/path`; any other path or URL. A
+            checkpoint, or a root.
+        destination: A path or URL. Other files there are kept.
+        step: Of a root, the checkpoint of this step alone; None: all.
+        revision: Of the Hub: a branch, tag or commit.
+        token: Of the Hub; None: `HF_TOKEN` or a login.
+        storage_options: For URLs on both sides.
+        verify_key: As for the manager.
+        require_signed: Copy neither checkpoints that no such key has signed, nor files without a manifest.
 
-    `verify_key` and `require_signed` are those of the manager. With the latter, checkpoints that no such key has signed
-    are not copied, nor files without a manifest.
+    Returns:
+        The URL of the copy.
+
+    Raises:
+        MissingError: There is nothing to copy, or no such step.
+        DamagedError: Some of it does not match its hashes, there or here.
+        LockedError: A run is writing to the destination.
     """
     trust = open_trust(verify_key, required=require_signed)
     where, destination = path_text(source, "the source"), path_text(destination, "the destination")

@@ -188,9 +188,9 @@ def test_storage_options_of_the_callback_reach_its_storage(
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     options = {"key": KEY, "secret": SECRET, "endpoint_url": server.url}
-    trainer(tmp_path, kept(s3, storage_options=options), max_steps=12).train()  # type: ignore[arg-type]
+    trainer(tmp_path, kept(s3, storage_options=options), max_steps=12).train()
     assert [found.name for found in ckpt.list_checkpoints(s3, storage_options=options)] == ["step-00000012"]
-    again = trainer(tmp_path, kept(s3, storage_options=options), max_steps=14)  # type: ignore[arg-type]
+    again = trainer(tmp_path, kept(s3, storage_options=options), max_steps=14)
     again.train(resume_from_checkpoint=f"{s3}/step-00000012")
     assert len(again.seen) == 2
     with pytest.raises(ckpt.ConfigError, match="a plain path takes no storage_options: endpoint_url"):

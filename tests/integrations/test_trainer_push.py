@@ -93,8 +93,15 @@ def test_at_the_end_the_trainer_pushes_itself(tmp_path: Path, hub: HubServer) ->
 def test_a_strategy_that_pushes_checkpoints_is_refused_with_the_way_to_have_them(
     tmp_path: Path, hub: HubServer, strategy: str
 ) -> None:
-    with pytest.raises(ckpt.ConfigError, match=rf"hub_strategy='{strategy}' .*mirror='hub://user/name'"):
+    with pytest.raises(ckpt.ConfigError, match=rf"hub_strategy='{strategy}' .*CkptCallback\('hub://user/name'\)"):
         pushing(tmp_path, hub_strategy=strategy)
+
+
+def test_the_way_to_have_checkpoints_on_the_hub_is_one(tmp_path: Path, hub: HubServer) -> None:
+    trainer(tmp_path, kept("hub://me/trainer"), max_steps=3).train()
+    again = trainer(tmp_path, kept("hub://me/trainer"), max_steps=6)
+    again.train(resume_from_checkpoint=True)
+    assert [found.step for found in ckpt.list_checkpoints("hub://me/trainer")] == [6, 3]
 
 
 def test_a_client_that_is_too_old_for_the_hub_is_refused_before_training(

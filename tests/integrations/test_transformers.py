@@ -64,7 +64,7 @@ def trainer(folder: Path, *callbacks: Any, world_size: int = 1, **arguments: Any
     return Trainer(classifier(), args, callbacks=list(callbacks), **data)
 
 
-def kept(root: Path, **options: Any) -> Any:
+def kept(root: Path | str, **options: Any) -> Any:
     from ckpt.integrations.transformers import CkptCallback
 
     return CkptCallback(root, **options)
