@@ -55,17 +55,34 @@ def load_model(
     verify_key: KeySource | None = None,
     require_signed: bool = False,
 ) -> dict[str, str]:
-    """Load a model's tensors, and return what was skipped or is not exactly as it was saved, with the reasons.
+    """Load a model's tensors, from a checkpoint or from what another tool wrote.
 
-    `source` is a checkpoint, a root (its newest intact checkpoint is loaded), a folder of safetensors, or whatever else
-    `merge` reads, at a path or URL: `hub://user/repo`. The model may be wrapped, compiled or sharded; every rank makes
-    this call, and reads what it holds. A published PEFT adapter is loaded into a model that has one.
+    The model may be wrapped, compiled or sharded; every rank makes this call, and reads what it holds. A published PEFT
+    adapter is loaded into a model that has one. Weights that Transformers renames or joins when it loads them are
+    renamed and joined by its rules.
 
     Checkpoints are verified by their manifests, files of the Hub by their hashes there; without the network they come
-    from Hugging Face's cache, where a published model, or what was pulled, is. With `strict` everything must fit, or
-    nothing is changed. What is not on a local disk is read once, and verified on the way: if it is damaged, the model
-    holds a part of it already. `storage_options` are for a URL, as for `StateManager`: `{"token": ...}` for the Hub.
-    So are `verify_key` and `require_signed`, with which files without a manifest are refused.
+    from Hugging Face's cache, where a published model, or what was pulled, is. What is not on a local disk is read
+    once, and verified on the way: if it is damaged, the model holds a part of it already.
+
+    Args:
+        source: A checkpoint, a root (its newest intact checkpoint is loaded), a folder or file of safetensors, or
+            whatever else `merge` reads, at a path or URL: `hub://user/repo`.
+        model: The model to load into.
+        part: Which part, where it is not the model.
+        strict: Whether everything must fit, or nothing is changed.
+        storage_options: For a URL, as for `StateManager`: `{"token": ...}` for the Hub.
+        timeout: Seconds that ranks wait for each other.
+        verify_key: As for the manager; files without a manifest are then refused.
+        require_signed: The same.
+
+    Returns:
+        What was skipped or is not exactly as it was saved, with the reasons.
+
+    Raises:
+        MissingError: There is nothing there, or no such part.
+        MismatchError: It does not fit the model; nothing was changed.
+        DamagedError: It is not what was saved.
     """
     trust = open_trust(verify_key, required=require_signed)
     if not is_path(source):

@@ -74,23 +74,32 @@ def convert(
     max_shard_size: int | str | None = None,
     sign: KeySource | bool | None = None,
 ) -> Converted:
-    """Convert a checkpoint, and return what was written, approximated and skipped.
+    """Convert a checkpoint from any format that is read to any that is written.
 
-    `source` is a checkpoint of ours, whole or sharded, or of torch.distributed.checkpoint, Accelerate, DeepSpeed (ZeRO
-    0 to 3, universal), Lightning, Megatron-Core (`torch_dist`), the Trainer, a file of `torch.save`, or safetensors;
-    which of them is found out. `to` is the format to write:
+    No pickle is executed. The output appears when it is complete, and never replaces anything. Tensors are streamed.
+    docs/converting.md has a table of what each format holds.
 
-    - "ckpt": `destination` is a root; the checkpoint is named like the source, or `name`
-    - "hf": a folder with `model.safetensors`, in shards beyond `max_shard_size`, and the configuration beside it
-    - "dcp": a folder for `torch.distributed.checkpoint.load`
-    - "accelerate": a folder for `accelerator.load_state`, with as many processes as saved the checkpoint
-    - "torch": a file for `torch.load(weights_only=True)`
-    - "lightning": a file for `Trainer.fit(ckpt_path=...)`
-    - "megatron": a folder for `megatron.core.dist_checkpointing.load`, of a model that has Megatron's names
+    Args:
+        source: A checkpoint of ours, whole or sharded, or of torch.distributed.checkpoint, Accelerate, DeepSpeed (ZeRO
+            0 to 3, universal), Lightning, Megatron-Core (`torch_dist`), the Trainer, a file of `torch.save`, or
+            safetensors, at a path or URL. Which of them it is, is found out.
+        destination: For `"ckpt"` a root; for the others a new file or folder on a disk.
+        to: `"ckpt"`; `"hf"`, a folder with `model.safetensors` and the configuration that was beside the source;
+            `"dcp"`, a folder for `torch.distributed.checkpoint.load`; `"accelerate"`, a folder for
+            `accelerator.load_state` with as many processes as saved it; `"torch"`, a file for
+            `torch.load(weights_only=True)`; `"lightning"`, a file for `Trainer.fit(ckpt_path=...)`; `"megatron"`, a
+            folder for `megatron.core.dist_checkpointing.load`, of a model that has Megatron's names.
+        name: Of a checkpoint in a root; that of the source if none is given.
+        max_shard_size: For `"hf"`: bytes, or `"5GB"`, beyond which it is shards and an index.
+        sign: For `"ckpt"`, as for the manager; others know no signatures.
 
-    No pickle is executed. The output appears when it is complete; an existing one is refused. Tensors are streamed.
-    `sign`, as for the manager, signs a checkpoint of ours; others know no signatures. docs/converting.md has a table of
-    what each format holds.
+    Returns:
+        What was written, and what is not exact or was left out, with the reasons.
+
+    Raises:
+        MissingError: There is nothing to convert.
+        DamagedError: The source is not what was saved.
+        ConfigError: The source is of no kind that is read, or there is something at the destination.
     """
     if to not in TARGETS:
         raise ConfigError(f"to={to!r} is none of {', '.join(TARGETS)}.")

@@ -80,11 +80,23 @@ def diff(
     part: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Diff:
-    """Compare two checkpoints, tensor by tensor and value by value, at paths or URLs.
+    """Compare two checkpoints, tensor by tensor and value by value.
 
-    Each is a checkpoint of ours or whatever else `merge` reads. Between two of ours all parts are compared, or the one
-    that is named, and files with the same hashes are not read; otherwise the tensors of `part`, the model if none is
-    given. How a checkpoint is laid out makes no difference. Little is held in memory.
+    How a checkpoint is laid out makes no difference. Of two of ours, files with the same hashes are not read. Little is
+    held in memory.
+
+    Args:
+        first: A checkpoint of ours, or whatever else `merge` reads, at a path or URL.
+        second: The same.
+        part: Only this part. Otherwise all parts of two checkpoints of ours, and of others the model.
+        storage_options: Credentials and the like, for URLs on both sides.
+
+    Returns:
+        What differs; it is false if nothing does.
+
+    Raises:
+        MissingError: There is nothing there, or no such part.
+        DamagedError: One of them is not what was saved.
     """
     with ExitStack() as held:
         sides = (_Side.at(first, storage_options, held), _Side.at(second, storage_options, held))
