@@ -13,6 +13,7 @@ from ckpt.util.checked_json import is_relative
 
 Buffer = bytes | bytearray | memoryview
 ANY = "*"  # any version, or none
+ROOT_LOCK = ".lock"  # the file by which a folder is known as the root of a run
 LARGEST_DOCUMENT = 64 << 20  # bytes: the manifest of a checkpoint of 50 TB has no more
 
 

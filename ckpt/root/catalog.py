@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from ckpt.errors import AbsentError, CheckpointError, ConfigError, DamagedError, MissingError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.storage import Entry, HubStorage, Storage, open_storage
-from ckpt.storage.base import read_document
+from ckpt.storage.base import ROOT_LOCK, read_document
 from ckpt.storage.read_only import ReadOnlyStorage
 from ckpt.util.checked_json import is_key
 from ckpt.util.console import format_age, format_number, format_size
@@ -24,7 +24,7 @@ from ckpt.util.html import html_table
 from ckpt.util.option_values import path_text, settings
 from ckpt.util.threads import in_parallel
 
-LOCK = ".lock"  # in a root: locked by the run that writes to it
+LOCK = ROOT_LOCK  # in a root: locked by the run that writes to it
 MARKER = ".saving"  # in a checkpoint's folder while it is being saved or removed
 STATE = "state.json"
 _READERS = 32  # threads that read manifests from an object store

@@ -221,7 +221,7 @@ class LocalStorage:
 
     def unfinished(self, prefix: str = "") -> Iterator[Unfinished]:
         with self._translated_errors("list", prefix):
-            for folder, names in self._tree.walk(prefix):
+            for folder, names in self._tree.walk(prefix, other_roots=False):  # whose run may be writing just now
                 for path in (os.path.join(folder, name) for name in names if name.endswith(TEMPORARY)):
                     with suppress(FileNotFoundError):  # finished while we walk
                         status = os.lstat(path)

@@ -9,7 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from ckpt.errors import AbsentError, ConfigError
-from ckpt.storage.base import check_key
+from ckpt.storage.base import ROOT_LOCK, check_key
 from ckpt.storage.local.system_errors import is_nothing_there
 
 _SNAPSHOT = re.compile(r"(.*/models--[^/]+)/snapshots/[0-9a-f]{40}(?:/.*)?")
@@ -38,10 +38,11 @@ class Tree:
             raise OutsideError(f"{self._shown}/{key} leads out of the root through a symbolic link. It is not touched.")
         return path
 
-    def walk(self, prefix: str) -> Iterator[tuple[str, Iterable[str]]]:
+    def walk(self, prefix: str, *, other_roots: bool = True) -> Iterator[tuple[str, Iterable[str]]]:
         """The folders below `prefix`, with the names of what is in them and is no folder. Links are not followed.
 
         A folder that cannot be read is an error. Deeper than the longest path of the system nothing is seen.
+        `other_roots`: whether to go into folders that are the root of another run.
         """
         left = [str(self.path(prefix, followed=True) if prefix else self._root)]
         while left:
@@ -52,6 +53,8 @@ class Tree:
             except OSError as error:
                 if not is_nothing_there(error):  # or a run would start anew beside its checkpoints
                     raise
+                continue
+            if not other_roots and folder != str(self._root) and any(entry.name == ROOT_LOCK for entry in entries):
                 continue
             left += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
             yield folder, [entry.name for entry in entries if not _is_folder(entry)]

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import ConfigError, ConflictError, FullError, LockedError, StorageError, TruncatedError
+from ckpt.root.catalog import LOCK
 from ckpt.storage import LocalStorage, Storage
+from ckpt.storage.local.storage import TEMPORARY
 from tests.helpers.storage_contract import StorageContract, sizes
 
 NOBODY = 65534
@@ -199,6 +201,22 @@ def test_where_there_are_no_hard_links_a_link_is_a_copy(tmp_path: Path, monkeypa
 
 
 class TestKills:
+    def test_a_sweep_leaves_alone_what_the_run_of_a_root_inside_is_writing(self, tmp_path: Path) -> None:
+        outer, inner = LocalStorage(tmp_path), LocalStorage(tmp_path / "runs" / "one")
+        left = tmp_path / "step-1" / f".x.0123456789ab{TEMPORARY}"
+        left.parent.mkdir()
+        left.touch()
+
+        def pieces() -> Iterator[bytes]:
+            yield b"a"
+            outer.sweep()  # in the middle of the other's write
+            yield b"b"
+
+        with inner.lock(LOCK):
+            inner.write("step-1/file", pieces())
+        assert inner.read("step-1/file") == b"ab"
+        assert not left.parent.exists()
+
     def test_a_write_that_is_killed_leaves_nothing_listed_and_sweep_removes_the_rest(self, tmp_path: Path) -> None:
         storage = LocalStorage(tmp_path)
         storage.write("folder/object", [b"the old one"])
