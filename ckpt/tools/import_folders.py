@@ -21,7 +21,7 @@ from ckpt.tools.portable_state import PortableState, encoded
 DCP, HUGGING_FACE = "dcp", "hf"
 _LARGEST_METADATA = 1 << 30  # bytes
 _BESIDE = (".json", ".txt", ".model", ".jinja")
-_MODEL_ALONE = "safetensors of a model hold nothing else: its training begins anew"
+_MODEL_ALONE = "the source holds a model and nothing else: its training begins anew"
 
 
 def from_dcp(folder: Folder) -> PortableState:
@@ -128,8 +128,8 @@ def _sharded_optimizer(folder: Folder) -> dict[str, Any]:
     return {"optimizer": tree.get("optimizer", tree)}
 
 
-def from_safetensors(source: str, name: str) -> PortableState:
-    """A model as save_pretrained writes it, or one file of safetensors."""
+def from_model(source: str, name: str) -> PortableState:
+    """A model alone: as save_pretrained writes it, one file of safetensors, or of a format that was installed."""
     with open_source(source, "model") as model:
         return PortableState(
             origin=HUGGING_FACE,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ckpt.errors import ConfigError, MissingError
+from ckpt.export.installed_formats import open_installed
 from ckpt.export.source import KNOWN, is_safetensors, single_file
 from ckpt.formats.foreign import accelerate, dcp, deepspeed, lightning, megatron, torch_files, trainer
 from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX
@@ -14,7 +15,7 @@ from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.root.catalog import MARKER
 from ckpt.root.folder import Folder
-from ckpt.tools.import_folders import from_dcp, from_safetensors, from_saved_dict, from_trainer
+from ckpt.tools.import_folders import from_dcp, from_model, from_saved_dict, from_trainer
 from ckpt.tools.import_foreign import from_accelerate, from_deepspeed, from_megatron
 from ckpt.tools.import_native import open_native
 from ckpt.tools.portable_state import PortableState
@@ -49,7 +50,7 @@ def _is_manifest(path: str) -> bool:
 def _from_file(folder: Folder, path: str, where: str) -> PortableState:
     name = path.removesuffix(INDEX_SUFFIX).rpartition(".")[0] or path
     if is_safetensors(path):
-        return from_safetensors(where, name)
+        return from_model(where, name)
     saved = torch_files.read_file(folder.opened(path), folder.files[path], where)
     return from_saved_dict(saved, name, _TOOLS[saved.origin])
 
@@ -67,7 +68,9 @@ def _from_folder(folder: Folder, where: str) -> PortableState:
     if dcp.METADATA in files:
         return from_dcp(folder)
     if any(path.endswith(SUFFIX) and "/" not in path for path in files):
-        return from_safetensors(where, folder.name)
+        return from_model(where, folder.name)
     if _OLD_WEIGHTS in files:
         return _from_file(folder, _OLD_WEIGHTS, f"{folder.where}/{_OLD_WEIGHTS}")
+    if open_installed(folder, "model") is not None:
+        return from_model(where, folder.name)
     raise ConfigError(f"{folder.where} is of no kind that can be converted. That would be {KNOWN}.")

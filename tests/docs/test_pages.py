@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "memory").mkdir()
     monkeypatch.chdir(tmp_path / "page")
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "memory"))
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Pages show how to set it, and later tests look at what is logged."""
+    loggers = (logging.getLogger(), logging.getLogger("ckpt"))
+    before = [(one.level, one.propagate, one.disabled, list(one.handlers)) for one in loggers]
+    yield
+    for one, (level, propagate, disabled, handlers) in zip(loggers, before, strict=True):
+        for added in set(one.handlers) - set(handlers):
+            added.close()
+        one.setLevel(level)
+        one.propagate, one.disabled, one.handlers = propagate, disabled, handlers
 
 
 @pytest.mark.parametrize(
