@@ -23,12 +23,14 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _AT_ONCE = 8  # requests that move large pieces
 _SMALL_AT_ONCE = 32  # whole small objects, and questions
+_SWALLOWED = 1 << 20  # bytes: so much is sent into the buffers of a network on which nobody listens
 
 
 class BytesMoved:
     """Bytes that a try of a request has sent or received so far.
 
-    `on_more` is called when it has moved more than any try before it: what is sent again is no progress.
+    `on_more` is called when it has moved more than any try before it: what is sent again is no progress, and the first
+    bytes are none either. An answer is a sign of life of its own.
     """
 
     def __init__(self, on_more: Callable[[], None] = lambda: None) -> None:
@@ -44,7 +46,8 @@ class BytesMoved:
         self._count = value
         if value > self._most:
             self._most = value
-            self._on_more()
+            if value > _SWALLOWED:
+                self._on_more()
 
 
 class Connection:

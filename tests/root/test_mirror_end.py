@@ -139,6 +139,21 @@ def test_a_resume_whose_root_is_intact_does_not_wait_for_a_mirror_that_is_away(
     assert unseen.startswith(url)
 
 
+def test_what_is_sent_to_a_server_that_does_not_answer_is_no_sign_of_life(server: Server, s3: str) -> None:
+    with FaultyProxy(server.port) as proxy:
+        storage = open_storage(s3, endpoint_url=proxy.url)
+        assert isinstance(storage, Interruptible)
+        storage.write("object", [b"bytes"])
+        before = storage.progress
+        proxy.plan = lambda method, path: "stall"
+        call = ThreadCall(lambda: storage.write("object", [bytes(4096)]), "write")  # as a lease is renewed
+        while not proxy.done["stall"]:
+            time.sleep(0.01)
+        assert storage.progress == before
+        with storage.giving_up(), pytest.raises(ckpt.TransientError, match="given up"):
+            call.result()
+
+
 def test_requests_that_wait_for_a_server_are_given_up_and_later_ones_are_not(server: Server, s3: str) -> None:
     with FaultyProxy(server.port) as proxy:
         storage = open_storage(s3, endpoint_url=proxy.url)
