@@ -80,9 +80,9 @@ kills: $(READY)
 memory-kills: $(READY)
 	CKPT_MEMORY_KILLS=200 $(BIN)/python -m pytest --timeout 14400 tests/memory/test_kills.py -s
 
-# S3 at its worst: 100 random schedules of faults, and 100 SIGKILLs each during uploads and during copies to a mirror
+# S3 at its worst: 200 random schedules of faults, and 100 SIGKILLs each during uploads and during copies to a mirror
 faults: $(READY)
-	CKPT_FAULTS=100 CKPT_KILLS=100 $(BIN)/python -m pytest --timeout 3600 -n $(JOBS) --dist worksteal \
+	CKPT_FAULTS=200 CKPT_KILLS=100 $(BIN)/python -m pytest --timeout 3600 -n $(JOBS) --dist worksteal \
 		tests/storage/test_faults.py tests/root/test_mirror.py
 
 # thousands of faults of every kind, and a table of what became of the checkpoints; the tests run a slice of it
