@@ -320,3 +320,34 @@ def test_it_is_imported_without_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit(str([name for name in sys.modules if name == 'torch']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=170, check=False)
     assert done.stderr.strip() == "[]"
+
+
+def test_it_saves_and_resumes_where_numpy_is_not_installed(tmp_path: Path) -> None:
+    """PyTorch does without it, and so a clean installation has none."""
+    code = """
+import sys
+
+from importlib.machinery import PathFinder
+
+found = PathFinder.find_spec
+PathFinder.find_spec = staticmethod(lambda name, *more: None if name.startswith("numpy") else found(name, *more))
+import torch, ckpt
+for _ in range(2):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 2)), batch_size=2, shuffle=True)
+    with ckpt.StateManager("run", model=model, optimizer=optimizer, save_every=3) as manager:
+        manager.values["best"] = 0.5
+        for epoch in manager.epochs(1):
+            for (batch,) in manager.batches(loader):
+                model(batch).sum().backward()
+                optimizer.step()
+                manager.step(metrics={"loss": 1.0})
+ckpt.verify("run")
+ckpt.convert("run/step-00000004", "last.pt", to="torch")
+ckpt.convert("last.pt", "again")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

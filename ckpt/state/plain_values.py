@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from ckpt.errors import ConfigError
@@ -75,7 +75,7 @@ class PlainValues(MutableMapping[str, Any]):
 
 def is_plain(value: Any) -> bool:
     """Whether it is a single number, text, or None: not an object with state."""
-    return isinstance(value, (*_PLAIN, np.generic))
+    return isinstance(value, (*_PLAIN, *_of_numpy("generic")))
 
 
 def are_plain(values: Any) -> bool:
@@ -89,7 +89,8 @@ def are_plain(values: Any) -> bool:
 
 
 def _plain(name: str, value: Any, depth: int = 0) -> Any:
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic) and getattr(value, "ndim", 0) == 0:
+    arrays: tuple[Any, ...] = (torch.Tensor, *_of_numpy("ndarray", "generic"))
+    if isinstance(value, arrays) and getattr(value, "ndim", 0) == 0:
         value = value.item()
     if type(value) in _PLAIN:
         return value
@@ -101,3 +102,9 @@ def _plain(name: str, value: Any, depth: int = 0) -> Any:
         f"values[{name!r}] has a {type(value).__name__} in it: values are numbers, text, None, and lists, "
         "tuples and dicts of them. Objects with state_dict and load_state_dict are saved by register(name=object)."
     )
+
+
+def _of_numpy(*names: str) -> tuple[type, ...]:
+    """Classes of NumPy; none where nobody has imported it, and so no value can be of them."""
+    numpy = sys.modules.get("numpy")
+    return tuple(getattr(numpy, name) for name in names) if numpy is not None else ()
