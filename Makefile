@@ -125,7 +125,8 @@ SLICE := tests/state/test_save_and_load.py tests/guarantees/test_resume_matrix.p
 	tests/load/test_world_size.py tests/tools/test_convert.py \
 	$(filter-out %lightning.py,$(wildcard tests/integrations/test_*.py))
 SLICE_OF_newest := tests/export/test_push.py tests/export/test_transformers_names.py  # older clients of the Hub are refused
-versions: $(addprefix build/versions/,$(addsuffix /.tested,$(VERSIONS)))
+TESTED := $(foreach name,oldest newest,build/versions/$(name)/.tested)
+versions: $(foreach name,$(VERSIONS),build/versions/$(name)/.tested)
 
 build/versions/%/.ready: pyproject.toml constraints-%.txt
 	rm -rf build/versions/$*
@@ -133,8 +134,8 @@ build/versions/%/.ready: pyproject.toml constraints-%.txt
 	build/versions/$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-$*.txt -e '.[versions]'
 	touch $@
 
-.PHONY: build/versions/oldest/.tested build/versions/newest/.tested
-build/versions/%/.tested: build/versions/%/.ready
+.PHONY: $(TESTED)
+$(TESTED): build/versions/%/.tested: build/versions/%/.ready
 	build/versions/$*/bin/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow and not gpu and not ranks' $(SLICE) $(SLICE_OF_$*)
 
 clean:
