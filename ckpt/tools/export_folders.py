@@ -58,6 +58,8 @@ def export_hugging_face(
     skipped |= {other: _MODEL_ALONE for other in state.parts if other != key} | left_of_ranks(state)
     if state.own_state is not None:
         skipped["rng"] = _MODEL_ALONE
+    if any(state.progress.to_json().values()):
+        skipped["progress"] = _MODEL_ALONE
     return (key,), skipped
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, DamagedError
@@ -14,6 +13,7 @@ from ckpt.formats.native.manifest import Manifest
 from ckpt.load.accelerate_state import ForeignPart
 from ckpt.load.reader import CheckpointReader
 from ckpt.root.catalog import locate, read_manifest
+from ckpt.root.file_names import own_key
 from ckpt.root.verify import size_problems
 from ckpt.state.deepspeed.engine import KEY
 from ckpt.storage import Storage
@@ -44,21 +44,22 @@ def open_native(source: str | os.PathLike[str]) -> Iterator[PortableState]:
             parts=parts,
             progress=Progress.from_json(manifest.progress),
             world_size=manifest.world_size,
-            skipped=skipped | _of_single_ranks(reader, manifest),
+            skipped=skipped | _of_single_ranks(reader, storage, manifest),
             own_state=reader.rank_state if "rng" in reader.state else None,
             approximated=reader.state.get("lacking", {}),
         )
 
 
-def _of_single_ranks(reader: CheckpointReader, manifest: Manifest) -> dict[str, str]:
+def _of_single_ranks(reader: CheckpointReader, storage: Storage, manifest: Manifest) -> dict[str, str]:
     """What other ranks held differently, which no single state has."""
     found = {
         f"{key} of other ranks": "their state differs: the main rank's is written"
         for key, part in reader.parts.items()
         if "differs" in part
     }
-    own: Mapping[str, Any] = reader.own
-    for key in own:
+    others = (CheckpointReader(storage, manifest, rank).own for rank in range(1, manifest.world_size))
+    known = {own_key(key, rank) for key in reader.parts for rank in range(manifest.world_size)}
+    for key in dict.fromkeys(key for own in (reader.own, *others) for key in own if key not in known):
         name = "gradients" if key.startswith("gradients") else key
         found[name] = _OWN_GRADIENTS if name == "gradients" else _OWN_PART
     return found

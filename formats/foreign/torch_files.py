@@ -151,7 +151,7 @@ def _is_counter(key: Any, value: Any) -> bool:
 def _described(value: Any) -> str:
     if classes := sorted(_unknown_classes(value)):
         return f"an object of {', '.join(classes[:3])}, which is not built"
-    return f"a {type(value).__name__}"
+    return "a tensor" if isinstance(value, PiecedTensor) else f"a {type(value).__name__}"
 
 
 def _unknown_classes(value: Any) -> set[str]:
