@@ -118,25 +118,28 @@ release: $(READY)
 	$(BIN)/python -m tests.release build/dist
 
 # a slice of the tests with the oldest and with the newest versions that pyproject.toml allows, each in an environment of
-# its own; VERSIONS=oldest does one of them
+# its own; VERSIONS=oldest does one of them, TORCH=2.13.0 takes that torch instead (CI: not every one has a build for CPUs)
 VERSIONS ?= oldest newest
+TORCH ?=
+VERSIONED := build/versions$(if $(TORCH),/torch-$(TORCH))
 SLICE := tests/state/test_save_and_load.py tests/guarantees/test_resume_matrix.py tests/save/test_background.py \
 	tests/root/test_retention.py tests/export/test_merge.py tests/export/test_single_files.py \
 	tests/load/test_world_size.py tests/tools/test_convert.py \
 	$(filter-out %lightning.py,$(wildcard tests/integrations/test_*.py))
 SLICE_OF_newest := tests/export/test_push.py tests/export/test_transformers_names.py  # older clients of the Hub are refused
-TESTED := $(foreach name,oldest newest,build/versions/$(name)/.tested)
-versions: $(foreach name,$(VERSIONS),build/versions/$(name)/.tested)
+TESTED := $(foreach name,oldest newest,$(VERSIONED)/$(name)/.tested)
+versions: $(foreach name,$(VERSIONS),$(VERSIONED)/$(name)/.tested)
 
-build/versions/%/.ready: pyproject.toml constraints-%.txt
-	rm -rf build/versions/$*
-	$(PYTHON) -m venv build/versions/$*
-	build/versions/$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-$*.txt -e '.[versions]'
+$(VERSIONED)/%/.ready: pyproject.toml constraints-%.txt
+	rm -rf $(VERSIONED)/$*
+	$(PYTHON) -m venv $(VERSIONED)/$*
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints-$*.txt > $(VERSIONED)/$*/constraints.txt
+	$(VERSIONED)/$*/bin/python -m pip install --quiet --disable-pip-version-check -c $(VERSIONED)/$*/constraints.txt -e '.[versions]'
 	touch $@
 
 .PHONY: $(TESTED)
-$(TESTED): build/versions/%/.tested: build/versions/%/.ready
-	build/versions/$*/bin/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow and not gpu and not ranks' $(SLICE) $(SLICE_OF_$*)
+$(TESTED): $(VERSIONED)/%/.tested: $(VERSIONED)/%/.ready
+	$(VERSIONED)/$*/bin/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow and not gpu and not ranks' $(SLICE) $(SLICE_OF_$*)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .coverage*
