@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pickle
 import shutil
@@ -248,10 +247,10 @@ def test_the_commands_that_know_only_checkpoints_of_ours_say_what_reads_it(writt
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
 def test_the_real_megatron_reads_what_we_write_and_we_read_what_it_writes_bit_for_bit(tmp_path: Path) -> None:
-    from tests.helpers.megatron_folders import compare_alone, load_both, write_theirs
+    from tests.helpers.megatron_folders import compare_alone, convert_to_every_format, load_both, write_theirs
 
     assert run_ranks(4, write_theirs, str(tmp_path / "theirs")) == [0] * 4
     assert run_alone(compare_alone, str(tmp_path)) == 0
+    assert run_alone(convert_to_every_format, str(tmp_path)) == 0
     assert run_ranks(4, load_both, str(tmp_path)) == [0] * 4

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import ckpt
+from tests.helpers.format_pairs import TARGETS, difference, known
 from tests.helpers.training import exact
 
 LAYERS, WORDS = 3, 32
@@ -95,6 +96,33 @@ def compare_alone(rank: int, folder: str) -> None:
     assert "model.decoder" not in str(converted)  # every entry of it has its place
     again = _tensors(dist_checkpointing.load_plain_tensors(f"{folder}/ours"))
     assert exact(again) == exact({name: value for name, value in plain.items() if not name.startswith("optimizer.")})
+
+
+def convert_to_every_format(rank: int, folder: str) -> None:
+    """In one process: each format, read by its own library, has what Megatron itself reads of its folder."""
+    from megatron.core import dist_checkpointing
+
+    theirs, model = Path(folder, "theirs"), _gpt(1, 1)
+    model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), str(theirs)), strict=False)
+    saved = known(theirs, (_as_stored(model), None, None), build=lambda: (_as_stored(_gpt(2, 1)), None, None), step=7)
+    for target, read in TARGETS.items():
+        assert difference(saved, read(saved, Path(folder, target)), whole=False) == [], target
+
+
+def _as_stored(model: Any) -> Any:
+    """By the names of its folders, which are those of Transformer Engine: norms are parts of the next linear layer."""
+    for layer in model.decoder.layers:
+        pairs = (("input_layernorm", layer.self_attention.linear_qkv), ("pre_mlp_layernorm", layer.mlp.linear_fc1))
+        for norm, linear in pairs:
+            linear.layer_norm_weight, linear.layer_norm_bias = getattr(layer, norm).weight, getattr(layer, norm).bias
+            delattr(layer, norm)
+    model.output_layer.register_state_dict_post_hook(_leave_out_extra_state)
+    return model
+
+
+def _leave_out_extra_state(_: Any, state: dict[str, Any], prefix: str, __: Any) -> None:
+    """It is None, which Megatron does not store for the last layer, and puts back by itself before it loads."""
+    state.pop(f"{prefix}_extra_state", None)
 
 
 def _tensors(found: Any) -> dict[str, torch.Tensor]:
