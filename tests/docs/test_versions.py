@@ -7,7 +7,9 @@ import re
 from tests.docs.pages import DOCS, ROOT
 
 ROWS = dict(
-    re.findall(r"^\| (\w[\w, -]*?) \| ([\d.]+ and newer \| [\d.]+) \|", (DOCS / "versions.md").read_text(), re.MULTILINE)
+    re.findall(
+        r"^\| (\w[\w, -]*?) \| ([\d.]+ and newer \| [\d.]+) \|", (DOCS / "versions.md").read_text(), re.MULTILINE
+    )
 )
 PROJECT = (ROOT / "pyproject.toml").read_text()
 PINNED = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))

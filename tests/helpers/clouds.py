@@ -1,7 +1,7 @@
 """Emulators of Azure and of Google Cloud Storage on this machine's loopback.
 
-Azurite, Microsoft's own, is a package of npm: `make test-clouds` puts it into build/. It honours all conditions of a
-write, but has no hierarchical names and no logins but by key.
+Azurite, Microsoft's own, is a package of npm: `make test` puts it into build/ where there is npm. It honours all
+conditions of a write, but has no hierarchical names and no logins but by key.
 
 `gcp-storage-emulator` is a package of pip. It answers one request at a time and ignores `ifGenerationMatch`, so
 `tests/helpers/gcs_emulator.py` adds that: what the tests show of conditions is that ckpt sends the right ones and acts
@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.seaweed import free_ports
 
 BUCKET = "ckpt"
@@ -32,21 +34,23 @@ _REPOSITORY = Path(__file__).parents[2]
 _DEADLINE = 60.0
 
 
-def azurite_binary() -> str | None:
-    """Azurite, where `make test-clouds` has put it or where it is installed; None if it is not."""
-    placed = _REPOSITORY / "build/npm/node_modules/.bin/azurite-blob"
-    return str(placed) if placed.exists() else shutil.which("azurite-blob")
+def of_npm(name: str) -> str:
+    """A program of npm, where `make test` has put it or where it is installed. Skips the test if it is not."""
+    placed = _REPOSITORY / "build/npm/node_modules/.bin" / name
+    found = str(placed) if placed.exists() else shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed: make test puts it into build/ where there is npm")
+    return found
 
 
 @contextmanager
 def azurite() -> Iterator[int]:
     """The port of an Azurite whose account has one empty container."""
-    binary = azurite_binary()
-    assert binary is not None
+    binary = of_npm("azurite-blob")
     [port] = free_ports(1)
     with tempfile.TemporaryDirectory(prefix=".azurite-") as folder:
         command = [binary, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", folder]
-        with _running([*command, "--silent", "--skipApiVersionCheck", "--disableTelemetry"], folder, port):
+        with running([*command, "--silent", "--skipApiVersionCheck", "--disableTelemetry"], folder, port):
             from azure.storage.blob import BlobServiceClient
 
             BlobServiceClient.from_connection_string(connection_string(port)).create_container(BUCKET)
@@ -58,7 +62,7 @@ def gcs_emulator(*, conditions: bool = True) -> Iterator[int]:
     """The port of an emulator with one empty bucket; without `conditions` as its package has it."""
     [port] = free_ports(1)
     arguments = ["-m", "tests.helpers.gcs_emulator", str(port), BUCKET, *(["conditions"] if conditions else [])]
-    with tempfile.TemporaryDirectory(prefix=".gcs-") as folder, _running([sys.executable, *arguments], folder, port):
+    with tempfile.TemporaryDirectory(prefix=".gcs-") as folder, running([sys.executable, *arguments], folder, port):
         yield port
 
 
@@ -77,7 +81,8 @@ def connection_string(port: int, key: str = KEY) -> str:
 
 
 @contextmanager
-def _running(command: list[str], folder: str, port: int) -> Iterator[None]:
+def running(command: list[str], folder: str, port: int) -> Iterator[None]:
+    """A server, from when it answers until the context is left."""
     with (Path(folder) / "server.log").open("ab") as log:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_REPOSITORY), *sys.path])}
         process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=environment)

@@ -1,0 +1,59 @@
+"""S3 by others than SeaweedFS: the same contract, and a server that lacks something is refused at the start."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import ckpt
+from ckpt.errors import UnsupportedError
+from ckpt.storage import Storage, open_storage
+from tests.guarantees.test_resume_matrix import compare
+from tests.helpers import other_s3_servers
+from tests.helpers.other_s3_servers import S3RVER_KEY, S3RVER_SECRET
+from tests.helpers.seaweed import BUCKET, environment
+from tests.helpers.storage_contract import StorageContract, sizes
+
+pytestmark = pytest.mark.slow
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[str]:
+    """The URL of the server."""
+    with other_s3_servers.moto() as url:
+        yield url
+
+
+@pytest.fixture
+def root(moto: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty root on moto."""
+    for name, value in environment(moto).items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/test-{next(_numbers)}"
+
+
+class TestMoto(StorageContract):
+    @pytest.fixture
+    def storage(self, root: str) -> Storage:
+        return open_storage(root)
+
+
+@pytest.mark.ranks
+def test_on_moto_killed_and_resumed_equals_uninterrupted(root: str, tmp_path: Path) -> None:
+    compare(root, tmp_path, 2, "distributed", "fp32", ("mid-epoch",))
+
+
+def test_s3rver_which_ignores_conditions_is_refused_when_the_manager_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    with other_s3_servers.s3rver() as url:
+        keys = {"AWS_ACCESS_KEY_ID": S3RVER_KEY, "AWS_SECRET_ACCESS_KEY": S3RVER_SECRET}
+        for name, value in (environment(url) | keys).items():
+            monkeypatch.setenv(name, value)
+        root = f"s3://{BUCKET}/run"
+        with pytest.raises(UnsupportedError, match="the server ignores If-None-Match and If-Match"):
+            ckpt.StateManager(root, model=nn.Linear(2, 2))
+        assert sizes(open_storage(root)) == {}
