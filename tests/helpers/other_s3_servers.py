@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import boto3
 
@@ -27,10 +28,14 @@ def moto() -> Iterator[str]:
     command = [str(Path(sys.executable).parent / "moto_server"), "-H", "127.0.0.1", "-p", str(port)]
     with tempfile.TemporaryDirectory(prefix=".moto-") as folder, running(command, folder, port):
         url = f"http://127.0.0.1:{port}"
-        boto3.client(
-            "s3", endpoint_url=url, region_name="us-east-1", aws_access_key_id=KEY, aws_secret_access_key=SECRET
-        ).create_bucket(Bucket=BUCKET)
+        client(url).create_bucket(Bucket=BUCKET)
         yield url
+
+
+def client(url: str) -> Any:
+    """A client of AWS's own, to look at what is there."""
+    keys = {"aws_access_key_id": KEY, "aws_secret_access_key": SECRET}
+    return boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys)
 
 
 @contextmanager

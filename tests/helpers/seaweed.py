@@ -16,6 +16,7 @@ from pathlib import Path
 
 KEY, SECRET = "test-key", "a-secret-that-must-not-be-shown"
 BUCKET = "ckpt"
+DOMAIN = "localhost"  # it takes a bucket before this name, too, for that bucket
 _ALIVE = {"Bucket": "alive", "Key": "probe"}  # an object of ours that must be read before anybody else asks
 _PORTS = ("s3", "master", "volume", "filer", "admin")
 _DEADLINE = 60.0
@@ -53,8 +54,8 @@ class Server:
             self._process = subprocess.Popen(
                 [str(_binary()), "mini", f"-dir={self.folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", *ports,
                  "-master.telemetry=false", "-admin.ui=false", "-webdav=false", "-s3.port.iceberg=0",
-                 "-s3.port.lance=0", f"-bucket={BUCKET}", f"-filer.localSocket={self.folder}/filer.sock",
-                 f"-s3.localSocket={self.folder}/s3.sock"],
+                 "-s3.port.lance=0", f"-s3.domainName={DOMAIN}", f"-bucket={BUCKET}",
+                 f"-filer.localSocket={self.folder}/filer.sock", f"-s3.localSocket={self.folder}/s3.sock"],
                 env={**os.environ, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "GOMEMLIMIT": "400MiB",
                      "TMPDIR": str(self.folder)},
                 cwd=self.folder, stdout=log, stderr=log,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import ckpt
 from ckpt.storage import open_storage
 from ckpt.tools.show import summarize
 from tests.helpers.faulty_proxy import FaultyProxy
-from tests.helpers.seaweed import Server
+from tests.helpers.seaweed import BUCKET, DOMAIN, Server
 from tests.storage.test_faults import reached_through
 
 
@@ -72,3 +74,23 @@ def test_what_a_bucket_demands_of_requests_is_sent_with_each(proxied: FaultyProx
         assert headers["x-amz-storage-class"] == "STANDARD_IA"
     paying = [headers for _, headers in proxied.asked if headers.get("x-amz-request-payer") == "requester"]
     assert len(paying) == len(proxied.asked)
+
+
+def test_a_bucket_may_be_a_part_of_the_hosts_name(server: Server, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Amazon's are. Not every resolver knows that all names below `localhost` are this machine."""
+    asked, resolve = set(), socket.getaddrinfo
+
+    def resolve_here(host: Any, *args: Any, **more: Any) -> Any:
+        asked.add(host)
+        return resolve("127.0.0.1" if host == f"{BUCKET}.{DOMAIN}" else host, *args, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_here)
+    options = {
+        "endpoint_url": f"http://{DOMAIN}:{server.port}",
+        "config_kwargs": {"s3": {"addressing_style": "virtual"}},
+    }
+    save(s3, **options)
+    open_storage(s3, **options).write("large", [bytes(17 << 20)])
+    assert asked == {f"{BUCKET}.{DOMAIN}"}
+    assert ckpt.verify(s3, storage_options=options) == ckpt.verify(s3) == {"step-00000002": [], "step-00000001": []}
+    assert open_storage(s3).read("large") == bytes(17 << 20)

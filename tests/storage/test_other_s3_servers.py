@@ -14,7 +14,7 @@ from ckpt.errors import UnsupportedError
 from ckpt.storage import Storage, open_storage
 from tests.guarantees.test_resume_matrix import compare
 from tests.helpers import other_s3_servers
-from tests.helpers.other_s3_servers import S3RVER_KEY, S3RVER_SECRET
+from tests.helpers.other_s3_servers import S3RVER_KEY, S3RVER_SECRET, client
 from tests.helpers.seaweed import BUCKET, environment
 from tests.helpers.storage_contract import StorageContract, sizes
 
@@ -41,6 +41,24 @@ class TestMoto(StorageContract):
     @pytest.fixture
     def storage(self, root: str) -> Storage:
         return open_storage(root)
+
+
+def test_what_is_written_is_encrypted_with_the_key_that_was_asked_for(root: str, moto: str) -> None:
+    """moto keeps what it was told, and tells it of every object; SeaweedFS has no keys."""
+    key = "arn:aws:kms:us-east-1:123456789012:key/0e9e0000-0000-4000-8000-000000000000"
+    demanded = {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": key}
+    options = {"s3_additional_kwargs": demanded}
+    with ckpt.StateManager(root, model=nn.Linear(40, 30), storage_options=options) as manager:
+        manager.save_state("first", wait=True)
+    storage = open_storage(root, **options)
+    storage.write("large", [bytes(17 << 20)])
+    storage.link("large", "linked")
+    written = sizes(storage).keys()
+    assert {"first/manifest.json", "large", "linked"} <= written
+    for name in written:
+        found = client(moto).head_object(Bucket=BUCKET, Key=f"{root.removeprefix(f's3://{BUCKET}/')}/{name}")
+        assert {field: found.get(field) for field in demanded} == demanded, name
+    assert ckpt.verify(root) == {"first": []}
 
 
 @pytest.mark.ranks
