@@ -261,6 +261,7 @@ class TestMeasuring:
             assert in_a_new_process(os.getenv, "CKPT_MEMORY_DIR") == value
 
     @pytest.mark.slow
+    @pytest.mark.long
     def test_the_benchmark_of_memory_can_be_tried_on_a_cpu(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
