@@ -38,6 +38,7 @@ from ckpt.tools import export_accelerate, export_megatron, import_folders
 from ckpt.tools.export_folders import export_dcp, export_hugging_face
 from ckpt.tools.export_torch import export_lightning, export_torch
 from ckpt.tools.open_state import open_state
+from ckpt.tools.part_names import with_part_names
 from ckpt.tools.portable_state import Outcome, PortableState
 from ckpt.util.console import progress_bar
 from ckpt.util.option_values import path_text
@@ -112,7 +113,7 @@ def convert(
         return _export(source, destination, to, limit)
     seal = Seal(key=find_signing_key(sign))
     with open_state(source) as state:
-        return _import(state, destination, name, seal)
+        return _import(with_part_names(state), destination, name, seal)
 
 
 def _export(

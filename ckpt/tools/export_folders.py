@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
-from ckpt.formats.foreign.dcp_write import Shard, ShardedEntry, flattened, write_folder
+from ckpt.formats.foreign.dcp_write import Shard, ShardedEntry, changed, flattened, write_folder
 from ckpt.formats.foreign.hf_safetensors import plan_files
 from ckpt.formats.foreign.tied_weights import tied
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.pieces import PiecedTensor
+from ckpt.load.accelerate_state import kind_of
 from ckpt.storage import open_storage
 from ckpt.tools.export_torch import left_of_ranks, whole_tree
 from ckpt.tools.portable_state import Outcome, PortableState
@@ -30,6 +31,9 @@ def export_dcp(state: PortableState, folder: Path, advance: Callable[[int], None
     tensors = {name: _entry(leaf) for name, leaf in leaves.items() if isinstance(leaf, PiecedTensor | torch.Tensor)}
     values = {name: leaf for name, leaf in leaves.items() if name not in tensors}
     write_folder(os.fspath(folder), tensors, values, advance, paths)
+    for key in state.parts:
+        if key in tree and kind_of(key) != "optimizer":  # of optimizers, whoever reads them knows what it means
+            skipped |= changed(tree[key], key)
     return tuple(key for key in (*state.parts, "rng") if key in tree), skipped
 
 

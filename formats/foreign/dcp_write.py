@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ckpt.errors import ConfigError
+from ckpt.formats.foreign.accelerate import in_memory
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.strides import Sizes
 
@@ -50,11 +52,30 @@ def flattened(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             return leaf
         if isinstance(value, dict):
             return {key: stand_in(item) for key, item in value.items()}
-        return type(value)(map(stand_in, value)) if type(value) in (list, tuple) else value
+        if type(value) is list:
+            return list(map(stand_in, value))
+        return in_memory(value)  # also tuples, which DCP does not go into: their tensors are saved with them
 
-    names, paths = flatten_state_dict(stand_in(tree))
+    try:
+        names, paths = flatten_state_dict(stand_in(tree))
+    except ValueError as error:  # `a.b` beside a dict `a` with a key `b`
+        raise ConfigError(f"torch.distributed.checkpoint cannot hold this state: {error}.") from error
     found = {name: leaves[id(leaf)][1] if id(leaf) in leaves else leaf for name, leaf in names.items()}
     return found, dict(paths)
+
+
+def changed(tree: Any, path: str) -> dict[str, str]:
+    """What DCP does not keep as it is below a path, with the reasons: keys that are no text, and empty dicts."""
+    found: dict[str, str] = {}
+    if isinstance(tree, dict):
+        if not tree:
+            found[path] = "an empty dict, which torch.distributed.checkpoint leaves out"
+        if others := sorted({type(key).__name__ for key in tree if not isinstance(key, str)}):
+            found[f"keys of {path}"] = f"{', '.join(others)}: torch.distributed.checkpoint makes text of them"
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in items:
+        found |= changed(value, f"{path}.{key}")
+    return found
 
 
 def write_folder(

@@ -7,7 +7,7 @@ is left out by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ _NAMES = {
     "scheduler": ("scheduler", "lr_scheduler", "lr_sched", "sched"),
     "scaler": ("scaler", "grad_scaler", "gradscaler", "amp"),
 }
-_STEPS = ("step", "global_step", "steps", "iteration", "iter", "iter_num", "iterations")
+_STEPS = ("global_step", "step", "steps", "iteration", "iterations", "iter", "iter_num")  # of several, the first
 _COUNTERS = {"epoch": "epoch", "batch": "batch", "samples": "samples", **dict.fromkeys(_STEPS, "step")}
 _MOST = 1 << 53
 
@@ -83,11 +83,15 @@ def _of_script(found: Mapping[Any, Any], origin: str) -> SavedDict:
     skipped: dict[str, str] = {}
     rng: Mapping[str, Any] | None = None
     keys = _keys_of_parts(found)
+    taken = _counters(found)
     for key, value in found.items():
         if key in keys:
             parts[keys[key]] = _bare(value) if _is_model(value) else value
         elif _is_counter(key, value):
-            counters[_COUNTERS[key]] = value
+            counter = _COUNTERS[key]
+            counters[counter] = found[taken[counter]]
+            if value != counters[counter]:
+                skipped[key] = f"{value}: {taken[counter]} is taken for the {counter}, which is {counters[counter]}"
         elif key == RNG and isinstance(value, dict):
             rng = value
         else:
@@ -101,11 +105,34 @@ def _keys_of_parts(found: Mapping[Any, Any]) -> dict[Any, str]:
     keys: dict[Any, str] = {}
     for kind in dict.fromkeys(kinds.values()):
         mine = [key for key, other in kinds.items() if other == kind]
-        main = next((key for key in mine if _bare_name(key) in _NAMES[kind]), mine[0] if len(mine) == 1 else None)
+        main = _main(kind, mine)
+        if main is not None:
+            keys[main] = kind
         for key in mine:
-            name = str(key) if main is not None else f"{kind}.{key}"  # beside the model, others are the script's own
-            keys[key] = kind if key == main else name
-    return keys
+            if key != main:  # beside the model, others are the script's own
+                keys[key] = _unused(key if main is not None else f"{kind}.{key}", {*keys.values(), *kinds.values()})
+    return {key: keys[key] for key in kinds}
+
+
+def _main(kind: str, keys: list[str]) -> str | None:
+    """Of several entries of a kind, the one that most scripts would mean: `model` before `net`; None if none is."""
+    known = [key for key in keys if _bare_name(key) in _NAMES[kind]]
+    if not known:
+        return keys[0] if len(keys) == 1 else None
+    return min(known, key=lambda key: (key != kind, _NAMES[kind].index(_bare_name(key))))
+
+
+def _unused(name: str, taken: Collection[str]) -> str:
+    """The name, or one like it: two entries must not become one part."""
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _counters(found: Mapping[Any, Any]) -> dict[str, str]:
+    """The entry that each counter is taken from."""
+    there = [key for key in _COUNTERS if key in found and _is_counter(key, found[key])]
+    return {_COUNTERS[key]: key for key in reversed(there)}
 
 
 def _kind(key: Any, value: Any) -> str | None:
