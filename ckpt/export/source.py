@@ -99,8 +99,10 @@ def single_file(source: str | os.PathLike[str], options: Mapping[str, Any] | Non
     Of safetensors in shards, the name of the whole stands for its index.
     """
     where = path_text(source, "the source")
-    top, slash, name = where.rpartition("/")
     local = "://" not in where
+    if local and os.path.islink(where):
+        where = _followed(where)
+    top, slash, name = where.rpartition("/")
     if not name or (local and not os.path.isfile(where) and not os.path.isfile(f"{where}{INDEX_SUFFIX}")):
         return None
     if not local and (not name.endswith(_ALONE) or top.endswith(":/")):
@@ -111,6 +113,12 @@ def single_file(source: str | os.PathLike[str], options: Mapping[str, Any] | Non
         return None
     _refuse_part_of_checkpoint(folder, where, options)
     return folder, found
+
+
+def _followed(link: str) -> str:
+    """What a link that the user names leads to. Of one to another kind of file, its name says what the file holds."""
+    target = os.path.realpath(link)
+    return target if os.path.splitext(target)[1] == os.path.splitext(link)[1] else link
 
 
 def _refuse_part_of_checkpoint(folder: Folder, where: str, options: Mapping[str, Any] | None) -> None:

@@ -21,6 +21,7 @@ from ckpt.formats.foreign import accelerate, lightning, megatron, torch_files
 from ckpt.formats.foreign.tied_weights import same_place
 from ckpt.formats.native import documents, tensor_file_plan
 from ckpt.formats.native.json_values import refuse
+from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.state import FilePlan
 from ckpt.load.accelerate_state import ForeignPart
@@ -122,6 +123,7 @@ def _export(
     path = path_text(destination, "the destination")
     if "://" in path:
         raise ConfigError(f"{path} is no path: {to} is written to a disk. Copy it from there.")
+    _refuse_inside_checkpoint(path)
     writers: dict[str, Export] = {
         HUGGING_FACE: partial(export_hugging_face, max_shard_size=limit),
         DCP: export_dcp,
@@ -140,6 +142,15 @@ def _export(
         )
 
 
+def _refuse_inside_checkpoint(path: str) -> None:
+    """What lies in a checkpoint is removed with it."""
+    for folder in Path(os.path.abspath(path)).parents:
+        if (folder / FILE_NAME).is_file() and (folder / documents.STATE).is_file():
+            raise ConfigError(
+                f"{path} would lie in the checkpoint {folder}, and be removed with it. Choose another destination."
+            )
+
+
 def _told(state: PortableState, skipped: Mapping[str, str]) -> dict[str, str]:
     """What the source had not exactly; of what is left out, nothing more."""
     return {key: why for key, why in state.approximated.items() if key not in skipped}
@@ -152,7 +163,9 @@ class _ConvertedWriter(RootWriter):
 
 
 def _import(found: PortableState, root: str | os.PathLike[str], name: str | None, seal: Seal) -> Converted:
-    chosen = check_name(found.name if name is None else name)
+    chosen = _checkpoint_name(found) if name is None else check_name(name)
+    if "://" not in path_text(root, "the root"):
+        _refuse_inside_checkpoint(os.path.join(root, chosen))
     files = [*_tensor_files(found.parts), *_documents(found)]
     with closing(_ConvertedWriter(open_storage(root), SingleProcess(), seal=seal)) as writer:
         _write(writer, chosen, files, found)
@@ -162,6 +175,15 @@ def _import(found: PortableState, root: str | os.PathLike[str], name: str | None
         approximated=found.approximated,
         skipped=found.skipped,
     )
+
+
+def _checkpoint_name(found: PortableState) -> str:
+    try:
+        return check_name(found.name)
+    except ConfigError:
+        raise ConfigError(
+            f"{found.name!r}, the name of the source, cannot name a checkpoint. Choose one with name= (--name)."
+        ) from None
 
 
 def _write(writer: RootWriter, name: str, files: list[FilePlan], found: PortableState) -> None:

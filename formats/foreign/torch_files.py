@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.errors import ConfigError
+from ckpt.errors import ConfigError, DamagedError
 from ckpt.formats.foreign import lightning
 from ckpt.formats.foreign.pickle_bounds import Described
 from ckpt.formats.foreign.pickle_reader import EVERY_NAME
@@ -33,6 +33,7 @@ _NAMES = {
 _STEPS = ("global_step", "step", "steps", "iteration", "iterations", "iter", "iter_num")  # of several, the first
 _COUNTERS = {"epoch": "epoch", "batch": "batch", "samples": "samples", **dict.fromkeys(_STEPS, "step")}
 _MOST = 1 << 53
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the pickle of a number, with which such a file begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,13 @@ class SavedDict:
 
 def read_file(reader: ByteReader, length: int, where: str) -> SavedDict:
     """What `torch.save`, or Lightning, wrote to a file. Tensors are `PiecedTensor`s, which are not read yet."""
+    if not length:
+        raise DamagedError(f"{where} is empty: it has 0 bytes.")
+    if reader.read(0, min(length, len(_LEGACY))) == _LEGACY:
+        raise ConfigError(
+            f"{where} is in the form that torch.save had before PyTorch 1.6, which is not read. With PyTorch, load it "
+            "with torch.load and save it again with torch.save."
+        )
     found = read_values(reader, 0, length, where, EVERY_NAME)
     if isinstance(found, Described):
         raise ConfigError(
@@ -55,7 +63,7 @@ def read_file(reader: ByteReader, length: int, where: str) -> SavedDict:
             "its state_dict() instead."
         )
     if not isinstance(found, dict):
-        raise ConfigError(f"{where} holds a {type(found).__name__}, and no state of a training.")
+        raise ConfigError(f"{where} holds {_described(found)}, and no state of a training.")
     return sorted_out(found, where)
 
 

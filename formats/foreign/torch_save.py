@@ -73,7 +73,9 @@ def open_archive(reader: ByteReader, start: int, length: int, where: str, not_fo
     except CkptError:
         raise
     except Exception as error:  # of zipfile, of zlib, of torch: hostile bytes raise errors of any kind
-        raise DamagedError(f"{where} holds {not_found} at byte {start}: {reason(error)}.") from error
+        cut_off = isinstance(error, zipfile.BadZipFile) and window.begins_an_archive
+        why = "it begins as one, and was cut off" if cut_off else reason(error)
+        raise DamagedError(f"{where} holds {not_found} at byte {start}: {why}.") from error
 
 
 class TorchArchive:
@@ -184,6 +186,10 @@ class _FileWindow:
         self._tail_at = max(0, length - _ENDS)
         self._tail = reader.read(start + self._tail_at, start + length)
         self._head = reader.read(start, start + min(length, _ENDS))
+
+    @property
+    def begins_an_archive(self) -> bool:
+        return self._head.startswith(b"PK\x03\x04")
 
     def seekable(self) -> bool:
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +157,46 @@ def test_a_lightning_file_of_the_end_of_an_epoch_continues_with_the_next(tmp_pat
     assert {"scores", "best"} <= said.skipped.keys()
     out = torch.load(tmp_path / "out.pt", weights_only=True)
     assert (out["epoch"], out["step"]) == (2, 4)  # Lightning continues with its third epoch, whose number is 2
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp", "ckpt"])
+def test_nothing_is_converted_into_a_checkpoint_which_would_be_removed_with_it(tmp_path: Path, to: str) -> None:
+    torch.save({"model": FIRST}, tmp_path / "saved.pt")
+    ckpt.convert(tmp_path / "saved.pt", tmp_path / "root")
+    inside = tmp_path / "root/saved" if to == "ckpt" else tmp_path / "root/saved/out"
+    with pytest.raises(ckpt.ConfigError, match="would lie in the checkpoint"):
+        ckpt.convert(tmp_path / "saved.pt", inside, to=to)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_link_to_a_file_is_followed(tmp_path: Path, beside: bool) -> None:
+    target = tmp_path / "epoch=3.ckpt" if beside else tmp_path / "elsewhere/epoch=3.ckpt"
+    target.parent.mkdir(exist_ok=True)
+    torch.save({"model": SECOND}, target)
+    link = tmp_path / "last.ckpt"
+    link.symlink_to(target)
+    ckpt.convert(link, tmp_path / "out.pt", to="torch")
+    assert exact(torch.load(tmp_path / "out.pt", weights_only=True)["model"]) == exact(SECOND)
+
+
+def test_the_error_says_what_is_wrong_with_a_file(tmp_path: Path) -> None:
+    torch.save({"model": FIRST}, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    torch.save({"model": FIRST}, tmp_path / "cut off.pt")
+    os.truncate(tmp_path / "cut off.pt", 500)
+    (tmp_path / "empty.pt").touch()
+    torch.save(torch.ones(2), tmp_path / "tensor.pt")
+    for name, said in {
+        "legacy": "before PyTorch 1.6",
+        "cut off": "was cut off",
+        "empty": "it has 0 bytes",
+        "tensor": "holds a tensor",
+    }.items():
+        with pytest.raises(ckpt.CkptError, match=said):
+            ckpt.convert(tmp_path / f"{name}.pt", tmp_path / "out.pt", to="torch")
+
+
+def test_a_file_whose_name_no_checkpoint_can_have_asks_for_one(tmp_path: Path) -> None:
+    torch.save({"model": FIRST}, tmp_path / "my run.pt")
+    with pytest.raises(ckpt.ConfigError, match="--name"):
+        ckpt.convert(tmp_path / "my run.pt", tmp_path / "root")
+    assert ckpt.convert(tmp_path / "my run.pt", tmp_path / "root", name="mine").url.endswith("/mine")
