@@ -30,6 +30,7 @@ _NAMES = {
     "scheduler": ("scheduler", "lr_scheduler", "lr_sched", "sched"),
     "scaler": ("scaler", "grad_scaler", "gradscaler", "amp"),
 }
+_NUMBERED = ("scheduler", "scaler", "custom")  # with a number or a name behind it, only ckpt calls something so
 _STEPS = ("global_step", "step", "steps", "iteration", "iterations", "iter", "iter_num")  # of several, the first
 _COUNTERS = {"epoch": "epoch", "batch": "batch", "samples": "samples", **dict.fromkeys(_STEPS, "step")}
 _MOST = 1 << 53
@@ -118,15 +119,16 @@ def _keys_of_parts(found: Mapping[Any, Any]) -> dict[Any, str]:
             keys[main] = kind
         for key in mine:
             if key != main:  # beside the model, others are the script's own
-                keys[key] = _unused(key if main is not None else f"{kind}.{key}", {*keys.values(), *kinds.values()})
+                own = main is not None or key.startswith(f"{kind}.")  # as ckpt writes the second of several
+                keys[key] = _unused(key if own else f"{kind}.{key}", {*keys.values(), *kinds.values()})
     return {key: keys[key] for key in kinds}
 
 
 def _main(kind: str, keys: list[str]) -> str | None:
     """Of several entries of a kind, the one that most scripts would mean: `model` before `net`; None if none is."""
-    known = [key for key in keys if _bare_name(key) in _NAMES[kind]]
+    known = [key for key in keys if _bare_name(key) in _NAMES.get(kind, ())]
     if not known:
-        return keys[0] if len(keys) == 1 else None
+        return keys[0] if len(keys) == 1 and kind in _NAMES else None
     return min(known, key=lambda key: (key != kind, _NAMES[kind].index(_bare_name(key))))
 
 
@@ -147,6 +149,9 @@ def _kind(key: Any, value: Any) -> str | None:
     """`model` or another kind of part, or None: names alone do not make a part, except of small states."""
     if not isinstance(key, str) or not isinstance(value, dict) or _unknown_classes(value):
         return None
+    first, _, number = key.partition(".")
+    if number and first in _NUMBERED:
+        return first
     if _is_model(value):
         return "model"
     if {"state", "param_groups"} <= value.keys():

@@ -60,6 +60,19 @@ def test_a_part_that_no_file_can_be_named_after_gets_another_name_which_is_told(
         manager.register(**{new: nn.Linear(1, 1)})
 
 
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_the_parts_of_several_that_ckpt_wrote_come_back_under_their_names(tmp_path: Path, to: str) -> None:
+    plain = {"state": {}, "param_groups": [{"lr": 0.5, "params": [0]}]}
+    state = {"model.0": FIRST, "model.1": SECOND, "optimizer.0": plain, "optimizer.1": plain}
+    state |= {"scheduler.0": {"last_epoch": 3}, "scheduler.1": {"last_epoch": 4}, "custom.0": FIRST}
+    torch.save(state, tmp_path / "saved.pt")
+    ckpt.convert(tmp_path / "saved.pt", tmp_path / "there", to=to)
+    said = ckpt.convert(tmp_path / "there", tmp_path / "back.pt", to="torch")
+    back = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert {*said.parts} == state.keys()
+    assert exact({key: back[key] for key in state}) == exact(state)
+
+
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model of which one layer got no gradients, and its optimizer."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
