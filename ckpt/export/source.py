@@ -19,6 +19,7 @@ from ckpt.export.installed_formats import open_installed
 from ckpt.formats.foreign import dcp, deepspeed, megatron, torch_files
 from ckpt.formats.foreign.accelerate import FolderReader
 from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX
+from ckpt.formats.foreign.torch_save import ARCHIVE
 from ckpt.formats.foreign.weight_index import read_weight_map, tensors_of
 from ckpt.formats.foreign.wrapper_prefixes import unwrapped
 from ckpt.formats.native.documents import STATE
@@ -143,7 +144,7 @@ def _of_file(folder: Folder, path: str, part: str) -> dict[str, PiecedTensor]:
         if part != "model":
             raise MissingError(f"{where} has no part {part!r}: safetensors hold a model.")
         return _indexed(folder, path) if path.endswith(INDEX_SUFFIX) else _tensors(folder, [path])
-    if not path.endswith(_ALONE):
+    if not path.endswith(_ALONE) and folder.opened(path).read(0, min(4, folder.files[path])) != ARCHIVE:
         raise ConfigError(f"{where} is a file. What can be read is {KNOWN}.")
     saved = torch_files.read_file(folder.opened(path), folder.files[path], where)
     found = saved.parts.get(part)

@@ -38,6 +38,7 @@ from ckpt.storage import open_storage
 from ckpt.tools import export_accelerate, export_megatron, import_folders
 from ckpt.tools.export_folders import export_dcp, export_hugging_face
 from ckpt.tools.export_torch import export_lightning, export_torch
+from ckpt.tools.model_about import files_left
 from ckpt.tools.open_state import open_state
 from ckpt.tools.part_names import with_part_names
 from ckpt.tools.portable_state import Outcome, PortableState
@@ -137,6 +138,8 @@ def _export(
         total = sum(map(state.size, state.parts))
         with whole(path) as place, progress_bar(f"converting {state.name}", total, in_bytes=True) as advance:
             parts, skipped = writers[to](state, place, advance)
+        if to != HUGGING_FACE:
+            skipped |= files_left(state.beside, {})
         return Converted(
             url=path, parts=parts, approximated=_told(state, skipped), skipped={**state.skipped, **skipped}
         )
@@ -173,7 +176,7 @@ def _import(found: PortableState, root: str | os.PathLike[str], name: str | None
         url=f"{writer.storage.url}/{chosen}",
         parts=found.written,
         approximated=found.approximated,
-        skipped=found.skipped,
+        skipped={**found.skipped, **files_left(found.beside, found.about)},
     )
 
 
@@ -222,7 +225,9 @@ def _outline(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _documents(found: PortableState) -> list[FilePlan]:
-    parts = {key: {"class": "", "state": part.values} for key, part in found.parts.items()}
+    parts: dict[str, Any] = {key: {"class": "", "state": part.values} for key, part in found.parts.items()}
+    if found.about:
+        parts[found.the_model()]["about"] = found.about
     ranks = range(found.world_size)
     return [
         FilePlan.of(documents.STATE, documents.to_json({"parts": parts})),

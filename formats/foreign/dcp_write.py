@@ -61,17 +61,26 @@ def flattened(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     except ValueError as error:  # `a.b` beside a dict `a` with a key `b`
         raise ConfigError(f"torch.distributed.checkpoint cannot hold this state: {error}.") from error
     found = {name: leaves[id(leaf)][1] if id(leaf) in leaves else leaf for name, leaf in names.items()}
-    return found, dict(paths)
+    empty = {".".join(map(str, path)): path for path in _empty_dicts(tree)}  # which DCP itself leaves out
+    return found | {name: {} for name in empty}, dict(paths) | empty
+
+
+def _empty_dicts(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    if isinstance(value, dict):
+        if not value and path:
+            yield path
+        for key, item in value.items():
+            yield from _empty_dicts(item, (*path, str(key)))
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _empty_dicts(item, (*path, number))
 
 
 def changed(tree: Any, path: str) -> dict[str, str]:
-    """What DCP does not keep as it is below a path, with the reasons: keys that are no text, and empty dicts."""
+    """The keys that are no text below a path, which DCP does not keep as they are, with the reasons."""
     found: dict[str, str] = {}
-    if isinstance(tree, dict):
-        if not tree:
-            found[path] = "an empty dict, which torch.distributed.checkpoint leaves out"
-        if others := sorted({type(key).__name__ for key in tree if not isinstance(key, str)}):
-            found[f"keys of {path}"] = f"{', '.join(others)}: torch.distributed.checkpoint makes text of them"
+    if isinstance(tree, dict) and (others := sorted({type(key).__name__ for key in tree if not isinstance(key, str)})):
+        found[f"keys of {path}"] = f"{', '.join(others)}: torch.distributed.checkpoint makes text of them"
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in items:
         found |= changed(value, f"{path}.{key}")

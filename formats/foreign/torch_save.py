@@ -20,6 +20,7 @@ from ckpt.formats.pieces import Region
 from ckpt.formats.strides import checked_shape, checked_sizes, reach
 from ckpt.formats.transfers import ByteReader
 
+ARCHIVE = b"PK\x03\x04"  # what a file of torch.save begins with
 _ENDS = 4096  # bytes at either end, which usually hold all of the archive except the data
 _MOST_TIES = 16  # tensors may share storages, and each of them is read
 _ALWAYS = 256 << 20  # bytes of tensors, however small an archive is: one element may be expanded to many
@@ -189,7 +190,7 @@ class _FileWindow:
 
     @property
     def begins_an_archive(self) -> bool:
-        return self._head.startswith(b"PK\x03\x04")
+        return self._head.startswith(ARCHIVE)
 
     def seekable(self) -> bool:
         return True

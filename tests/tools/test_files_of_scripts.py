@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.data import DataLoader, TensorDataset
@@ -129,10 +130,12 @@ def save_with(root: Path, state: Any) -> Path:
 def test_dcp_gets_the_tensors_of_a_tuple_and_what_it_cannot_keep_is_named(tmp_path: Path) -> None:
     source = save_with(tmp_path / "root", {"pair": (1, torch.ones(2)), "best": {3: 0.5}, "none": {}})
     said = ckpt.convert(source, tmp_path / "dcp", to="dcp")
-    assert said.skipped.keys() == {"keys of kept.best", "kept.none"}
-    found = {"kept": {"pair": (0, torch.zeros(2)), "best": {"3": 0.0}}}
+    assert said.skipped.keys() == {"keys of kept.best"}
+    found = {"kept": {"pair": (0, torch.zeros(2)), "best": {"3": 0.0}, "none": {}}}
     load(found, checkpoint_id=tmp_path / "dcp")
-    assert exact(found["kept"]) == exact({"pair": (1, torch.ones(2)), "best": {"3": 0.5}})
+    assert exact(found["kept"]) == exact({"pair": (1, torch.ones(2)), "best": {"3": 0.5}, "none": {}})
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "out.pt")  # which asks for what the folder says that it has
+    assert torch.load(tmp_path / "out.pt")["kept"]["none"] == {}
 
 
 def test_names_that_dcp_would_mix_up_are_one_clear_error(tmp_path: Path) -> None:
@@ -190,6 +193,14 @@ def test_a_link_to_a_file_is_followed(tmp_path: Path, beside: bool) -> None:
     link.symlink_to(target)
     ckpt.convert(link, tmp_path / "out.pt", to="torch")
     assert exact(torch.load(tmp_path / "out.pt", weights_only=True)["model"]) == exact(SECOND)
+
+
+def test_a_file_of_torch_save_needs_no_ending_to_be_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    torch.save({"model": model.state_dict()}, tmp_path / "latest")
+    fresh = nn.Linear(2, 2)
+    ckpt.load_model(tmp_path / "latest", fresh)
+    assert exact(fresh.state_dict()) == exact(model.state_dict())
 
 
 def test_the_error_says_what_is_wrong_with_a_file(tmp_path: Path) -> None:
