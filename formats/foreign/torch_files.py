@@ -16,7 +16,7 @@ from ckpt.formats.foreign import lightning
 from ckpt.formats.foreign.pickle_bounds import Described
 from ckpt.formats.foreign.pickle_reader import EVERY_NAME
 from ckpt.formats.foreign.torch_values import read_values
-from ckpt.formats.foreign.wrapper_prefixes import unwrapped
+from ckpt.formats.foreign.wrapper_prefixes import removed_words, unwrapped
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.transfers import ByteReader
 
@@ -46,6 +46,7 @@ class SavedDict:
     counters: Mapping[str, int] = field(default_factory=dict)
     rng: Mapping[str, Any] | None = None
     skipped: Mapping[str, str] = field(default_factory=dict)
+    prefixes: Mapping[str, str] = field(default_factory=dict)  # `module.`, which all names of a model had
 
 
 def read_file(reader: ByteReader, length: int, where: str) -> SavedDict:
@@ -78,15 +79,18 @@ def sorted_out(found: Mapping[Any, Any], where: str, origin: str = NAME) -> Save
 
 def _of_lightning(found: Mapping[str, Any]) -> SavedDict:
     parts = lightning.parts(found)
+    prefixes, told = _prefixes({"model": parts["model"]})
     parts["model"] = _bare(parts["model"])
+    skipped = lightning.left_out(found) | told
     return SavedDict(
-        origin=lightning.NAME, parts=parts, counters=lightning.counters(found), skipped=lightning.left_out(found)
+        origin=lightning.NAME, parts=parts, counters=lightning.counters(found), skipped=skipped, prefixes=prefixes
     )
 
 
 def _of_script(found: Mapping[Any, Any], origin: str) -> SavedDict:
     if _is_model(found):
-        return SavedDict(origin=origin, parts={"model": _bare(found)})
+        prefixes, told = _prefixes({"model": found})
+        return SavedDict(origin=origin, parts={"model": _bare(found)}, skipped=told, prefixes=prefixes)
     parts: dict[str, Any] = {}
     counters: dict[str, int] = {}
     skipped: dict[str, str] = {}
@@ -105,7 +109,8 @@ def _of_script(found: Mapping[Any, Any], origin: str) -> SavedDict:
             rng = value
         else:
             skipped[str(key)] = f"{_described(value)}: a value of the script's own, which no part takes"
-    return SavedDict(origin=origin, parts=parts, counters=counters, rng=rng, skipped=skipped)
+    prefixes, told = _prefixes({keys[key]: found[key] for key in keys if _is_model(found[key])})
+    return SavedDict(origin=origin, parts=parts, counters=counters, rng=rng, skipped=skipped | told, prefixes=prefixes)
 
 
 def _keys_of_parts(found: Mapping[Any, Any]) -> dict[Any, str]:
@@ -177,6 +182,18 @@ def _is_model(value: Any) -> bool:
     others = [item for name, item in value.items() if not isinstance(item, PiecedTensor)]
     named = all(name.endswith("_extra_state") for name, item in value.items() if not isinstance(item, PiecedTensor))
     return len(others) < len(value) and named
+
+
+def _prefixes(models: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, str], dict[str, str]]:
+    """The prefix that wrappers gave to all names of each model; and what is left out of names, with the reason."""
+    prefixes: dict[str, str] = {}
+    told: dict[str, str] = {}
+    for part, tensors in models.items():
+        prefix, inside = removed_words(tensors)
+        prefixes |= {part: prefix} if prefix else {}
+        for word in (*([prefix] if prefix else []), *inside):
+            told[f"{word!r} in the names of {part}"] = "a wrapper of the model adds it: names are written without it"
+    return prefixes, told
 
 
 def _bare(tensors: Mapping[str, Any]) -> dict[str, Any]:
