@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckpt.errors import ConfigError
 from ckpt.formats.foreign.accelerate import in_memory
+from ckpt.formats.foreign.torch_errors import first_error_raised
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.strides import Sizes
 
@@ -99,7 +100,7 @@ def write_folder(
     `paths` are the keys that lead to each in a nested state dict.
     """
     writer = FileSystemWriter(os.fspath(path), single_file_per_rank=True, thread_count=1)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), first_error_raised():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is not asked for, either
         save({}, storage_writer=writer, planner=_Planner(tensors, values, advance, paths), no_dist=True)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.data import DataLoader, TensorDataset
 
 import ckpt
+from ckpt.formats.foreign.dcp_write import Shard, ShardedEntry, write_folder
+from tests.helpers.small_tmpfs import with_tmpfs
 from tests.helpers.training import exact
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -224,3 +228,33 @@ def test_a_file_whose_name_no_checkpoint_can_have_asks_for_one(tmp_path: Path) -
     with pytest.raises(ckpt.ConfigError, match="--name"):
         ckpt.convert(tmp_path / "my run.pt", tmp_path / "root")
     assert ckpt.convert(tmp_path / "my run.pt", tmp_path / "root", name="mine").url.endswith("/mine")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ckpt.DamagedError, OSError])
+def test_what_stops_torch_in_the_middle_of_a_folder_is_the_error(tmp_path: Path, error: type[BaseException]) -> None:
+    def read() -> torch.Tensor:
+        raise error("in the middle")
+
+    entry = ShardedEntry(torch.float32, (2,), (Shard((0,), (2,), read),))
+    with pytest.raises(error, match="in the middle"):
+        write_folder(str(tmp_path / "out"), {"w": entry}, {}, lambda count: None)
+
+
+def test_a_full_disk_is_one_line_whatever_is_written(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.zeros(1 << 20)}}, tmp_path / "saved.pt")
+    small = tmp_path / "small"
+    small.mkdir()
+    command = "import sys; from ckpt.cli.main import main; main(sys.argv[1:])"
+    convert = [sys.executable, "-c", command, "convert", str(tmp_path / "saved.pt"), str(small / "out"), "--to", "dcp"]
+    done = with_tmpfs(small, 1 << 20, convert)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("No space left on device.")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_full_device_for_the_output_of_a_command_is_no_fault_of_ckpt(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from ckpt.cli.main import main; main()", "ls", str(tmp_path)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "no space is left" in done.stderr
