@@ -91,6 +91,7 @@ def _of_script(found: Mapping[Any, Any], origin: str) -> SavedDict:
     if _is_model(found):
         prefixes, told = _prefixes({"model": found})
         return SavedDict(origin=origin, parts={"model": _bare(found)}, skipped=told, prefixes=prefixes)
+    found = _with_model_gathered(found)
     parts: dict[str, Any] = {}
     counters: dict[str, int] = {}
     skipped: dict[str, str] = {}
@@ -111,6 +112,15 @@ def _of_script(found: Mapping[Any, Any], origin: str) -> SavedDict:
             skipped[str(key)] = f"{_described(value)}: a value of the script's own, which no part takes"
     prefixes, told = _prefixes({keys[key]: found[key] for key in keys if _is_model(found[key])})
     return SavedDict(origin=origin, parts=parts, counters=counters, rng=rng, skipped=skipped | told, prefixes=prefixes)
+
+
+def _with_model_gathered(found: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The tensors that lie beside the other parts (`layers.0.weight`, as torchtitan has them) as the model."""
+    tensors = {key: value for key, value in found.items() if isinstance(key, str) and isinstance(value, PiecedTensor)}
+    known = any(_bare_name(key) in _NAMES["model"] for key in found)
+    if known or not any("." in name for name in tensors):
+        return found
+    return {"model": tensors, **{key: value for key, value in found.items() if key not in tensors}}
 
 
 def _keys_of_parts(found: Mapping[Any, Any]) -> dict[Any, str]:

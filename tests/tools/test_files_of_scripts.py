@@ -78,6 +78,16 @@ def test_the_parts_of_several_that_ckpt_wrote_come_back_under_their_names(tmp_pa
     assert exact({key: back[key] for key in state}) == exact(state)
 
 
+def test_a_model_beside_the_other_parts_is_the_model_and_a_count_in_a_tensor_is_not(tmp_path: Path) -> None:
+    flat = {"layers.0.weight": torch.ones(2), "norm": torch.ones(3)}
+    state = {**flat, "lr_scheduler": {"last_epoch": 3}, "train_state": {"step": torch.tensor(4)}}  # as torchtitan saves
+    save(state, checkpoint_id=tmp_path / "saved")
+    said = ckpt.convert(tmp_path / "saved", tmp_path / "out.pt", to="torch")
+    out = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert exact(out["model"]) == exact(flat)
+    assert {"model", "scheduler", "train_state"} == {*said.parts}
+
+
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model of which one layer got no gradients, and its optimizer."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
