@@ -5,6 +5,7 @@ Imports no torch, so that it starts at once: commands that need it import it whe
 
 from __future__ import annotations
 
+import errno
 import importlib
 import traceback
 from typing import Any
@@ -62,8 +63,11 @@ class _Commands(click.Group):
             ctx.exit(1)
         except _OF_CLICK:
             raise
-        except Exception as error:  # a mistake in ckpt, or in a library that it uses
-            echo(_fault(error), err=True)
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # of standard output: others are a CkptError
+                echo("ckpt: the output could not be written: no space is left on the device.", err=True)
+                ctx.exit(1)
+            echo(_fault(error), err=True)  # a mistake in ckpt, or in a library that it uses
             ctx.exit(FAULT)
 
 

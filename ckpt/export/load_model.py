@@ -12,6 +12,7 @@ from torch import nn
 
 from ckpt.errors import ConfigError, MismatchError, MissingError
 from ckpt.export.checkpoint_tensors import TensorSource
+from ckpt.export.model_fit import misfits, other_state, rounded, with_aliases
 from ckpt.export.save_model import ADAPTER_CONFIG, CONFIG
 from ckpt.export.source import open_source, single_file
 from ckpt.export.transformers_names import ReadableTensor, as_loaded
@@ -31,7 +32,7 @@ from ckpt.root.catalog import locate
 from ckpt.root.keys import KeySource
 from ckpt.root.trust import BELIEVES_ALL, Trust, open_trust
 from ckpt.shown import Lines
-from ckpt.state.model import ModelPart, tensors_in
+from ckpt.state.model import ModelPart
 from ckpt.state.objects import ManagedObjects
 from ckpt.state.registry import StateRegistry
 from ckpt.state.unwrap import unwrap
@@ -41,6 +42,7 @@ from ckpt.util.console import say
 from ckpt.util.gc_pause import gc_paused
 from ckpt.util.option_values import is_path, said, settings
 
+_NOT_READ = "no tensor: it is not read from there, and left as it is"
 _READ = ("*.safetensors", "*.json", "*.metadata", "*.distcp")  # of a repository, what a model is loaded from
 
 
@@ -70,7 +72,8 @@ def load_model(
             whatever else `merge` reads, at a path or URL: `hub://user/repo`.
         model: The model to load into.
         part: Which part, where it is not the model.
-        strict: Whether everything must fit, or nothing is changed.
+        strict: Whether everything must fit, or nothing is changed. Floating point of another dtype is cast, except from
+            a checkpoint of ours.
         storage_options: For a URL, as for `StateManager`: `{"token": ...}` for the Hub.
         timeout: Seconds that ranks wait for each other.
         verify_key: As for the manager; files without a manifest are then refused.
@@ -204,18 +207,20 @@ def _load_folder(
     with open_source(where, target.key, options) as source:
         live = target.places()
         wanted, saved = _matched(target, live, source, shown)
-        misfits = _misfits(wanted, saved)
-        if strict and misfits:
-            lines = [f"{name}: {why}" for name, why in sorted(misfits.items())]
+        wrong = misfits(wanted, saved)
+        if strict and wrong:
+            lines = [f"{name}: {why}" for name, why in sorted(wrong.items())]
             head = f"{shown} does not fit the model; nothing was changed:"
             advice = "Build the model as it was when it was saved, or use strict=False to load what fits."
             raise MismatchError(Lines.listing(head, lines, advice), tuple(lines))
-        fitting = {name for name in wanted if name in saved and name not in misfits}
+        fitting = {name for name in wanted if name in saved and name not in wrong}
+        target.materialise(with_aliases(fitting, live))
+        inexact = {name: why for name in saved if name in fitting and (why := rounded(wanted[name], saved[name]))}
         for name in saved:
             if name in fitting:
                 _fill(wanted[name], saved[name], rank)
         target.load(live, left=live.keys() - fitting)
-    return misfits
+    return wrong | inexact | dict.fromkeys(other_state(live), _NOT_READ)
 
 
 def _matched(
@@ -239,18 +244,6 @@ def _named_as_here(live: Mapping[str, Any], source: TensorSource) -> Mapping[str
     """The saved tensors, those under their other name that the model has only under that one."""
     other = {name: new for name, new in source.other_names.items() if name not in live and new in live}
     return {other.get(name, name): tensor for name, tensor in source.tensors.items()}
-
-
-def _misfits(live: Mapping[str, Any], saved: Mapping[str, ReadableTensor]) -> dict[str, str]:
-    """What does not fit, by name. A tied tensor may be there under another of its names; another dtype is cast."""
-    found = {id(value) for name, value in live.items() if name in saved}
-    tensors = tensors_in(live)
-    misfits = {name: "missing there" for name, value in tensors.items() if name not in saved and id(value) not in found}
-    misfits |= {name: "unexpected: the model has no such tensor" for name in saved if name not in tensors}
-    for name in tensors.keys() & saved.keys():
-        if tuple(tensors[name].size()) != saved[name].shape:
-            misfits[name] = f"shape {list(saved[name].shape)} there, {list(tensors[name].size())} here"
-    return misfits
 
 
 @torch.no_grad()

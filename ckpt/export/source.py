@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from ckpt.errors import ConfigError, DamagedError, MissingError
 from ckpt.export.checkpoint_tensors import TensorSource, open_checkpoint
 from ckpt.export.folders import belongs_beside
 from ckpt.export.installed_formats import open_installed
-from ckpt.formats.foreign import dcp, deepspeed, megatron, torch_files
+from ckpt.formats.foreign import accelerate, dcp, deepspeed, megatron, torch_files
 from ckpt.formats.foreign.accelerate import FolderReader
 from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX
+from ckpt.formats.foreign.torch_save import ARCHIVE
 from ckpt.formats.foreign.weight_index import read_weight_map, tensors_of
 from ckpt.formats.foreign.wrapper_prefixes import unwrapped
 from ckpt.formats.native.documents import STATE
@@ -45,6 +47,7 @@ KNOWN = (
 )
 _WHOLE = f"model{SUFFIX}"
 _INDEX = f"{_WHOLE}{INDEX_SUFFIX}"
+OLD_WEIGHTS = "pytorch_model.bin"
 _SAFE = (SUFFIX, f"{SUFFIX}{INDEX_SUFFIX}")
 _ALONE = (*_SAFE, *torch_files.SUFFIXES)  # how the names of single files end
 _LARGEST_METADATA = 1 << 30  # bytes
@@ -63,7 +66,7 @@ def open_source(
     alone = single_file(source, options)
     if alone is not None:
         trust.refuse_unsigned(os.fspath(source))
-        yield TensorSource(_of_file(*alone, part))
+        yield _of_file(*alone, part)
         return
     found = Folder.at(source, options)
     if FILE_NAME in found.files:
@@ -81,10 +84,13 @@ def open_source(
         raise UncommittedError(
             f"{found.where} was never committed: its save was cut off before the manifest was written. Take another."
         )
+    elif accelerate.is_accelerate(found.files):
+        yield TensorSource(_of_accelerate(found, part))
     elif any(path.endswith(SUFFIX) and "/" not in path for path in found.files):
-        yield TensorSource(
-            _weights(found), beside={path: found.reader(path) for path in found.files if belongs_beside(path)}
-        )
+        _require_model(found.where, part)
+        yield TensorSource(_weights(found), beside=_beside(found))
+    elif OLD_WEIGHTS in found.files:
+        yield replace(_of_file(found, OLD_WEIGHTS, part), beside=_beside(found))
     elif (save := deepspeed.save_in(found)) is not None:
         yield TensorSource(_model_of_deepspeed(save, part))
     elif (tensors := open_installed(found, part)) is not None:
@@ -99,8 +105,10 @@ def single_file(source: str | os.PathLike[str], options: Mapping[str, Any] | Non
     Of safetensors in shards, the name of the whole stands for its index.
     """
     where = path_text(source, "the source")
-    top, slash, name = where.rpartition("/")
     local = "://" not in where
+    if local and os.path.islink(where):
+        where = _followed(where)
+    top, slash, name = where.rpartition("/")
     if not name or (local and not os.path.isfile(where) and not os.path.isfile(f"{where}{INDEX_SUFFIX}")):
         return None
     if not local and (not name.endswith(_ALONE) or top.endswith(":/")):
@@ -111,6 +119,12 @@ def single_file(source: str | os.PathLike[str], options: Mapping[str, Any] | Non
         return None
     _refuse_part_of_checkpoint(folder, where, options)
     return folder, found
+
+
+def _followed(link: str) -> str:
+    """What a link that the user names leads to. Of one to another kind of file, its name says what the file holds."""
+    target = os.path.realpath(link)
+    return target if os.path.splitext(target)[1] == os.path.splitext(link)[1] else link
 
 
 def _refuse_part_of_checkpoint(folder: Folder, where: str, options: Mapping[str, Any] | None) -> None:
@@ -129,20 +143,52 @@ def is_safetensors(path: str) -> bool:
     return path.endswith(_SAFE)
 
 
-def _of_file(folder: Folder, path: str, part: str) -> dict[str, PiecedTensor]:
+def _of_file(folder: Folder, path: str, part: str) -> TensorSource:
     where = f"{folder.where}/{path}"
     if is_safetensors(path):
-        if part != "model":
-            raise MissingError(f"{where} has no part {part!r}: safetensors hold a model.")
-        return _indexed(folder, path) if path.endswith(INDEX_SUFFIX) else _tensors(folder, [path])
-    if not path.endswith(_ALONE):
+        _require_model(where, part)
+        return TensorSource(_indexed(folder, path) if path.endswith(INDEX_SUFFIX) else _tensors(folder, [path]))
+    if not path.endswith(_ALONE) and folder.opened(path).read(0, min(4, folder.files[path])) != ARCHIVE:
         raise ConfigError(f"{where} is a file. What can be read is {KNOWN}.")
     saved = torch_files.read_file(folder.opened(path), folder.files[path], where)
     found = saved.parts.get(part)
     tensors = {name: item for name, item in found.items() if isinstance(item, PiecedTensor)} if found else {}
-    if not tensors:
+    if found is None or not tensors:
         raise MissingError(f"{where} has no tensors of a part {part!r}. Parts: {', '.join(saved.parts)}.")
+    _warn_of_others(where, sorted(str(name) for name in found if name not in tensors))
+    prefix = saved.prefixes.get(part, "")
+    return TensorSource(tensors, other_names={name: f"{prefix}{name}" for name in tensors if prefix})
+
+
+def _require_model(where: str, part: str) -> None:
+    if part != "model":
+        raise MissingError(f"{where} has no part {part!r}: safetensors hold a model.")
+
+
+def _of_accelerate(folder: Folder, part: str) -> dict[str, PiecedTensor]:
+    """The tensors of a part of Accelerate's: `model`, or `model.1` of several."""
+    kind, _, number = part.partition(".")
+    saved = accelerate.AccelerateCheckpoint(folder)
+    numbers = saved.numbers(kind)
+    if not (number.isdecimal() and int(number) in numbers) and (number or len(numbers) != 1):
+        known = [f"{kind}.{other}" for kind in accelerate.KINDS for other in saved.numbers(kind)]
+        raise MissingError(f"{folder.where} has no part {part!r}. Parts: {', '.join(known)}.")
+    found = saved.part(kind, int(number or numbers[0]))
+    tensors = {name: item for name, item in found.items() if isinstance(item, PiecedTensor)}
+    if not tensors:
+        raise MissingError(f"{folder.where} has no tensors by name in its part {part!r}.")
+    _warn_of_others(folder.where, sorted(str(name) for name in found if name not in tensors))
     return tensors
+
+
+def _warn_of_others(where: str, others: list[str]) -> None:
+    if others:
+        few = f"{', '.join(others[:_FEW])}{', ...' if len(others) > _FEW else ''}"
+        _log.warning("%s: left out, because they are no tensors: %d objects (%s).", where, len(others), few)
+
+
+def _beside(found: Folder) -> dict[str, Callable[[], bytes]]:
+    return {path: found.reader(path) for path in found.files if belongs_beside(path)}
 
 
 def _unreadable_error(found: Folder) -> Exception:
@@ -206,9 +252,7 @@ def _model_of_deepspeed(save: FolderReader, part: str) -> dict[str, PiecedTensor
 def _megatron(folder: FolderReader, part: str) -> TensorSource:
     save = megatron.MegatronSave.opened(folder)
     tensors = save.tensors(part)
-    if others := sorted(save.contents.others):
-        few = f"{', '.join(others[:_FEW])}{', ...' if len(others) > _FEW else ''}"
-        _log.warning("%s: left out, because they are no tensors: %d objects (%s).", folder.where, len(others), few)
+    _warn_of_others(folder.where, sorted(save.contents.others))
     return TensorSource(tensors, other_names=megatron.module_names(tensors))
 
 

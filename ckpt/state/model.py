@@ -135,7 +135,7 @@ class ModelPart:
         return unfit
 
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
-        self._materialise(set(saved) - unfit.keys())
+        self.materialise(set(saved) - unfit.keys())
         live = self.places()
         fitting = {name for name in live if name not in unfit or _fits_when_cast(live[name], saved.get(name))}
         # a tied tensor is read under the last of its names that was saved
@@ -156,7 +156,8 @@ class ModelPart:
 
         return load
 
-    def _materialise(self, filled: Collection[str]) -> None:
+    def materialise(self, filled: Collection[str]) -> None:
+        """Give a model on the meta device memory for what is filled; refused where that is not all of it."""
         if not is_fsdp1(self.model):
             module = unwrap(self.model)
             raw = clean_names(module, module.state_dict(keep_vars=True))

@@ -31,7 +31,7 @@ from ckpt.state.wrapped_optimizers import stepping
 from ckpt.state.zero_redundancy import ZeroRedundancyPart, is_zero_redundancy
 from ckpt.util.checked_json import joined
 
-_RESERVED = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", HOOKS, KEY, "state", "manifest", "values")
+RESERVED = (*KINDS, "custom", "rng", "generators", "loaders", "gradients", HOOKS, KEY, "state", "manifest", "values")
 
 _IN_WINDOW = "saved in the middle of an accumulation window"
 _WITHOUT = "the next update is made without them"
@@ -217,7 +217,7 @@ class StateRegistry:
                 self._registered[name] = self.parts[name] = _registered_part(name, value)
 
     def _obstacle(self, name: str, value: Any, per_rank: bool) -> str | None:
-        if any(name in known for known in (self.parts, self.generators, self._per_rank, _RESERVED)):
+        if any(name in known for known in (self.parts, self.generators, self._per_rank, RESERVED)):
             return "there is such a part already"
         if name in self.values and not is_plain(value):
             return "there is a value by that name already"

@@ -21,6 +21,7 @@ from ckpt.formats.foreign import accelerate, lightning, megatron, torch_files
 from ckpt.formats.foreign.tied_weights import same_place
 from ckpt.formats.native import documents, tensor_file_plan
 from ckpt.formats.native.json_values import refuse
+from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.state import FilePlan
 from ckpt.load.accelerate_state import ForeignPart
@@ -37,7 +38,9 @@ from ckpt.storage import open_storage
 from ckpt.tools import export_accelerate, export_megatron, import_folders
 from ckpt.tools.export_folders import export_dcp, export_hugging_face
 from ckpt.tools.export_torch import export_lightning, export_torch
+from ckpt.tools.model_about import files_left
 from ckpt.tools.open_state import open_state
+from ckpt.tools.part_names import with_part_names
 from ckpt.tools.portable_state import Outcome, PortableState
 from ckpt.util.console import progress_bar
 from ckpt.util.option_values import path_text
@@ -112,7 +115,7 @@ def convert(
         return _export(source, destination, to, limit)
     seal = Seal(key=find_signing_key(sign))
     with open_state(source) as state:
-        return _import(state, destination, name, seal)
+        return _import(with_part_names(state), destination, name, seal)
 
 
 def _export(
@@ -121,6 +124,7 @@ def _export(
     path = path_text(destination, "the destination")
     if "://" in path:
         raise ConfigError(f"{path} is no path: {to} is written to a disk. Copy it from there.")
+    _refuse_inside_checkpoint(path)
     writers: dict[str, Export] = {
         HUGGING_FACE: partial(export_hugging_face, max_shard_size=limit),
         DCP: export_dcp,
@@ -134,9 +138,20 @@ def _export(
         total = sum(map(state.size, state.parts))
         with whole(path) as place, progress_bar(f"converting {state.name}", total, in_bytes=True) as advance:
             parts, skipped = writers[to](state, place, advance)
+        if to != HUGGING_FACE:
+            skipped |= files_left(state.beside, {})
         return Converted(
             url=path, parts=parts, approximated=_told(state, skipped), skipped={**state.skipped, **skipped}
         )
+
+
+def _refuse_inside_checkpoint(path: str) -> None:
+    """What lies in a checkpoint is removed with it."""
+    for folder in Path(os.path.abspath(path)).parents:
+        if (folder / FILE_NAME).is_file() and (folder / documents.STATE).is_file():
+            raise ConfigError(
+                f"{path} would lie in the checkpoint {folder}, and be removed with it. Choose another destination."
+            )
 
 
 def _told(state: PortableState, skipped: Mapping[str, str]) -> dict[str, str]:
@@ -151,7 +166,9 @@ class _ConvertedWriter(RootWriter):
 
 
 def _import(found: PortableState, root: str | os.PathLike[str], name: str | None, seal: Seal) -> Converted:
-    chosen = check_name(found.name if name is None else name)
+    chosen = _checkpoint_name(found) if name is None else check_name(name)
+    if "://" not in path_text(root, "the root"):
+        _refuse_inside_checkpoint(os.path.join(root, chosen))
     files = [*_tensor_files(found.parts), *_documents(found)]
     with closing(_ConvertedWriter(open_storage(root), SingleProcess(), seal=seal)) as writer:
         _write(writer, chosen, files, found)
@@ -159,8 +176,17 @@ def _import(found: PortableState, root: str | os.PathLike[str], name: str | None
         url=f"{writer.storage.url}/{chosen}",
         parts=found.written,
         approximated=found.approximated,
-        skipped=found.skipped,
+        skipped={**found.skipped, **files_left(found.beside, found.about)},
     )
+
+
+def _checkpoint_name(found: PortableState) -> str:
+    try:
+        return check_name(found.name)
+    except ConfigError:
+        raise ConfigError(
+            f"{found.name!r}, the name of the source, cannot name a checkpoint. Choose one with name= (--name)."
+        ) from None
 
 
 def _write(writer: RootWriter, name: str, files: list[FilePlan], found: PortableState) -> None:
@@ -199,7 +225,9 @@ def _outline(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _documents(found: PortableState) -> list[FilePlan]:
-    parts = {key: {"class": "", "state": part.values} for key, part in found.parts.items()}
+    parts: dict[str, Any] = {key: {"class": "", "state": part.values} for key, part in found.parts.items()}
+    if found.about:
+        parts[found.the_model()]["about"] = found.about
     ranks = range(found.world_size)
     return [
         FilePlan.of(documents.STATE, documents.to_json({"parts": parts})),

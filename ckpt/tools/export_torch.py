@@ -32,7 +32,11 @@ def whole_tree(state: PortableState, *, numbered: bool = True) -> tuple[dict[str
         if key not in skipped:
             is_optimizer = kind_of(key) == "optimizer" and (numbered or not state.has_names(key))
             tree[key] = state.numbered(key) if is_optimizer else state.tree(key)
-    tree |= {counter: value for counter, value in state.progress.to_json().items() if counter not in tree}
+    for counter, value in state.progress.to_json().items():
+        if counter not in tree:
+            tree[counter] = value
+        elif value:
+            skipped[f"progress: {counter}"] = f"{value}: a part has this name"
     rng = state.generators(0)
     if rng is not None:
         tree[RNG] = plain_generators(rng)

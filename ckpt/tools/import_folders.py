@@ -16,6 +16,7 @@ from ckpt.formats.foreign.torch_files import SavedDict, is_name_of_part, sorted_
 from ckpt.load.rank_state import check_rank_state
 from ckpt.root.folder import Folder
 from ckpt.tools.import_foreign import from_deepspeed, unknown_position
+from ckpt.tools.model_about import ADAPTER_ALONE, about_model, is_adapter
 from ckpt.tools.portable_state import PortableState, encoded
 
 DCP, HUGGING_FACE = "dcp", "hf"
@@ -88,7 +89,10 @@ def from_trainer(folder: Folder) -> PortableState:
     own = trainer.TrainerFolder(folder)
     steps, epochs = own.progress()
     told = f"step {steps} and epoch {int(epochs)} of {epochs:g} are taken over"
-    approximated = {**unknown_position("The Trainer", told)}
+    approximated = unknown_position("The Trainer", told)
+    beside = _beside(folder)
+    if is_adapter(beside):
+        approximated["model"] = ADAPTER_ALONE
     rng = own.generators(0)
     if rng is not None:
         approximated.pop("rng")
@@ -113,7 +117,8 @@ def from_trainer(folder: Folder) -> PortableState:
         approximated=approximated,
         skipped=skipped,
         own_state=None if rng is None else own_state,
-        beside=_beside(folder),
+        beside=beside,
+        about=about_model(beside, parts["model"].tensors),
     )
 
 
@@ -135,8 +140,12 @@ def from_model(source: str, name: str) -> PortableState:
             origin=HUGGING_FACE,
             name=name,
             parts=encoded({"model": model.tensors}, source),
-            approximated={"progress": _MODEL_ALONE, "rng": _MODEL_ALONE},
+            approximated={
+                **({"model": ADAPTER_ALONE} if is_adapter(model.beside) else {}),
+                **dict.fromkeys(("progress", "rng"), _MODEL_ALONE),
+            },
             beside=model.beside,
+            about=about_model(model.beside, model.tensors),
         )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, DamagedError
@@ -33,11 +34,13 @@ def open_native(source: str | os.PathLike[str]) -> Iterator[PortableState]:
         where = f"{storage.url.rstrip('/')}/{manifest.name}"
         skipped = {key: _ENGINE for key in reader.parts if key.partition(".")[0] == KEY}
         parts: dict[str, ForeignPart] = {}
+        about: dict[str, Mapping[str, Any]] = {}
         for key, part in reader.parts.items():
             if key not in skipped:
                 has = reader.has_tensors(key)
                 tensors = opened.enter_context(open_source(where, key)).tensors if has else {}
                 parts[key] = ForeignPart(part["state"], tensors)
+                about |= {key: part["about"]} if part.get("about") else {}
         yield PortableState(
             origin=NAME,
             name=manifest.name,
@@ -47,6 +50,7 @@ def open_native(source: str | os.PathLike[str]) -> Iterator[PortableState]:
             skipped=skipped | _of_single_ranks(reader, storage, manifest),
             own_state=reader.rank_state if "rng" in reader.state else None,
             approximated=reader.state.get("lacking", {}),
+            about=next(iter(about.values())) if len(about) == 1 else {},
         )
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from ckpt.errors import ConfigError, MissingError
 from ckpt.export.installed_formats import open_installed
-from ckpt.export.source import KNOWN, is_safetensors, single_file
+from ckpt.export.source import KNOWN, OLD_WEIGHTS, is_safetensors, single_file
 from ckpt.formats.foreign import accelerate, dcp, deepspeed, lightning, megatron, torch_files, trainer
 from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX
 from ckpt.formats.native.header import SUFFIX
@@ -22,7 +22,6 @@ from ckpt.tools.portable_state import PortableState
 from ckpt.util.option_values import path_text
 
 _TOOLS = {lightning.NAME: "Lightning", torch_files.NAME: "torch.save"}
-_OLD_WEIGHTS = "pytorch_model.bin"
 
 
 @contextmanager
@@ -69,8 +68,8 @@ def _from_folder(folder: Folder, where: str) -> PortableState:
         return from_dcp(folder)
     if any(path.endswith(SUFFIX) and "/" not in path for path in files):
         return from_model(where, folder.name)
-    if _OLD_WEIGHTS in files:
-        return _from_file(folder, _OLD_WEIGHTS, f"{folder.where}/{_OLD_WEIGHTS}")
+    if OLD_WEIGHTS in files:
+        return _from_file(folder, OLD_WEIGHTS, f"{folder.where}/{OLD_WEIGHTS}")
     if open_installed(folder, "model") is not None:
         return from_model(where, folder.name)
     raise ConfigError(f"{folder.where} is of no kind that can be converted. That would be {KNOWN}.")

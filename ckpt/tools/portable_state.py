@@ -25,6 +25,7 @@ class PortableState:
 
     `approximated` and `skipped` say what is not exact, and what was left out when it was read. `own_state` gives the
     state of a rank; a format that has none leaves it out. `beside` are other files: a configuration, a tokenizer.
+    `about` describes the only model: its configuration, or its adapters.
     """
 
     origin: str
@@ -36,6 +37,7 @@ class PortableState:
     skipped: Mapping[str, str] = field(default_factory=dict)
     own_state: Callable[[int], dict[str, Any]] | None = None
     beside: Mapping[str, Callable[[], bytes]] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def written(self) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from ckpt.formats.transfers import ByteReader
 NAME = "accelerate"
 RNG_DEVICES = ("cuda", "xpu")
 _RANDOM, _SAMPLER, _LOADER = "random_states", "sampler", "dataloader"
+KINDS = ("model", "optimizer", "scheduler", "scaler", _LOADER, "custom")
 _NUMBER = r"(?:_(\d+))?"  # absent for the first of several
 _FILES = {
     "model": rf"model{_NUMBER}\.safetensors(?:\.index\.json)?|pytorch_model(?:_fsdp)?{_NUMBER}\.bin"
@@ -92,10 +93,14 @@ class AccelerateCheckpoint:
 
     def parts(self) -> dict[str, dict[int, Any]]:
         """The state of every part by kind and number. That of models is by parameter name, others are as saved."""
-        return {
-            kind: {number: self._read(kind, paths) for number, paths in sorted(self._paths[kind].items())}
-            for kind in ("model", "optimizer", "scheduler", "scaler", _LOADER, "custom")
-        }
+        return {kind: {number: self.part(kind, number) for number in self.numbers(kind)} for kind in KINDS}
+
+    def numbers(self, kind: str) -> list[int]:
+        """The numbers of the parts of a kind."""
+        return sorted(self._paths[kind]) if kind in KINDS else []
+
+    def part(self, kind: str, number: int) -> Any:
+        return self._read(kind, self._paths[kind][number])
 
     def random_states(self, rank: int) -> dict[str, Any]:
         """The states of a rank's random generators, and its accumulation step; that alone where there are none."""

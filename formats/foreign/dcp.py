@@ -142,7 +142,8 @@ class Contents:
         tensors = {name: tensor.pieced(name, opened, where) for name, tensor in self.tensors.items()}
         check_complete(tensors, where)
         leaves = [(tensor.keys, tensors[name]) for name, tensor in self.tensors.items()]
-        return _nested([*leaves, *((value.keys, value.read(opened, where)) for value in self.others.values())])
+        others = [(value.keys, value.read(opened, where)) for value in self.others.values()]
+        return _with_optimizers(_nested([*leaves, *others]))
 
 
 _Stored = TypeVar("_Stored", StoredTensor, StoredValue)
@@ -169,6 +170,24 @@ def _nested(leaves: Iterable[tuple[Keys, Any]]) -> Any:
     found = {key: _nested(inside) for key, inside in below.items()}
     numbers = sorted(key for key in found if isinstance(key, int))
     return [found[number] for number in numbers] if len(numbers) == len(found) else found
+
+
+def _with_optimizers(tree: Any) -> Any:
+    """The tree with the state of optimizers as `state_dict()` has it.
+
+    DCP makes text of keys that are numbers, which an optimizer would take for no parameter of its own, and leaves out
+    empty dicts, such as the `state` of plain SGD.
+    """
+    if not isinstance(tree, dict):
+        return tree
+    groups = tree.get("param_groups")
+    if isinstance(groups, list) and groups and all(isinstance(group, dict) and "params" in group for group in groups):
+        params = [name for group in groups for name in group["params"]]
+        numbers = {str(number): number for number in params if type(number) is int}
+        state = tree.get("state", {})
+        named = {numbers.get(key, key): value for key, value in state.items()} if isinstance(state, dict) else state
+        return {**tree, "state": named}
+    return {key: _with_optimizers(value) for key, value in tree.items()}
 
 
 def read_metadata(data: bytes, where: str) -> Contents:

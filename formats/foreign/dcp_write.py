@@ -17,6 +17,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ckpt.errors import ConfigError
+from ckpt.formats.foreign.accelerate import in_memory
+from ckpt.formats.foreign.torch_errors import first_error_raised
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.strides import Sizes
 
@@ -50,11 +53,39 @@ def flattened(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             return leaf
         if isinstance(value, dict):
             return {key: stand_in(item) for key, item in value.items()}
-        return type(value)(map(stand_in, value)) if type(value) in (list, tuple) else value
+        if type(value) is list:
+            return list(map(stand_in, value))
+        return in_memory(value)  # also tuples, which DCP does not go into: their tensors are saved with them
 
-    names, paths = flatten_state_dict(stand_in(tree))
+    try:
+        names, paths = flatten_state_dict(stand_in(tree))
+    except ValueError as error:  # `a.b` beside a dict `a` with a key `b`
+        raise ConfigError(f"torch.distributed.checkpoint cannot hold this state: {error}.") from error
     found = {name: leaves[id(leaf)][1] if id(leaf) in leaves else leaf for name, leaf in names.items()}
-    return found, dict(paths)
+    empty = {".".join(map(str, path)): path for path in _empty_dicts(tree)}  # which DCP itself leaves out
+    return found | {name: {} for name in empty}, dict(paths) | empty
+
+
+def _empty_dicts(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    if isinstance(value, dict):
+        if not value and path:
+            yield path
+        for key, item in value.items():
+            yield from _empty_dicts(item, (*path, str(key)))
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _empty_dicts(item, (*path, number))
+
+
+def changed(tree: Any, path: str) -> dict[str, str]:
+    """The keys that are no text below a path, which DCP does not keep as they are, with the reasons."""
+    found: dict[str, str] = {}
+    if isinstance(tree, dict) and (others := sorted({type(key).__name__ for key in tree if not isinstance(key, str)})):
+        found[f"keys of {path}"] = f"{', '.join(others)}: torch.distributed.checkpoint makes text of them"
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in items:
+        found |= changed(value, f"{path}.{key}")
+    return found
 
 
 def write_folder(
@@ -69,7 +100,7 @@ def write_folder(
     `paths` are the keys that lead to each in a nested state dict.
     """
     writer = FileSystemWriter(os.fspath(path), single_file_per_rank=True, thread_count=1)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), first_error_raised():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is not asked for, either
         save({}, storage_writer=writer, planner=_Planner(tensors, values, advance, paths), no_dist=True)
 

@@ -36,14 +36,27 @@ def parts(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def counters(found: Mapping[str, Any]) -> dict[str, int]:
-    values = {"epoch": found.get("epoch"), "step": found.get("global_step")}
+    values = {"epoch": _epochs(found), "step": found.get("global_step")}
     return {key: value for key, value in values.items() if type(value) is int and value >= 0}
 
 
+def _epochs(found: Mapping[str, Any]) -> Any:
+    """The epochs that were done. What is saved at the end of an epoch has the number of that epoch beside its model."""
+    processed: Any = found.get("loops")
+    for key in ("fit_loop", "epoch_progress", "current", "processed"):
+        processed = processed.get(key) if isinstance(processed, dict) else None
+    numbers = [number for number in (found.get("epoch"), processed) if type(number) is int]
+    return max(numbers, default=None)
+
+
 def left_out(found: Mapping[str, Any]) -> dict[str, str]:
-    """What is not taken over, and why; what is empty is not worth a word."""
+    """What is not taken over, and why; an empty container is not worth a word."""
     return {str(key): _WHY.get(key, _OWN) for key, value in found.items()
-            if key not in (*_TAKEN, *_PRECISION) and value}  # fmt: skip
+            if key not in (*_TAKEN, *_PRECISION) and value is not None and not _is_empty(value)}  # fmt: skip
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, dict | list | tuple) and not value
 
 
 def document(

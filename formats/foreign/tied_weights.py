@@ -24,7 +24,7 @@ def tied(tensors: Mapping[str, PiecedTensor]) -> dict[str, str]:
     found = same_place(tensors)
     left = {name: tensor for name, tensor in tensors.items() if name not in found}
     for kept, other in islice(_candidates(left), _MOST_PAIRS):
-        if kept not in found and other not in found and _equal(left[kept], left[other]):
+        if kept not in found and other not in found and equal_bytes(left[kept], left[other]):
             found[other] = kept
     return found
 
@@ -75,7 +75,7 @@ def _is_shared(name: str) -> bool:
     return _module(name) == _SHARED
 
 
-def _equal(first: PiecedTensor, second: PiecedTensor) -> bool:
+def equal_bytes(first: PiecedTensor, second: PiecedTensor) -> bool:
     """Whether every byte is the same. The first slab usually shows a difference."""
     if (first.dtype, first.shape) != (second.dtype, second.shape) or not first.size:
         return False

@@ -7,16 +7,16 @@ is left out by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.errors import ConfigError
+from ckpt.errors import ConfigError, DamagedError
 from ckpt.formats.foreign import lightning
 from ckpt.formats.foreign.pickle_bounds import Described
 from ckpt.formats.foreign.pickle_reader import EVERY_NAME
 from ckpt.formats.foreign.torch_values import read_values
-from ckpt.formats.foreign.wrapper_prefixes import unwrapped
+from ckpt.formats.foreign.wrapper_prefixes import removed_words, unwrapped
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.transfers import ByteReader
 
@@ -30,9 +30,11 @@ _NAMES = {
     "scheduler": ("scheduler", "lr_scheduler", "lr_sched", "sched"),
     "scaler": ("scaler", "grad_scaler", "gradscaler", "amp"),
 }
-_STEPS = ("step", "global_step", "steps", "iteration", "iter", "iter_num", "iterations")
+_NUMBERED = ("scheduler", "scaler", "custom")  # with a number or a name behind it, only ckpt calls something so
+_STEPS = ("global_step", "step", "steps", "iteration", "iterations", "iter", "iter_num")  # of several, the first
 _COUNTERS = {"epoch": "epoch", "batch": "batch", "samples": "samples", **dict.fromkeys(_STEPS, "step")}
 _MOST = 1 << 53
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the pickle of a number, with which such a file begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +46,18 @@ class SavedDict:
     counters: Mapping[str, int] = field(default_factory=dict)
     rng: Mapping[str, Any] | None = None
     skipped: Mapping[str, str] = field(default_factory=dict)
+    prefixes: Mapping[str, str] = field(default_factory=dict)  # `module.`, which all names of a model had
 
 
 def read_file(reader: ByteReader, length: int, where: str) -> SavedDict:
     """What `torch.save`, or Lightning, wrote to a file. Tensors are `PiecedTensor`s, which are not read yet."""
+    if not length:
+        raise DamagedError(f"{where} is empty: it has 0 bytes.")
+    if reader.read(0, min(length, len(_LEGACY))) == _LEGACY:
+        raise ConfigError(
+            f"{where} is in the form that torch.save had before PyTorch 1.6, which is not read. With PyTorch, load it "
+            "with torch.load and save it again with torch.save."
+        )
     found = read_values(reader, 0, length, where, EVERY_NAME)
     if isinstance(found, Described):
         raise ConfigError(
@@ -55,7 +65,7 @@ def read_file(reader: ByteReader, length: int, where: str) -> SavedDict:
             "its state_dict() instead."
         )
     if not isinstance(found, dict):
-        raise ConfigError(f"{where} holds a {type(found).__name__}, and no state of a training.")
+        raise ConfigError(f"{where} holds {_described(found)}, and no state of a training.")
     return sorted_out(found, where)
 
 
@@ -69,30 +79,48 @@ def sorted_out(found: Mapping[Any, Any], where: str, origin: str = NAME) -> Save
 
 def _of_lightning(found: Mapping[str, Any]) -> SavedDict:
     parts = lightning.parts(found)
+    prefixes, told = _prefixes({"model": parts["model"]})
     parts["model"] = _bare(parts["model"])
+    skipped = lightning.left_out(found) | told
     return SavedDict(
-        origin=lightning.NAME, parts=parts, counters=lightning.counters(found), skipped=lightning.left_out(found)
+        origin=lightning.NAME, parts=parts, counters=lightning.counters(found), skipped=skipped, prefixes=prefixes
     )
 
 
 def _of_script(found: Mapping[Any, Any], origin: str) -> SavedDict:
     if _is_model(found):
-        return SavedDict(origin=origin, parts={"model": _bare(found)})
+        prefixes, told = _prefixes({"model": found})
+        return SavedDict(origin=origin, parts={"model": _bare(found)}, skipped=told, prefixes=prefixes)
+    found = _with_model_gathered(found)
     parts: dict[str, Any] = {}
     counters: dict[str, int] = {}
     skipped: dict[str, str] = {}
     rng: Mapping[str, Any] | None = None
     keys = _keys_of_parts(found)
+    taken = _counters(found)
     for key, value in found.items():
         if key in keys:
             parts[keys[key]] = _bare(value) if _is_model(value) else value
         elif _is_counter(key, value):
-            counters[_COUNTERS[key]] = value
+            counter = _COUNTERS[key]
+            counters[counter] = found[taken[counter]]
+            if value != counters[counter]:
+                skipped[key] = f"{value}: {taken[counter]} is taken for the {counter}, which is {counters[counter]}"
         elif key == RNG and isinstance(value, dict):
             rng = value
         else:
             skipped[str(key)] = f"{_described(value)}: a value of the script's own, which no part takes"
-    return SavedDict(origin=origin, parts=parts, counters=counters, rng=rng, skipped=skipped)
+    prefixes, told = _prefixes({keys[key]: found[key] for key in keys if _is_model(found[key])})
+    return SavedDict(origin=origin, parts=parts, counters=counters, rng=rng, skipped=skipped | told, prefixes=prefixes)
+
+
+def _with_model_gathered(found: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The tensors that lie beside the other parts (`layers.0.weight`, as torchtitan has them) as the model."""
+    tensors = {key: value for key, value in found.items() if isinstance(key, str) and isinstance(value, PiecedTensor)}
+    known = any(_bare_name(key) in _NAMES["model"] for key in found)
+    if known or not any("." in name for name in tensors):
+        return found
+    return {"model": tensors, **{key: value for key, value in found.items() if key not in tensors}}
 
 
 def _keys_of_parts(found: Mapping[Any, Any]) -> dict[Any, str]:
@@ -101,17 +129,44 @@ def _keys_of_parts(found: Mapping[Any, Any]) -> dict[Any, str]:
     keys: dict[Any, str] = {}
     for kind in dict.fromkeys(kinds.values()):
         mine = [key for key, other in kinds.items() if other == kind]
-        main = next((key for key in mine if _bare_name(key) in _NAMES[kind]), mine[0] if len(mine) == 1 else None)
+        main = _main(kind, mine)
+        if main is not None:
+            keys[main] = kind
         for key in mine:
-            name = str(key) if main is not None else f"{kind}.{key}"  # beside the model, others are the script's own
-            keys[key] = kind if key == main else name
-    return keys
+            if key != main:  # beside the model, others are the script's own
+                own = main is not None or key.startswith(f"{kind}.")  # as ckpt writes the second of several
+                keys[key] = _unused(key if own else f"{kind}.{key}", {*keys.values(), *kinds.values()})
+    return {key: keys[key] for key in kinds}
+
+
+def _main(kind: str, keys: list[str]) -> str | None:
+    """Of several entries of a kind, the one that most scripts would mean: `model` before `net`; None if none is."""
+    known = [key for key in keys if _bare_name(key) in _NAMES.get(kind, ())]
+    if not known:
+        return keys[0] if len(keys) == 1 and kind in _NAMES else None
+    return min(known, key=lambda key: (key != kind, _NAMES[kind].index(_bare_name(key))))
+
+
+def _unused(name: str, taken: Collection[str]) -> str:
+    """The name, or one like it: two entries must not become one part."""
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _counters(found: Mapping[Any, Any]) -> dict[str, str]:
+    """The entry that each counter is taken from."""
+    there = [key for key in _COUNTERS if key in found and _is_counter(key, found[key])]
+    return {_COUNTERS[key]: key for key in reversed(there)}
 
 
 def _kind(key: Any, value: Any) -> str | None:
     """`model` or another kind of part, or None: names alone do not make a part, except of small states."""
     if not isinstance(key, str) or not isinstance(value, dict) or _unknown_classes(value):
         return None
+    first, _, number = key.partition(".")
+    if number and first in _NUMBERED:
+        return first
     if _is_model(value):
         return "model"
     if {"state", "param_groups"} <= value.keys():
@@ -137,6 +192,18 @@ def _is_model(value: Any) -> bool:
     others = [item for name, item in value.items() if not isinstance(item, PiecedTensor)]
     named = all(name.endswith("_extra_state") for name, item in value.items() if not isinstance(item, PiecedTensor))
     return len(others) < len(value) and named
+
+
+def _prefixes(models: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, str], dict[str, str]]:
+    """The prefix that wrappers gave to all names of each model; and what is left out of names, with the reason."""
+    prefixes: dict[str, str] = {}
+    told: dict[str, str] = {}
+    for part, tensors in models.items():
+        prefix, inside = removed_words(tensors)
+        prefixes |= {part: prefix} if prefix else {}
+        for word in (*([prefix] if prefix else []), *inside):
+            told[f"{word!r} in the names of {part}"] = "a wrapper of the model adds it: names are written without it"
+    return prefixes, told
 
 
 def _bare(tensors: Mapping[str, Any]) -> dict[str, Any]:

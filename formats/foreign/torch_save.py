@@ -20,6 +20,7 @@ from ckpt.formats.pieces import Region
 from ckpt.formats.strides import checked_shape, checked_sizes, reach
 from ckpt.formats.transfers import ByteReader
 
+ARCHIVE = b"PK\x03\x04"  # what a file of torch.save begins with
 _ENDS = 4096  # bytes at either end, which usually hold all of the archive except the data
 _MOST_TIES = 16  # tensors may share storages, and each of them is read
 _ALWAYS = 256 << 20  # bytes of tensors, however small an archive is: one element may be expanded to many
@@ -73,7 +74,9 @@ def open_archive(reader: ByteReader, start: int, length: int, where: str, not_fo
     except CkptError:
         raise
     except Exception as error:  # of zipfile, of zlib, of torch: hostile bytes raise errors of any kind
-        raise DamagedError(f"{where} holds {not_found} at byte {start}: {reason(error)}.") from error
+        cut_off = isinstance(error, zipfile.BadZipFile) and window.begins_an_archive
+        why = "it begins as one, and was cut off" if cut_off else reason(error)
+        raise DamagedError(f"{where} holds {not_found} at byte {start}: {why}.") from error
 
 
 class TorchArchive:
@@ -184,6 +187,10 @@ class _FileWindow:
         self._tail_at = max(0, length - _ENDS)
         self._tail = reader.read(start + self._tail_at, start + length)
         self._head = reader.read(start, start + min(length, _ENDS))
+
+    @property
+    def begins_an_archive(self) -> bool:
+        return self._head.startswith(ARCHIVE)
 
     def seekable(self) -> bool:
         return True

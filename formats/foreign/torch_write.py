@@ -19,6 +19,7 @@ from torch.serialization import skip_data
 
 from ckpt.formats.foreign.accelerate import in_memory
 from ckpt.formats.foreign.hf_safetensors import LiveTensor, StreamedTensor
+from ckpt.formats.foreign.torch_errors import first_error_raised
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.tensor_bytes import host_bytes
 
@@ -34,7 +35,7 @@ def write_file(path: str, tree: Any, advance: Callable[[int], None]) -> None:
     What lies in the same place, or is the same object, as tied weights are, is saved once.
     """
     skeleton = _Skeleton()
-    with open(path, "x+b") as file:
+    with open(path, "x+b") as file, first_error_raised():
         if _has_subclasses(tree):  # which are saved as torch saves them, from memory
             torch.save(in_memory(tree), file)
             os.fsync(file.fileno())

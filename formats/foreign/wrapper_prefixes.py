@@ -26,6 +26,15 @@ def unwrapped(names: Iterable[str], *, outside: bool = True) -> dict[str, str]:
     return bare
 
 
+def removed_words(names: Iterable[str]) -> tuple[str, list[str]]:
+    """What `unwrapped` removes: the prefix of all names, such as `module.`, and the words inside of some."""
+    listed = list(names)
+    bare = [_without_inner(name) for name in listed]
+    length = min(map(_length_outside, bare), default=0)
+    inside = [word for word in _INSIDE if any(word in name.split(".") for name in listed)]
+    return (bare[0][:length] if bare else ""), inside
+
+
 def _length_outside(name: str) -> int:
     found = _REPEATED.match(name)
     return found.end() if found else 0

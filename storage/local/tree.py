@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 
@@ -60,9 +62,13 @@ class Tree:
             yield folder, [entry.name for entry in entries if not _is_folder(entry)]
 
     def status(self, path: str) -> os.stat_result:
-        """What is at a path: of a snapshot of Hugging Face what its links lead to, elsewhere the link itself."""
+        """What is at a path: of a link that may be followed what it leads to, else the link itself."""
         try:
-            return os.stat(path) if self._follows else os.lstat(path)
+            status = os.stat(path) if self._follows else os.lstat(path)
+            if stat.S_ISLNK(status.st_mode) and self._is_below(os.path.realpath(path)):
+                with suppress(OSError):  # or it leads nowhere
+                    return os.stat(path)
+            return status
         except OSError as error:
             raise FileNotFoundError(path) if is_nothing_there(error) else error from None
 

@@ -409,7 +409,8 @@ class TestBadInput:
             ckpt.merge(dcp, f"{tmp_path}/{destination}")
 
     def test_a_source_of_no_known_kind(self, root: Place, tmp_path: Path) -> None:
-        (root / "folder" / "pytorch_model.bin").write_bytes(b"x")
+        (root / "folder" / "notes.txt").write_bytes(b"x")
+        (root / "old" / "pytorch_model.bin").write_bytes(b"x")
         for source, error in (
             ("folder", ckpt.ConfigError),
             ("none", ckpt.MissingError),
@@ -417,7 +418,7 @@ class TestBadInput:
             with pytest.raises(error, match=r"manifest\.json.*distcp.*pytorch_model_fsdp_0"):
                 ckpt.merge(root / source, tmp_path / "model.safetensors")
         with pytest.raises(ckpt.DamagedError, match=r"pytorch_model\.bin holds no plain data of torch\.save"):
-            ckpt.merge(root / "folder" / "pytorch_model.bin", tmp_path / "model.safetensors")
+            ckpt.merge(root / "old" / "pytorch_model.bin", tmp_path / "model.safetensors")
 
     def test_a_hole_is_named_with_its_tensor_and_its_region(self, root: Place, tmp_path: Path) -> None:
         run_ranks(2, save_ours, str(root))

@@ -1,0 +1,84 @@
+"""Models of Transformers and PEFT keep their configuration through a conversion: `from_pretrained` builds them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt
+from tests.helpers.training import exact
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def gpt() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20, n_positions=8))
+
+
+def adapted() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(gpt(), LoraConfig(r=2, target_modules=["c_attn"]))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return model
+
+
+def saved(root: Path, model: nn.Module) -> Path:
+    with ckpt.StateManager(root, model=model) as manager:
+        manager.resume()
+        manager.save_state("one")
+    return root / "one"
+
+
+def test_from_pretrained_builds_the_model_of_a_checkpoint_of_ours(tmp_path: Path) -> None:
+    model = gpt()
+    said = ckpt.convert(saved(tmp_path / "root", model), tmp_path / "out", to="hf")
+    assert "config.json" not in said.skipped
+    again = type(model).from_pretrained(tmp_path / "out")
+    assert again.config.n_head == 2
+    assert exact(dict(again.state_dict())) == exact(dict(model.state_dict()))
+
+
+def test_the_configuration_goes_through_a_checkpoint_of_ours_and_other_files_are_named(tmp_path: Path) -> None:
+    model = gpt()
+    model.save_pretrained(tmp_path / "source")
+    (tmp_path / "source/vocab.txt").write_text("a b c")
+    said = ckpt.convert(tmp_path / "source", tmp_path / "root")
+    assert "vocab.txt" in said.skipped
+    ckpt.convert(tmp_path / "root/source", tmp_path / "out", to="hf")
+    assert type(model).from_pretrained(tmp_path / "out").config.n_head == 2
+
+
+def test_without_a_configuration_it_is_said_that_from_pretrained_needs_one(tmp_path: Path) -> None:
+    torch.save({"model": nn.Linear(1, 1).state_dict()}, tmp_path / "saved.pt")
+    assert "from_pretrained" in ckpt.convert(tmp_path / "saved.pt", tmp_path / "out", to="hf").skipped["config.json"]
+
+
+def test_of_a_model_of_peft_the_adapters_are_written_as_peft_reads_them(tmp_path: Path) -> None:
+    from peft import PeftModel, get_peft_model_state_dict
+
+    model = adapted()
+    said = ckpt.convert(saved(tmp_path / "root", model), tmp_path / "out", to="hf")
+    assert "base model" in str(said)
+    again = PeftModel.from_pretrained(gpt(), tmp_path / "out")
+    assert exact(get_peft_model_state_dict(again)) == exact(get_peft_model_state_dict(model))
+
+
+def test_an_adapter_alone_is_called_so_and_stays_one(tmp_path: Path) -> None:
+    from peft import PeftModel, get_peft_model_state_dict
+
+    model = adapted()
+    model.save_pretrained(tmp_path / "source")
+    said = ckpt.convert(tmp_path / "source", tmp_path / "root")
+    assert "not in the source" in said.approximated["model"]
+    ckpt.convert(tmp_path / "root/source", tmp_path / "out", to="hf")
+    again = PeftModel.from_pretrained(gpt(), tmp_path / "out")
+    assert exact(get_peft_model_state_dict(again)) == exact(get_peft_model_state_dict(model))
