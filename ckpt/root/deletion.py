@@ -26,7 +26,9 @@ _log = logging.getLogger("ckpt")
 Listed = TypeVar("Listed", Manifest, Summary)
 _UNKNOWN = "has a manifest that cannot be read, so that its files are not known"
 _REMOVERS = 8  # threads that remove checkpoints from an object store
-_PROBE_FILE = re.compile(r"\.(?:host-[0-9a-f]{32}-\d+|try-[0-9a-f]{32})")
+_PROBE_FILE = re.compile(
+    r"\.(?:host-[0-9a-f]{32}-\d+|try-[0-9a-f]{32}(?:/probe)?)"
+)  # the latter without a folder, of earlier versions
 
 
 def sweep(

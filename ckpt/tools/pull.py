@@ -20,13 +20,16 @@ from ckpt.root import catalog
 from ckpt.root.keys import KeySource
 from ckpt.root.trust import Trust, open_trust
 from ckpt.root.verify import verify_checkpoint
-from ckpt.storage import HubStorage, open_storage
+from ckpt.storage import HubStorage, disk_path, open_storage
 from ckpt.storage.base import LARGEST_DOCUMENT
 from ckpt.storage.hub.download import fetched, unreachable
 from ckpt.storage.hub.repo import HubRepo
+from ckpt.storage.urls import refuse_broken_url
 from ckpt.tools.transfer import transfer
 from ckpt.util.console import say
 from ckpt.util.option_values import path_text
+
+_HUB = "hub://"
 
 
 def pull(
@@ -54,8 +57,8 @@ def pull(
         destination: A path or URL. Other files there are kept.
         step: Of a root, the checkpoint of this step alone; None: all.
         revision: Of the Hub: a branch, tag or commit.
-        token: Of the Hub; None: `HF_TOKEN` or a login.
-        storage_options: For URLs on both sides.
+        token: Of the Hub, on either side; None: `HF_TOKEN` or a login.
+        storage_options: For URLs on both sides; where one is on the Hub, for the other.
         verify_key: As for the manager.
         require_signed: Copy neither checkpoints that no such key has signed, nor files without a manifest.
 
@@ -71,33 +74,40 @@ def pull(
     where, destination = path_text(source, "the source"), path_text(destination, "the destination")
     if _is_on_the_hub(where):
         storage = HubStorage(_with_revision(where, revision), token=token)
-        return _pull_from_hub(storage, destination, step, storage_options, trust)
-    if revision or token:
+        return _pull_from_hub(storage, destination, step, storage_options, trust, token)
+    if revision or (token and not destination.startswith(_HUB)):
         raise ConfigError(f"revision= and token= are for the Hub: write hub://user/repo, not {where}.")
-    return transfer(where, destination, step=step, options=storage_options, trust=trust)
+    return transfer(where, destination, step=step, options=storage_options, token=token, trust=trust)
 
 
 def _is_on_the_hub(where: str) -> bool:
     """`user/repo` is a repository, unless it is a folder here; a path may also begin with a slash or a dot."""
-    local = where.startswith(("/", ".")) or os.path.exists(where)
-    return where.startswith("hub://") or not ("://" in where or "::" in where or local)
+    if where.startswith(_HUB):
+        return True
+    if "://" in where or "::" in where or where.startswith(("/", ".")) or os.path.exists(where):
+        return False
+    refuse_broken_url(where)
+    return True
 
 
 def _pull_from_hub(
     storage: HubStorage,
-    destination: str | os.PathLike[str],
+    destination: str,
     step: int | None,
     options: Mapping[str, Any] | None,
     trust: Trust,
+    token: str | None,
 ) -> str:
+    if "://" not in destination:
+        destination = disk_path(destination, "the copy")
     offline = unreachable(storage.repo)
     top = f"{storage.folder}/" if storage.folder else ""
     if step is None:
         found = fetched(storage.repo, [f"{top}*"] if top else None, offline) / top
     else:
         found = _checkpoint(storage.repo, top, step, offline)
-    if "://" in os.fspath(destination) or trust.required:  # what is signed is copied by its manifest, and no file more
-        return transfer(found, destination, options=options, trust=trust)
+    if "://" in destination or trust.required:  # what is signed is copied by its manifest, and no file more
+        return transfer(found, destination, options=options, token=token, trust=trust)
     target = Path(destination)
     if (found / FILE_NAME).is_file() and (top or step is not None):
         target = Path(destination, found.name)

@@ -251,3 +251,11 @@ def test_a_part_is_sent_again_from_where_it_has_arrived(there: int, again: bytes
     assert server.sent[1] == (b"", "*/*")
     assert [data for data, _ in server.sent[2:]] == ([] if again is None else [again])
     assert all(span == f"{there}-9/*" for _, span in server.sent[2:])
+
+
+def test_a_request_that_the_server_does_not_know_is_not_sent_again() -> None:
+    from ckpt.storage.clouds.errors import Advice, from_answer
+
+    error = from_answer(501, "", "write", "gs://bucket#1/run", Advice("bucket 'bucket#1'", "", ""))
+    assert not isinstance(error, ckpt.TransientError)
+    assert "the server says 501, as it does not know such a request. Check the URL" in str(error)
