@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckpt.errors import ConfigError
+from ckpt.util.option_values import is_seconds, said
 
 FIRST_CONTACT = 10.0  # seconds: a server that was never reached is more likely misspelt than restarting
 _random = random.SystemRandom()  # the global generator belongs to the training
@@ -29,8 +30,10 @@ class RetryPolicy:
     longest_pause: float = 20.0
 
     def __post_init__(self) -> None:
-        if not (self.deadline >= 0 and self.stall > 0):
-            raise ConfigError(f"deadline={self.deadline!r} and stall={self.stall!r} must be numbers of seconds.")
+        wrong = [] if self.deadline == 0 or is_seconds(self.deadline) else [f"deadline={said(self.deadline)}"]
+        wrong += [] if is_seconds(self.stall) else [f"stall={said(self.stall)}"]
+        if wrong:
+            raise ConfigError(f"storage_options: {' and '.join(wrong)} must be a number of seconds.")
 
     def start(self) -> Retries:
         """The deadline of a request runs from now on."""

@@ -16,12 +16,21 @@ from ckpt.storage.retry import Retries, RetryPolicy
 from ckpt.storage.s3.errors import UnreachedError, translate_error
 from ckpt.storage.s3.http_session import session_class
 from ckpt.storage.s3.timestamps import session_with_fast_timestamps
+from ckpt.util.option_values import is_settings
 
 if TYPE_CHECKING:
     from s3fs import S3FileSystem
 
 _T = TypeVar("_T")
 _AT_ONCE = 8  # requests that move large pieces
+_WRITES = (
+    "PutObject",
+    "CreateMultipartUpload",
+    "UploadPart",
+    "CompleteMultipartUpload",
+    "CopyObject",
+    "UploadPartCopy",
+)
 _SMALL_AT_ONCE = 32  # whole small objects, and questions
 _SWALLOWED = 1 << 20  # bytes: so much is sent into the buffers of a network on which nobody listens
 
@@ -199,23 +208,38 @@ def _open(options: dict[str, Any], policy: RetryPolicy) -> S3FileSystem:
     }
     if "@" in str(options.get("endpoint_url", "")):
         raise ConfigError("the endpoint_url has a name or a password in it. Give them as key and secret.")
+    _refuse_unknown_fields(options.get("s3_additional_kwargs"))
     options.setdefault("max_concurrency", _AT_ONCE)
-    config = {
-        "max_pool_connections": 2 * options["max_concurrency"] + _SMALL_AT_ONCE,
-        **ours,
-        **options.pop("config_kwargs", {}),
-    }
+    names = ", ".join(sorted(options))
     try:
+        config = {
+            "max_pool_connections": 2 * options["max_concurrency"] + _SMALL_AT_ONCE,
+            **ours,
+            **options.pop("config_kwargs", {}),
+        }
         uncached = {"use_listings_cache": False, "skip_instance_cache": True}
         fs = S3FileSystem(**{**options, **uncached}, config_kwargs=config)
     except (TypeError, ValueError, KeyError) as error:
         kind = type(error).__name__
-        names = ", ".join(sorted(options))
         raise ConfigError(f"s3fs does not take these storage_options ({kind}): {names}.") from None
     fs.retries = 1
     if fs.session is None:
         fs.session = session_with_fast_timestamps(fs.kwargs)
     return fs
+
+
+def _refuse_unknown_fields(fields: Any) -> None:
+    """s3fs leaves out what a request does not take: with a misspelt name, nothing would be encrypted, for example."""
+    if not fields:
+        return
+    if not is_settings(fields):
+        raise ConfigError("storage_options: s3_additional_kwargs must be a dict of what requests of S3 take.")
+    from botocore.session import get_session
+
+    model = get_session().get_service_model("s3")
+    known = {name for operation in _WRITES for name in model.operation_model(operation).input_shape.members}
+    if unknown := sorted(fields.keys() - known):
+        raise ConfigError(f"storage_options: no write of S3 takes the s3_additional_kwargs {', '.join(unknown)}.")
 
 
 def _resolver() -> Any:

@@ -87,6 +87,16 @@ def translate_error(error: BaseException, what: str, where: str, bucket: str) ->
         return StorageError(f"could not {what} {where}: {endless}")
     if _is(error, exceptions.NoCredentialsError, exceptions.PartialCredentialsError):
         return DeniedError(f"could not {what} {where}: there are no credentials, or only a part. {_CHECK_CREDENTIALS}")
+    if _is(error, exceptions.ProfileNotFound):
+        return ConfigError(
+            f"could not {what} {where}: ~/.aws/config has no such profile. Check AWS_PROFILE, or storage_options="
+            "{'profile': ...}."
+        )
+    if isinstance(error, ValueError) and str(error).startswith("Invalid endpoint"):
+        return ConfigError(
+            f"could not {what} {where}: the endpoint (AWS_ENDPOINT_URL, or storage_options={{'endpoint_url': ...}}) is "
+            "no URL: write http://host:port or https://host."
+        )
     if _is(error, exceptions.SSLError):
         return UnreachedError(
             f"could not {what} {where}: no secure connection. Check the endpoint (https:// or http://?) and its "
