@@ -74,6 +74,11 @@ class TestAzure:
         with pytest.raises(ckpt.AbsentError, match="hns/folder does not exist"):
             storage.read("folder")
 
+    def test_its_requests_do_not_fill_the_log_of_a_training(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level("INFO")
+        open_storage(f"az://{BUCKET}/quiet").write("object", [b"x"])
+        assert not caplog.messages
+
     def test_a_key_that_is_wrong_is_denied_and_not_shown(self, azurite: int) -> None:
         storage = open_storage(f"az://{BUCKET}/run", connection_string=clouds.connection_string(azurite, SECRET))
         with pytest.raises(ckpt.DeniedError, match="Check the credentials") as raised:
