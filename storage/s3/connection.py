@@ -7,12 +7,12 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.errors import ConfigError, StorageError, TransientError
 from ckpt.storage.option_names import unknown_options
-from ckpt.storage.retry import Retries, RetryPolicy
+from ckpt.storage.retry import Retries, RetryPolicy, time_left
 from ckpt.storage.s3.errors import UnreachedError, translate_error
 from ckpt.storage.s3.http_session import session_class
 from ckpt.storage.s3.timestamps import session_with_fast_timestamps
@@ -146,7 +146,9 @@ class Connection:
         moved = BytesMoved(self._note_progress)
         while True:
             async with self._small_slots if small else self._slots:
-                retries = retries or self._retry_policy.start()  # time in the queue for a slot does not count
+                if retries is None:  # time in the queue for a slot does not count
+                    await self._make_client()
+                    retries = self._retry_policy.start()
                 try:
                     return await self._watched(attempt, moved)
                 except Exception as error:
@@ -160,17 +162,22 @@ class Connection:
             self._last_problem = str(problem)
             await asyncio.sleep(pause)
 
+    async def _make_client(self) -> None:
+        """Read the description of S3, which takes seconds on a busy machine: no server is slow then."""
+        with suppress(Exception):  # the attempt meets it again, and says what is wrong
+            await asyncio.wait_for(self.fs.set_session(), self._retry_policy.stall)
+
     async def _watched(self, attempt: Callable[[BytesMoved], Awaitable[_T]], moved: BytesMoved) -> _T:
-        """An attempt, cancelled when no byte has moved for `stall` seconds."""
+        """An attempt, cancelled when no byte has moved for `stall` seconds, or its time is over."""
         moved.count = 0
         task = asyncio.ensure_future(attempt(moved))
         try:
             while True:
                 before = moved.count
-                await asyncio.wait({task}, timeout=self._retry_policy.stall)
+                await asyncio.wait({task}, timeout=min(self._retry_policy.stall, time_left()))
                 if task.done():
                     return task.result()
-                if moved.count == before:
+                if moved.count == before or not time_left():
                     raise asyncio.TimeoutError
         finally:
             await _stop({task})
