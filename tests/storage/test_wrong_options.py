@@ -51,3 +51,14 @@ def test_a_profile_that_is_missing_and_an_endpoint_that_is_no_url_are_named(
     given = {"endpoint_url": "localhost:1234", "key": "k", "secret": "s"}
     with pytest.raises(ckpt.ConfigError, match="is no URL: write http://host:port"):
         open_storage("s3://bucket/run", **given).read("object")
+
+
+def test_certificates_that_are_missing_or_none_are_named_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty.pem").write_text("none")
+    given = {"endpoint_url": "https://127.0.0.1:9", "key": "k", "secret": "s"}
+    for name in ("missing.pem", "empty.pem"):
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / name))
+        with pytest.raises(ckpt.ConfigError, match=r"certificates to trust cannot be read\. Check AWS_CA_BUNDLE"):
+            open_storage("s3://bucket/run", **given).read("object")
