@@ -247,6 +247,27 @@ class TestToTheHub:
             ckpt.pull(Path("hub://me/run"), "back")
         assert not [name for name in os.listdir(tmp_path) if ":" in name or name == "back"]
 
+    def test_of_a_root_that_comes_from_it_the_damaged_one_is_named_and_no_other_is_overwritten(
+        self, hub: HubServer, tmp_path: Path
+    ) -> None:
+        from huggingface_hub import HfApi
+
+        save(tmp_path / "run", 2)
+        flip_a_bit(tmp_path / "run" / "step-00000002" / "model.safetensors")
+        HfApi().create_repo("me/run")
+        HfApi().upload_folder(repo_id="me/run", folder_path=tmp_path / "run")
+        for _ in range(2):  # the second finds its own copy there
+            with pytest.raises(
+                ckpt.DamagedError, match=r"not all of hub://me/run was copied: step-00000002 is damaged"
+            ):
+                ckpt.pull("hub://me/run", tmp_path / "back")
+            assert ckpt.verify(tmp_path / "back") == {"step-00000001": []}
+        save(tmp_path / "other", 1)
+        [mine] = ckpt.list_checkpoints(tmp_path / "other")
+        with pytest.raises(ckpt.ConfigError, match="has another checkpoint 'step-00000001', which is kept"):
+            ckpt.pull("hub://me/run", tmp_path / "other")
+        assert ckpt.list_checkpoints(tmp_path / "other") == [mine]
+
     def test_another_checkpoint_of_that_name_stays(self, hub: HubServer, tmp_path: Path) -> None:
         save(tmp_path / "run", 1)
         save(tmp_path / "other", 1)
