@@ -31,11 +31,10 @@ from ckpt.session import Session
 from ckpt.state.find_source import find_source, refuse_unnamed
 from ckpt.state.plain_values import PlainValues
 from ckpt.state.unwrap import unwrap
-from ckpt.storage import Storage
+from ckpt.storage import Storage, disk_path
 from ckpt.util.console import say
 from ckpt.util.fork_safety import refuse_copy
 from ckpt.util.html import html_table
-from ckpt.util.option_values import path_text
 
 _log = logging.getLogger("ckpt")
 T = TypeVar("T")
@@ -408,7 +407,7 @@ class StateManager:
         self._session.loader.refuse_half_loaded()
         model, wanted = self._session.registry.model_part(part), ExportOptions.parse(dtype, max_shard_size)
         beside = check_processors(tokenizer=tokenizer, processor=processor)
-        folder = path_text(directory, "the folder of the model")
+        folder = disk_path(directory, "the folder of the model")
         save_live(f"save_model({folder!r})", folder, model, self._session.ranks, wanted, beside)
 
     def push_to_hub(

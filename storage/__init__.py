@@ -6,7 +6,7 @@ from ckpt.storage.local.storage import LocalStorage
 from ckpt.storage.memory import MemoryStorage
 from ckpt.storage.object_storage import ObjectStorage
 from ckpt.storage.overlay import Patched, Place, Tiers
-from ckpt.storage.urls import open_storage, place_of
+from ckpt.storage.urls import disk_path, open_storage, place_of
 
 __all__ = [
     "ANY",
@@ -25,6 +25,7 @@ __all__ = [
     "Storage",
     "Tiers",
     "Unfinished",
+    "disk_path",
     "open_storage",
     "place_of",
 ]

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
-from ckpt.errors import AbsentError, ConfigError, DeniedError, StorageError, TransientError
+from ckpt.errors import AbsentError, ConfigError, DeniedError, StorageError, TransientError, TruncatedError
 from ckpt.storage.base import ANY, Buffer, Entry, StablePieces, Unfinished, changed
 from ckpt.storage.multipart import PART_SIZE, split_into_parts
 from ckpt.storage.option_names import unknown_options
@@ -182,6 +182,8 @@ def _problem(error: Exception, what: str, where: str) -> StorageError | None:
     begin = f"could not {what} {where}"
     if isinstance(error, _NOTHING_THERE):
         return AbsentError(f"{where} does not exist.")
+    if isinstance(error, _archives()):
+        return TruncatedError(f"{where} cannot be unpacked: the archive is damaged there ({type(error).__name__}).")
     if isinstance(error, PermissionError) or status in (401, 403):
         return DeniedError(f"{begin}: the credentials are missing or do not allow it.")
     if status >= 500 or status == 429:
@@ -198,6 +200,12 @@ def _status(error: Exception) -> int:
     said = (error, getattr(error, "response", None))
     found = (getattr(one, name, None) for one in said for name in ("status_code", "status", "code"))
     return next((status for status in found if isinstance(status, int) and 400 <= status < 600), 0)
+
+
+def _archives() -> tuple[type[Exception], ...]:
+    """What is raised for an archive whose bytes are not those that were packed, once one was opened."""
+    named = (("zipfile", "BadZipFile"), ("zlib", "error"))
+    return tuple(getattr(sys.modules[module], name) for module, name in named if module in sys.modules)
 
 
 def _network() -> tuple[type[Exception], ...]:

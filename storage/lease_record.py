@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 from urllib.parse import quote
 
+from ckpt.errors import LockedError
 from ckpt.util.checked_json import Rule, broken_rules, is_text, parse_json
 from ckpt.util.process_identity import Identity, is_identity, process_identity, start_time
 
@@ -71,6 +72,19 @@ class Lease:
         return time.monotonic() - self.renewed
 
 
+class Sightings:
+    """For how long this process has known the same version of each object."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[str | None, float]] = {}  # by path: the version last seen, and since when
+
+    def age(self, path: str, version: str | None) -> float:
+        """Seconds since this version of an object was first seen, which is now if another was seen last."""
+        if path not in self._first or self._first[path][0] != version:
+            self._first[path] = (version, time.monotonic())
+        return time.monotonic() - self._first[path][1]
+
+
 def exclusive_path(key: str) -> str:
     """The object of whoever holds `key` exclusively: there is one path, so conditional writes decide who that is."""
     return f"{FOLDER}/alone/{quote(key, safe='')}"
@@ -83,6 +97,11 @@ def shared_folder(key: str) -> str:
 
 def new_shared_path(key: str) -> str:
     return shared_folder(key) + uuid.uuid4().hex
+
+
+def refusal(url: str, key: str, record: Record) -> LockedError:
+    """The error for whoever wants what a holder has."""
+    return LockedError(f"{url}/{key} is held: {record['note'] or 'by somebody else.'}")
 
 
 def has_ended(record: Record) -> bool | None:

@@ -24,19 +24,23 @@ from ckpt.storage.lease_record import (
     LARGEST,
     Lease,
     Record,
+    Sightings,
     exclusive_path,
     has_ended,
     holders_here,
     new_shared_path,
     parse_record,
+    refusal,
     shared_folder,
 )
+from ckpt.storage.retry import within
 
 _log = logging.getLogger("ckpt")
 
 RENEWAL = 10.0  # seconds between two renewals
 EXPIRY = 60.0  # seconds without a renewal after which a holder is taken for dead
 _POLL = 1.0  # seconds
+_TO_REMOVE = 10.0  # seconds: who ends does not wait longer for a store that is away. What is left expires
 
 
 class Leases:
@@ -45,7 +49,7 @@ class Leases:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._held: list[Lease] = []
-        self._seen: dict[str, tuple[str, float]] = {}  # by path: the version last seen, and when it was first seen
+        self._seen = Sightings()
         self._wake = threading.Event()
         self._renewing = False
         self._to_remove: list[Lease] = []  # their objects could not be removed yet
@@ -147,10 +151,10 @@ class Leases:
             version, record = self._read(entry.key)
             if version is None:
                 continue
-            if record is None or has_ended(record) or self._has_expired(entry.key, version):
+            if record is None or has_ended(record) or self._seen.age(entry.key, version) > EXPIRY:
                 self._objects.remove([entry.key])
             else:
-                raise self._refusal(key, record)
+                raise refusal(self._objects.url, key, record)
 
     def _refuse_if_held(self, key: str, path: str) -> str | None:
         """Raise if the exclusive holder is alive. Returns the version of a dead one's object; None if there is none.
@@ -163,10 +167,10 @@ class Leases:
             if version is None or record is None:
                 return version
             ended = has_ended(record)
-            if ended or self._has_expired(path, version):
+            if ended or self._seen.age(path, version) > EXPIRY:
                 return version
             if ended is False or version != (first or version):
-                raise self._refusal(key, record)
+                raise refusal(self._objects.url, key, record)
             if first is None:
                 _log.warning(
                     "%s/%s is held: %s Waiting for up to %g s to see whether it is still alive.",
@@ -185,17 +189,6 @@ class Leases:
             return version, parse_record(self._objects.get(path, 0, LARGEST + 1))
         except AbsentError:
             return None, None
-
-    def _has_expired(self, path: str, version: str | None) -> bool:
-        """Whether this process has known the same version of an object for longer than a living holder leaves it."""
-        known, since = self._seen.get(path, (None, 0.0))
-        if known != version:
-            since = time.monotonic()
-            self._seen[path] = (str(version), since)
-        return time.monotonic() - since > EXPIRY
-
-    def _refusal(self, key: str, record: Record) -> LockedError:
-        return LockedError(f"{self._objects.url}/{key} is held: {record['note'] or 'by somebody else.'}")
 
     def _note(self, path: str) -> str:
         with suppress(StorageError):
@@ -233,16 +226,24 @@ class Leases:
     def _remove(self, lease: Lease) -> None:
         """Remove the object if it is certainly this lease's. Until that succeeds, the renewing thread tries again."""
         holders_here.discard(lease.holder)
-        with lease.writing:
-            if not lease.lost and lease.age > EXPIRY / 2:
-                with suppress(StorageError):
-                    self._write_renewal(lease)
-            if lease.lost or lease.age > EXPIRY:
-                return
+        with within(_TO_REMOVE):
+            if not lease.writing.acquire(timeout=_TO_REMOVE):  # it is being renewed, and the store does not answer
+                return self._remove_later(lease)
             try:
-                self._objects.remove([lease.path])
+                if not lease.lost and lease.age > EXPIRY / 2:
+                    with suppress(StorageError):
+                        self._write_renewal(lease)
+                if not lease.lost and lease.age <= EXPIRY:
+                    self._remove_before_expiry(lease)
             except StorageError:
                 self._remove_later(lease)
+            finally:
+                lease.writing.release()
+
+    def _remove_before_expiry(self, lease: Lease) -> None:
+        """Remove the object of a lease while it is its own: later, whoever has taken over may have written it."""
+        with within(EXPIRY - lease.age):
+            self._objects.remove([lease.path])
 
     def _remove_later(self, lease: Lease) -> None:
         holders_here.discard(lease.holder)
@@ -269,7 +270,7 @@ class Leases:
     def _renew_and_remove(self, due: Iterable[Lease]) -> None:
         """Renew leases and remove objects that are due. What fails is tried again after the next interval."""
         for lease in due:
-            with suppress(StorageError):
+            with suppress(StorageError), within(EXPIRY / 2):
                 self._renew(lease)
         while self._to_remove:
             try:
@@ -280,8 +281,10 @@ class Leases:
 
     def _remove_if_owned(self, lease: Lease) -> None:
         """Remove an object that may be gone, and another holder's be in its place: a conditional write decides."""
-        if not lease.exclusive or self._write_exclusive(lease):
+        if not lease.exclusive:
             self._objects.remove([lease.path])
+        elif self._write_exclusive(lease):
+            self._remove_before_expiry(lease)
 
     def _renew(self, lease: Lease) -> None:
         with lease.writing:

@@ -5,6 +5,7 @@ Nothing can be locked there, and nobody is kept from changing what is read: hash
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +16,7 @@ from ckpt.errors import AbsentError, ConfigError, DeniedError, StorageError, Tru
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, below, check_key
 from ckpt.storage.deprecated import FormerName
 from ckpt.storage.fsspec_objects import translated_errors
+from ckpt.storage.option_names import unknown_options
 from ckpt.util.checked_json import is_relative
 
 _MOST_COPIED = 64 << 20  # bytes of a piece while a file is copied that cannot be read in ranges
@@ -170,6 +172,8 @@ class ReadOnlyStorage:
 def _opened(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
+    if url.lower().startswith("http") and (unknown := _unknown_of_http(options)):
+        raise ConfigError(f"{url.partition(':')[0]}:// does not take the storage_options {', '.join(unknown)}.")
     try:
         filesystem, path = url_to_fs(url, **options)
         return filesystem, str(path)
@@ -183,3 +187,12 @@ def _opened(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         kind = type(error).__name__
         given = f" with the storage_options {', '.join(options)}" if options else ""
         raise StorageError(f"{url} cannot be opened{given} ({kind}): {str(error).rstrip('.')}.") from None
+
+
+def _unknown_of_http(options: Mapping[str, Any]) -> list[str]:
+    """Options that neither the filesystem nor a request takes, to which the rest goes: the first would fail."""
+    from aiohttp import ClientSession
+    from fsspec.implementations.http import HTTPFileSystem
+
+    taken_by_requests = inspect.signature(ClientSession._request).parameters
+    return unknown_options(options.keys() - taken_by_requests.keys(), HTTPFileSystem)

@@ -7,15 +7,35 @@ requests of S3 and of the Hub, and for commits that others forestall.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from ckpt.errors import ConfigError
+from ckpt.util.option_values import is_seconds, said
 
 FIRST_CONTACT = 10.0  # seconds: a server that was never reached is more likely misspelt than restarting
 _random = random.SystemRandom()  # the global generator belongs to the training
+_end: ContextVar[float] = ContextVar("ckpt-requests-end", default=math.inf)  # by the monotonic clock
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Requests of this context fail after so many seconds, whatever their deadline: for what must not come late."""
+    mark = _end.set(min(_end.get(), time.monotonic() + seconds))
+    try:
+        yield
+    finally:
+        _end.reset(mark)
+
+
+def time_left() -> float:
+    """Seconds until requests of this context fail; infinite outside of `within`."""
+    return max(0.0, _end.get() - time.monotonic())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +49,10 @@ class RetryPolicy:
     longest_pause: float = 20.0
 
     def __post_init__(self) -> None:
-        if not (self.deadline >= 0 and self.stall > 0):
-            raise ConfigError(f"deadline={self.deadline!r} and stall={self.stall!r} must be numbers of seconds.")
+        wrong = [] if self.deadline == 0 or is_seconds(self.deadline) else [f"deadline={said(self.deadline)}"]
+        wrong += [] if is_seconds(self.stall) else [f"stall={said(self.stall)}"]
+        if wrong:
+            raise ConfigError(f"storage_options: {' and '.join(wrong)} must be a number of seconds.")
 
     def start(self) -> Retries:
         """The deadline of a request runs from now on."""
@@ -41,7 +63,7 @@ class RetryPolicy:
 
         They are random, or clients that failed together would come back together. The last try is at the deadline.
         """
-        return self._pauses_until(time.monotonic() + self.deadline)
+        return self._pauses_until(time.monotonic() + min(self.deadline, time_left()))
 
     def _pauses_until(self, end: float) -> Iterator[float]:
         longest = self.first_pause

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,12 +18,13 @@ from ckpt.storage.local.storage import LocalStorage
 from ckpt.storage.memory import MemoryStorage
 from ckpt.storage.object_storage import ObjectStorage
 from ckpt.util.filesystem import expand_home
-from ckpt.util.option_values import is_path, said
+from ckpt.util.option_values import is_path, path_text, said
 
 ENTRY_POINTS = "ckpt.storage"
 _LOST_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 _ARCHIVE = re.compile(r"zip(://[^:]*)?::")  # what is in a zip file: zip::run.zip, zip://folder::run.zip
 _CHAINED = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+::")
+_LOST_BOTH = re.compile(r"(s3a?|gs|gcs|az|abfss?|hub|hf):(?=[^:/])", re.IGNORECASE)  # s3:bucket/run
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
@@ -51,25 +53,51 @@ def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Stor
         return _open_read_only(url, **options)
     match = _URL.fullmatch(url)
     if match is None:
-        _refuse_broken_url(url)
+        refuse_broken_url(url)
         return _open_path(url, **options)
     scheme, rest = match.group(1).lower(), match.group(2)
     factory = _factory(scheme, url)
     _refuse_secrets(url)
+    if scheme in _OBJECT_STORES:
+        _refuse_dots(url, rest)
     remember_secrets(options)
     storage = factory(rest, **options)
     accept_near(storage)
     return storage
 
 
-def _refuse_broken_url(path: str) -> None:
+def refuse_broken_url(path: str) -> None:
     """A folder of that name on the local disk is not what anybody means by it. One that is meant begins with `./`."""
     lost = _LOST_SLASH.match(path)
     if lost is not None:
-        url = f"{lost.group(1)}://{path[lost.end() :].lstrip('/')}"
+        top = "/" if lost.group(1).lower() == "file" else ""
+        url = f"{lost.group(1)}://{top}{path[lost.end() :].lstrip('/')}"
         raise ConfigError(f"{path!r} is a URL that has lost a slash, as Path() makes it: write it as text, {url!r}.")
+    if (lost := _LOST_BOTH.match(path)) is not None:
+        url = f"{lost.group(1)}://{path[lost.end() :]}"
+        raise ConfigError(f"{path!r} is a URL without its slashes: write {url!r}; a folder of that name is './{path}'.")
     if "://" in path or _CHAINED.match(path):
         raise ConfigError(f"{path!r} is no URL that ckpt serves: name the store alone, as 's3://bucket/run'.")
+
+
+def disk_path(path: Any, what: str) -> str:
+    """A path, or a `file://` URL as one, for `what` is written to a disk alone. Any other URL is refused."""
+    url = path_text(path, what)
+    match = _URL.fullmatch(url)
+    if match is not None and match.group(1).lower() == "file":
+        return _file_path(match.group(2))
+    if match is not None or _ARCHIVE.match(url):
+        raise ConfigError(f"{masked_url(url)} is no path: {what} is written to a disk. Copy it from there.")
+    refuse_broken_url(url)
+    return url
+
+
+def _refuse_dots(url: str, rest: str) -> None:
+    """A store of objects has names, and no folders that `..` could leave: clients and servers differ on what it is."""
+    _, *names = rest.split("/")
+    if "." in names or ".." in names:
+        where = f"{url.partition('://')[0]}://{posixpath.normpath(rest)}"
+        raise ConfigError(f"{url!r} has '.' or '..' in it, which no object store resolves: write {where!r}, if meant.")
 
 
 def _open_read_only(url: str, **options: Any) -> Storage:
@@ -105,10 +133,14 @@ def _refuse_options(where: str, options: dict[str, Any]) -> None:
 
 def _open_file(rest: str, **options: Any) -> Storage:
     _refuse_options("file://", options)
+    return LocalStorage(_file_path(rest))
+
+
+def _file_path(rest: str) -> str:
     path = rest.removeprefix("localhost")
     if not path.startswith("/"):
         raise ConfigError(f"file://{rest} is not a file URL: write file:///absolute/path, or a plain path.")
-    return LocalStorage(unquote(path))
+    return unquote(path)
 
 
 def _open_memory(rest: str, **options: Any) -> Storage:
@@ -171,6 +203,8 @@ def _object_storage(opened: Callable[[dict[str, Any]], Objects], options: dict[s
         raise ConfigError(f"storage_options: allow_unconditional={said(allow)} must be True or False.")
     return ObjectStorage(opened(given), allow_unconditional=allow)
 
+
+_OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss")
 
 _BUILT_IN: dict[str, Callable[..., Storage]] = {
     "file": _open_file,

@@ -149,6 +149,8 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "a root that is a number": (make_at(3), "must be a path, a URL or a storage"),
     "a URL in a Path": (make_at(Path("s3://bucket/run")), "write it as text, 's3://bucket/run'"),
     "a URL that has lost a slash": (make_at("hub:/me/run"), "write it as text, 'hub://me/run'"),
+    "a model saved to a URL": (on(lambda manager: manager.save_model("s3://b/m")), "is written to a disk"),
+    "a model saved to a URL in a Path": (on(lambda manager: manager.save_model(Path("s3://b/m"))), "lost a slash"),
     "a chained URL": (make_at("simplecache::s3://bucket/run"), "name the store alone"),
     "a chained URL in a Path": (make_at(Path("simplecache::s3://bucket/run")), "name the store alone"),
     "a URL with a space before it": (make_at(" s3://bucket/run"), "is no URL that ckpt serves"),

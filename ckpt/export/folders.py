@@ -15,11 +15,10 @@ from pathlib import Path
 
 from ckpt.errors import ConfigError, LockedError, StorageError
 from ckpt.formats.native.manifest import FILE_NAME
-from ckpt.storage import LocalStorage
+from ckpt.storage import LocalStorage, disk_path
 from ckpt.storage.local.durable_directories import sync_directory
 from ckpt.storage.local.storage import TEMPORARY
 from ckpt.util.fork_safety import OwnerProcess
-from ckpt.util.option_values import path_text
 
 _WEIGHTS = re.compile(r"((?:adapter_)?model)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
 
@@ -41,7 +40,7 @@ def atomic_folder(path: str | os.PathLike[str], *, over: bool = False) -> Iterat
     weights of an older model. The temporary folder has a name that nobody can guess, which begins with a dot; the next
     call removes what a killed process left.
     """
-    final = Path(os.path.abspath(path_text(path, "the folder")))
+    final = Path(os.path.abspath(disk_path(path, "the folder")))
     with as_storage_error(final):
         _refuse_place(final, os.fspath(path), over=over)
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +59,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     What is there already is refused, also what another process has written meanwhile.
     """
-    final = Path(os.path.abspath(path_text(path, "the file")))
+    final = Path(os.path.abspath(disk_path(path, "the file")))
     if os.path.lexists(final):
         raise ConfigError(f"{os.fspath(path)} is there already, and is kept as it is. Choose another destination.")
     with as_storage_error(final):

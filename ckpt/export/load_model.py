@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -38,10 +39,11 @@ from ckpt.state.registry import StateRegistry
 from ckpt.state.unwrap import unwrap
 from ckpt.storage import HubStorage, Storage, open_storage, place_of
 from ckpt.storage.hub.download import fetched, unreachable
-from ckpt.util.console import say
+from ckpt.util.console import one_line, say
 from ckpt.util.gc_pause import gc_paused
 from ckpt.util.option_values import is_path, said, settings
 
+_log = logging.getLogger("ckpt")
 _NOT_READ = "no tensor: it is not read from there, and left as it is"
 _READ = ("*.safetensors", "*.json", "*.metadata", "*.distcp")  # of a repository, what a model is loaded from
 
@@ -68,8 +70,8 @@ def load_model(
     once, and verified on the way: if it is damaged, the model holds a part of it already.
 
     Args:
-        source: A checkpoint, a root (its newest intact checkpoint is loaded), a folder or file of safetensors, or
-            whatever else `merge` reads, at a path or URL: `hub://user/repo`.
+        source: A checkpoint, a root (its newest intact checkpoint is loaded, and a warning names newer ones), a folder
+            or file of safetensors, or whatever else `merge` reads, at a path or URL: `hub://user/repo`.
         model: The model to load into.
         part: Which part, where it is not the model.
         strict: Whether everything must fit, or nothing is changed. Floating point of another dtype is cast, except from
@@ -161,6 +163,8 @@ def _load_checkpoint(
     request = _model_request(ranks, part, strict=strict, verify_before_overwrite=storage.is_local)
     choice = _choose_and_restore(request, storage, names[0] if len(names) == 1 else None, trust=trust)
     if ranks.rank == MAIN:
+        for newer, why in choice.passed_over.items():
+            _log.warning("%s is passed over: %s", newer, one_line(why))
         say(f"loaded {part.key} of {storage.url}/{choice.manifest.name}")
     noted = {**choice.ready.notes.skipped, **choice.ready.notes.approximated}
     return {key: why for key, why in noted.items() if key.startswith(f"{part.key}.")}

@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from ckpt.errors import ConflictError, FullError, LockedError, VersionError
+from ckpt.errors import ConflictError, FullError, LockedError, StorageError, VersionError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root.catalog import MARKER, Checkpoint, find, was_committed
 from ckpt.root.history import History
@@ -20,13 +20,17 @@ from ckpt.root.retention import Keep
 from ckpt.root.save_marker import mark_removal, marked_names, marker_and_version, read_marker
 from ckpt.root.summary import Summary
 from ckpt.storage import Entry, Staging, Storage
+from ckpt.storage.retry import within
 from ckpt.util.threads import in_parallel
 
 _log = logging.getLogger("ckpt")
 Listed = TypeVar("Listed", Manifest, Summary)
 _UNKNOWN = "has a manifest that cannot be read, so that its files are not known"
+_TO_CLEAN_UP = 10.0  # seconds: what is left is swept before a later save
 _REMOVERS = 8  # threads that remove checkpoints from an object store
-_PROBE_FILE = re.compile(r"\.(?:host-[0-9a-f]{32}-\d+|try-[0-9a-f]{32})")
+_PROBE_FILE = re.compile(
+    r"\.(?:host-[0-9a-f]{32}-\d+|try-[0-9a-f]{32}(?:/probe)?)"
+)  # the latter without a folder, of earlier versions
 
 
 def sweep(
@@ -73,6 +77,12 @@ def remove_uncommitted(storage: Storage, name: str, committed: Manifest | None =
             storage.delete([f"{name}/{MARKER}"])
     except LockedError:
         _log.debug("%s/%s is being read: what an earlier save left there is removed later", storage.url, name)
+
+
+def clean_up_failed(storage: Storage, name: str) -> None:
+    """After a save that failed: a store that is away was waited for already, so that this does not wait for long."""
+    with suppress(StorageError), within(_TO_CLEAN_UP):
+        remove_uncommitted(storage, name)
 
 
 def _is_empty(storage: Storage, name: str) -> bool:

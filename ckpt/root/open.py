@@ -95,16 +95,18 @@ def _is_checkpoint(storage: Storage) -> bool:
 
 
 def _try_out(storage: Storage) -> None:
-    """Write a few bytes, see that conditions of a write are honoured, and delete them.
+    """Write a few bytes, see that they are listed and that conditions of a write are honoured, and delete them.
 
     A crash in between leaves a file that `deletion.sweep` deletes.
     """
-    key = f".try-{uuid.uuid4().hex}"
+    folder = f".try-{uuid.uuid4().hex}"
+    key = f"{folder}/probe"
     if isinstance(storage, Staging):
         storage.stage(key, [b"ckpt"])  # which is never published
         return
     storage.write(key, [b"ckpt"])
     try:
+        _refuse_unlisted(storage, folder, key)
         first = storage.version(key)
         ignored = [] if _is_refused(storage, key, None) else ["If-None-Match"]
         storage.write(key, [b"checkpoint"])
@@ -113,6 +115,15 @@ def _try_out(storage: Storage) -> None:
         storage.delete([key])
     if ignored:
         _refuse_unconditional(storage, ignored)
+
+
+def _refuse_unlisted(storage: Storage, folder: str, key: str) -> None:
+    """What is not listed counts as lost: no save would be committed, and no checkpoint found."""
+    if all(entry.key != key for entry in storage.list(folder)):
+        raise UnsupportedError(
+            f"{storage.url}: what was written there is not in the server's list of it. It keeps some names in another "
+            "spelling, such as those with two slashes in a row or a backslash: give the root another name."
+        )
 
 
 def _is_refused(storage: Storage, key: str, over: str | None) -> bool:

@@ -6,7 +6,6 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -292,8 +291,6 @@ class RootWriter:
 
         What cannot be removed now is swept before a later save.
         """
-        committed = isinstance(error, NotDurableError)
-        if self.owns_root and not committed and (name not in self._unsure or self.storage.is_local):
-            with suppress(StorageError):
-                if self.held is not None:
-                    deletion.remove_uncommitted(self.storage, name)
+        is_mine = self.owns_root and self.held is not None and not isinstance(error, NotDurableError)
+        if is_mine and (name not in self._unsure or self.storage.is_local):
+            deletion.clean_up_failed(self.storage, name)

@@ -34,7 +34,7 @@ from ckpt.root.keys import KeySource, find_signing_key
 from ckpt.root.trust import Seal
 from ckpt.save.root_writer import RootWriter
 from ckpt.shown import Lines
-from ckpt.storage import open_storage
+from ckpt.storage import disk_path, open_storage
 from ckpt.tools import export_accelerate, export_megatron, import_folders
 from ckpt.tools.export_folders import export_dcp, export_hugging_face
 from ckpt.tools.export_torch import export_lightning, export_torch
@@ -121,9 +121,7 @@ def convert(
 def _export(
     source: str | os.PathLike[str], destination: str | os.PathLike[str], to: str, limit: int | None
 ) -> Converted:
-    path = path_text(destination, "the destination")
-    if "://" in path:
-        raise ConfigError(f"{path} is no path: {to} is written to a disk. Copy it from there.")
+    path = disk_path(destination, to)
     _refuse_inside_checkpoint(path)
     writers: dict[str, Export] = {
         HUGGING_FACE: partial(export_hugging_face, max_shard_size=limit),

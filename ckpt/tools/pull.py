@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,17 @@ from ckpt.root import catalog
 from ckpt.root.keys import KeySource
 from ckpt.root.trust import Trust, open_trust
 from ckpt.root.verify import verify_checkpoint
-from ckpt.storage import HubStorage, open_storage
+from ckpt.storage import HubStorage, disk_path, open_storage
 from ckpt.storage.base import LARGEST_DOCUMENT
 from ckpt.storage.hub.download import fetched, unreachable
 from ckpt.storage.hub.repo import HubRepo
+from ckpt.storage.urls import refuse_broken_url
+from ckpt.tools.publish_copies import another_by_that_name
 from ckpt.tools.transfer import transfer
 from ckpt.util.console import say
 from ckpt.util.option_values import path_text
+
+_HUB = "hub://"
 
 
 def pull(
@@ -54,8 +58,8 @@ def pull(
         destination: A path or URL. Other files there are kept.
         step: Of a root, the checkpoint of this step alone; None: all.
         revision: Of the Hub: a branch, tag or commit.
-        token: Of the Hub; None: `HF_TOKEN` or a login.
-        storage_options: For URLs on both sides.
+        token: Of the Hub, on either side; None: `HF_TOKEN` or a login.
+        storage_options: For URLs on both sides; where one is on the Hub, for the other.
         verify_key: As for the manager.
         require_signed: Copy neither checkpoints that no such key has signed, nor files without a manifest.
 
@@ -71,42 +75,74 @@ def pull(
     where, destination = path_text(source, "the source"), path_text(destination, "the destination")
     if _is_on_the_hub(where):
         storage = HubStorage(_with_revision(where, revision), token=token)
-        return _pull_from_hub(storage, destination, step, storage_options, trust)
-    if revision or token:
+        return _pull_from_hub(storage, destination, step, storage_options, trust, token)
+    if revision or (token and not destination.startswith(_HUB)):
         raise ConfigError(f"revision= and token= are for the Hub: write hub://user/repo, not {where}.")
-    return transfer(where, destination, step=step, options=storage_options, trust=trust)
+    return transfer(where, destination, step=step, options=storage_options, token=token, trust=trust)
 
 
 def _is_on_the_hub(where: str) -> bool:
     """`user/repo` is a repository, unless it is a folder here; a path may also begin with a slash or a dot."""
-    local = where.startswith(("/", ".")) or os.path.exists(where)
-    return where.startswith("hub://") or not ("://" in where or "::" in where or local)
+    if where.startswith(_HUB):
+        return True
+    if "://" in where or "::" in where or where.startswith(("/", ".")) or os.path.exists(where):
+        return False
+    refuse_broken_url(where)
+    return True
 
 
 def _pull_from_hub(
     storage: HubStorage,
-    destination: str | os.PathLike[str],
+    destination: str,
     step: int | None,
     options: Mapping[str, Any] | None,
     trust: Trust,
+    token: str | None,
 ) -> str:
+    if "://" not in destination:
+        destination = disk_path(destination, "the copy")
     offline = unreachable(storage.repo)
     top = f"{storage.folder}/" if storage.folder else ""
     if step is None:
         found = fetched(storage.repo, [f"{top}*"] if top else None, offline) / top
     else:
         found = _checkpoint(storage.repo, top, step, offline)
-    if "://" in os.fspath(destination) or trust.required:  # what is signed is copied by its manifest, and no file more
-        return transfer(found, destination, options=options, trust=trust)
-    target = Path(destination)
+    if "://" in destination or trust.required:  # what is signed is copied by its manifest, and no file more
+        return transfer(found, destination, options=options, token=token, trust=trust)
+    target, root, names = Path(destination), found, _checkpoint_names(found)
     if (found / FILE_NAME).is_file() and (top or step is not None):
-        target = Path(destination, found.name)
-        checked = verify_checkpoint(open_storage(found.parent), found.name, trust)
-        if checked.problems:
-            raise DamagedError(f"{found.name} is damaged in {storage.url} already: {'; '.join(checked.problems)}.")
+        target, root, names = target / found.name, found.parent, [found.name]
+    damaged = _damaged(root, names, trust)
+    if target.name in damaged and root != found:
+        raise DamagedError(f"{found.name} is damaged in {storage.url} already: {damaged[found.name]}.")
     with _refuse_if_in_use(Path(destination)):
-        _copy_files(found, target, storage.url)
+        _refuse_others(root, Path(destination), [name for name in names if name not in damaged])
+        _copy_files(found, target, storage.url, without=[root / name for name in damaged])
+    if damaged:
+        said = "; ".join(f"{name} is damaged: {why}" for name, why in damaged.items())
+        raise DamagedError(f"not all of {storage.url} was copied: {said}.")
     return str(target)
+
+
+def _checkpoint_names(root: Path) -> list[str]:
+    """The checkpoints in a folder, also those whose manifest is damaged; not folders with another tool's manifest."""
+    found = sorted(path.parent for path in root.glob(f"*/{FILE_NAME}"))
+    return [path.name for path in found if _manifest(path / FILE_NAME) or (path / catalog.STATE).exists()]
+
+
+def _damaged(root: Path, names: list[str], trust: Trust) -> dict[str, str]:
+    """Those that are not as their manifests say, and why."""
+    found = [verify_checkpoint(open_storage(root), name, trust) for name in names]
+    return {each.name: "; ".join(each.problems) for each in found if each.is_fault}
+
+
+def _refuse_others(root: Path, destination: Path, names: list[str]) -> None:
+    """Refuse to copy over another run's checkpoint. One that this run has replaced since is brought up to date."""
+    for name in names:
+        new, old = _manifest(root / name / FILE_NAME), _manifest(destination / name / FILE_NAME)
+        is_newer = new is not None and old is not None and new.run == old.run and new.sequence > old.sequence
+        if new is not None and old is not None and new.id != old.id and not is_newer:
+            raise another_by_that_name(open_storage(destination), name)
 
 
 def _with_revision(repo_id: str, revision: str | None) -> str:
@@ -133,11 +169,11 @@ def _checkpoint(repo: HubRepo, top: str, step: int, offline: TransientError | No
 
 
 def _manifest(path: Path) -> Manifest | None:
-    """The manifest at a path; None if it is another tool's file of that name, or damaged."""
+    """The manifest at a path; None if there is none, or it is another tool's file of that name, or damaged."""
     try:
         with path.open("rb") as file:
             return Manifest.from_bytes(file.read(LARGEST_DOCUMENT), path.as_posix())
-    except CheckpointError:
+    except (CheckpointError, OSError):
         return None
 
 
@@ -155,8 +191,8 @@ def _refuse_if_in_use(directory: Path) -> Iterator[None]:
         yield
 
 
-def _copy_files(source: Path, directory: Path, where: str) -> None:
-    files = [path for path in sorted(source.rglob("*")) if path.is_file()]
+def _copy_files(source: Path, directory: Path, where: str, without: Collection[Path] = ()) -> None:
+    files = [path for path in sorted(source.rglob("*")) if path.is_file() and path.parent not in without]
     if not files:
         raise MissingError(f"there is nothing to pull at {where}.")
     with atomic_folder(directory, over=True) as folder:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
 
 from ckpt.errors import ConfigError, DamagedError, MissingError
@@ -24,6 +23,7 @@ from ckpt.root.verify import reading, verify_checkpoint
 from ckpt.storage import HubStorage, LocalStorage, Staging, Storage
 from ckpt.tools.publish_copies import another_by_that_name, publish_copies
 from ckpt.util.console import one_line, progress_bar, say
+from ckpt.util.option_values import settings
 
 _RESCANS = 5
 
@@ -32,11 +32,20 @@ Options = Mapping[str, Any] | None
 
 
 def transfer(
-    source: Place, destination: Place, *, step: int | None = None, options: Options = None, trust: Trust = BELIEVES_ALL
+    source: Place,
+    destination: Place,
+    *,
+    step: int | None = None,
+    options: Options = None,
+    token: str | None = None,
+    trust: Trust = BELIEVES_ALL,
 ) -> str:
-    """Copy a checkpoint, all of a root, or the files of a folder into `destination`; return the URL of the copy."""
-    target = open_url(destination, options)
+    """Copy a checkpoint, all of a root, or the files of a folder into `destination`; return the URL of the copy.
+
+    `token` is for a destination on the Hub.
+    """
     own_options = options if "://" in os.fspath(source) else None
+    target = open_url(destination, _target_options(destination, own_options, options, token))
     origin, names, pointed_at = catalog.resolve(source, own_options)
     if not names and step is None:
         if isinstance(target, Staging):
@@ -64,6 +73,16 @@ def transfer(
         raise MissingError(f"there is no checkpoint to copy in {origin.url}: {gone}.")
     say(f"copied {', '.join(copied)} to {target.url}")
     return f"{target.url.rstrip('/')}/{copied[0]}" if len(names) == 1 or step is not None else target.url
+
+
+def _target_options(destination: Place, of_source: Options, options: Options, token: str | None) -> Options:
+    """Of the options of two URLs, those of the Hub are its own: it takes no credentials of S3, nor the other way."""
+    if not os.fspath(destination).startswith("hub://"):
+        return options
+    given = settings(options)
+    if of_source is not None:
+        given = {name: value for name, value in given.items() if name == "deadline"}
+    return given if token is None else {**given, "token": token}
 
 
 def _select(storage: Storage, names: list[str], step: int | None) -> list[Manifest]:
@@ -156,8 +175,7 @@ def _copy_folder(folder: Folder, destination: Place, target: Storage) -> str:
     if not folder.files:
         raise MissingError(f"there is nothing to pull at {folder.where}.")
     if isinstance(target, LocalStorage):
-        directory = Path(os.fspath(destination).removeprefix("file://"))
-        with atomic_folder(directory) as new:
+        with atomic_folder(destination) as new:
             _copy_files(folder, LocalStorage(new))
     else:
         _copy_files(folder, target)

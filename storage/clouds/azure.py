@@ -7,6 +7,7 @@ adlfs reads `storage_options` and the environment. Requests go through Microsoft
 from __future__ import annotations
 
 import base64
+import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -242,6 +243,7 @@ def _service(scheme: str, options: dict[str, Any], policy: RetryPolicy) -> Any:
         "connection_timeout": min(10.0, policy.stall),
         "read_timeout": policy.stall,
         "max_chunk_get_size": 8 << 20,
+        "http_logging_level": logging.DEBUG,  # its own is INFO: fifty lines in the log of a training, every ten seconds
     }
     if fs.connection_string is not None:
         return BlobServiceClient.from_connection_string(fs.connection_string, **ours)

@@ -69,6 +69,8 @@ def from_answer(status: int, code: str, what: str, where: str, advice: Advice) -
         return absent(where)
     if code in _FULL or status in (413, 507):
         return FullError(f"{said}. Free some space or raise the quota, then save again.")
+    if status == 501:
+        return StorageError(f"{said}, as it does not know such a request. Check the URL and the endpoint.")
     if code in _TRANSIENT or status >= 500 or status in (408, 429):
         return TransientError(f"{said} ({status}).")
     if status in (401, 403):

@@ -20,6 +20,7 @@ from ckpt.storage.hub.pending import Pending, Receipt
 from ckpt.storage.hub.repo import MAIN_BRANCH, Hub, HubFile, HubRepo
 from ckpt.storage.memory import MemoryStorage
 from ckpt.storage.retry import RetryPolicy
+from ckpt.util.option_values import is_seconds, said
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
@@ -61,8 +62,8 @@ class HubStorage:
                 f"hub://{rest} names no repository: write hub://user/repo, or hub://user/repo@branch/path."
             )
         repo, revision, path = match.groups()
-        if not interval >= 0:
-            raise ConfigError(f"interval={interval!r} must be a number of seconds between two commits.")
+        if interval != 0 and not is_seconds(interval):
+            raise ConfigError(f"interval={said(interval)} must be a number of seconds between two commits.")
         hub = Hub(RetryPolicy(deadline=deadline, first_pause=1.0))
         self._repo = HubRepo(repo, unquote(revision or MAIN_BRANCH), token, hub)
         self._top = check_key(path) + "/" if path else ""

@@ -7,21 +7,30 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.errors import ConfigError, StorageError, TransientError
 from ckpt.storage.option_names import unknown_options
-from ckpt.storage.retry import Retries, RetryPolicy
+from ckpt.storage.retry import Retries, RetryPolicy, time_left
 from ckpt.storage.s3.errors import UnreachedError, translate_error
 from ckpt.storage.s3.http_session import session_class
 from ckpt.storage.s3.timestamps import session_with_fast_timestamps
+from ckpt.util.option_values import is_settings
 
 if TYPE_CHECKING:
     from s3fs import S3FileSystem
 
 _T = TypeVar("_T")
 _AT_ONCE = 8  # requests that move large pieces
+_WRITES = (
+    "PutObject",
+    "CreateMultipartUpload",
+    "UploadPart",
+    "CompleteMultipartUpload",
+    "CopyObject",
+    "UploadPartCopy",
+)
 _SMALL_AT_ONCE = 32  # whole small objects, and questions
 _SWALLOWED = 1 << 20  # bytes: so much is sent into the buffers of a network on which nobody listens
 
@@ -137,7 +146,9 @@ class Connection:
         moved = BytesMoved(self._note_progress)
         while True:
             async with self._small_slots if small else self._slots:
-                retries = retries or self._retry_policy.start()  # time in the queue for a slot does not count
+                if retries is None:  # time in the queue for a slot does not count
+                    await self._make_client()
+                    retries = self._retry_policy.start()
                 try:
                     return await self._watched(attempt, moved)
                 except Exception as error:
@@ -151,17 +162,22 @@ class Connection:
             self._last_problem = str(problem)
             await asyncio.sleep(pause)
 
+    async def _make_client(self) -> None:
+        """Read the description of S3, which takes seconds on a busy machine: no server is slow then."""
+        with suppress(Exception):  # the attempt meets it again, and says what is wrong
+            await asyncio.wait_for(self.fs.set_session(), self._retry_policy.stall)
+
     async def _watched(self, attempt: Callable[[BytesMoved], Awaitable[_T]], moved: BytesMoved) -> _T:
-        """An attempt, cancelled when no byte has moved for `stall` seconds."""
+        """An attempt, cancelled when no byte has moved for `stall` seconds, or its time is over."""
         moved.count = 0
         task = asyncio.ensure_future(attempt(moved))
         try:
             while True:
                 before = moved.count
-                await asyncio.wait({task}, timeout=self._retry_policy.stall)
+                await asyncio.wait({task}, timeout=min(self._retry_policy.stall, time_left()))
                 if task.done():
                     return task.result()
-                if moved.count == before:
+                if moved.count == before or not time_left():
                     raise asyncio.TimeoutError
         finally:
             await _stop({task})
@@ -199,23 +215,38 @@ def _open(options: dict[str, Any], policy: RetryPolicy) -> S3FileSystem:
     }
     if "@" in str(options.get("endpoint_url", "")):
         raise ConfigError("the endpoint_url has a name or a password in it. Give them as key and secret.")
+    _refuse_unknown_fields(options.get("s3_additional_kwargs"))
     options.setdefault("max_concurrency", _AT_ONCE)
-    config = {
-        "max_pool_connections": 2 * options["max_concurrency"] + _SMALL_AT_ONCE,
-        **ours,
-        **options.pop("config_kwargs", {}),
-    }
+    names = ", ".join(sorted(options))
     try:
+        config = {
+            "max_pool_connections": 2 * options["max_concurrency"] + _SMALL_AT_ONCE,
+            **ours,
+            **options.pop("config_kwargs", {}),
+        }
         uncached = {"use_listings_cache": False, "skip_instance_cache": True}
         fs = S3FileSystem(**{**options, **uncached}, config_kwargs=config)
     except (TypeError, ValueError, KeyError) as error:
         kind = type(error).__name__
-        names = ", ".join(sorted(options))
         raise ConfigError(f"s3fs does not take these storage_options ({kind}): {names}.") from None
     fs.retries = 1
     if fs.session is None:
         fs.session = session_with_fast_timestamps(fs.kwargs)
     return fs
+
+
+def _refuse_unknown_fields(fields: Any) -> None:
+    """s3fs leaves out what a request does not take: with a misspelt name, nothing would be encrypted, for example."""
+    if not fields:
+        return
+    if not is_settings(fields):
+        raise ConfigError("storage_options: s3_additional_kwargs must be a dict of what requests of S3 take.")
+    from botocore.session import get_session
+
+    model = get_session().get_service_model("s3")
+    known = {name for operation in _WRITES for name in model.operation_model(operation).input_shape.members}
+    if unknown := sorted(fields.keys() - known):
+        raise ConfigError(f"storage_options: no write of S3 takes the s3_additional_kwargs {', '.join(unknown)}.")
 
 
 def _resolver() -> Any:

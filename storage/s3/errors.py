@@ -87,6 +87,21 @@ def translate_error(error: BaseException, what: str, where: str, bucket: str) ->
         return StorageError(f"could not {what} {where}: {endless}")
     if _is(error, exceptions.NoCredentialsError, exceptions.PartialCredentialsError):
         return DeniedError(f"could not {what} {where}: there are no credentials, or only a part. {_CHECK_CREDENTIALS}")
+    if _is(error, exceptions.ProfileNotFound):
+        return ConfigError(
+            f"could not {what} {where}: ~/.aws/config has no such profile. Check AWS_PROFILE, or storage_options="
+            "{'profile': ...}."
+        )
+    if isinstance(error, ValueError) and str(error).startswith("Invalid endpoint"):
+        return ConfigError(
+            f"could not {what} {where}: the endpoint (AWS_ENDPOINT_URL, or storage_options={{'endpoint_url': ...}}) is "
+            "no URL: write http://host:port or https://host."
+        )
+    if _lacks_certificates(error):
+        return ConfigError(
+            f"could not {what} {where}: the file of certificates to trust cannot be read. Check AWS_CA_BUNDLE, or "
+            "storage_options={'client_kwargs': {'verify': ...}}."
+        )
     if _is(error, exceptions.SSLError):
         return UnreachedError(
             f"could not {what} {where}: no secure connection. Check the endpoint (https:// or http://?) and its "
@@ -103,6 +118,12 @@ def translate_error(error: BaseException, what: str, where: str, bucket: str) ->
     if _is(error, exceptions.BotoCoreError, ValueError, TypeError):
         return ConfigError(f"could not {what} {where}: {kind}. Check storage_options and the URL.")
     return StorageError(f"could not {what} {where}: {kind}.")
+
+
+def _lacks_certificates(error: BaseException) -> bool:
+    """Whether the bundle of certificates is missing, or is none. Nothing else here is read from a file."""
+    inner = getattr(error, "kwargs", {}).get("error")  # botocore wraps what it does not expect
+    return isinstance(inner, FileNotFoundError) or "NO_CERTIFICATE" in str(getattr(inner, "reason", ""))
 
 
 def _endless(error: BaseException | None) -> EndlessError | None:

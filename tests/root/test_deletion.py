@@ -27,7 +27,7 @@ from tests.helpers.byte_checkpoints import (
 )
 from tests.helpers.places import PassedOn
 
-PROBES = {f".try-{'0' * 32}", f".host-{'a' * 32}-3"}
+PROBES = {f".try-{'0' * 32}", f".try-{'1' * 32}/probe", f".host-{'a' * 32}-3"}
 NEWER = {"model.safetensors": tensor_file(b"newer" * 50), "state.json": b"[]"}
 
 
@@ -122,7 +122,7 @@ class TestLeftovers:
     def test_of_a_save_that_was_never_committed_are_swept_and_files_of_others_are_kept(self, storage: Storage) -> None:
         manifest = save(storage, "committed")
         begin_and_write(storage, attempt_at(storage, "cut-off"))
-        others = {"cut-off/notes.txt", "data/train.bin", ".keep", f".try-{'0' * 31}", f".try-{'0' * 32}.txt"}
+        others = {"cut-off/notes.txt", "data/train.bin", ".keep", f".try-{'0' * 31}", f".try-{'2' * 32}/mine"}
         for key in (*others, *PROBES):
             storage.write(key, [b"x"])
         found = sweep(storage)

@@ -210,3 +210,9 @@ def test_what_a_job_left_that_was_killed_while_it_tried_its_root_is_swept_by_the
     with ckpt.StateManager(s3, model=nn.Linear(2, 2)) as manager:
         manager.resume()
         assert [name for name in root.files() if name.startswith(".try-")] == [".try-notes"]
+
+
+@pytest.mark.parametrize("name", ["two//slashes", "back\\slash"])
+def test_a_root_whose_name_the_server_spells_otherwise_is_refused_at_the_start(s3: str, name: str) -> None:
+    with pytest.raises(ckpt.UnsupportedError, match=r"not in the server's list of it.*give the root another name"):
+        ckpt.StateManager(f"{s3}/{name}", model=nn.Linear(2, 2))

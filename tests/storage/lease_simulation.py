@@ -6,6 +6,7 @@ the next one get its turn. Time is the simulation's: ten minutes take some milli
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -289,13 +290,23 @@ class _Lock:
         self._world = world
         self._taken = False
 
-    def __enter__(self) -> None:
+    def acquire(self, timeout: float = math.inf) -> bool:
+        end = self._world.now + timeout
         while self._taken:
+            if self._world.now >= end:
+                return False
             self._world.sleep(0.01)
         self._taken = True
+        return True
+
+    def release(self) -> None:
+        self._taken = False
+
+    def __enter__(self) -> None:
+        self.acquire()
 
     def __exit__(self, *_: object) -> None:
-        self._taken = False
+        self.release()
 
 
 class _Event:

@@ -72,6 +72,11 @@ class TestAzure:
         with pytest.raises(ckpt.AbsentError, match="hns/folder does not exist"):
             storage.read("folder")
 
+    def test_its_requests_do_not_fill_the_log_of_a_training(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level("INFO")
+        open_storage(f"az://{BUCKET}/quiet").write("object", [b"x"])
+        assert not caplog.messages
+
     def test_a_key_that_is_wrong_is_denied_and_not_shown(self, azurite: int) -> None:
         storage = open_storage(f"az://{BUCKET}/run", connection_string=clouds.connection_string(azurite, SECRET))
         with pytest.raises(ckpt.DeniedError, match="Check the credentials") as raised:
@@ -249,3 +254,11 @@ def test_a_part_is_sent_again_from_where_it_has_arrived(there: int, again: bytes
     assert server.sent[1] == (b"", "*/*")
     assert [data for data, _ in server.sent[2:]] == ([] if again is None else [again])
     assert all(span == f"{there}-9/*" for _, span in server.sent[2:])
+
+
+def test_a_request_that_the_server_does_not_know_is_not_sent_again() -> None:
+    from ckpt.storage.clouds.errors import Advice, from_answer
+
+    error = from_answer(501, "", "write", "gs://bucket#1/run", Advice("bucket 'bucket#1'", "", ""))
+    assert not isinstance(error, ckpt.TransientError)
+    assert "the server says 501, as it does not know such a request. Check the URL" in str(error)

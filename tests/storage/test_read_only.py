@@ -184,3 +184,23 @@ def test_an_archive_with_the_files_of_a_checkpoint_but_not_its_folder_is_refused
             archive.write(path, path.name)
     with pytest.raises(ckpt.StorageError, match="at its top, and not its folder"):
         ckpt.verify(f"zip::{tmp_path / 'files.zip'}")
+
+
+def test_a_bit_that_flipped_in_an_archive_is_damage_of_the_one_checkpoint(
+    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = tmp_path / "run.zip"
+    with zipfile.ZipFile(where, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted(run.rglob("*")):
+            archive.write(path, path.relative_to(tmp_path))
+        flipped = archive.getinfo(f"run/{NAME}/model.safetensors")
+    data = bytearray(where.read_bytes())
+    data[flipped.header_offset + 30 + len(flipped.filename) + flipped.compress_size // 2] ^= 1
+    where.write_bytes(data)
+    problems = ckpt.verify(f"zip://run::{where}")
+    assert {name for name, found in problems.items() if found} == {NAME}
+    assert "cannot be unpacked: the archive is damaged" in problems[NAME][0]
+    with pytest.raises(ckpt.DamagedError, match="cannot be unpacked"):
+        ckpt.load_model(f"zip://run/{NAME}::{where}", model())
+    ckpt.load_model(f"zip://run::{where}", model())  # an older one, which is said
+    assert f"{NAME} is passed over: " in caplog.text

@@ -75,5 +75,5 @@ def test_what_a_server_asks_for_is_waited_for(clock: Clock) -> None:
 
 @pytest.mark.parametrize("wrong", [{"deadline": -1}, {"deadline": float("nan")}, {"stall": 0}])
 def test_a_policy_without_sense_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=r"must be numbers of seconds"):
+    with pytest.raises(ConfigError, match=r"must be a number of seconds"):
         RetryPolicy(**wrong)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import ConfigError, SchemeError
-from ckpt.storage import LocalStorage, MemoryStorage, Storage, open_storage
+from ckpt.storage import LocalStorage, MemoryStorage, Storage, disk_path, open_storage
 
 
 def written_at(root: str | os.PathLike[str], path: Path) -> bool:
@@ -96,3 +96,32 @@ def test_an_installed_package_adds_a_scheme(tmp_path: Path, monkeypatch: pytest.
 def test_what_is_neither_a_path_nor_a_url_is_refused(root: str) -> None:
     with pytest.raises(ConfigError, match="must be a path or a URL"):
         open_storage(root)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("s3:bucket/run", "s3://bucket/run"), ("HUB:me/run", "HUB://me/run"), ("file:/runs/a", "file:///runs/a")],
+)
+def test_a_url_without_its_slashes_is_refused_with_the_line_to_write(written: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{meant}'"):
+        open_storage(written)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/a/../run", "gs://bucket/./run", "az://container/a/..", "s3://bucket/."])
+def test_dots_in_the_url_of_an_object_store_are_refused_with_what_they_may_mean(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"has '\.' or '\.\.' in it.*: write '\w+://(bucket|container)(/run)?'"):
+        open_storage(url)
+
+
+def test_what_is_written_to_a_disk_alone_takes_a_path_or_a_file_url(tmp_path: Path) -> None:
+    assert disk_path(tmp_path, "a model") == str(tmp_path)
+    assert disk_path("./s3:bucket", "a model") == "./s3:bucket"
+    assert disk_path("file:///my%20runs", "a model") == disk_path("FILE://localhost/my runs", "a model") == "/my runs"
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "memory://run", "zip::run.zip", "https://host/run"])
+def test_what_is_written_to_a_disk_alone_takes_no_other_url(url: str) -> None:
+    with pytest.raises(ConfigError, match=f"{url} is no path: a model is written to a disk. Copy it from there."):
+        disk_path(url, "a model")
+    with pytest.raises(ConfigError, match=r"lost a slash|is no URL|is no path"):
+        disk_path(Path(url), "a model")

@@ -189,6 +189,13 @@ def test_plain_files_come_too(s3: str, tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "out") == ["model.safetensors"]
 
 
+def test_plain_files_go_where_a_file_url_says(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "notes.txt").write_text("x")
+    assert ckpt.pull(tmp_path / "files", f"file://localhost{tmp_path}/a%20b") == f"{tmp_path}/a b"
+    assert (tmp_path / "a b" / "notes.txt").read_text() == "x"
+
+
 class TestToTheHub:
     def test_all_of_a_root_arrives_with_its_bytes_each_checkpoint_in_one_commit(
         self, s3: str, hub: HubServer, tmp_path: Path
@@ -216,6 +223,50 @@ class TestToTheHub:
         with pytest.raises(ckpt.DamagedError, match="step-00000001 is damaged"):
             ckpt.pull(tmp_path / "run", "hub://me/run")
         assert ckpt.verify("hub://me/run") == {"step-00000002": []}
+
+    def test_credentials_of_the_hub_and_of_s3_each_go_to_their_own_side(
+        self, s3: str, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        save(s3, 1)
+        given = {"key": os.environ["AWS_ACCESS_KEY_ID"], "secret": os.environ["AWS_SECRET_ACCESS_KEY"], "deadline": 60}
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another")
+        hub.token = "hf_of_the_hub"
+        ckpt.pull(s3, "hub://me/run", storage_options=given, token=hub.token)
+        assert any(path.endswith("/manifest.json") for path in hub.files("me/run"))
+
+    @pytest.mark.parametrize("destination", ["s3:/bucket/run", "zip::run.zip", Path("s3://bucket/run")])
+    def test_what_comes_from_it_goes_into_no_folder_named_like_a_url(
+        self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, destination: str | Path
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        save("run", 1)
+        ckpt.pull("run", "hub://me/run")
+        with pytest.raises(ckpt.ConfigError, match=r"lost a slash|is no path"):
+            ckpt.pull("hub://me/run", destination)
+        with pytest.raises(ckpt.ConfigError, match="lost a slash"):
+            ckpt.pull(Path("hub://me/run"), "back")
+        assert not [name for name in os.listdir(tmp_path) if ":" in name or name == "back"]
+
+    def test_of_a_root_that_comes_from_it_the_damaged_one_is_named_and_no_other_is_overwritten(
+        self, hub: HubServer, tmp_path: Path
+    ) -> None:
+        from huggingface_hub import HfApi
+
+        save(tmp_path / "run", 2)
+        flip_a_bit(tmp_path / "run" / "step-00000002" / "model.safetensors")
+        HfApi().create_repo("me/run")
+        HfApi().upload_folder(repo_id="me/run", folder_path=tmp_path / "run")
+        for _ in range(2):  # the second finds its own copy there
+            with pytest.raises(
+                ckpt.DamagedError, match=r"not all of hub://me/run was copied: step-00000002 is damaged"
+            ):
+                ckpt.pull("hub://me/run", tmp_path / "back")
+            assert ckpt.verify(tmp_path / "back") == {"step-00000001": []}
+        save(tmp_path / "other", 1)
+        [mine] = ckpt.list_checkpoints(tmp_path / "other")
+        with pytest.raises(ckpt.ConfigError, match="has another checkpoint 'step-00000001', which is kept"):
+            ckpt.pull("hub://me/run", tmp_path / "other")
+        assert ckpt.list_checkpoints(tmp_path / "other") == [mine]
 
     def test_another_checkpoint_of_that_name_stays(self, hub: HubServer, tmp_path: Path) -> None:
         save(tmp_path / "run", 1)
