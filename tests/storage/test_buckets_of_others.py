@@ -91,6 +91,6 @@ def test_a_bucket_may_be_a_part_of_the_hosts_name(server: Server, s3: str, monke
     }
     save(s3, **options)
     open_storage(s3, **options).write("large", [bytes(17 << 20)])
-    assert asked == {f"{BUCKET}.{DOMAIN}"}
+    assert asked & {DOMAIN, f"{BUCKET}.{DOMAIN}"} == {f"{BUCKET}.{DOMAIN}"}  # others still have 127.0.0.1 to look up
     assert ckpt.verify(s3, storage_options=options) == ckpt.verify(s3) == {"step-00000002": [], "step-00000001": []}
     assert open_storage(s3).read("large") == bytes(17 << 20)
