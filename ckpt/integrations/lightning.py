@@ -19,6 +19,7 @@ from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, DamagedError, UnsupportedError
 from ckpt.formats.native.documents import decode_inline, encode_inline
 from ckpt.formats.native.manifest import Manifest
+from ckpt.integrations.lightning_order import LoaderPosition, warn_of_unknown_order
 from ckpt.load.reader import CheckpointReader
 from ckpt.load.select import Selection, choose
 from ckpt.memory.place import SLOTS, MemoryPlace
@@ -147,7 +148,8 @@ class CkptGenerators(Callback):  # type: ignore[misc]
 
         Trainer(plugins=[CkptIO()], callbacks=[ModelCheckpoint("checkpoints"), CkptGenerators()])
 
-    Within an epoch that requires a loader with a position of its own, such as torchdata's `StatefulDataLoader`.
+    Within an epoch that requires a loader with a position of its own, such as torchdata's `StatefulDataLoader`, and on
+    several ranks a `DistributedSampler` in it: a warning names a loader without.
 
     Args:
         timeout: Seconds to wait for a rank that gives no sign of life.
@@ -157,16 +159,26 @@ class CkptGenerators(Callback):  # type: ignore[misc]
         self._timeout = timeout
         self._ranks: Ranks | None = None
         self._to_restore: list[str] = []  # the saved generators of every rank
+        self._position: LoaderPosition | None = None  # to go to
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         mine = json.dumps(encode_inline(rng.capture(), _GENERATORS, []))
         checkpoint[_GENERATORS] = self._group().gather("on_save_checkpoint()", mine)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._to_restore = checkpoint.get(_GENERATORS, []) if trainer.state.fn == "fit" else []
+        fits = trainer.state.fn == "fit"
+        self._to_restore = checkpoint.get(_GENERATORS, []) if fits else []
+        self._position = LoaderPosition.of(checkpoint) if fits else None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._restore()  # before loaders draw the order of an epoch
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        warn_of_unknown_order(trainer)
+        if self._position is not None:
+            self._restore()  # loaders have drawn from them since
+            self._position.go_there(trainer)
+        self._position = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx > 0:  # drawing again the order of an epoch in its middle has advanced them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections import OrderedDict
@@ -16,7 +17,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
@@ -66,6 +67,13 @@ def loader() -> DataLoader[Any]:
     return DataLoader(points(), batch_size=4, shuffle=True)
 
 
+def positioned_loader(world_size: int) -> Any:
+    """A loader that saves its position. On several ranks, `shuffle` there has no order that can be drawn again."""
+    if world_size == 1:
+        return StatefulDataLoader(points(), batch_size=4, shuffle=True)
+    return StatefulDataLoader(points(), batch_size=4, sampler=DistributedSampler(points()))
+
+
 def launched(rank: int, world_size: int) -> dict[str, Any]:
     """The options of a trainer with `CkptIO` in a rank of several, or alone."""
     if world_size == 1:
@@ -82,7 +90,7 @@ def fit(rank: int, folder: str, kind: str, world_size: int, killed_at: int) -> N
     often = {"every_n_train_steps": 5} if kind == "in the middle" else {}
     callbacks = [ModelCheckpoint(Path(folder, "checkpoints"), save_top_k=2, monitor="step", mode="max", **often)]
     run = lightning.Trainer(max_epochs=4 * world_size, callbacks=[*callbacks, CkptGenerators()], **together, **QUIET)
-    data = StatefulDataLoader(points(), batch_size=4, shuffle=True) if often else loader()
+    data = positioned_loader(world_size) if often else loader()
     validation = DataLoader(points(), batch_size=16) if kind == "after validation" else None
     run.fit(model, data, validation, ckpt_path=CkptIO.newest(Path(folder, "checkpoints")))
     Path(folder, f"weights-{rank}").write_text(exact(model.state_dict()))
@@ -100,7 +108,7 @@ def fit_in_memory(rank: int, folder: str, world_size: int, killed_at: int) -> No
     newest = memory.newest()
     with open(Path(folder, f"began-{rank}"), "a") as file:
         file.write(f"{newest}\n")
-    run.fit(model, StatefulDataLoader(points(), batch_size=4, shuffle=True), ckpt_path=newest)
+    run.fit(model, positioned_loader(world_size), ckpt_path=newest)
     Path(folder, f"weights-{rank}").write_text(exact(model.state_dict()))
 
 
@@ -139,9 +147,34 @@ def last_of_each_step(folder: Path, rank: int) -> dict[str, str]:
     return dict(line.split() for line in (folder / f"losses-{rank}").read_text().splitlines())
 
 
+def fit_in_an_unknown_order(rank: int, folder: str) -> None:
+    together = launched(rank, 2)
+    records: list[logging.LogRecord] = []
+    handler: Any = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("ckpt").addHandler(handler)
+    orders: list[dict[str, Any]] = [{"shuffle": True}, {"sampler": DistributedSampler(points())}]
+    for order in orders:
+        run = lightning.Trainer(max_steps=1, callbacks=[CkptGenerators()], **together, **QUIET, default_root_dir=folder)
+        run.fit(Regression(), StatefulDataLoader(points(), batch_size=4, **order))
+    said = [record.getMessage() for record in records if "another order of the data" in record.getMessage()]
+    assert len(said) == (1 if rank == 0 else 0)
+    assert all("divided the samples of a RandomSampler among the ranks" in line for line in said)
+
+
+def test_an_order_that_cannot_be_drawn_again_on_several_ranks_is_named(tmp_path: Path) -> None:
+    assert run_ranks(2, fit_in_an_unknown_order, str(tmp_path)) == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("kind", "world_size"),
-    [("at the end of an epoch", 1), ("after validation", 1), ("in the middle", 1), ("at the end of an epoch", 2)],
+    [
+        ("at the end of an epoch", 1),
+        ("after validation", 1),
+        ("in the middle", 1),
+        ("at the end of an epoch", 2),
+        ("in the middle", 2),
+    ],
 )
 def test_a_fit_that_was_killed_and_resumes_equals_one_that_was_not(tmp_path: Path, kind: str, world_size: int) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"

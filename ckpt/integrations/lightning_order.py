@@ -1,0 +1,61 @@
+"""The order of the data in an epoch that Lightning resumes in its middle."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch import Trainer
+
+_log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True)
+class LoaderPosition:
+    """Where the loaders were that save their position: `epoch` is the one to go on with, from its start or within."""
+
+    epoch: int
+    states: list[dict[str, Any]] | None  # of the loaders, within an epoch
+
+    @classmethod
+    def of(cls, checkpoint: dict[str, Any]) -> LoaderPosition | None:
+        """That of a checkpoint of Lightning; None if it has none."""
+        fit: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {})
+        states = fit.get("state_dict", {}).get("combined_loader")
+        begun = fit.get("epoch_progress", {}).get("current", {}).get("started")
+        if not states or not begun:
+            return None
+        batches = fit.get("epoch_loop.batch_progress", {})
+        is_over = batches.get("is_last_batch") or not batches.get("current", {}).get("processed")
+        return cls(begun, None) if is_over else cls(begun - 1, states)
+
+    def go_there(self, trainer: Trainer) -> None:
+        """Draw the order of the epoch again, and go to the position.
+
+        Lightning has done so already, but before it tells samplers the epoch: in the order of the first one. And of a
+        checkpoint after the last batch of an epoch it takes a loader that has nothing left for the next epoch.
+        """
+        loop = trainer.fit_loop
+        for loader in loop._combined_loader.flattened:
+            _set_sampler_epoch(loader, self.epoch)
+        if self.states is not None:
+            loop._combined_loader._load_state_dicts(self.states)
+        iter(loop._data_fetcher)
+
+
+def warn_of_unknown_order(trainer: Trainer) -> None:
+    """Name a loader that has a position, in an order that is saved nowhere."""
+    loaders = [one for one in trainer.fit_loop._combined_loader.flattened if hasattr(one, "state_dict")]
+    places = [place for one in loaders for place in (one, getattr(one, "batch_sampler", None))]
+    samplers = [getattr(place, "sampler", None) for place in places]
+    wrapped = [sampler for sampler in samplers if isinstance(sampler, DistributedSamplerWrapper)]
+    if wrapped and trainer.is_global_zero:
+        _log.warning(
+            "resumed in the middle of an epoch, this fit would see another order of the data: Lightning has divided "
+            "the samples of a %s among the ranks, and saves the position in it, not the order. Give the loader a "
+            "sampler that draws its order from seed and epoch: sampler=torch.utils.data.DistributedSampler(dataset).",
+            type(wrapped[0].dataset._sampler).__name__,
+        )
