@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ckpt.errors import ConfigError
 from ckpt.export.save_model import ADAPTER_CONFIG, CONFIG
+from ckpt.util.checked_json import parse_json
 
 _GENERATION = "generation_config.json"
 ADAPTER_ALONE = (
@@ -39,7 +39,7 @@ def files_left(beside: Iterable[str], kept: Mapping[str, Any]) -> dict[str, str]
 
 def _fields(path: str, beside: Mapping[str, Callable[[], bytes]]) -> dict[str, Any]:
     try:
-        found = json.loads(beside[path]())
+        found = parse_json(beside[path]())
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}.") from None
     if not isinstance(found, dict):

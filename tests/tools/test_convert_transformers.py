@@ -62,6 +62,15 @@ def test_without_a_configuration_it_is_said_that_from_pretrained_needs_one(tmp_p
     assert "from_pretrained" in ckpt.convert(tmp_path / "saved.pt", tmp_path / "out", to="hf").skipped["config.json"]
 
 
+@pytest.mark.parametrize("config", ['{"x": NaN}', "[" * 100_000, "[]", '"x'])
+def test_a_configuration_that_cannot_be_kept_is_named_and_nothing_is_written(tmp_path: Path, config: str) -> None:
+    gpt().save_pretrained(tmp_path / "source")
+    (tmp_path / "source/config.json").write_text(config)
+    with pytest.raises(ckpt.ConfigError, match=r"config\.json (is not JSON|holds a list)"):
+        ckpt.convert(tmp_path / "source", tmp_path / "root")
+    assert not (tmp_path / "root").exists()
+
+
 def test_of_a_model_of_peft_the_adapters_are_written_as_peft_reads_them(tmp_path: Path) -> None:
     from peft import PeftModel, get_peft_model_state_dict
 
