@@ -176,8 +176,7 @@ class CkptGenerators(Callback):  # type: ignore[misc]
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         warn_of_unknown_order(trainer)
         if self._position is not None:
-            self._restore()  # loaders have drawn from them since
-            self._position.go_there(trainer)
+            self._position.go_there(trainer, self._restore)
         self._position = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,8 @@ class LoaderPosition:
     """Where the loaders were that save their position: `epoch` is the one to go on with, from its start or within."""
 
     epoch: int
-    states: list[dict[str, Any]] | None  # of the loaders, within an epoch
+    is_new: bool  # whether the epoch begins
+    states: list[dict[str, Any]]  # of the loaders
 
     @classmethod
     def of(cls, checkpoint: dict[str, Any]) -> LoaderPosition | None:
@@ -29,10 +31,11 @@ class LoaderPosition:
         if not states or not begun:
             return None
         batches = fit.get("epoch_loop.batch_progress", {})
-        is_over = batches.get("is_last_batch") or not batches.get("current", {}).get("processed")
-        return cls(begun, None) if is_over else cls(begun - 1, states)
+        if batches.get("is_last_batch") or not batches.get("current", {}).get("processed"):
+            return cls(begun, True, [_at_the_last_batch(state) for state in states])
+        return cls(begun - 1, False, states)
 
-    def go_there(self, trainer: Trainer) -> None:
+    def go_there(self, trainer: Trainer, restore_generators: Callable[[], None]) -> None:
         """Draw the order of the epoch again, and go to the position.
 
         Lightning has done so already, but before it tells samplers the epoch: in the order of the first one. And of a
@@ -41,9 +44,16 @@ class LoaderPosition:
         loop = trainer.fit_loop
         for loader in loop._combined_loader.flattened:
             _set_sampler_epoch(loader, self.epoch)
-        if self.states is not None:
-            loop._combined_loader._load_state_dicts(self.states)
+        loop._combined_loader._load_state_dicts(self.states)
         iter(loop._data_fetcher)
+        if self.is_new:  # that was the end of the epoch before, from which a sampler's own generator goes on
+            restore_generators()
+            iter(loop._data_fetcher)
+
+
+def _at_the_last_batch(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a loader that has given its last batch: torchdata begins a new epoch where it was asked for more."""
+    return {**state, "_iterator_finished": False} if "_iterator_finished" in state else state
 
 
 def warn_of_unknown_order(trainer: Trainer) -> None:

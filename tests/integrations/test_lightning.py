@@ -87,10 +87,11 @@ def fit(rank: int, folder: str, kind: str, world_size: int, killed_at: int) -> N
     """Train from the newest intact checkpoint on, or afresh, until the end or the kill."""
     together = launched(rank, world_size)
     model = Regression(str(Path(folder, f"losses-{rank}")), killed_at)
-    often = {"every_n_train_steps": 5} if kind == "in the middle" else {}
+    every = {"in the middle": 5, "at the last batch of an epoch": 12 // world_size}.get(kind)
+    often = {"every_n_train_steps": every} if every else {}
     callbacks = [ModelCheckpoint(Path(folder, "checkpoints"), save_top_k=2, monitor="step", mode="max", **often)]
     run = lightning.Trainer(max_epochs=4 * world_size, callbacks=[*callbacks, CkptGenerators()], **together, **QUIET)
-    data = positioned_loader(world_size) if often else loader()
+    data = positioned_loader(world_size) if often or kind.endswith("a position") else loader()
     validation = DataLoader(points(), batch_size=16) if kind == "after validation" else None
     run.fit(model, data, validation, ckpt_path=CkptIO.newest(Path(folder, "checkpoints")))
     Path(folder, f"weights-{rank}").write_text(exact(model.state_dict()))
@@ -172,6 +173,8 @@ def test_an_order_that_cannot_be_drawn_again_on_several_ranks_is_named(tmp_path:
         ("at the end of an epoch", 1),
         ("after validation", 1),
         ("in the middle", 1),
+        ("at the last batch of an epoch", 1),
+        ("at the end of an epoch, with a position", 1),
         ("at the end of an epoch", 2),
         ("in the middle", 2),
     ],

@@ -17,6 +17,7 @@ from ckpt.save.tensor_copies import Leaves, TensorCopies
 from ckpt.save.transaction import SaveTransaction
 from tests.helpers.places import Place
 from tests.helpers.processes import DEADLINE
+from tests.helpers.stateful import Stateful
 
 
 @pytest.fixture
@@ -30,19 +31,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(SaveTransaction, "run", run_behind_gate)
     return opened
-
-
-class Stateful:
-    """An object whose state is its own, live, dict."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 def test_containers_that_change_after_the_call_are_saved_as_they_were(root: Place, gate: threading.Event) -> None:

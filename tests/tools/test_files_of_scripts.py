@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ckpt
 from ckpt.formats.foreign.dcp_write import Shard, ShardedEntry, write_folder
 from tests.helpers.small_tmpfs import with_tmpfs
+from tests.helpers.stateful import Stateful
 from tests.helpers.training import exact
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -120,22 +121,9 @@ def test_an_optimizer_without_state_arrives_by_way_of_dcp(tmp_path: Path) -> Non
     assert torch.load(tmp_path / "out.pt", weights_only=True)["optimizer"] == optimizer.state_dict()
 
 
-class Kept:
-    """An object with a state of its own."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
 def save_with(root: Path, state: Any) -> Path:
     with ckpt.StateManager(root, model=nn.Linear(1, 1)) as manager:
-        manager.register(kept=Kept(state))
+        manager.register(kept=Stateful(state))
         manager.resume()
         manager.save_state("one")
     return root / "one"
