@@ -9,8 +9,8 @@ MATRIX := guarantees/resume_matrix load/world_size state/save_and_load data/resu
 	guarantees/damage \
 	guarantees/kills guarantees/bad_input root/retention state/sharded state/sharded_models save/linking load/broadcast export/merge
 
-# tests/helpers/second_process.py marks what starts a process
-FAST := not slow and not gpu and not ranks
+# a test that starts a process without the mark fails: tests/helpers/second_process.py
+FAST := not slow and not gpu
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .PHONY: demo check test test-all coverage test-s3 test-accelerate lint format site kills memory-kills faults campaign mutants fuzz bench release versions clean
@@ -29,7 +29,7 @@ $(SERVERS): Makefile
 	npm install --prefix build/npm --no-audit --no-fund --fetch-retries=1 --fetch-timeout=60000 azurite@3.35.0 s3rver@3.7.1 \
 		&& touch $@ || echo "without Azurite and s3rver: their tests are skipped"
 
-# MARKS='(slow or gpu or ranks) and not long' runs what `make check` leaves out
+# MARKS='(slow or gpu) and not long' runs what `make check` leaves out
 test: MARKS ?= not long
 test: $(READY) $(SERVERS)
 	$(PYTEST) -m '$(MARKS)' --durations 20 --durations-min 15
@@ -138,7 +138,7 @@ $(VERSIONED)/%/.ready: pyproject.toml constraints-%.txt
 
 .PHONY: $(TESTED)
 $(TESTED): $(VERSIONED)/%/.tested: $(VERSIONED)/%/.ready
-	$(VERSIONED)/$*/bin/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow and not gpu and not ranks' $(SLICE) $(SLICE_OF_$*)
+	$(VERSIONED)/$*/bin/python -m pytest -n $(JOBS) --dist worksteal -m '$(FAST)' $(SLICE) $(SLICE_OF_$*)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .coverage*

@@ -22,7 +22,7 @@ from tests.helpers.hub_server import HubServer
 from tests.helpers.namespaces import Node, cabled_nodes
 from tests.helpers.places import Folder, Place, Prefix
 from tests.helpers.seaweed import BUCKET, Server, environment, serving
-from tests.helpers.second_process import MARKS, marks_of, single_process
+from tests.helpers.second_process import MARKS, single_process
 
 os.environ.setdefault("CKPT_MEMORY_KEEPER", "off")  # a process that outlives a test: only tests of it start one
 ON_S3 = os.environ.get("CKPT_ROOT") == "s3"
@@ -32,15 +32,14 @@ _numbers = itertools.count()
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("also_on_s3")
     if not ON_S3 and mark is not None:
-        on_s3 = pytest.param("s3", marks=[pytest.mark.long] if mark.kwargs.get("long") else [])
+        on_s3 = pytest.param("s3", marks=[pytest.mark.slow, *([pytest.mark.long] if mark.kwargs.get("long") else [])])
         metafunc.parametrize("root", ["folder", on_s3], indirect=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        for mark in {"slow"} if ON_S3 else marks_of(item) if isinstance(item, pytest.Function) else ():
-            item.add_marker(mark)
     if ON_S3:
+        for item in items:
+            item.add_marker("slow")
         _decide_about_s3(items)
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 TRAINING = """
 import torch, ckpt
 with ckpt.StateManager("runs", model=torch.nn.Linear(2, 2), follow=False, save_every=1) as manager:

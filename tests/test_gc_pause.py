@@ -45,6 +45,7 @@ def test_a_collector_that_the_program_has_disabled_stays_so() -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_a_child_that_is_forked_meanwhile_collects_garbage() -> None:
     with gc_paused():
         child = os.fork()

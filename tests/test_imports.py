@@ -303,6 +303,7 @@ class TestPublicNames:
             ckpt.nonsense  # type: ignore[attr-defined]  # noqa: B018
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     [
@@ -322,6 +323,7 @@ def test_it_is_imported_without_torch(module: str) -> None:
     assert done.stderr.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_it_saves_and_resumes_where_numpy_is_not_installed(tmp_path: Path) -> None:
     """PyTorch does without it, and so a clean installation has none."""
     code = """

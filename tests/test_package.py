@@ -14,6 +14,8 @@ from torch import nn
 import ckpt
 from tests.helpers.wheel import install_wheel
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parent.parent
 
 

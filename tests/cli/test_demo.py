@@ -32,6 +32,7 @@ def done(root: Path) -> subprocess.CompletedProcess[str]:
     return run_demo(root)
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_ends_bit_identical(done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"BIT-IDENTICAL: weights, optimizer, generators and all {STEPS} losses." in done.stdout
@@ -39,12 +40,14 @@ def test_a_killed_and_resumed_run_ends_bit_identical(done: subprocess.CompletedP
     assert done.stderr == ""
 
 
+@pytest.mark.slow
 def test_the_demo_shows_the_checkpoint_that_was_cut_off(done: subprocess.CompletedProcess[str]) -> None:
     assert re.search(r"^step-00000030 .* no: was never committed$", done.stdout, re.MULTILINE)
     assert re.search(r"kB  \.model\.safetensors\.\w+\.ckpt-tmp$", done.stdout, re.MULTILINE)
     assert re.search(r"bytes  \.optimizer\.safetensors\.\w+\.ckpt-tmp$", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_demo_shows_both_losses_side_by_side(done: subprocess.CompletedProcess[str]) -> None:
     rows = re.findall(r"^ +(\d+) +(\d+\.\d{8}) +(\d+\.\d{8})", done.stdout, re.MULTILINE)
     assert [int(step) for step, _, _ in rows] == [1, 6, 12, 18, 24, 30, 36, 42, 48]
@@ -53,10 +56,12 @@ def test_the_demo_shows_both_losses_side_by_side(done: subprocess.CompletedProce
     assert re.search(r"^ +30 .*<- killed while saving this$", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_the_demo_is_plain_in_a_pipe(done: subprocess.CompletedProcess[str]) -> None:
     assert "\x1b" not in done.stdout
 
 
+@pytest.mark.slow
 def test_the_bytes_of_both_last_checkpoints_are_the_same(root: Path, done: subprocess.CompletedProcess[str]) -> None:
     straight, resumed = (list_checkpoints(root / name)[0] for name in (demo_runs.STRAIGHT, demo_runs.INTERRUPTED))
     assert straight.manifest is not None
@@ -65,6 +70,7 @@ def test_the_bytes_of_both_last_checkpoints_are_the_same(root: Path, done: subpr
     assert straight.manifest.step == STEPS
 
 
+@pytest.mark.slow
 def test_a_difference_is_loud(
     root: Path, done: subprocess.CompletedProcess[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,6 +80,7 @@ def test_a_difference_is_loud(
     assert "NOT IDENTICAL" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_the_weights_is_a_difference(
     root: Path, done: subprocess.CompletedProcess[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +103,7 @@ def test_the_demo_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == [demo.MARKER, "mine.txt"]
 
 
+@pytest.mark.slow
 def test_the_demo_touches_no_directory_that_is_not_its_own(tmp_path: Path) -> None:
     (tmp_path / demo_runs.STRAIGHT).mkdir()
     refused = run_demo(tmp_path)

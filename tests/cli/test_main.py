@@ -102,6 +102,7 @@ def on_a_terminal(*arguments: object) -> str:
     return shown.decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [["--help"], ["ls"], ["ls", "--verify"], ["verify"], ["show"], ["prune"], ["report"], ["demo", "--help"]],
@@ -165,6 +166,7 @@ def test_ls_of_an_empty_root_says_so_and_succeeds(tmp_path: Path, invoke: Invoke
     assert result.exit_code == 0
 
 
+@pytest.mark.slow
 def test_ls_in_a_pipe_is_plain_however_long_its_lines_are(root: Path) -> None:
     for path in (root / "last").glob("*.safetensors"):
         truncate(path)
@@ -175,6 +177,7 @@ def test_ls_in_a_pipe_is_plain_however_long_its_lines_are(root: Path) -> None:
     assert len(lines_of(shown)["last"]) > 120
 
 
+@pytest.mark.slow
 def test_ls_on_a_terminal_has_colours_and_a_rule(root: Path) -> None:
     truncate(root / "last" / "model.safetensors")
     shown = on_a_terminal("ls", root)
@@ -212,6 +215,7 @@ def test_verify_of_one_checkpoint_looks_at_no_other(root: Path, invoke: Invoke) 
     assert invoke("verify", root / "last").exit_code == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["ls", "verify"])
 @pytest.mark.parametrize("where", ["nothing/here", "gopher://nowhere/run"])
 def test_an_error_is_one_line_and_no_traceback(tmp_path: Path, command: str, where: str) -> None:
@@ -240,6 +244,7 @@ def test_ages_are_for_people(seconds: float, shown: str) -> None:
     assert format_age(created.isoformat(timespec="milliseconds")) == shown
 
 
+@pytest.mark.slow
 def test_python_m_ckpt_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "ckpt", "--version"], capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("ckpt, version")

@@ -14,6 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
 from tests.helpers.accelerated import build, new_accelerator, reseed, train_on
+from tests.helpers.second_process import slow_where
 from tests.helpers.training import exact
 
 SIZE = 22
@@ -122,7 +123,7 @@ def _approximated(training: Training) -> dict[str, str]:
     return training.manager.restored.approximated
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", slow_where("workers", LOADERS))
 @pytest.mark.parametrize("given", [False, True], ids=["not given", "given"])
 def test_a_plain_loop_over_a_loader_goes_on_in_the_middle_of_the_epoch(anywhere: str, kind: str, given: bool) -> None:
     def run(training: Training, stop: int | None) -> None:

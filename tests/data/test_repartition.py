@@ -29,6 +29,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import ckpt
 from tests.data.test_resume_loader import LazySampler, StatefulStream
 from tests.helpers.processes import run_ranks
+from tests.helpers.second_process import slow_where
 
 SIZE = 80
 
@@ -120,7 +121,7 @@ def _go(root: str, loader: Iterable[Any], stop: int | None = None) -> tuple[list
         return seen, dict(manager.restored.approximated) if manager.restored else {}
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", slow_where("workers", LOADERS))
 def test_after_batches_of_another_size_no_sample_is_skipped_or_seen_again(anywhere: str, name: str) -> None:
     """From 8 to 4, 40 of 80 samples were skipped or 24 repeated; then to 16, in the same epoch."""
     torch.manual_seed(1)
@@ -145,6 +146,7 @@ def test_after_batches_of_another_size_no_sample_is_skipped_or_seen_again(anywhe
     assert "data order" not in told
 
 
+@pytest.mark.slow
 def test_a_resume_without_a_change_goes_on_in_the_middle_of_what_was_changed(anywhere: str) -> None:
     torch.manual_seed(1)
     root = f"{anywhere}/run"
@@ -174,6 +176,7 @@ def test_an_order_that_is_not_repeated_is_named_also_when_the_batches_are_others
     assert "another order" in told["data order"]
 
 
+@pytest.mark.slow
 def test_the_counter_of_batches_goes_on_when_they_are_of_another_size(anywhere: str) -> None:
     _go(f"{anywhere}/run", LOADERS["in order"](8), stop=3)
     with ckpt.StateManager(f"{anywhere}/run", model=nn.Linear(1, 1)) as manager:
@@ -315,6 +318,7 @@ def _together(steps: list[list[Any]]) -> list[list[int]]:
     return [sorted(flat(step[0] for step in ranks)) for ranks in zip(*steps, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "workers"), [("distributed", 0), ("distributed", 2), ("in order", 0)])
 def test_four_ranks_of_8_go_on_as_two_of_16_and_one_of_32_with_the_same_global_batches(
     tmp_path: Path, kind: str, workers: int
@@ -333,6 +337,7 @@ def test_four_ranks_of_8_go_on_as_two_of_16_and_one_of_32_with_the_same_global_b
     assert "4 x 8 samples in a batch before, 2 x 16 now: the same 32 samples in each step" in told["loader.0.data"]
 
 
+@pytest.mark.slow
 def test_two_ranks_then_three_then_one_see_every_sample_of_the_epoch_once(tmp_path: Path) -> None:
     """The second change in an epoch must not forget the first."""
     seen: list[list[int]] = []
@@ -342,6 +347,7 @@ def test_two_ranks_then_three_then_one_see_every_sample_of_the_epoch_once(tmp_pa
     assert Counter(flat(seen)) == Counter(range(90))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_after_a_change_of_ranks_what_fills_no_batch_is_dropped_if_it_shall_be(tmp_path: Path, workers: int) -> None:
     first = Job(str(tmp_path), "two", 4, 3, size=50, drop_last=True, workers=workers)
@@ -351,6 +357,7 @@ def test_after_a_change_of_ranks_what_fills_no_batch_is_dropped_if_it_shall_be(t
     assert max(Counter(flat(seen)).values()) == 1
 
 
+@pytest.mark.slow
 def test_a_change_of_ranks_without_drop_last_fills_up_with_samples_that_are_left(tmp_path: Path) -> None:
     seen = _together(_steps(Job(str(tmp_path), "two", 4, 3, size=50), 2))
     seen += _together(_steps(Job(str(tmp_path), "three", 3, size=50), 3))
@@ -358,6 +365,7 @@ def test_a_change_of_ranks_without_drop_last_fills_up_with_samples_that_are_left
     assert len(flat(seen)) == 51
 
 
+@pytest.mark.slow
 def test_ranks_that_read_the_same_data_count_once(tmp_path: Path) -> None:
     """Tensor parallelism: of four ranks two and two read the same, and two replicas share the epoch."""
     seen = _together(_steps(Job(str(tmp_path), "four", 4, 3, size=64, apart=2), 4))
@@ -370,6 +378,7 @@ def _draws(steps: list[list[Any]]) -> list[float]:
     return [step[1][0] for step in steps]
 
 
+@pytest.mark.slow
 def test_workers_draw_other_numbers_for_every_batch_and_on_every_rank(tmp_path: Path) -> None:
     """Also where all ranks are seeded alike, also after a change, and not what the epoch's first batches had drawn."""
     two = _steps(Job(str(tmp_path), "two", 4, 3, workers=2, size=96, alike=True), 2)
@@ -379,6 +388,7 @@ def test_workers_draw_other_numbers_for_every_batch_and_on_every_rank(tmp_path: 
     assert len(set(draws)) == len(draws)
 
 
+@pytest.mark.slow
 def test_every_new_rank_has_generators_of_its_own(tmp_path: Path) -> None:
     _steps(Job(str(tmp_path), "two", 4, 3, size=96, alike=True), 2)
     four = _steps(Job(str(tmp_path), "four", 2, size=96, alike=True), 4)
@@ -386,6 +396,7 @@ def test_every_new_rank_has_generators_of_its_own(tmp_path: Path) -> None:
     assert len({rank[0][1][0] for rank in four[1:]}) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
@@ -426,6 +437,7 @@ def test_the_digest_that_an_earlier_version_saved_is_compared_too(same: bool) ->
     assert ("another order" in plan.problem("DataLoader")) is not same
 
 
+@pytest.mark.slow
 def test_a_position_of_an_earlier_version_is_gone_on_from(anywhere: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has a digest of whole batches, and does not say how large they were."""
     from ckpt.data import tracked_loader

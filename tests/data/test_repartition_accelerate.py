@@ -17,6 +17,8 @@ from tests.data.test_repartition import flat
 from tests.helpers.accelerated import build, new_accelerator, reseed, train_on
 from tests.helpers.processes import run_ranks
 
+pytestmark = pytest.mark.slow
+
 SAMPLES = 64
 SEEDABLE = {"use_seedable_sampler": True}
 

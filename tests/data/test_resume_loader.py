@@ -25,6 +25,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
+from tests.helpers.second_process import slow_where
 
 SIZE = 23
 _roots = iter(range(10_000))
@@ -232,7 +233,7 @@ def _interrupted(
 
 
 @pytest.mark.parametrize("stop", ["in the first epoch", "at its end", "in the second epoch"])
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", slow_where("workers", LOADERS))
 def test_a_resumed_loader_goes_on_exactly_where_it_stopped(anywhere: str, name: str, stop: str) -> None:
     make = LOADERS[name]
     per_epoch = len(list(make()))
@@ -245,6 +246,7 @@ def test_a_resumed_loader_goes_on_exactly_where_it_stopped(anywhere: str, name: 
     assert restored.approximated == {}
 
 
+@pytest.mark.slow
 def test_a_stream_of_persistent_workers_resumes_its_samples_and_says_what_it_cannot(anywhere: str) -> None:
     def make() -> Iterable[Any]:
         return DataLoader(Stream(), 4, num_workers=2, persistent_workers=True, multiprocessing_context="fork")
@@ -347,6 +349,7 @@ def test_a_loader_gone_through_twice_in_an_epoch_is_followed(anywhere: str) -> N
     _assert_exact(anywhere, train, 9)
 
 
+@pytest.mark.slow
 def test_a_save_right_after_a_resume_keeps_the_position(anywhere: str) -> None:
     root = f"{anywhere}/save-after-resume"
     make = LOADERS["shuffle"]
@@ -382,6 +385,7 @@ def test_going_back_inside_the_loop_goes_back_in_the_data_too(anywhere: str) -> 
     assert [line[0] for line in seen] == [*"000000", *"11", *"00", *"111111"]
 
 
+@pytest.mark.slow
 def test_persistent_workers_serve_a_second_manager(anywhere: str) -> None:
     loader = _workers(shuffle=True, persistent_workers=True)
     for turn in range(2):
@@ -466,6 +470,7 @@ def test_generators_that_are_registered_or_shared_with_the_loader_go_on(anywhere
     assert before + run(f"{anywhere}/dice", 2, None) == straight
 
 
+@pytest.mark.slow
 def test_a_loader_whose_order_depends_on_timing_is_refused(anywhere: str) -> None:
     loader = _workers(in_order=False)
     with (
@@ -475,6 +480,7 @@ def test_a_loader_whose_order_depends_on_timing_is_refused(anywhere: str) -> Non
         list(manager.batches(loader))
 
 
+@pytest.mark.slow
 def test_workers_without_batches_are_named(anywhere: str) -> None:
     def make() -> Iterable[Any]:
         return DataLoader(Numbers(), None, shuffle=True, num_workers=2, multiprocessing_context="fork")

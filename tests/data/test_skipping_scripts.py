@@ -130,5 +130,6 @@ def _train_on_ranks(rank: int, root: str) -> None:
     assert manager.restored.approximated == {}
 
 
+@pytest.mark.slow
 def test_two_ranks_that_skip_by_hand_train_on_every_batch(tmp_path: Path) -> None:
     assert run_ranks(2, _train_on_ranks, str(tmp_path)) == [0, 0]

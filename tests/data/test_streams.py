@@ -104,6 +104,7 @@ class Counting(IterableDataset[Any]):
         yield from range(SIZE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stateful_loader_of_a_stream_without_state_is_resumed_twice_and_loses_nothing(
     anywhere: str, workers: int
@@ -159,6 +160,7 @@ class Counted(IterableDataset[Any]):
         return ({"index": index, "number": number} for number, index in enumerate(Entropic()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", [Entropic, Counted])
 def test_a_stream_shuffled_by_the_operating_system_is_named(

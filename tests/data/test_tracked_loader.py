@@ -16,6 +16,7 @@ from ckpt.data.restore_by_index import ByIndex
 from ckpt.data.restore_by_replay import ByReplay
 from ckpt.data.restore_by_state import ByState
 from ckpt.data.tracked_loader import TrackedLoader
+from tests.helpers.second_process import slow_where
 
 
 class Stream(IterableDataset[int]):
@@ -86,7 +87,7 @@ def _resumed(make: Callable[[], Any], state: dict[str, Any]) -> TrackedLoader:
     return tracked
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", slow_where("workers", LOADERS))
 def test_the_position_of_each_kind_of_loader_is_restored_by_its_strategy(kind: str) -> None:
     strategy, make = LOADERS[kind]
     running = TrackedLoader(make(), 0, 1)

@@ -18,6 +18,8 @@ from ckpt.storage import Storage, open_storage
 from tests.docs.pages import Runner, page
 from tests.helpers.storage_contract import StorageContract
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:

@@ -21,9 +21,8 @@ IMPORTS = r"(from|import) (accelerate|lightning|transformers)\b"  # which takes 
 PAGES = {name: page(name) for name in all_pages()}
 RUN = [name for name, blocks in PAGES.items() if any(block.is_run or block.language == "python" for block in blocks)]
 WITH_COMMANDS = [name for name in RUN if any(block.is_run and block.language == "bash" for block in PAGES[name])]
-IN_A_GROUP = [name for name in WITH_COMMANDS if any(block.is_run and "torchrun" in block.code for block in PAGES[name])]
 HEAVY = [name for name in RUN if any(re.search(IMPORTS, block.code) for block in PAGES[name])]
-MARKS = {"moving/deepspeed.md": [pytest.mark.ranks, pytest.mark.long]}  # it compiles for a minute
+LONG = ["moving/deepspeed.md"]  # it compiles for a minute
 ON_SERVERS = ["guides/hub.md", "guides/s3.md", "options.md"]
 
 
@@ -64,7 +63,7 @@ def test_every_block_of_a_page_runs(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=MARKS.get(name, [pytest.mark.ranks] if name in IN_A_GROUP else []))
+        pytest.param(name, marks=[pytest.mark.long] if name in LONG else [])
         for name in WITH_COMMANDS
         if name not in (*ON_SERVERS, "start.md")
     ],
@@ -138,6 +137,7 @@ fleet.launch()
 """
 
 
+@pytest.mark.slow
 def test_blocks_are_found_with_their_titles_and_reasons() -> None:
     lost, left_out, run, shown = blocks_of(BROKEN, "page.md")
     assert (lost.title, lost.where, lost.is_run) == ("lost.py", "page.md:2", False)
@@ -147,6 +147,7 @@ def test_blocks_are_found_with_their_titles_and_reasons() -> None:
     Runner({}).run([run, shown])
 
 
+@pytest.mark.slow
 def test_a_block_that_fails_or_prints_something_else_is_noticed() -> None:
     (wrong,) = blocks_of("```python\nx = 1 / 0\n```", "page.md")
     with pytest.raises(ZeroDivisionError):

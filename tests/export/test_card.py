@@ -57,6 +57,7 @@ def manifest(step: int, **metrics: float) -> Manifest:
     )
 
 
+@pytest.mark.slow
 def test_a_card_by_hand_keeps_its_text_through_three_pushes(hub: HubServer, tmp_path: Path) -> None:
     hub.store.create(REPO, private=False)
     by_hand = {"key": "file", "value": {"path": "README.md", "content": BY_HAND.encode()}}
@@ -155,6 +156,7 @@ def test_a_base_model_on_this_disk_is_not_named(tmp_path: Path, monkeypatch: pyt
         assert known_fields({"config": {}, "base": base}, None).get("base_model") == shown
 
 
+@pytest.mark.slow
 def test_front_matter_that_is_no_yaml_is_not_touched(hub: HubServer, tmp_path: Path) -> None:
     hub.store.create(REPO, private=False)
     broken = {"key": "file", "value": {"path": "README.md", "content": b"---\na: [\n---\n# x\n"}}

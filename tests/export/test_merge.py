@@ -104,6 +104,7 @@ def ours(root: Place) -> Place:
     return root / "run" / "x"
 
 
+@pytest.mark.slow
 class TestAccelerate:
     def test_the_folder_and_the_one_around_it_give_the_model(self, accelerate_folder: Place, root: Place) -> None:
         for source in (accelerate_folder, accelerate_folder / ACCELERATE):
@@ -134,6 +135,7 @@ class TestAccelerate:
 
 
 class TestOurs:
+    @pytest.mark.slow
     @pytest.mark.parametrize("world", [2, 4])
     def test_a_sharded_checkpoint_gives_the_model(self, root: Place, world: int) -> None:
         run_ranks(world, save_ours, str(root / "run"))
@@ -173,6 +175,7 @@ class TestOurs:
         with pytest.raises(ckpt.ConfigError, match=r"is a file of a checkpoint\. Name the checkpoint: .*run/x\."):
             ckpt.merge(ours / "model.safetensors", root / "model.safetensors")
 
+    @pytest.mark.slow
     def test_nor_is_the_piece_of_a_rank(self, tmp_path: Path) -> None:
         run_ranks(2, save_ours, str(tmp_path / "run"))
         piece = tmp_path / "run" / "x" / "model" / "00001.safetensors"
@@ -255,6 +258,7 @@ class TestOutput:
             ckpt.merge(dcp, root / "out" / "model.safetensors", max_shard_size=limit)
         assert (root / "out").files() == {}
 
+    @pytest.mark.slow
     def test_a_killed_merge_leaves_nothing_that_looks_finished(self, dcp: Place, root: Place) -> None:
         code = (
             "import os, sys, ckpt\n"
@@ -334,6 +338,7 @@ def gpt2_folder(new_root: Callable[[], Place], tmp_path_factory: pytest.TempPath
 
 
 class TestTiedWeights:
+    @pytest.mark.slow
     @pytest.mark.parametrize("source", ["dcp", "run/x"])
     @pytest.mark.parametrize("limit", [None, "10KB"])
     def test_transformers_loads_a_tied_model_that_was_written_once(
@@ -352,6 +357,7 @@ class TestTiedWeights:
         with torch.no_grad():
             assert torch.equal(loaded.eval()(tokens).logits, model(tokens).logits)
 
+    @pytest.mark.slow
     def test_the_file_says_what_stands_for_what(self, gpt2_folder: Place, tmp_path: Path) -> None:
         ckpt.merge(gpt2_folder / "run/x", tmp_path / "model.safetensors")
         with safe_open(tmp_path / "model.safetensors", "pt") as file:
@@ -420,6 +426,7 @@ class TestBadInput:
         with pytest.raises(ckpt.DamagedError, match=r"pytorch_model\.bin holds no plain data of torch\.save"):
             ckpt.merge(root / "old" / "pytorch_model.bin", tmp_path / "model.safetensors")
 
+    @pytest.mark.slow
     def test_a_hole_is_named_with_its_tensor_and_its_region(self, root: Place, tmp_path: Path) -> None:
         run_ranks(2, save_ours, str(root))
         storage = open_storage(root)
@@ -481,6 +488,7 @@ def save_large(rank: int, folder: str) -> None:
     save_dcp({"model": state}, checkpoint_id=folder)
 
 
+@pytest.mark.slow
 @pytest.mark.not_on_s3("S3's own is in tests/storage/test_s3.py")
 def test_memory_stays_below_256_mb_whatever_the_size(tmp_path: Path) -> None:
     run_ranks(2, save_large, str(tmp_path / "dcp"))

@@ -80,6 +80,7 @@ def commits_sent(hub: HubServer) -> int:
     return len(hub.sent(r"POST /api/models/.*/commit/"))
 
 
+@pytest.mark.slow
 class TestOneProcess:
     def test_a_live_model_is_one_commit_that_from_pretrained_reads(self, hub: HubServer, tmp_path: Path) -> None:
         model = gpt()
@@ -250,6 +251,7 @@ class TestOneProcess:
         assert len(hub.accepted) == 1
 
 
+@pytest.mark.slow
 class TestXet:
     """The same with Xet on: `hf_xet` itself, which stores into a folder in place of Xet's servers."""
 
@@ -325,6 +327,7 @@ def _write_by_xet(rank: int, home: str, url: str) -> None:
 
 
 class TestAdapters:
+    @pytest.mark.slow
     def test_of_a_peft_model_the_adapter_is_published(self, hub: HubServer, tmp_path: Path) -> None:
         from peft import PeftModel
 
@@ -418,6 +421,7 @@ def pushed_by_two(hub: HubServer, tmp_path: Path) -> HubServer:
     return hub
 
 
+@pytest.mark.slow
 def test_two_ranks_have_one_uploader_whatever_the_model_is_wrapped_in(pushed_by_two: HubServer, tmp_path: Path) -> None:
     hub, expected = pushed_by_two, logits(gpt(seed=3))
     for repo in ("me/ddp", "me/fsdp2", "me/from-all-ranks"):
@@ -459,6 +463,7 @@ class _Killer:
             os.kill(self.job.pid or 0, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_push_that_is_killed_leaves_the_old_state_or_the_new_and_goes_on(hub: HubServer, tmp_path: Path) -> None:
     moments = random.Random(7)
     (tmp_path / "temporary").mkdir()
@@ -488,6 +493,7 @@ def _push_until_done(hub: HubServer, tmp_path: Path, seed: int) -> dict[str, byt
 
 
 class TestFaults:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("status", "advice"),
         [
@@ -515,6 +521,7 @@ class TestFaults:
         assert hub.files(REPO) == before
         assert commits_sent(hub) == 2
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["model", "hub://me/model", "https://huggingface.co/me/model", "a/b/c", 3, None])
     def test_what_is_no_repository_is_refused_before_anything_is_done(
         self, hub: HubServer, tmp_path: Path, name: Any
@@ -526,6 +533,7 @@ class TestFaults:
             manager.push_to_hub(name)
         assert not hub.requests
 
+    @pytest.mark.slow
     def test_front_matter_that_the_hub_refuses_is_told_and_nothing_is_changed(
         self, hub: HubServer, tmp_path: Path
     ) -> None:
@@ -536,6 +544,7 @@ class TestFaults:
             manager.push_to_hub(REPO, card={"license": "nonsense"})
         assert hub.sent("DELETE /api/repos/delete")
 
+    @pytest.mark.slow
     def test_a_repository_made_for_a_push_that_fails_is_removed_again(self, hub: HubServer, tmp_path: Path) -> None:
         with ckpt.StateManager(tmp_path / "run", model=small(0)) as manager:
             hub.fail(r"POST /api/models/.*/commit/", 403)
@@ -546,6 +555,7 @@ class TestFaults:
             manager.push_to_hub(REPO)
         assert "model.safetensors" in hub.files(REPO)
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("impatient")
     def test_where_another_try_may_help_it_stays_with_what_was_uploaded_and_the_error_says_so(
         self, hub: HubServer, tmp_path: Path
@@ -560,6 +570,7 @@ class TestFaults:
             assert len(hub.sent("PUT /lfs/")) == sent
         assert not hub.sent("DELETE ")
 
+    @pytest.mark.slow
     def test_a_repository_that_was_there_or_that_others_have_committed_to_is_never_removed(
         self, hub: HubServer, tmp_path: Path
     ) -> None:
@@ -584,6 +595,7 @@ class TestFaults:
         assert hub.files("me/empty") == {}
         assert not hub.sent("DELETE ")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("pattern", ["POST /api/repos/create", "GET /api/models/[^/]*/[^/]*/revision", "/commit/"])
     @pytest.mark.parametrize("status", [429, 500, 503])
     @pytest.mark.usefixtures("impatient")
@@ -593,6 +605,7 @@ class TestFaults:
             manager.push_to_hub(REPO)
         assert len(hub.commits(REPO)) == 1
 
+    @pytest.mark.slow
     def test_the_hub_is_asked_again_when_it_says_so(
         self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -603,6 +616,7 @@ class TestFaults:
             manager.push_to_hub(REPO)
         assert waited == [37.0]
 
+    @pytest.mark.slow
     def test_a_hub_that_has_answered_before_is_waited_for_much_longer_than_one_that_has_not(
         self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -615,6 +629,7 @@ class TestFaults:
         assert len(waited) == 12
         assert sum(waited) > 60
 
+    @pytest.mark.slow
     def test_offline_by_choice_is_not_waited_for(
         self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -628,6 +643,7 @@ class TestFaults:
             manager.push_to_hub(REPO)
         assert waited == []
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("impatient")
     def test_what_does_not_pass_is_told(self, hub: HubServer, tmp_path: Path) -> None:
         hub.fail("/commit/", 500, times=9)
@@ -639,6 +655,7 @@ class TestFaults:
             manager.push_to_hub(REPO)
         assert len(hub.accepted) == 1
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("when", ["before", "after"])
     @pytest.mark.usefixtures("impatient")
     def test_a_cut_connection_makes_one_commit_all_the_same(self, hub: HubServer, tmp_path: Path, when: str) -> None:
@@ -648,12 +665,14 @@ class TestFaults:
         assert len(hub.commits(REPO)) == 1
         assert url == f"{hub.url}/{REPO}/commit/{hub.head(REPO)}"
 
+    @pytest.mark.slow
     def test_an_upload_that_is_cut_is_made_again_by_the_client(self, hub: HubServer, tmp_path: Path) -> None:
         hub.fail("PUT /lfs/", cut="before")
         with ckpt.StateManager(tmp_path / "run", model=small(0)) as manager:
             manager.push_to_hub(REPO)
         assert len(hub.accepted) == len(hub.commits(REPO)) == 1
 
+    @pytest.mark.slow
     def test_whoever_commits_in_between_is_kept(self, hub: HubServer, tmp_path: Path) -> None:
         hub.store.create(REPO, private=False)
         hub.gate = _once(r"/commit/", lambda: hub.store.commit(REPO, "main", {"summary": "b"}, [_file("b", b"b")]))
@@ -663,6 +682,7 @@ class TestFaults:
         assert set(hub.files(REPO)) == {"README.md", "b", "model.safetensors"}
         assert commits_sent(hub) == 2
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("status", [409, 412])
     def test_a_conflict_is_tried_on_the_new_head_but_not_for_ever(
         self, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
@@ -701,6 +721,7 @@ def _once(pattern: str, do: Callable[[], object]) -> Callable[[str, str], None]:
 TOKEN = "hf_DistinctiveSecretForThisTest"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["argument", "environment", "login"])
 def test_a_token_is_used_and_told_to_nobody_else(
     hub: HubServer,

@@ -36,6 +36,7 @@ def _save_in_every_way(rank: int, folder: str) -> None:
             manager.save_model(f"{folder}/{way}-again")
 
 
+@pytest.mark.slow
 def test_every_way_of_spreading_gives_the_same_whole_files_and_loads_them(tmp_path: Path) -> None:
     assert run_ranks(4, _save_in_every_way, str(tmp_path)) == [0] * 4
     expected = plain(6).state_dict()
@@ -59,6 +60,7 @@ def _fail_on_the_main_rank(rank: int, folder: str) -> None:
         manager.save_model(f"{folder}/good")
 
 
+@pytest.mark.slow
 def test_what_fails_on_the_main_rank_is_raised_on_all_and_leaves_nothing(tmp_path: Path) -> None:
     assert run_ranks(2, _fail_on_the_main_rank, str(tmp_path)) == [0, 0]
     assert {path.name for path in tmp_path.iterdir()} == {"file", "good"}

@@ -56,6 +56,7 @@ def load_sharded(rank: int, folder: str) -> None:
     assert exact(found) == exact(mixtral(0).state_dict())
 
 
+@pytest.mark.slow
 def test_every_rank_of_a_sharded_model_reads_its_piece_of_joined_experts(tmp_path: Path) -> None:
     mixtral(0).save_pretrained(tmp_path / "model")
     assert run_ranks(2, load_sharded, str(tmp_path / "model")) == [0, 0]

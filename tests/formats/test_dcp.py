@@ -75,6 +75,7 @@ def read(tensor: PiecedTensor) -> torch.Tensor:
     return tensor.read(tensor.box)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_placement_is_read_whole_without_holes(tmp_path: Path, world: int) -> None:
     run_ranks(world, save_alone if world == 1 else save_everything, str(tmp_path))
@@ -125,6 +126,7 @@ def save_fsdp2(rank: int, folder: str) -> None:
     save_dcp(state, checkpoint_id=f"{folder}/dcp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_an_fsdp2_model_with_uneven_shards_is_read_whole(tmp_path: Path, world: int) -> None:
     run_ranks(world, save_fsdp2, str(tmp_path))

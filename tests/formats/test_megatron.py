@@ -116,6 +116,7 @@ def _weights(net: Net) -> str:
     return exact(dict(sorted((name, value.detach()) for name, value in net.named_parameters())))
 
 
+@pytest.mark.slow
 def test_layers_are_tensors_by_the_names_of_the_module_and_the_optimizer_is_a_part(
     written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -130,6 +131,7 @@ def test_layers_are_tensors_by_the_names_of_the_module_and_the_optimizer_is_a_pa
         ckpt.merge(written, tmp_path / "other.safetensors", part="scheduler")
 
 
+@pytest.mark.slow
 def test_a_model_with_norms_of_its_own_is_loaded_and_another_is_refused(written: Path) -> None:
     net = Net()
     assert not ckpt.load_model(written, net)
@@ -138,6 +140,7 @@ def test_a_model_with_norms_of_its_own_is_loaded_and_another_is_refused(written:
         ckpt.load_model(written, Net(layers=3))
 
 
+@pytest.mark.slow
 def test_converted_it_is_a_checkpoint_and_what_is_not_taken_is_named(written: Path, tmp_path: Path) -> None:
     converted = ckpt.convert(written, tmp_path)
     assert converted.parts == ("model",)
@@ -151,6 +154,7 @@ def test_converted_it_is_a_checkpoint_and_what_is_not_taken_is_named(written: Pa
     assert exact(dict(sorted(found_weights.items()))) == exact(dict(sorted(_by_layer(STORED).items())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.filterwarnings("ignore")
 def test_its_model_is_converted_to_every_format_in_every_bit(written: Path, target: str, tmp_path: Path) -> None:
@@ -207,6 +211,7 @@ class _Runs:
         return os.mkdir, ("executed",)
 
 
+@pytest.mark.slow
 def test_a_save_that_was_cut_off_or_is_of_another_kind_is_refused(copy: Path) -> None:
     (copy / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     with pytest.raises(ckpt.UnsupportedError, match=r"as 'zarr', and ckpt reads 'torch_dist'"):
@@ -223,6 +228,7 @@ def test_a_save_that_was_cut_off_or_is_of_another_kind_is_refused(copy: Path) ->
         ckpt.merge(copy, copy / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_what_common_pt_would_execute_is_not_executed_and_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(copy.parent)
     torch.save({"iteration": 7, "args": _Runs()}, copy / "common.pt")
@@ -238,6 +244,7 @@ def test_a_tracker_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
         ckpt.merge(tmp_path, tmp_path / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_the_commands_that_know_only_checkpoints_of_ours_say_what_reads_it(written: Path) -> None:
     for command in ("show", "ls", "verify"):
         result = CliRunner().invoke(main, [command, str(written)])

@@ -131,6 +131,7 @@ def _hold(rank: int, root: str, ready: str) -> None:
         time.sleep(600)  # until it is killed
 
 
+@pytest.mark.slow
 @pytest.mark.also_on_s3
 def test_two_processes_on_one_root(root: Place, tmp_path: Path) -> None:
     job = start_alone(str(tmp_path), _hold, str(root), str(tmp_path / "ready"))
@@ -224,6 +225,7 @@ def _as_nobody(rank: int, root: str) -> None:
             manager.save_state("bad", wait=True)
 
 
+@pytest.mark.slow
 @pytest.mark.not_on_s3("permissions of files; those of S3 are in tests/storage/test_s3.py")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody who may not write")
 def test_a_root_that_cannot_be_written_can_still_be_read(tmp_path: Path) -> None:
@@ -248,6 +250,7 @@ def _fill(rank: int, root: str) -> None:
         manager.save_state("better")  # and when there is room again it goes on
 
 
+@pytest.mark.slow
 @pytest.mark.not_on_s3("a disk that is full")
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
 def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:

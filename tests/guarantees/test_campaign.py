@@ -32,6 +32,7 @@ def _campaign(report: Path, *options: str) -> tuple[int, dict[str, Any], str]:
     return done.returncode, json.loads(report.with_suffix(".json").read_text()), report.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_slice_of_the_campaign_loses_nothing_and_loads_nothing_wrong(tmp_path: Path) -> None:
     status, told, text = _campaign(tmp_path / "report.md", "--trials", "30", "--seed", "14")
@@ -43,6 +44,7 @@ def test_a_slice_of_the_campaign_loses_nothing_and_loads_nothing_wrong(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.timeout(900)
 def test_the_campaign_finds_writes_that_are_not_synced_and_bytes_that_are_not_compared(tmp_path: Path) -> None:

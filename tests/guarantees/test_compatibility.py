@@ -19,7 +19,7 @@ BEFORE = "094f117"  # the last commit before the packages
 WRITTEN_BEFORE = Path(jobs.__file__).parent
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.not_on_s3("the files of the old checkpoints are in the repository")
+pytestmark = [pytest.mark.slow, pytest.mark.not_on_s3("the files of the old checkpoints are in the repository")]
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ import torch
 
 from tests.helpers.processes import DEADLINE
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 ACCELERATE = ["-m", "accelerate.commands.launch", "--num_machines", "1", "--num_processes"]

@@ -30,6 +30,7 @@ def _fuzz(scratch: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=800)
 
 
+@pytest.mark.slow
 @needs_linux
 @pytest.mark.timeout(900)
 def test_a_slice_of_the_fuzzer_finds_nothing(tmp_path: Path) -> None:
@@ -42,6 +43,7 @@ def test_a_slice_of_the_fuzzer_finds_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["report.md"]
 
 
+@pytest.mark.slow
 @needs_linux
 def test_nothing_that_the_fuzzer_ever_found_is_there_again(tmp_path: Path) -> None:
     done = _fuzz(tmp_path, "--replay", str(CORPUS))
@@ -59,6 +61,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.slow
 @needs_linux
 @pytest.mark.parametrize(
     ("code", "kind"),

@@ -16,6 +16,8 @@ import ckpt
 from tests.helpers.places import Place, committed
 from tests.helpers.processes import DEADLINE, start_alone
 
+pytestmark = pytest.mark.slow
+
 KILLS = int(os.environ.get("CKPT_KILLS", "25"))
 
 

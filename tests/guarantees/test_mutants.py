@@ -62,6 +62,7 @@ def worker() -> Iterator[Worker]:
         yield free.get()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SLICE)
 def test_a_mutant_is_noticed_and_the_code_is_as_it_was_afterwards(worker: Worker, name: str) -> None:
     mutant = MUTANTS[name]
@@ -71,6 +72,7 @@ def test_a_mutant_is_noticed_and_the_code_is_as_it_was_afterwards(worker: Worker
     assert worker.run(mutant.tests, 120.0).status == 0
 
 
+@pytest.mark.slow
 def test_a_mutant_that_nobody_notices_survives_and_one_that_hangs_is_out_of_time(worker: Worker) -> None:
     one = MUTANTS[SLICE[0]]
     harmless = replace(one, after=f"{one.before}  # the same")
@@ -80,6 +82,7 @@ def test_a_mutant_that_nobody_notices_survives_and_one_that_hangs_is_out_of_time
     assert judge(worker, replace(hanging, hangs=True)).result == report.KILLED
 
 
+@pytest.mark.slow
 def test_ranks_and_other_processes_import_the_copy_too(worker: Worker) -> None:
     script = "import ckpt, ckpt.formats.pieces, ckpt.storage.urls as last; print(ckpt.__file__, last.__file__)"
     done = subprocess.run(

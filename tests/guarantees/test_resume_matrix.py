@@ -10,6 +10,8 @@ from tests.helpers.places import Place
 from tests.helpers.processes import run_ranks
 from tests.helpers.training import SAMPLES, Job, records, train
 
+pytestmark = pytest.mark.slow
+
 KILLS = ("boundary", "mid-epoch", "mid-accumulation")
 
 

@@ -170,6 +170,7 @@ def _disagreeing(rank: int, folder: str) -> None:
     _is_short(raised.value, "Build the same model on every rank")
 
 
+@pytest.mark.slow
 def test_refusals_of_several_ranks_about_two_hundred_parameters_are_short(tmp_path: Path) -> None:
     assert run_ranks(2, _own_experts, str(tmp_path)) == [0, 0]
     assert run_alone(_load_experts_alone, str(tmp_path)) == 0

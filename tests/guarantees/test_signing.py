@@ -498,6 +498,7 @@ def _managed(rank: int, root: str, kind: str, **options: Any) -> Iterator[tuple[
         yield manager, model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one root", "broadcast", "roots of their own"])
 def test_what_many_ranks_saved_is_signed_by_the_main_one_and_verified_by_all(
     tmp_path: Path, key: str, kind: str

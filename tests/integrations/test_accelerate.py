@@ -40,6 +40,7 @@ def _interrupted_equals_straight(rank: int, folder: str, world_size: int, stops:
             assert loop.run(run=0, stop=stop) + loop.run(run=1) == straight, f"{kind}, stopped after {stop} batches"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "moments"), [(1, [2, 6, 8]), (2, [3, 4, 1])])
 def test_a_plain_loop_over_any_prepared_loader_goes_on_where_it_stopped(
     tmp_path: Path, world_size: int, moments: list[int]
@@ -60,6 +61,7 @@ def _interrupted_inside_a_window(rank: int, folder: str, world_size: int) -> Non
         assert loop.run(run=0, stop=stop) + loop.run(run=1) == straight, stop
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_accumulation_window_is_resumed_in_its_middle(tmp_path: Path, world_size: int) -> None:
     assert run_ranks(world_size, _interrupted_inside_a_window, str(tmp_path), world_size) == [0] * world_size
@@ -72,6 +74,7 @@ def _loaded_inside_the_loop(rank: int, folder: str, world_size: int) -> None:
             assert Loop(f"{folder}/{kind}-{back}", kind, rank, world_size).run(back=back) == straight, (kind, back)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_load_inside_a_plain_loop_takes_the_data_back_as_well(tmp_path: Path, world_size: int) -> None:
     assert run_ranks(world_size, _loaded_inside_the_loop, str(tmp_path), world_size) == [0] * world_size
@@ -102,6 +105,7 @@ def test_the_managers_own_loop_goes_through_prepared_loaders(tmp_path: Path, kin
     assert first + _with_the_managers_loop(str(tmp_path / "run"), kind, run=1) == straight
 
 
+@pytest.mark.slow
 def test_a_plain_loop_inside_the_managers_epochs_goes_on_too(tmp_path: Path) -> None:
     straight = _with_the_managers_loop(str(tmp_path / "straight"), "seedable", run=0, plain=True)
     first = _with_the_managers_loop(str(tmp_path / "run"), "seedable", run=0, stop=8, plain=True)
@@ -190,6 +194,7 @@ def _save_then_load(rank: int, root: str) -> None:
         assert torch.equal(torch.rand(3), drawn)
 
 
+@pytest.mark.slow
 def test_a_save_directly_followed_by_a_load_works_on_two_ranks(tmp_path: Path) -> None:
     assert run_ranks(2, _save_then_load, str(tmp_path / "run")) == [0, 0]
 
@@ -294,6 +299,7 @@ def _with_hooks(rank: int, root: str, world_size: int) -> None:
     assert "model.safetensors" not in files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_hooks_of_the_accelerator_are_called_and_may_take_models_over(tmp_path: Path, world_size: int) -> None:
     assert run_ranks(world_size, _with_hooks, str(tmp_path / "run"), world_size) == [0] * world_size
@@ -371,6 +377,7 @@ def _taken_over(rank: int, folder: str, world_size: int) -> None:
             assert accelerator.step == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_attached_a_load_takes_over_what_accelerate_itself_saved(tmp_path: Path, world_size: int) -> None:
     """In the root, at a path elsewhere, and in the folder where the script runs."""
@@ -432,6 +439,7 @@ def _part_of_an_epoch(rank: int, root: str, world_size: int, kind: str, stop: in
             file.writelines(f"{number}\n" for number in seen)
 
 
+@pytest.mark.slow
 def test_with_another_number_of_ranks_an_order_that_cannot_be_the_same_is_named(tmp_path: Path) -> None:
     assert run_ranks(2, _part_of_an_epoch, str(tmp_path), 2, "sharded", 8) == [0, 0]
     accelerator = new_accelerator()
@@ -442,6 +450,7 @@ def test_with_another_number_of_ranks_an_order_that_cannot_be_the_same_is_named(
     assert "use_seedable_sampler" in restored.approximated["dataloader.0.order"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["seedable", "seedable and split"])
 def test_with_another_number_of_ranks_every_sample_is_seen_once(tmp_path: Path, kind: str) -> None:
     assert run_ranks(2, _part_of_an_epoch, str(tmp_path), 2, kind, 8) == [0, 0]
@@ -522,11 +531,13 @@ def _launched_here(rank: int, root: str) -> None:
     notebook_launcher(in_a_notebook, (root,), num_processes=1)
 
 
+@pytest.mark.slow
 def test_a_notebook_launches_it_in_its_own_process(tmp_path: Path) -> None:
     assert run_ranks(1, _launched_here, str(tmp_path)) == [0]
     assert [found.name for found in ckpt.list_checkpoints(tmp_path)] == ["cell"]
 
 
+@pytest.mark.slow
 def test_a_notebook_launches_it_in_two_processes(tmp_path: Path) -> None:
     cell = (
         "import socket\n"
@@ -558,6 +569,7 @@ def _save_on_the_main_process_only(rank: int, root: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_a_save_on_the_main_process_only_is_told_so_and_does_not_hang(tmp_path: Path) -> None:
     assert run_ranks(2, _save_on_the_main_process_only, str(tmp_path / "run")) == [0, 0]
 

@@ -127,6 +127,7 @@ def _saved_anywhere(rank: int, folder: str, world_size: int) -> None:
     assert ckpt.verify(at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_state_is_saved_to_any_folder_deeper_in_the_root_or_outside_it_and_loaded_from_there(
     tmp_path: Path, world_size: int

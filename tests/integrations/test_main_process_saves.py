@@ -69,6 +69,7 @@ def _seen(output: Path, run: int) -> list[Any]:
     return [json.loads((output / f"seen-{rank}-{run}.json").read_text()) for rank in range(RANKS)]
 
 
+@pytest.mark.slow
 def test_ranks_that_did_not_call_it_join_the_save_and_all_resume_bit_for_bit(tmp_path: Path) -> None:
     assert run_ranks(RANKS, _script, str(tmp_path / "straight"), 0) == [0] * RANKS
     run = tmp_path / "run"
@@ -99,6 +100,7 @@ def _called_by_all(rank: int, root: str) -> None:
     assert {found.name for found in ckpt.list_checkpoints(root) if found.committed} == {"step_0", "step_1", "last"}
 
 
+@pytest.mark.slow
 def test_a_save_that_every_rank_calls_and_one_before_all_wait_for_everyone_are_made_once(tmp_path: Path) -> None:
     assert run_ranks(RANKS, _called_by_all, str(tmp_path)) == [0] * RANKS
 
@@ -121,6 +123,7 @@ def _at_another_moment(rank: int, root: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_a_save_before_the_batch_is_used_is_refused_because_the_other_ranks_are_further(tmp_path: Path) -> None:
     assert run_ranks(RANKS, _at_another_moment, str(tmp_path / "run")) == [0] * RANKS
 

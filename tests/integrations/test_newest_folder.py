@@ -67,6 +67,7 @@ def _losses(output: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in output.glob("losses-*.txt")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["no marker yet", "nothing committed"])
 def test_the_newest_folder_by_name_is_one_that_was_committed(tmp_path: Path, moment: str) -> None:
     assert run_ranks(1, _script, str(tmp_path / "straight"), 1) == [0]
@@ -105,6 +106,7 @@ def _named_after_a_kill(rank: int, root: str, world_size: int) -> None:
         accelerator.wait_for_everyone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["no marker yet", "nothing committed"])
 def test_in_place_of_a_name_that_was_never_committed_the_newest_intact_one_is_loaded(
     tmp_path: Path, moment: str

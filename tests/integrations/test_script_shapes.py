@@ -22,6 +22,8 @@ import ckpt
 from tests.helpers.processes import run_alone
 from tests.helpers.training import exact
 
+pytestmark = pytest.mark.slow
+
 STEPS, KILLS = 20, (7, 14)
 DURABLE = ckpt.SaveOptions(background=False)  # so that no kill comes before the first save
 

@@ -16,6 +16,8 @@ from tests.helpers.accelerated import build, new_accelerator, reseed, train_on
 from tests.helpers.processes import run_ranks
 from tests.helpers.training import exact
 
+pytestmark = pytest.mark.slow
+
 EPOCHS, SAMPLES = 2, 22
 
 

@@ -108,7 +108,7 @@ def _told_on_ranks(rank: int, root: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_of_several_ranks_the_main_one_is_told(tmp_path: Path) -> None:
     assert not any(run_ranks(2, _told_on_ranks, str(tmp_path)))
 

@@ -17,7 +17,7 @@ from tests.integrations.test_transformers import kept, logged, signalling, train
 
 KILLED_AT = 11
 
-pytestmark = pytest.mark.ranks
+pytestmark = pytest.mark.slow
 
 
 def config(stage: int) -> dict[str, Any]:

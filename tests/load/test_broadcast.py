@@ -23,6 +23,8 @@ from tests.helpers.processes import run_ranks
 from tests.helpers.sharded import MODELS, state, step
 from tests.helpers.training import exact
 
+pytestmark = pytest.mark.slow
+
 
 class CountingStorage(PassedOn):
     """Knows how many bytes of tensors were read."""

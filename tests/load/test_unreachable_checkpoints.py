@@ -15,6 +15,8 @@ from tests.helpers.places import PassedOn, Place
 from tests.helpers.processes import run_ranks
 from tests.helpers.seaweed import Server
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("file", ["manifest.json", "model.safetensors", "state.json"])
 def test_a_newest_checkpoint_that_may_not_be_read_is_not_passed_over_for_an_older_one(

@@ -12,6 +12,8 @@ from tests.helpers.places import Place
 from tests.helpers.processes import run_ranks
 from tests.helpers.training import SAMPLES, Job, records, train
 
+pytestmark = pytest.mark.slow
+
 
 def _seen(records: list[Any], epoch: int) -> Counter[int]:
     return Counter(

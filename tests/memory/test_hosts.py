@@ -9,6 +9,8 @@ import pytest
 
 from tests.memory.host_jobs import Job
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def straight(tmp_path: Path) -> list[str]:

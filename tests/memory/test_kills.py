@@ -22,6 +22,8 @@ from torch._C._distributed_c10d import TCPStore
 from tests.helpers.processes import DEADLINE, run_ranks, start_rank
 from tests.memory.killed_training import Plan, attempt_forked, noted
 
+pytestmark = pytest.mark.slow
+
 KILLS = int(os.environ.get("CKPT_MEMORY_KILLS", "0"))  # in all; 0: a few
 RANKS = 4 if KILLS else 2  # under torchrun, which starts every one of them anew
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -106,8 +108,6 @@ def every(found: list[dict[str, Any]], key: str) -> list[Any]:
     return [line[key] for line in found if key in line]
 
 
-@pytest.mark.slow
-@pytest.mark.ranks
 @pytest.mark.timeout(120 + 60 * max(KILLS, 10))
 @pytest.mark.parametrize(
     "campaign",

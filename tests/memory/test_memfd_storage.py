@@ -65,6 +65,7 @@ def server(serve: Start) -> Serving:
     return serve()
 
 
+@pytest.mark.slow
 class TestMemfdStorage(StorageContract):
     @pytest.fixture
     def storage(self, tmp_path: Path, server: Serving, monkeypatch: pytest.MonkeyPatch) -> Storage:
@@ -80,10 +81,12 @@ def test_a_folder_with_a_long_path_can_be_served(tmp_path: Path, serve: Start) -
     assert MemfdStorage(folder).read("key") == b"value"
 
 
+@pytest.mark.slow
 def test_the_socket_is_for_this_user_alone(tmp_path: Path, server: Serving) -> None:
     assert (tmp_path / memfd_wire.SOCKET).stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.slow
 def test_more_keys_than_a_message_holds_are_listed_and_deleted(tmp_path: Path, server: Serving) -> None:
     storage = MemfdStorage(tmp_path)
     keys = [f"folder/{number}-{'…' * 100}" for number in range(250)]
@@ -94,6 +97,7 @@ def test_more_keys_than_a_message_holds_are_listed_and_deleted(tmp_path: Path, s
     assert sizes(storage) == {}
 
 
+@pytest.mark.slow
 def test_a_key_that_no_message_holds_is_refused(tmp_path: Path, server: Serving) -> None:
     with pytest.raises(StorageError, match="at most 400 bytes"):
         MemfdStorage(tmp_path).write("x" * 401, [b""])
@@ -102,6 +106,7 @@ def test_a_key_that_no_message_holds_is_refused(tmp_path: Path, server: Serving)
 class TestMemory:
     """What is held, spare and free."""
 
+    @pytest.mark.slow
     def test_the_memory_of_a_removed_object_is_used_again_and_freed_when_asked(
         self, tmp_path: Path, server: Serving
     ) -> None:
@@ -115,6 +120,7 @@ class TestMemory:
         storage.trim()
         assert server.server.size == 0
 
+    @pytest.mark.slow
     def test_a_small_object_does_not_take_the_memory_of_a_large_one(self, tmp_path: Path, server: Serving) -> None:
         storage = MemfdStorage(tmp_path)
         storage.write("large", [b"x" * 1_000_000])
@@ -122,6 +128,7 @@ class TestMemory:
         storage.write("small", [b"x"])
         assert server.server.size == 1_000_001
 
+    @pytest.mark.slow
     def test_memory_that_somebody_still_reads_is_not_written_to(self, tmp_path: Path, server: Serving) -> None:
         storage = MemfdStorage(tmp_path)
         storage.write("old", [b"old" * 1000])
@@ -132,6 +139,7 @@ class TestMemory:
             assert os.pread(reader.take_descriptor(), 3000, 0) == b"old" * 1000
         assert storage.read("new") == b"new" * 1000
 
+    @pytest.mark.slow
     def test_a_reader_cannot_write(self, tmp_path: Path, server: Serving) -> None:
         MemfdStorage(tmp_path).write("key", [b"value"])
         with memfd_storage._Connection(tmp_path) as reader:
@@ -158,6 +166,7 @@ class TestMemory:
         storage.write("b", [b"b" * 4_000])
         assert sizes(storage) == {"b": 4_000}
 
+    @pytest.mark.slow
     def test_a_linked_object_is_held_once(self, tmp_path: Path, server: Serving) -> None:
         storage = MemfdStorage(tmp_path)
         storage.write("a", [b"a" * 1000])
@@ -197,6 +206,7 @@ class TestGone:
 
 
 class TestFailures:
+    @pytest.mark.slow
     def test_a_system_without_memory_for_another_is_a_storage_error(
         self, tmp_path: Path, server: Serving, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -210,6 +220,7 @@ class TestFailures:
                 storage.write("key", [b"value"])
         storage.write("key", [b"value"])
 
+    @pytest.mark.slow
     def test_a_keeper_that_hangs_up_in_the_middle_may_be_asked_again(
         self, tmp_path: Path, server: Serving, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -230,6 +241,7 @@ class TestFailures:
                 MemfdStorage(tmp_path).read("key")
 
 
+@pytest.mark.slow
 class TestOthers:
     """Processes that do not keep to the protocol."""
 

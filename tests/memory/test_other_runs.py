@@ -293,6 +293,7 @@ def test_a_manifest_of_the_root_that_is_damaged_does_not_make_strays(tmp_path: P
     assert (again.restored.from_memory, again.restored.step) == (True, 24)
 
 
+@pytest.mark.slow
 def test_a_forked_child_that_outlives_the_run_does_not_live_there() -> None:
     reader, writer = os.pipe()
     program = """if True:

@@ -22,6 +22,7 @@ def straight(tmp_path: Path) -> list[str]:
     return Job(tmp_path / "straight", 0, 0, 0, sharded=True).to(12, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 2])
 def test_a_host_that_was_replaced_has_its_part_back_from_the_next_one(
     tmp_path: Path, straight: list[str], lost: int
@@ -32,6 +33,7 @@ def test_a_host_that_was_replaced_has_its_part_back_from_the_next_one(
     assert job.to(12, (True, 8)) == straight
 
 
+@pytest.mark.slow
 def test_two_hosts_that_were_replaced_make_all_take_the_roots(tmp_path: Path, straight: list[str]) -> None:
     job = Job(tmp_path, 0, 1, 2, sharded=True, memory_replicas=1)
     job.to(9, None)
@@ -40,6 +42,7 @@ def test_two_hosts_that_were_replaced_make_all_take_the_roots(tmp_path: Path, st
     assert job.to(12, (False, 5)) == straight
 
 
+@pytest.mark.slow
 def test_without_copies_the_loss_of_a_host_makes_all_take_the_roots(tmp_path: Path, straight: list[str]) -> None:
     job = Job(tmp_path, 0, 1, 2, sharded=True)
     job.to(9, None)
@@ -47,6 +50,7 @@ def test_without_copies_the_loss_of_a_host_makes_all_take_the_roots(tmp_path: Pa
     assert job.to(12, (False, 5)) == straight
 
 
+@pytest.mark.slow
 def test_what_every_rank_has_comes_back_from_any_host(tmp_path: Path) -> None:
     (tmp_path / "straight").mkdir()
     straight = Job(tmp_path / "straight", 0, 0, 0).to(12, None)
@@ -57,6 +61,7 @@ def test_what_every_rank_has_comes_back_from_any_host(tmp_path: Path) -> None:
     assert job.to(12, (True, 8)) == straight
 
 
+@pytest.mark.slow
 def test_a_damaged_copy_makes_all_take_the_roots(tmp_path: Path, straight: list[str]) -> None:
     job = Job(tmp_path, 0, 1, 2, sharded=True, memory_replicas=1)
     job.to(9, None)
@@ -68,6 +73,7 @@ def test_a_damaged_copy_makes_all_take_the_roots(tmp_path: Path, straight: list[
     assert job.to(12, (False, 5)) == straight
 
 
+@pytest.mark.slow
 def test_hosts_that_have_changed_places_send_each_other_their_parts(tmp_path: Path, straight: list[str]) -> None:
     job = Job(tmp_path, 0, 1, 2, sharded=True)
     job.to(9, None)
@@ -75,6 +81,7 @@ def test_hosts_that_have_changed_places_send_each_other_their_parts(tmp_path: Pa
     assert job.to(12, (True, 8)) == straight
 
 
+@pytest.mark.slow
 def test_after_a_replacement_the_next_loss_is_cured_too(tmp_path: Path, straight: list[str]) -> None:
     job = Job(tmp_path, 0, 1, 2, sharded=True, memory_replicas=1)
     job.to(7, None)
@@ -113,6 +120,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_machine_that_is_gone_is_replaced_by_another_which_has_the_snapshot_from_its_neighbour(
     nodes: list[Node], tmp_path: Path

@@ -199,6 +199,7 @@ def test_nothing_is_left_at_the_end(run: Run, memory: Path) -> None:
     assert list(memory.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_process_that_was_forked_during_a_snapshot_holds_none_of_its_memory(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"a" * LARGE)

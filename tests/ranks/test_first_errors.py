@@ -24,7 +24,7 @@ from tests.helpers.sharded import MODELS
 from tests.helpers.training import exact
 from tests.load.test_broadcast import large, save
 
-pytestmark = pytest.mark.not_on_s3("is about ranks")
+pytestmark = [pytest.mark.slow, pytest.mark.not_on_s3("is about ranks")]
 
 
 def _differ_in_what_is_live(rank: int, root: str, saved: str) -> None:

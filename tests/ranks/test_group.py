@@ -42,11 +42,13 @@ def _save_then_load(rank: int, root: str) -> None:
             assert torch.equal(torch.rand(3), drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.also_on_s3
 def test_a_save_directly_followed_by_a_load_works_on_every_rank(root: Place) -> None:
     assert run_ranks(2, _save_then_load, str(root)) == [0, 0]
 
 
+@pytest.mark.slow
 def test_only_the_main_rank_writes(root: Place) -> None:
     job = Job(str(root), "distributed", save_every=3)
     assert run_ranks(2, _train_where_only_the_main_rank_may_write, job) == [0, 0]
@@ -82,6 +84,7 @@ def _save_on_one_rank_only(rank: int, root: str, who: int) -> None:
         dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_save_on_one_rank_only_is_noticed_and_the_other_is_named(root: Place, who: int) -> None:
     assert run_ranks(2, _save_on_one_rank_only, str(root), who) == [0, 0]
@@ -97,6 +100,7 @@ def _do_different_things(rank: int, root: str) -> None:
         manager.save_state("ab"[rank], wait=True)
 
 
+@pytest.mark.slow
 def test_ranks_that_call_different_things_are_told_so(root: Place) -> None:
     assert run_ranks(2, _do_different_things, str(root)) == [0, 0]
 
@@ -126,6 +130,7 @@ def _fail_on_one_rank(rank: int, root: str) -> None:
         manager.save_state("yes")
 
 
+@pytest.mark.slow
 def test_what_fails_on_one_rank_is_raised_on_all_and_nothing_is_committed(root: Place) -> None:
     assert run_ranks(2, _fail_on_one_rank, str(root)) == [0, 0]
     assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(root)] == ["yes"]
@@ -143,6 +148,7 @@ def _lose_a_rank(rank: int, root: str) -> None:
     os._exit(0)  # without a farewell to the dead rank
 
 
+@pytest.mark.slow
 @pytest.mark.also_on_s3
 def test_a_dead_rank_is_named_and_the_checkpoint_before_stands(root: Place) -> None:
     assert run_ranks(2, _lose_a_rank, str(root)) == [0, -9]
@@ -163,6 +169,7 @@ def _train_until_told(rank: int, job: Job, told: int) -> None:
     train(rank, job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "told"), [(1, 0), (2, 0), (2, 1)])
 def test_told_to_terminate_all_ranks_save_the_same_step_and_stop(
     root: Place, tmp_path: Path, world_size: int, told: int
@@ -200,6 +207,7 @@ def _run_apart(rank: int, root: str) -> None:
     raise AssertionError("never stopped")
 
 
+@pytest.mark.slow
 def test_ranks_that_are_many_steps_apart_stop_at_the_same_one(root: Place) -> None:
     assert run_ranks(2, _run_apart, str(root)) == [143, 143]
     (saved,) = ckpt.list_checkpoints(root)
@@ -223,6 +231,7 @@ def _save_slowly(rank: int, root: str) -> None:
         manager.save_state("again")
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_at_work_is_waited_for_beyond_the_deadline(root: Place) -> None:
     assert run_ranks(2, _save_slowly, str(root)) == [0, 0]
     assert ckpt.verify(root) == {"again": [], "slow": []}
@@ -239,6 +248,7 @@ def _fail_then_save(rank: int, root: str) -> None:
         manager.save_state("met")
 
 
+@pytest.mark.slow
 def test_after_a_missed_save_the_ranks_meet_at_the_next(root: Place) -> None:
     assert run_ranks(2, _fail_then_save, str(root)) == [0, 0]
     assert ckpt.verify(root) == {"met": []}
@@ -257,5 +267,6 @@ def _leave_an_answer_and_restart(rank: int) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_after_a_restart_by_torchrun_no_answer_of_killed_ranks_is_read() -> None:
     assert run_ranks(2, _leave_an_answer_and_restart) == [0, 0]

@@ -23,6 +23,8 @@ from tests.helpers.namespaces import Node, ends_of
 from tests.helpers.processes import run_ranks
 from tests.helpers.sharded import MODELS, state, step
 
+pytestmark = pytest.mark.slow
+
 SAME, SWAPPED = "aabb", "bbaa"  # for each of four ranks its host
 KINDS = ("ddp", "fsdp2", "hsdp")
 

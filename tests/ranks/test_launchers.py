@@ -86,7 +86,7 @@ def _save_alone(rank: int, root: str) -> None:
             assert torch.equal(model.weight, torch.full((2, 2), float(rank)))
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_ranks_of_a_group_may_each_be_a_run_of_their_own(tmp_path: Path) -> None:
     run_ranks(2, _save_alone, str(tmp_path))
     assert [len(ckpt.list_checkpoints(tmp_path / str(rank))) for rank in range(2)] == [1, 3]
@@ -102,7 +102,7 @@ def _save_a_shard_alone(rank: int, root: str) -> None:
             manager.save_state("first", wait=True)
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_the_shard_of_one_rank_is_not_saved_as_if_it_were_the_model(tmp_path: Path) -> None:
     run_ranks(2, _save_a_shard_alone, str(tmp_path))
     assert [ckpt.list_checkpoints(tmp_path / str(rank)) for rank in range(2)] == [[], []]

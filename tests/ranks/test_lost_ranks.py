@@ -21,7 +21,7 @@ from tests.helpers.hosted import ended, hosted_ranks, wait_for
 from tests.helpers.places import PassedOn, Place
 from tests.helpers.processes import run_ranks
 
-pytestmark = pytest.mark.not_on_s3("is about ranks")
+pytestmark = [pytest.mark.slow, pytest.mark.not_on_s3("is about ranks")]
 
 
 def _freeze_the_host_of_the_store(rank: int, root: str, notes: str, call: str) -> None:

@@ -13,6 +13,8 @@ import ckpt
 from ckpt.ranks import hosts
 from tests.helpers.processes import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def _train_apart(rank: int, folder: str, names: list[str], shared: bool | None) -> None:
     hosts.host_name = lambda: f"host-{rank}"

@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ckpt
 from tests.helpers.processes import run_alone, run_ranks
 
+pytestmark = pytest.mark.slow
+
 PAIRS = [[0, 2], [3, 1]]  # neither contiguous nor, in the second, in order
 STEPS = 2
 
@@ -82,7 +84,6 @@ def _train_and_resume(rank: int, folder: str, how: str) -> None:
         assert _held(again.model, again.optimizer) == straight
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("how", ["fsdp 2", "fsdp 1", "ddp"])
 def test_models_side_by_side_are_saved_and_resumed_each_by_its_own_ranks(tmp_path: Path, how: str) -> None:
     assert run_ranks(4, _train_and_resume, str(tmp_path), how) == [0] * 4
@@ -144,7 +145,6 @@ def _save_on_a_pair_alone(rank: int, folder: str) -> None:
     assert dist.get_rank(group) == (rank - 1) // 2
 
 
-@pytest.mark.ranks
 def test_ranks_outside_the_group_have_nothing_to_do(tmp_path: Path) -> None:
     assert run_ranks(4, _save_on_a_pair_alone, str(tmp_path)) == [0] * 4
     assert [found.name for found in ckpt.list_checkpoints(tmp_path)] == ["only"]
@@ -178,7 +178,6 @@ def _whole() -> DeviceMesh:
     return DeviceMesh("cpu", [0, 1, 2, 3])
 
 
-@pytest.mark.ranks
 def test_ranks_outside_lost_ranks_and_shards_elsewhere_are_named_by_their_numbers_in_the_job(tmp_path: Path) -> None:
     assert run_ranks(4, _refused, str(tmp_path)) == [0] * 4
 
@@ -199,6 +198,5 @@ def _save_alone(rank: int, folder: str) -> None:
         assert loaded.to_local().tolist() == [rank + 1.0] * 4
 
 
-@pytest.mark.ranks
 def test_a_shard_that_is_the_whole_is_loaded_by_a_manager_of_one_process_on_any_rank(tmp_path: Path) -> None:
     assert run_ranks(2, _save_alone, str(tmp_path)) == [0, 0]

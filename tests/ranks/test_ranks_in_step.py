@@ -11,6 +11,8 @@ import ckpt
 from tests.helpers.places import Place
 from tests.helpers.processes import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def _miss_then_save(rank: int, root: str, late: int, times: int) -> None:
     model = DistributedDataParallel(nn.Linear(3, 3))

@@ -82,6 +82,7 @@ def _by_the_clock(rank: int, root: str) -> None:
             manager.step()
 
 
+@pytest.mark.slow
 def test_all_ranks_save_after_the_same_step_by_the_clock_of_the_main_one(tmp_path: Path) -> None:
     began = time.monotonic()
     assert run_ranks(2, _by_the_clock, str(tmp_path)) == [0, 0]

@@ -49,6 +49,7 @@ def _interrupted(rank: int, root: str) -> None:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_the_step_and_stops_on_request(tmp_path: Path) -> None:
     assert run_ranks(1, _interrupted, str(tmp_path)) == [130]
     assert _steps(tmp_path) == [5]
@@ -63,6 +64,7 @@ def _interrupted_twice(rank: int, root: str) -> None:
             signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_the_second_ctrl_c_interrupts_at_once(tmp_path: Path) -> None:
     assert run_ranks(1, _interrupted_twice, str(tmp_path)) == [0]
     assert _steps(tmp_path) == []
@@ -73,6 +75,7 @@ def _interrupted_as_ever(rank: int, root: str) -> None:
         _train(manager, {5: signal.SIGINT}, 100)
 
 
+@pytest.mark.slow
 def test_without_the_request_ctrl_c_interrupts_as_ever(tmp_path: Path) -> None:
     assert run_ranks(1, _interrupted_as_ever, str(tmp_path)) == [0]
     assert _steps(tmp_path) == []
@@ -95,6 +98,7 @@ def _with_workers(rank: int, root: str) -> None:
                 manager.step()
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_one_rank_and_its_workers_stops_all_ranks_at_the_same_step(tmp_path: Path) -> None:
     assert sorted(run_ranks(2, _with_workers, str(tmp_path))) == [130, 143]
     (step,) = _steps(tmp_path)
@@ -108,6 +112,7 @@ def _told_to_save(rank: int, root: str) -> None:
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
+@pytest.mark.slow
 def test_sigusr1_saves_the_step_and_training_continues(tmp_path: Path) -> None:
     assert run_ranks(1, _told_to_save, str(tmp_path)) == [0]
     assert _steps(tmp_path) == [3, 6]
@@ -125,6 +130,7 @@ def _one_told_to_save(rank: int, root: str) -> None:
             manager.step()
 
 
+@pytest.mark.slow
 def test_sigusr1_to_one_rank_saves_the_same_step_on_all(tmp_path: Path) -> None:
     assert run_ranks(2, _one_told_to_save, str(tmp_path)) == [0, 0]
     assert len(_steps(tmp_path)) == 1
@@ -156,6 +162,7 @@ def _train_on(manager: ckpt.StateManager) -> None:
         manager.step()
 
 
+@pytest.mark.slow
 def test_a_last_save_that_takes_longer_than_the_grace_period_is_given_up(tmp_path: Path) -> None:
     began = time.monotonic()
     assert run_ranks(1, _terminated, str(tmp_path / "run"), 1.0) == [143]
@@ -174,6 +181,7 @@ def _slow_farewell(rank: int, root: str) -> None:
         raise
 
 
+@pytest.mark.slow
 def test_what_comes_after_the_last_save_is_not_cut_off(tmp_path: Path) -> None:
     assert run_ranks(1, _slow_farewell, str(tmp_path)) == [143]
     assert _steps(tmp_path) == [5]

@@ -226,6 +226,7 @@ def _until_committed(root: Place, count: int, run: Run) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.also_on_s3
 def test_prune_in_a_loop_beside_a_run_that_saves_the_same_names_makes_no_save_fail(root: Place) -> None:
     with running(_save_the_same_names, root) as run:
@@ -242,6 +243,7 @@ def _lines(*arguments: object) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.slow
 @pytest.mark.also_on_s3(long=True)
 def test_verify_beside_a_run_that_saves_and_lets_go_gives_no_false_alarm(root: Place) -> None:
     with running(_save_and_keep_two, root) as run:
@@ -255,6 +257,7 @@ def test_verify_beside_a_run_that_saves_and_lets_go_gives_no_false_alarm(root: P
     assert intact(root)
 
 
+@pytest.mark.slow
 @pytest.mark.also_on_s3(long=True)
 def test_pull_beside_a_run_that_saves_and_lets_go_is_not_aborted(root: Place, tmp_path: Path) -> None:
     pulls = 0

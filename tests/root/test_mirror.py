@@ -25,6 +25,7 @@ import ckpt
 from ckpt.storage import ANY, Buffer, LocalStorage, Storage, open_storage
 from tests.helpers.processes import DEADLINE, run_ranks, start_alone
 from tests.helpers.seaweed import BUCKET, environment, serving
+from tests.helpers.second_process import slow_where
 
 KILLS = int(os.environ.get("CKPT_KILLS", "3"))
 
@@ -95,7 +96,7 @@ def resumed(root: Path, mirror: object) -> tuple[ckpt.Restored, float]:
 
 
 class TestCopies:
-    @pytest.fixture(params=["local", "memory", "s3"])
+    @pytest.fixture(params=slow_where("s3", ["local", "memory", "s3"]))
     def mirror(self, request: pytest.FixtureRequest, tmp_path: Path) -> str:
         if request.param == "s3":
             return str(request.getfixturevalue("s3"))
@@ -184,6 +185,7 @@ class TestChoosing:
             with pytest.raises(ckpt.MissingError, match="step-00000007"):
                 manager.load_state("step-00000007")
 
+    @pytest.mark.slow
     def test_all_ranks_take_the_same_tier(self, tmp_path: Path) -> None:
         run(tmp_path / "root", tmp_path / "mirror", 1, 2)
         _flip(tmp_path / "root" / "step-00000002" / "model.safetensors")
@@ -278,6 +280,7 @@ class TestTrouble:
         assert [checkpoint.name for checkpoint in ckpt.list_checkpoints(mirror)] == ["one"]
         assert intact(tmp_path / "mirror")
 
+    @pytest.mark.slow
     def test_a_server_that_is_killed_and_comes_back_gets_what_it_has_missed(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -465,6 +468,7 @@ def _train(rank: int, root: str, mirror: str) -> None:
             time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local", "s3"])
 def test_after_every_kill_both_places_hold_a_whole_checkpoint(
     tmp_path: Path, kind: str, request: pytest.FixtureRequest
@@ -489,6 +493,7 @@ def test_after_every_kill_both_places_hold_a_whole_checkpoint(
         reached = restored.step
 
 
+@pytest.mark.slow
 def test_a_copy_that_was_cut_off_goes_on_and_sends_no_file_twice(tmp_path: Path) -> None:
     """The copy of step 1 is cut off in its second file, as by SIGKILL: nothing is cleaned up."""
     root, mirror = tmp_path / "root", tmp_path / "mirror"

@@ -102,6 +102,7 @@ def _saves_at_its_own_spelling(rank: int, folder: str) -> None:
         manager.save_state("step-1", wait=True)
 
 
+@pytest.mark.slow
 def test_ranks_that_spell_a_shared_root_differently_meet(tmp_path: Path) -> None:
     assert run_ranks(2, _saves_at_its_own_spelling, str(tmp_path)) == [0, 0]
     assert ckpt.verify(tmp_path / "runs" / "x") == {"step-1": []}
@@ -188,6 +189,7 @@ def _killed_while_it_looks_for_hosts(rank: int, root: str) -> None:
     ckpt.StateManager(root, model=nn.Linear(2, 2), ranks=ckpt.RankOptions(shared=False, timeout=60))
 
 
+@pytest.mark.slow
 @pytest.mark.not_on_s3("hosts are looked for on a filesystem")
 def test_what_a_job_left_that_was_killed_while_it_looked_for_hosts_is_swept_by_the_next(root: Place) -> None:
     assert run_ranks(2, _killed_while_it_looks_for_hosts, str(root)) == [-signal.SIGKILL] * 2
@@ -202,6 +204,7 @@ def _killed_while_it_tries_the_root(rank: int, root: str) -> None:
     ckpt.StateManager(root, model=nn.Linear(2, 2))
 
 
+@pytest.mark.slow
 def test_what_a_job_left_that_was_killed_while_it_tried_its_root_is_swept_by_the_next(s3: str) -> None:
     root = Prefix(s3)
     (root / ".try-notes").write_bytes(b"of a user")
@@ -212,6 +215,7 @@ def test_what_a_job_left_that_was_killed_while_it_tried_its_root_is_swept_by_the
         assert [name for name in root.files() if name.startswith(".try-")] == [".try-notes"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["two//slashes", "back\\slash"])
 def test_a_root_whose_name_the_server_spells_otherwise_is_refused_at_the_start(s3: str, name: str) -> None:
     with pytest.raises(ckpt.UnsupportedError, match=r"not in the server's list of it.*give the root another name"):

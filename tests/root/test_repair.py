@@ -125,7 +125,7 @@ def _resumed_by_rank(rank: int, root: str, mirror: str, expected: list[str]) -> 
     assert resume(root, mirror)[1] == expected
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_all_ranks_read_from_the_same_places(tmp_path: Path) -> None:
     root, mirror = str(tmp_path / "root"), str(tmp_path / "mirror")
     saved = train(root, mirror)
@@ -155,6 +155,7 @@ class TestVerifyRepair:
         assert set(done.written) == {"model.safetensors", "manifest.json"}
         assert all(not wrong for wrong in ckpt.verify(mirror).values())
 
+    @pytest.mark.slow
     def test_mends_a_repository_on_the_hub_in_one_commit(self, tmp_path: Path, hub: HubServer) -> None:
         root, mirror = "hub://me/run", str(tmp_path / "mirror")
         train(root, mirror)

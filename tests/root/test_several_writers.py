@@ -88,6 +88,7 @@ def test_a_name_that_another_run_has_replaced_since_is_not_replaced_again(root: 
     assert loaded(root, "latest") == 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [5, PART_SIZE + 5])
 def test_a_try_that_failed_does_not_take_what_another_has_written_meanwhile_for_its_own(
     server: Server, s3: str, size: int
@@ -111,6 +112,7 @@ def test_a_try_that_failed_does_not_take_what_another_has_written_meanwhile_for_
     assert open_storage(s3).read("object") == theirs
 
 
+@pytest.mark.slow
 def test_a_version_is_compared_and_replaced_only_by_the_process_that_has_the_roots_file_lock(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     storage.write("other", [b"x"])
@@ -177,6 +179,7 @@ def _count_up(rank: int, root: str, times: int) -> None:
             break
 
 
+@pytest.mark.slow
 def test_processes_that_count_by_compare_and_replace_lose_no_count(tmp_path: Path) -> None:
     root = tmp_path / "root"
     LocalStorage(root).write("count", [b"0"])

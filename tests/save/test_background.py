@@ -110,6 +110,7 @@ def test_leaving_the_context_finishes_what_is_under_way(root: Place, gated: Gate
     assert ckpt.verify(root) == {"a": []}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError('a mistake')"])
 def test_a_program_that_ends_in_whatever_way_finishes_its_save(root: Place, end: str) -> None:
     script = f"""
@@ -347,6 +348,7 @@ def _save_on_two_ranks(rank: int, root: str) -> None:
             assert exact([model.state_dict(), optimizer.state_dict()]) == states[name]
 
 
+@pytest.mark.slow
 def test_ranks_save_behind_their_backs_while_they_train(root: Place) -> None:
     assert run_ranks(2, _save_on_two_ranks, str(root)) == [0, 0]
     assert len(ckpt.list_checkpoints(root)) == 5
@@ -367,6 +369,7 @@ def _fail_on_rank_1(rank: int, root: str) -> None:
         manager.save_state("better")
 
 
+@pytest.mark.slow
 def test_what_fails_on_one_rank_is_told_on_all(root: Place) -> None:
     assert run_ranks(2, _fail_on_rank_1, str(root)) == [0, 0]
     assert ckpt.verify(root) == {"better": [], "good": []}
@@ -384,6 +387,7 @@ def _skip_on_two_ranks(rank: int, root: str) -> None:
         manager.wait()
 
 
+@pytest.mark.slow
 def test_all_ranks_leave_out_the_same_saves(root: Place) -> None:
     assert run_ranks(2, _skip_on_two_ranks, str(root)) == [0, 0]
     assert ckpt.verify(root) == {"a": []}

@@ -9,6 +9,8 @@ import pytest
 
 from tests.helpers.small_tmpfs import with_tmpfs
 
+pytestmark = pytest.mark.slow
+
 SAVE = """
 import sys
 import ckpt
@@ -39,18 +41,15 @@ def _saved(tmp_path: Path, room: float, last: int, *metrics: float) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
 def test_what_retention_would_remove_is_removed_first_where_that_makes_the_room(tmp_path: Path) -> None:
     """Three checkpoints and the frozen weights, which all link to, take 8 MB: a fourth needs 2 MB more."""
     assert _saved(tmp_path, 9, 3) == "['s3', 's4', 's5'] {()}\n"
 
 
-@pytest.mark.slow
 def test_the_best_one_is_no_room(tmp_path: Path) -> None:
     assert _saved(tmp_path, 9, 2, 0.1, 0.5, 0.4, 0.3, 0.2) == "['s1', 's4', 's5'] {()}\n"
 
 
-@pytest.mark.slow
 def test_the_newest_intact_one_is_never_removed_and_nothing_is_written(tmp_path: Path) -> None:
     refused, left = _saved(tmp_path, 5, 1).splitlines()
     assert refused.startswith(f"{tmp_path}/s2 takes 2.0 MB, and ")

@@ -83,6 +83,7 @@ def _terminated(rank: int, root: str) -> None:
         manager.step()
 
 
+@pytest.mark.slow
 def test_told_to_terminate_with_dead_weights_a_run_stops_without_a_save(tmp_path: Path) -> None:
     assert run_ranks(1, _terminated, str(tmp_path)) == [143]
     assert ckpt.list_checkpoints(tmp_path) == []
@@ -106,6 +107,7 @@ def _one_rank(rank: int, root: str) -> None:
             manager.save_state("bad", wait=True)
 
 
+@pytest.mark.slow
 def test_dead_weights_of_one_rank_stop_the_save_of_all(tmp_path: Path) -> None:
     assert run_ranks(2, _one_rank, str(tmp_path)) == [0, 0]
     assert [found.name for found in ckpt.list_checkpoints(tmp_path)] == ["good"]

@@ -24,7 +24,7 @@ from tests.helpers.places import Place
 from tests.helpers.processes import run_alone
 from tests.save.test_failed_saves import Gated
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")]
 
 
 @contextmanager

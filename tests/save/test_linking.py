@@ -162,6 +162,7 @@ def save_spread(rank: int, root: str) -> None:
     assert f"b/model/{rank:05d}.safetensors" in storage.written
 
 
+@pytest.mark.slow
 def test_every_rank_links_its_own_frozen_pieces(root: Place) -> None:
     assert run_ranks(2, save_spread, str(root)) == [0, 0]
     other = adapted(2)

@@ -704,6 +704,7 @@ class TestAProgramThatEnds:
             ending.join()
             assert reading.done.is_set()
 
+    @pytest.mark.slow
     def test_after_its_manager_was_dropped_ends_properly(self, root: Folder) -> None:
         script = """
             import sys, ckpt
@@ -719,6 +720,7 @@ class TestAProgramThatEnds:
             command = [sys.executable, "-c", textwrap.dedent(script), f"{root}-{number}"]
             subprocess.run(command, check=True, timeout=300)
 
+    @pytest.mark.slow
     def test_does_not_wait_for_it(self, root: Folder) -> None:
         script = """
             import sys, ckpt
@@ -733,6 +735,7 @@ class TestAProgramThatEnds:
         subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(root)], check=True, timeout=300)
         assert ckpt.verify(root) == {"a": []}
 
+    @pytest.mark.slow
     def test_finishes_its_save_and_reads_nothing_back(self, root: Folder) -> None:
         script = """
             import sys, ckpt
@@ -773,6 +776,7 @@ def _forks(rank: int, root: str) -> None:
     assert MANIFEST in disk.seen  # the child has not stopped it
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_a_forked_child_has_none(root: Folder) -> None:
     assert run_alone(_forks, str(root)) == 0
@@ -843,6 +847,7 @@ def _each_its_own(rank: int, root: str) -> None:
         (Path(root).parent / f"read-{rank}").write_text("\n".join(sorted(set(disk.seen))))
 
 
+@pytest.mark.slow
 def test_every_rank_reads_back_what_it_has_written(root: Folder) -> None:
     assert run_ranks(2, _each_its_own, str(root)) == [0, 0]
     first, second = ((root.parent / f"read-{rank}").read_text().split("\n") for rank in (0, 1))

@@ -165,6 +165,7 @@ def _replace_on_two_ranks(rank: int, root: str) -> None:
         storage.gate.set()
 
 
+@pytest.mark.slow
 def test_all_ranks_replace_the_same_saves(root: Place) -> None:
     assert run_ranks(2, _replace_on_two_ranks, str(root)) == [0, 0]
     assert ckpt.verify(root) == {"step-3": [], "step-0": []}
@@ -182,6 +183,7 @@ def _race_on_two_ranks(rank: int, root: str) -> None:
             manager.save_state(f"step-{number:02d}")
 
 
+@pytest.mark.slow
 def test_ranks_that_are_at_different_points_of_a_save_replace_the_same_ones(root: Place) -> None:
     assert run_ranks(2, _race_on_two_ranks, str(root)) == [0, 0]
     names = [checkpoint.name for checkpoint in ckpt.list_checkpoints(root)]
@@ -199,6 +201,7 @@ def _replace_where_rank_1_has_no_memory(rank: int, root: str) -> None:
             manager.save_state(f"step-{number}")
 
 
+@pytest.mark.slow
 def test_where_one_rank_has_no_memory_for_a_snapshot_all_of_them_wait(root: Place) -> None:
     assert run_ranks(2, _replace_where_rank_1_has_no_memory, str(root)) == [0, 0]
     assert len(ckpt.verify(root)) == 10

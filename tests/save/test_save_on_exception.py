@@ -163,6 +163,7 @@ def _fail(rank: int, root: str, failing: dict[int, int]) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("failing", "saved"), [({0: 4, 1: 4}, [4]), ({0: 4, 1: 3}, []), ({1: 4}, []), ({0: 2}, [])])
 def test_ranks_save_the_same_step_or_none_and_no_rank_waits_for_ever(
     tmp_path: Path, failing: dict[int, int], saved: list[int]

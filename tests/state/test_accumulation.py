@@ -194,6 +194,7 @@ def _spread(rank: int, folder: str, kind: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2 without sync", "fsdp1"])
 def test_ranks_keep_their_gradients_or_say_that_they_cannot(tmp_path: Path, kind: str) -> None:
     assert run_ranks(2, _spread, str(tmp_path), kind) == [0, 0]

@@ -113,11 +113,13 @@ def _resumed_power(rank: int, folder: str) -> None:
     _resumed(rank, folder, POWER)
 
 
+@pytest.mark.slow
 def test_three_ranks_under_ddp_sum_gradients_after_a_resume_as_before_bit_for_bit(tmp_path: Path) -> None:
     assert run_ranks(3, _straight_plain, str(tmp_path)) == [0] * 3
     assert run_ranks(3, _resumed_plain, str(tmp_path)) == [0] * 3
 
 
+@pytest.mark.slow
 def test_power_sgd_goes_on_bit_for_bit_with_each_ranks_own_error_feedback(tmp_path: Path) -> None:
     assert run_ranks(2, _straight_power, str(tmp_path)) == [0, 0]
     ends = [Path(tmp_path, f"warm-{rank}").read_text() for rank in range(2)]
@@ -161,6 +163,7 @@ def _save_warm_and_plain(rank: int, folder: str) -> None:
     _straight(rank, folder, {"warm": POWER["warm"], "plain": _model})
 
 
+@pytest.mark.slow
 def test_what_is_saved_of_hooks_and_nobody_uses_is_named_and_buckets_alone_are_not(tmp_path: Path) -> None:
     assert run_ranks(3, _save_warm_and_plain, str(tmp_path)) == [0, 0, 0]
     assert run_ranks(3, _load_elsewhere, str(tmp_path)) == [0, 0, 0]
@@ -188,6 +191,7 @@ def _load_by_more(rank: int, folder: str) -> None:
     _load_warm(rank, folder, POWER["warm"], "saved by another number of ranks (2, and there are 3 here)")
 
 
+@pytest.mark.slow
 def test_power_sgds_state_for_another_hook_or_other_ranks_begins_anew_and_is_named(tmp_path: Path) -> None:
     assert run_ranks(2, _save_warm, str(tmp_path)) == [0, 0]
     assert run_ranks(2, _load_others, str(tmp_path)) == [0, 0]
@@ -240,6 +244,7 @@ def _own_hooks(rank: int, folder: str) -> None:
     assert len(lines) == (rank == 0), said
 
 
+@pytest.mark.slow
 def test_the_state_of_a_hook_of_the_users_own_is_kept_or_named(tmp_path: Path) -> None:
     assert run_ranks(2, _own_hooks, str(tmp_path)) == [0, 0]
 
@@ -274,6 +279,7 @@ def _with_branches(rank: int, folder: str, swapped: bool) -> None:
     assert state.error_dict
 
 
+@pytest.mark.slow
 def test_error_feedback_is_never_added_to_other_gradients_where_ddp_lays_out_other_buckets(tmp_path: Path) -> None:
     assert run_ranks(2, _with_branches, str(tmp_path), False) == [0, 0]
     assert run_ranks(2, _with_branches, str(tmp_path), True) == [0, 0]
@@ -296,6 +302,7 @@ def _hostile_layouts(rank: int) -> None:
     assert saved_buckets(model, "nonsense") is None
 
 
+@pytest.mark.slow
 def test_a_layout_that_does_not_have_every_parameter_once_is_not_used() -> None:
     assert run_ranks(2, _hostile_layouts) == [0, 0]
 
@@ -324,5 +331,6 @@ def _without_private_side(rank: int, folder: str) -> None:
     assert len([text for text in said if "model.powerSGD" in text and "what is saved" in text]) == (rank == 0)
 
 
+@pytest.mark.slow
 def test_a_save_does_not_fail_where_ddp_does_not_tell_its_buckets(tmp_path: Path) -> None:
     assert run_ranks(2, _without_private_side, str(tmp_path)) == [0, 0]

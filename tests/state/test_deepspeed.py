@@ -17,7 +17,10 @@ import ckpt
 from tests.helpers.processes import run_alone, run_ranks
 from tests.helpers.training import exact
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"),
+]
 
 BATCHES = 2  # that were trained when everything was saved
 

@@ -199,6 +199,7 @@ def _load(rank: int, root: str, case: str, layout: str) -> None:
         assert ckpt.verify(root)["again"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_rank_has_its_own_bytes_back(root: Place, case: str) -> None:
     ranks = CASES[case][0]
@@ -206,6 +207,7 @@ def test_every_rank_has_its_own_bytes_back(root: Place, case: str) -> None:
     assert run_ranks(ranks, _load, str(root), case, "auto") == [0] * ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["experts", "ignored_params", "FSDP 2 on stages, other names"])
 def test_it_has_where_training_waits_for_the_save(root: Place, case: str) -> None:
     ranks = CASES[case][0]
@@ -213,6 +215,7 @@ def test_it_has_where_training_waits_for_the_save(root: Place, case: str) -> Non
     assert run_ranks(ranks, _load, str(root), case, "auto") == [0] * ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "layout"),
     [
@@ -247,6 +250,7 @@ def _load_alone(rank: int, root: str) -> None:
     assert "model.0.weight" not in restored.skipped  # what all ranks had alike is there for any number of them
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_is_refused_and_not_given_the_first_ranks_experts(root: Place) -> None:
     assert run_ranks(2, _save, str(root), "experts", True, "auto") == [0, 0]
     assert run_alone(_load_alone, str(root)) == 0
@@ -292,6 +296,7 @@ def _load_statistics(rank: int, folder: str, saved_by: int) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved_by", "now"), [(2, 4), (4, 2), (2, 1)])
 def test_running_statistics_at_another_number_of_ranks_are_the_main_ranks_and_named_with_the_way_out(
     tmp_path: Path, saved_by: int, now: int
@@ -313,6 +318,7 @@ def _equal_by_hand(rank: int, root: str) -> None:
         manager.save_state("a")
 
 
+@pytest.mark.slow
 def test_ranks_that_hold_the_same_write_it_once(root: Place) -> None:
     assert run_ranks(2, _equal_by_hand, str(root)) == [0, 0]
     names = {name for name in (root / "a").files() if name.endswith("safetensors")}
@@ -340,6 +346,7 @@ def _ddp_that_drifted(rank: int, root: str, wait: bool) -> None:
         assert exact(bare.state_dict()) == mine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", [True, False])
 def test_weights_that_differ_under_ddp_are_kept_or_refused_by_name_before_anything_is_written(
     root: Place, wait: bool
@@ -382,12 +389,14 @@ def _with_counter(rank: int, root: str, load: bool) -> None:
     assert ("counter" in restored.approximated) is not several
 
 
+@pytest.mark.slow
 def test_objects_whose_state_differs_come_back_to_each_rank_and_are_named_for_other_ranks(root: Place) -> None:
     assert run_ranks(2, _with_counter, str(root), False) == [0, 0]
     assert run_ranks(2, _with_counter, str(root), True) == [0, 0]
     assert run_alone(_with_counter, str(root), True) == 0
 
 
+@pytest.mark.slow
 def test_merging_a_pipeline_has_the_layers_of_all_stages(root: Place, tmp_path: Path) -> None:
     assert run_ranks(2, _save, str(root), "pipeline", True, "auto") == [0, 0]
     ckpt.merge(f"{root}/step-1", tmp_path / "all.safetensors")
@@ -400,6 +409,7 @@ def test_merging_a_pipeline_has_the_layers_of_all_stages(root: Place, tmp_path: 
     }
 
 
+@pytest.mark.slow
 def test_merging_experts_says_that_they_are_the_first_ranks(
     root: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -411,6 +421,7 @@ def test_merging_experts_says_that_they_are_the_first_ranks(
     assert "rank 0" in caplog.text
 
 
+@pytest.mark.slow
 def test_merging_stages_says_which_running_statistics_are_the_first_ranks(
     root: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

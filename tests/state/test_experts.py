@@ -18,6 +18,8 @@ from tests.helpers.experts import EXPERTS, WAYS, WIDTH, ranks
 from tests.helpers.pipelines import Job, digest, missing, read, write
 from tests.helpers.processes import run_ranks
 
+pytestmark = pytest.mark.slow
+
 RANKS = ckpt.RankOptions(timeout=100)
 SAVED = ("plain", "plain copies", "DTensors", "unflattened", "named")
 
@@ -53,7 +55,6 @@ def _load(rank: int, folder: str, ways: dict[str, str], stepped: bool = False) -
                 assert not missing(job.digests(), read(folder, f"{saved}-later")), saved
 
 
-@pytest.mark.slow
 def test_experts_are_loaded_by_any_number_of_ranks_and_straight_equals_interrupted(tmp_path: Path) -> None:
     folder = str(tmp_path)
     run_ranks(4, _save, folder, SAVED)
@@ -92,7 +93,6 @@ def _save_whole_and_uneven(rank: int, folder: str) -> None:
         assert len(str(caught.value).splitlines()) <= 10
 
 
-@pytest.mark.slow
 def test_experts_are_gathered_into_one_file_loaded_on_meta_and_uneven_ones_are_refused(tmp_path: Path) -> None:
     run_ranks(2, _save_whole_and_uneven, str(tmp_path))
     held = load_file(tmp_path / "full" / "saved" / "model.safetensors")
@@ -121,7 +121,6 @@ def _refused(rank: int, folder: str, way: str) -> None:
     assert job.digests() == before
 
 
-@pytest.mark.slow
 def test_experts_of_which_nothing_is_known_are_for_as_many_ranks_and_else_refused_with_the_way_out(
     tmp_path: Path,
 ) -> None:
@@ -154,7 +153,6 @@ def _refuse_to_mark(rank: int) -> None:
     assert pickle.loads(pickle.dumps(experts)).weight.shape == (2, 2)
 
 
-@pytest.mark.slow
 def test_what_cannot_be_marked_is_refused_and_what_is_marked_can_be_copied(tmp_path: Path) -> None:
     run_ranks(2, _refuse_to_mark)
     alone = nn.Linear(2, 2)

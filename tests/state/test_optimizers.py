@@ -135,6 +135,7 @@ def _resumed(rank: int, folder: str, case: str) -> None:
     assert _mine(model) == Path(folder, f"end-{rank}").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_training_continues_bit_for_bit_in_new_processes(tmp_path: Path, case: str) -> None:
     for prefix, package in NEEDS.items():
@@ -200,6 +201,7 @@ def _adafactor_under_fsdp(rank: int) -> None:
         _train(model, torch.optim.Adafactor(model.parameters()), range(1))
 
 
+@pytest.mark.slow
 def test_torchs_adafactor_does_not_run_under_fsdp() -> None:
     """Once it does, it belongs into `CASES`."""
     assert run_ranks(2, _adafactor_under_fsdp) == [0, 0]
@@ -222,6 +224,7 @@ def _differs_in_mid_period(rank: int, folder: str) -> None:
         assert optimizer.averager.step == step == 6
 
 
+@pytest.mark.slow
 def test_weights_that_local_sgd_has_not_averaged_yet_are_each_ranks_own(tmp_path: Path) -> None:
     assert run_ranks(2, _differs_in_mid_period, str(tmp_path)) == [0, 0]
 

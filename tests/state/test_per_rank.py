@@ -62,6 +62,7 @@ def _load(rank: int, root: str, saved_by: int, now: int) -> None:
     assert not restored.skipped
 
 
+@pytest.mark.slow
 def test_every_rank_has_its_own_state_back_at_any_number_of_ranks_and_new_ranks_keep_theirs(root: Place) -> None:
     assert run_ranks(2, _save, str(root)) == [0, 0]
     assert run_ranks(2, _load, str(root), 2, 2) == [0, 0]
@@ -69,6 +70,7 @@ def test_every_rank_has_its_own_state_back_at_any_number_of_ranks_and_new_ranks_
     assert run_alone(_load, str(root), 2, 1) == 0
 
 
+@pytest.mark.slow
 def test_equal_states_are_saved_for_every_rank_too(root: Place) -> None:
     """Or a rank that is new could not be told from one that had the same state."""
     assert run_ranks(2, _save_equal, str(root)) == [0, 0]

@@ -11,6 +11,8 @@ import ckpt
 from tests.helpers.pipelines import LAYERS, WAYS, Job, digest, missing, read, without_layer, write
 from tests.helpers.processes import run_ranks
 
+pytestmark = pytest.mark.slow
+
 RANKS = ckpt.RankOptions(timeout=100)
 SAVED = ("pp", "pp2", "pp2-fsdp", "pp2-tp", "pp2-interleaved-fsdp")
 
@@ -58,7 +60,6 @@ def _save_with_other_options(rank: int, folder: str) -> None:
         assert job.digests() == before
 
 
-@pytest.mark.slow
 def test_stages_whose_optimizers_contradict_each_other_keep_their_own(tmp_path: Path) -> None:
     run_ranks(4, _save_with_other_options, str(tmp_path))
     job = WAYS["whole"](1)
@@ -86,7 +87,6 @@ def _save_twice(rank: int, folder: str) -> None:
     write(folder, "run", job.digests())
 
 
-@pytest.mark.slow
 def test_a_pipeline_that_was_saved_again_under_its_name_is_merged(tmp_path: Path) -> None:
     run_ranks(2, _save_twice, str(tmp_path))
     ckpt.merge(tmp_path / "run" / "saved", tmp_path / "merged.safetensors")
@@ -106,14 +106,12 @@ def _lacks_a_layer(rank: int, folder: str) -> None:
         assert "layers.4" not in str(caught.value)
 
 
-@pytest.mark.slow
 def test_what_no_stage_has_is_refused_by_name_and_what_another_stage_has_is_not(tmp_path: Path) -> None:
     run_ranks(2, _save_whole, str(tmp_path))
     run_ranks(2, _load, str(tmp_path), {"run": "pp2"})
     run_ranks(2, _lacks_a_layer, str(tmp_path))
 
 
-@pytest.mark.slow
 def test_a_pipeline_is_loaded_into_any_other_split(tmp_path: Path) -> None:
     run_ranks(4, _save, str(tmp_path))
     run_ranks(4, _load, str(tmp_path), {way: way for way in SAVED})

@@ -134,7 +134,7 @@ def _ranks_load(rank: int, root: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.ranks
+@pytest.mark.slow
 def test_each_rank_has_its_own_and_one_process_the_main_ranks(tmp_path: Path) -> None:
     assert not any(run_ranks(2, _ranks_save, str(tmp_path)))
     assert not any(run_ranks(2, _ranks_load, str(tmp_path)))

@@ -21,6 +21,8 @@ from tests.helpers.processes import run_ranks
 from tests.helpers.sharded import MODELS, plain, state, step, whole
 from tests.helpers.training import exact
 
+pytestmark = pytest.mark.slow
+
 
 def _save(rank: int, root: str, notes: str, how: str, layout: str = "auto") -> None:
     """Save, and leave in `notes` what was saved, and what it became with further training."""

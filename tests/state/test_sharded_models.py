@@ -24,6 +24,8 @@ from tests.helpers.processes import run_alone, run_ranks
 from tests.helpers.sharded import plain, step, whole
 from tests.helpers.training import exact
 
+pytestmark = pytest.mark.slow
+
 EMBEDDING = "transformer.wte.weight"
 HEAD = "lm_head.weight"
 

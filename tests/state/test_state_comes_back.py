@@ -100,6 +100,7 @@ def _resume(rank: int, root: str, record: str) -> None:
     _draw_after_a_resume(rank, root, record, save=False)
 
 
+@pytest.mark.slow
 def test_ranks_that_are_new_draw_numbers_that_no_other_rank_draws(root: Place, tmp_path: Path) -> None:
     run_ranks(2, _save, str(root), str(tmp_path / "saved"))
     run_ranks(4, _resume, str(root), str(tmp_path / "resumed"))

@@ -16,6 +16,8 @@ import ckpt
 from tests.helpers.processes import run_alone, run_ranks
 from tests.helpers.training import exact
 
+pytestmark = pytest.mark.slow
+
 
 def _built(seed: int) -> tuple[Any, Any, Any]:
     torch.manual_seed(seed)

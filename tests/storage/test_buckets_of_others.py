@@ -18,6 +18,8 @@ from tests.helpers.faulty_proxy import FaultyProxy
 from tests.helpers.seaweed import BUCKET, DOMAIN, Server
 from tests.storage.test_faults import reached_through
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def proxied(server: Server) -> Iterator[FaultyProxy]:

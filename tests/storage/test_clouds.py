@@ -271,7 +271,6 @@ def test_who_was_taken_for_gone_writes_no_more(root: str, monkeypatch: pytest.Mo
     assert sizes(storage) == {}
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("root", "world_size", "data"), [("az", 2, "distributed"), ("gs", 1, "shuffle")], indirect=["root"]
 )

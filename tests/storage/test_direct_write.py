@@ -63,6 +63,7 @@ def test_a_piece_may_be_overwritten_once_the_next_is_asked_for(tmp_path: Path) -
     assert (tmp_path / "file").read_bytes() == b"".join(bytes([value]) * (BLOCK // 2) for value in range(10))
 
 
+@pytest.mark.slow
 def test_a_forked_process_finds_memory_that_a_disk_or_device_works_on_empty_and_may_use_it() -> None:
     memory = allocate_pages(4 << 20)
     memory[0] = 1
@@ -138,6 +139,7 @@ def writes_so_far() -> int:
     return next(int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines() if "syscw" in line)
 
 
+@pytest.mark.slow
 def test_where_a_filesystem_reserves_no_room_every_byte_is_written_once(tmp_path: Path) -> None:
     with mounted("ramfs", tmp_path / "ramfs") as folder:
         before = writes_so_far()
@@ -146,6 +148,7 @@ def test_where_a_filesystem_reserves_no_room_every_byte_is_written_once(tmp_path
         assert (folder / "file").stat().st_size == 4 * BLOCK
 
 
+@pytest.mark.slow
 def test_where_a_filesystem_reserves_room_it_is_asked_to_and_no_more_is_kept(tmp_path: Path) -> None:
     with mounted("tmpfs", tmp_path / "tmpfs", "-o", "size=200m") as folder:
         with open(folder / "file", "xb", buffering=0) as file:
@@ -156,6 +159,7 @@ def test_where_a_filesystem_reserves_room_it_is_asked_to_and_no_more_is_kept(tmp
         assert (folder / "other").stat().st_blocks * 512 == 3 * BLOCK
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_too_small_is_noticed_before_it_is_written_full(tmp_path: Path) -> None:
     with mounted("tmpfs", tmp_path / "tmpfs", "-o", "size=30m") as folder:
         before = writes_so_far()

@@ -23,6 +23,8 @@ from tests.helpers.places import PassedOn
 from tests.helpers.processes import DEADLINE, start_alone
 from tests.helpers.seaweed import BUCKET, Server, environment, serving
 
+pytestmark = pytest.mark.slow
+
 SCHEDULES = int(os.environ.get("CKPT_FAULTS", "4"))
 KILLS = int(os.environ.get("CKPT_KILLS", "5"))
 LARGE = 17 << 20  # bytes: an upload in two parts

@@ -30,6 +30,7 @@ ROOT = f"hub://{REPO}/mrpc"
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning", "ignore:torch.distributed is")
 
 
+@pytest.mark.slow
 class TestHubStorage(StorageContract):
     @pytest.fixture
     def storage(self, hub: HubServer) -> Storage:
@@ -137,6 +138,7 @@ def _write_large(rank: int, home: str, url: str) -> None:
     HubStorage(REPO).write("large.bin", [bytes(1 << 20), b"x"])
 
 
+@pytest.mark.slow
 def test_a_write_that_is_killed_leaves_no_file_behind(hub: HubServer, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
@@ -155,6 +157,7 @@ def test_a_write_that_is_killed_leaves_no_file_behind(hub: HubServer, tmp_path: 
     assert hub.files(REPO)["large.bin"] == bytes(1 << 20) + b"x"
 
 
+@pytest.mark.slow
 def test_a_gated_repository_is_not_taken_for_an_empty_one(hub: HubServer) -> None:
     hub.fail("/api/models/", 403, X_Error_Code="GatedRepo", times=99)
     for look in (ckpt.list_checkpoints, lambda url: ckpt.load_model(url, model_of(0.0))):
@@ -192,6 +195,7 @@ def _train(rank: int, home: str, url: str, token: str, steps: int) -> None:
             advance(manager, float(step))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_a_new_process_from_a_private_repository(hub: HubServer, tmp_path: Path) -> None:
     hub.token = "hf_private"
     for steps in (4, 8):
@@ -201,6 +205,7 @@ def test_a_run_goes_on_in_a_new_process_from_a_private_repository(hub: HubServer
     assert len(hub.commits(REPO)) == 4  # in each run the first save, and all others when it ended
 
 
+@pytest.mark.slow
 def test_a_private_repository_without_a_token_is_not_taken_for_an_empty_one(hub: HubServer) -> None:
     with manager_for(ROOT, model_of(1.0)) as manager:
         manager.save_state("x", wait=True)
@@ -209,6 +214,7 @@ def test_a_private_repository_without_a_token_is_not_taken_for_an_empty_one(hub:
         manager_for(ROOT, model_of(0.0)).resume()
 
 
+@pytest.mark.slow
 class TestCommits:
     def test_a_checkpoint_is_one_commit_and_is_verified_when_read(self, hub: HubServer, tmp_path: Path) -> None:
         with manager_for(ROOT, model_of(1.0)) as manager:
@@ -373,6 +379,7 @@ def sharded(hub: HubServer, tmp_path: Path) -> HubServer:
     return hub
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 def test_a_sharded_checkpoint_is_one_commit_and_comes_back_in_every_way(
     sharded: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -412,6 +419,7 @@ def _without_network(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         ckpt.pull("me/other", tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_a_whole_repository_is_pulled_and_what_was_altered_in_the_cache_is_named(
     hub: HubServer, tmp_path: Path
 ) -> None:
@@ -440,6 +448,7 @@ def test_a_whole_repository_is_pulled_and_what_was_altered_in_the_cache_is_named
     assert not (tmp_path / "more").exists()
 
 
+@pytest.mark.slow
 def test_what_is_not_there_is_told_by_its_kind(hub: HubServer, tmp_path: Path) -> None:
     with manager_for(tmp_path / "run", plain(3)) as manager:
         manager.push_to_hub("me/published")
@@ -456,6 +465,7 @@ def test_what_is_not_there_is_told_by_its_kind(hub: HubServer, tmp_path: Path) -
             assert what in CliRunner().invoke(main, ["ls", where]).output
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_with_a_token_and_nothing_else_is_fetched(
     hub: HubServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -471,6 +481,7 @@ def test_a_model_is_loaded_with_a_token_and_nothing_else_is_fetched(
     assert "loaded model of hub://me/published\n" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_root_that_a_run_writes_to_is_not_pulled_into(hub: HubServer, tmp_path: Path) -> None:
     with manager_for(ROOT, model_of(1.0)) as manager:
         manager.progress.step = 1
@@ -484,6 +495,7 @@ def test_a_root_that_a_run_writes_to_is_not_pulled_into(hub: HubServer, tmp_path
     assert ckpt.verify(tmp_path / "run") == {"mine": [], "step-00000001": []}
 
 
+@pytest.mark.slow
 def test_what_is_signed_is_pulled_and_loaded_and_nothing_else_where_that_is_required(
     hub: HubServer, tmp_path: Path
 ) -> None:
@@ -505,6 +517,7 @@ def test_what_is_signed_is_pulled_and_loaded_and_nothing_else_where_that_is_requ
         assert ckpt.verify(tmp_path / folder, verify_key=required["verify_key"]) == {"signed": []}
 
 
+@pytest.mark.slow
 def test_pull_of_a_step_goes_by_the_manifest_on_the_hub_as_elsewhere(hub: HubServer, tmp_path: Path) -> None:
     places = (ROOT, str(tmp_path / "local"))
     for root in places:
@@ -537,6 +550,7 @@ def test_a_model_that_does_not_fit_stays_as_it_was(tmp_path: Path) -> None:
     assert torch.equal(first.weight, next(plain(3).parameters()))
 
 
+@pytest.mark.slow
 def test_what_is_on_the_hub_is_read_through_fsspec_too_but_not_written(hub: HubServer) -> None:
     model, other = nn.Linear(3, 3), nn.Linear(3, 3)
     with ckpt.StateManager(ROOT, model=model) as manager:
@@ -550,6 +564,7 @@ def test_what_is_on_the_hub_is_read_through_fsspec_too_but_not_written(hub: HubS
         ckpt.StateManager(root, model=model)
 
 
+@pytest.mark.slow
 def test_a_repository_that_does_not_exist_is_not_listed_as_an_empty_one(hub: HubServer) -> None:
     with pytest.raises(ckpt.StorageError, match=r"hub://me/typo"):
         ckpt.list_checkpoints("hub://me/typo")

@@ -26,6 +26,7 @@ def lease(url: str) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_a_holder_in_another_process_of_this_machine_is_known_to_live(url: str) -> None:
     open_storage(url).write("object", [b"x"])
     ready_read, ready_write = os.pipe()

@@ -217,6 +217,7 @@ class TestKills:
         assert inner.read("step-1/file") == b"ab"
         assert not left.parent.exists()
 
+    @pytest.mark.slow
     def test_a_write_that_is_killed_leaves_nothing_listed_and_sweep_removes_the_rest(self, tmp_path: Path) -> None:
         storage = LocalStorage(tmp_path)
         storage.write("folder/object", [b"the old one"])
@@ -247,6 +248,7 @@ LocalStorage(sys.argv[1]).write(sys.argv[2], pieces())
         assert everything(tmp_path) == {"folder/object"}
         assert not (tmp_path / "fresh").exists()
 
+    @pytest.mark.slow
     def test_a_killed_holder_lets_go_of_its_lock_though_a_forked_child_lives_on(self, tmp_path: Path) -> None:
         storage = LocalStorage(tmp_path)
         script = """
@@ -267,6 +269,7 @@ with LocalStorage(sys.argv[1]).lock(".lock", note="the killed one"):
             with storage.lock(".lock", note="the next one"):
                 os.kill(forked, 0)
 
+    @pytest.mark.slow
     def test_a_forked_child_may_leave_the_lock_that_its_parent_goes_on_to_hold(self, tmp_path: Path) -> None:
         script = f"""
 {ATTEMPT}
@@ -281,6 +284,7 @@ with storage.lock(".lock", note="the parent"):
         assert "the parent" in message
 
 
+@pytest.mark.slow
 class TestNoRoom:
     def test_a_file_size_limit_is_a_full_error_and_leaves_the_old_object(self, tmp_path: Path) -> None:
         storage = LocalStorage(tmp_path)
@@ -323,6 +327,7 @@ attempt(lambda: LocalStorage(sys.argv[1]).write("object", [b"x" * 1_000_000]))
         storage.write("folder/object", [b"there is room for less"])
 
 
+@pytest.mark.slow
 class TestPermissions:
     @pytest.fixture
     def root(self) -> Iterator[Path]:

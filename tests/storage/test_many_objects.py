@@ -14,6 +14,7 @@ from ckpt.storage.s3.timestamps import parsed
 from tests.helpers.seaweed import BUCKET, Server
 
 
+@pytest.mark.slow
 def test_more_objects_than_a_page_holds_are_all_listed_and_all_removed(server: Server, s3: str) -> None:
     import boto3
 
@@ -27,6 +28,7 @@ def test_more_objects_than_a_page_holds_are_all_listed_and_all_removed(server: S
     assert list(storage.list()) == []
 
 
+@pytest.mark.slow
 def test_the_first_of_many_is_removed_before_all_others_and_the_last_after_them(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

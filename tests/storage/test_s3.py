@@ -32,6 +32,7 @@ from tests.helpers.storage_contract import StorageContract, sizes
 MB = 1 << 20
 
 
+@pytest.mark.slow
 class TestS3(StorageContract):
     @pytest.fixture
     def storage(self, s3: str) -> Storage:
@@ -112,6 +113,7 @@ def begin_upload(server: Server, root: str, key: str, parts: int) -> None:
         s3.upload_part(**where, UploadId=upload, PartNumber=number + 1, Body=bytes(5 * MB))
 
 
+@pytest.mark.slow
 class TestLargeObjects:
     def test_a_large_object_is_written_in_parts_whatever_its_pieces(self, s3: str) -> None:
         storage = open_storage(s3)
@@ -188,6 +190,7 @@ print(listed, read, peak() - before - 100)
         assert iterated < 200
 
 
+@pytest.mark.slow
 def test_what_stands_for_a_folder_is_no_object(server: Server, s3: str, tmp_path: Path) -> None:
     for name in ("", "sub/", "sub/file"):
         where = f"{s3.removeprefix(f's3://{BUCKET}/')}/{name}"
@@ -197,6 +200,7 @@ def test_what_stands_for_a_folder_is_no_object(server: Server, s3: str, tmp_path
     assert (tmp_path / "copy" / "sub" / "file").read_bytes() == b"x"
 
 
+@pytest.mark.slow
 class TestLeftovers:
     def test_an_upload_that_was_cut_off_is_swept(self, server: Server, s3: str) -> None:
         for key in ("step-1/model", "step-10/model", "other/model"):
@@ -250,6 +254,7 @@ def holder(root: str, *arguments: str) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 class TestLocks:
     def test_a_holder_that_is_killed_is_gone_at_once_for_this_machine(self, s3: str) -> None:
         with holder(s3) as process:
@@ -343,6 +348,7 @@ with open_storage({s3!r}).lock(".lock", note="the parent"):
         assert "the parent" in done.stdout
 
 
+@pytest.mark.slow
 class TestWrongRoots:
     @pytest.mark.parametrize(
         ("fault", "kind", "said"),
@@ -418,6 +424,7 @@ class TestWrongRoots:
             open_storage("s3://")
 
 
+@pytest.mark.slow
 class TestCredentials:
     def test_they_come_from_options_a_profile_or_a_config(
         self, server: Server, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -474,6 +481,7 @@ def _chained(error: BaseException | None) -> Iterator[str]:
         yield repr(error)
 
 
+@pytest.mark.slow
 class TestManager:
     def test_it_saves_replaces_resumes_and_retains(self, s3: str) -> None:
         model = nn.Linear(3, 3)
@@ -574,6 +582,7 @@ manager.save_state("a")
         assert torch.equal(merged["weight"], model.weight)
 
 
+@pytest.mark.slow
 class TestDeadlines:
     def test_without_time_to_try_again_there_is_one_try(self, s3: str) -> None:
         storage = open_storage(s3, deadline=0)

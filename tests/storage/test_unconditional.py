@@ -62,6 +62,7 @@ def test_a_server_that_honours_them_has_nothing_left_of_the_trial(bucket: Hostil
     assert not bucket.objects
 
 
+@pytest.mark.slow
 def test_a_file_that_is_gone_before_the_manifest_is_written_is_noticed(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def manager_for(root: Path, **parts: Any) -> ckpt.StateManager:
     return manager
 
 
+@pytest.mark.slow
 class TestBothWays:
     def test_what_accelerate_saved_is_loaded_in_every_bit(self, case: Case, tmp_path: Path) -> None:
         root = str(case.folder.parent)
@@ -134,6 +135,7 @@ class TestBothWays:
 
 
 class TestTakingOver:
+    @pytest.mark.slow
     def test_the_newest_folder_in_the_root_is_resumed_from_and_stays(self, theirs: Path, tmp_path: Path) -> None:
         for number in (2, 10, 9):
             shutil.copytree(theirs, tmp_path / f"checkpoint_{number}")
@@ -156,6 +158,7 @@ class TestTakingOver:
             assert found.manifest is not None
             assert (found.manifest.parent, found.manifest.origin) == ("accelerate:checkpoint_10", "")
 
+    @pytest.mark.slow
     def test_the_root_itself_may_be_the_folder(self, copy: Path) -> None:
         with manager_for(copy) as manager:
             restored = manager.load_state()
@@ -163,6 +166,7 @@ class TestTakingOver:
             manager.progress.epoch = 3  # which Accelerate does not say
             assert list(manager.epochs(5)) == [3, 4]
 
+    @pytest.mark.slow
     def test_what_a_trainer_saved_is_not_taken_for_it(self, theirs: Path, tmp_path: Path) -> None:
         folder = tmp_path / "checkpoint-500"
         folder.mkdir()
@@ -171,6 +175,7 @@ class TestTakingOver:
         with manager_for(tmp_path) as manager:
             assert manager.resume() is None
 
+    @pytest.mark.slow
     def test_where_names_do_not_tell_the_newest_one_has_to_be_named(self, theirs: Path, tmp_path: Path) -> None:
         for name in ("epoch_1", "step_500"):
             shutil.copytree(theirs, tmp_path / name)
@@ -179,6 +184,7 @@ class TestTakingOver:
                 manager.load_state()
             assert manager.load_state("epoch_1").name == "epoch_1"
 
+    @pytest.mark.slow
     def test_another_number_of_models_is_refused_by_name_and_changes_nothing(self, theirs: Path) -> None:
         models = [build(scaler=False, seed=1).model for _ in range(2)]
         before = exact(models[0].state_dict())
@@ -189,6 +195,7 @@ class TestTakingOver:
         )
         assert exact(models[0].state_dict()) == before
 
+    @pytest.mark.slow
     def test_parameters_in_another_order_than_saved_are_noticed_by_their_shapes(self, theirs: Path) -> None:
         run = build(scaler=False)
         run.optimizer.param_groups.reverse()
@@ -199,6 +206,7 @@ class TestTakingOver:
         ):
             manager.load_state()
 
+    @pytest.mark.slow
     def test_what_fits_is_taken_and_the_rest_is_listed(self, copy: Path) -> None:
         with manager_for(copy, model=nn.ModuleDict({"module": nn.Linear(6, 6)}), optimizer=None) as manager:
             with pytest.raises(ckpt.MismatchError, match=r"embed\.weight: unexpected"):
@@ -210,6 +218,7 @@ class TestTakingOver:
         }
         assert {"model", "scheduler", "seen"} <= set(restored.restored)
 
+    @pytest.mark.slow
     def test_in_mid_training_it_takes_the_run_back(self, copy: Path) -> None:
         run = build(scaler=False, seed=9)
         with ckpt.StateManager(copy, **run.parts()) as manager:
@@ -220,6 +229,7 @@ class TestTakingOver:
             manager.load_state()
         assert exact([part.state_dict() for part in (run.model, run.optimizer, run.scheduler)]) == taken
 
+    @pytest.mark.slow
     def test_shards_with_an_index_are_one_model(self, copy: Path, tmp_path: Path) -> None:
         from safetensors.torch import load_file
 
@@ -278,6 +288,7 @@ class TestHandingOver:
             manager.load_state()
         assert other.extra == 7
 
+    @pytest.mark.slow
     def test_a_damaged_checkpoint_is_not_handed_over(self, copy: Path, tmp_path: Path) -> None:
         ckpt.convert(copy, tmp_path / "root")
         for name in ("model.safetensors", "optimizer.safetensors"):
@@ -402,15 +413,18 @@ def fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestFsdp:
+    @pytest.mark.slow
     @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
     def test_the_folders_load_directly_each_rank_its_piece(self, fsdp: Path, kind: str) -> None:
         run_ranks(2, load_fsdp, str(fsdp), "saved", kind)
 
+    @pytest.mark.slow
     def test_they_load_in_one_process_and_converted(self, fsdp: Path) -> None:
         run_alone(load_fsdp, str(fsdp), "saved", "ddp")
         ckpt.convert(fsdp / "saved", fsdp, name="ours")
         run_alone(load_fsdp, str(fsdp), "ours", "ddp")
 
+    @pytest.mark.slow
     def test_a_sharded_checkpoint_of_ours_is_handed_over_whole(self, fsdp: Path, tmp_path: Path) -> None:
         run_ranks(2, save_sharded, str(tmp_path))
         ckpt.convert(tmp_path / "pieces", tmp_path / "whole", to="accelerate")
@@ -433,6 +447,7 @@ class TestFsdp:
             manager.load_state()
         assert states(models, optimizers) == states(*saved)
 
+    @pytest.mark.slow
     def test_a_lost_file_of_a_rank_is_named(self, fsdp: Path, tmp_path: Path) -> None:
         folder = Path(shutil.copytree(fsdp / "saved", tmp_path / "lost"))
         (folder / "optimizer_0" / "__1_0.distcp").unlink()
@@ -458,6 +473,7 @@ def with_payload(file: Path, payload: Payload) -> None:
     torch.save({"state": {}, "param_groups": [payload]}, file)
 
 
+@pytest.mark.slow
 class TestBadInput:
     @pytest.mark.parametrize(
         "name", ["optimizer.bin", "scheduler.bin", "scaler.pt", "random_states_0.pkl", "custom_checkpoint_0.pkl"]
@@ -581,6 +597,7 @@ def convert_and_die(rank: int, source: str, destination: str, to: str, at: int) 
     ckpt.convert(source, destination, to=to)
 
 
+@pytest.mark.slow
 class TestKilled:
     @pytest.mark.parametrize("to", ["ckpt", "accelerate"])
     def test_a_killed_conversion_leaves_nothing_that_looks_finished(self, copy: Path, tmp_path: Path, to: str) -> None:

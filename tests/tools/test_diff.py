@@ -136,6 +136,7 @@ def _save_sharded(rank: int, root: str) -> None:
         manager.save_state("a", wait=True)
 
 
+@pytest.mark.slow
 def test_how_it_is_laid_out_makes_no_difference(first: str, tmp_path: Path, s3: str) -> None:
     assert run_ranks(2, _save_sharded, str(tmp_path / "sharded")) == [0, 0]
     assert (tmp_path / "sharded" / "a" / "model" / "00001.safetensors").exists()

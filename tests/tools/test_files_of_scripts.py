@@ -238,6 +238,7 @@ def test_what_stops_torch_in_the_middle_of_a_folder_is_the_error(tmp_path: Path,
         write_folder(str(tmp_path / "out"), {"w": entry}, {}, lambda count: None)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_whatever_is_written(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.zeros(1 << 20)}}, tmp_path / "saved.pt")
     small = tmp_path / "small"
@@ -250,6 +251,7 @@ def test_a_full_disk_is_one_line_whatever_is_written(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_full_device_for_the_output_of_a_command_is_no_fault_of_ckpt(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from ckpt.cli.main import main; main()", "ls", str(tmp_path)]
     with open("/dev/full", "w") as full:

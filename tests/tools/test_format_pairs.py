@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.format_pairs import KEEPS_THE_OPTIMIZER, SOURCES, TARGETS, Written, difference
+from tests.helpers.second_process import slow_where
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(scope="module", params=SOURCES)
+@pytest.fixture(scope="module", params=slow_where("sharded", SOURCES))
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
     return SOURCES[request.param](tmp_path_factory.mktemp("written") / "saved")
 

@@ -184,6 +184,7 @@ class TestRetention:
         assert steps(root) == [5, 4, 3]
         assert all(wrong == [] for wrong in ckpt.verify(root).values())
 
+    @pytest.mark.slow
     def test_a_removal_that_was_cut_off_is_finished_by_the_next(self, root: str) -> None:
         save(root, [1.0] * 2)
         assert subprocess.run([sys.executable, "-c", _REMOVE, root], check=False).returncode == -signal.SIGKILL
@@ -194,6 +195,7 @@ class TestRetention:
 
 
 class TestLeftovers:
+    @pytest.mark.slow
     @pytest.mark.parametrize("place", ["root", "s3"])
     def test_a_crashed_save_is_swept_after_the_grace_period(self, request: pytest.FixtureRequest, place: str) -> None:
         root = request.getfixturevalue(place)
@@ -209,6 +211,7 @@ class TestLeftovers:
         assert keys(root) == before
         assert list(open_storage(root).unfinished()) == []
 
+    @pytest.mark.slow
     def test_uploads_outside_of_any_checkpoint_are_swept_too(self, server: Server, s3: str) -> None:
         save(s3, [1.0])
         begin_upload(server, s3, "export/model.safetensors", 1)
@@ -218,6 +221,7 @@ class TestLeftovers:
         assert done.swept == {"export/model.safetensors": 5 << 20}
         assert uploads(server, s3) == []
 
+    @pytest.mark.slow
     def test_a_save_under_way_is_never_touched(self, root: str) -> None:
         save(root, [1.0])
         with saving(root) as process:
@@ -255,6 +259,7 @@ class TestCommand:
         assert re.fullmatch(r"removed 2 checkpoints, \d+\.\d kB", lines[-1])
         assert steps(root) == [4, 2]
 
+    @pytest.mark.slow
     def test_leftovers_that_are_too_young_are_named_with_their_age(self, tmp_path: Path) -> None:
         save(tmp_path, [1.0])
         crash(str(tmp_path))
@@ -263,6 +268,7 @@ class TestCommand:
         assert "There is nothing to remove." in result.output
         assert prune(tmp_path, "--grace", "0s").output.splitlines()[-1].startswith("removed 1 leftover, ")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("answer", "left"), [("n", [3, 2, 1]), ("y", [3])])
     def test_on_a_terminal_it_asks(self, tmp_path: Path, answer: str, left: list[int]) -> None:
         save(tmp_path, [1.0] * 3)
@@ -323,6 +329,7 @@ class TestCommand:
         assert not (tmp_path / "absent").exists()
 
 
+@pytest.mark.slow
 def test_on_the_hub_the_history_is_forgotten_with_what_was_removed(hub: HubServer, tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with ckpt.StateManager("hub://me/run", model=model, storage_options={"interval": 0}) as manager:

@@ -66,6 +66,7 @@ def loaded(root: str | Path) -> Any:
     return restored.name, model.weight
 
 
+@pytest.mark.slow
 def test_a_checkpoint_comes_from_s3_into_a_root_to_resume_from(s3: str, tmp_path: Path) -> None:
     model = save(s3)
     result = pull(f"{s3}/step-00000002", tmp_path / "back")
@@ -77,6 +78,7 @@ def test_a_checkpoint_comes_from_s3_into_a_root_to_resume_from(s3: str, tmp_path
     assert (tmp_path / "back" / "step-00000002" / "manifest.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_whole_root_goes_from_s3_to_s3(s3: str) -> None:
     save(s3, 3)
     other = f"{s3}-other"
@@ -85,6 +87,7 @@ def test_a_whole_root_goes_from_s3_to_s3(s3: str) -> None:
     assert ckpt.pull(s3, other) == other  # all of it is there
 
 
+@pytest.mark.slow
 def test_a_large_one_passes_through_little_memory_and_without_torch(s3: str, tmp_path: Path) -> None:
     save(tmp_path / "run", 1, size=750_000)  # 300 MB
     command = [sys.executable, "-c", _PEAK, f"{tmp_path}/run/step-00000001", s3]
@@ -113,6 +116,7 @@ def test_a_folder_that_is_there_is_not_taken_for_a_repository(tmp_path: Path, mo
     assert ckpt.verify("back") == {"a": []}
 
 
+@pytest.mark.slow
 def test_what_was_cut_off_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "run", 1)
     there, back = tmp_path / "run", tmp_path / "back"
@@ -180,6 +184,7 @@ def test_a_root_that_a_run_writes_to_is_refused(tmp_path: Path) -> None:
             ckpt.pull(tmp_path / "run", tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_plain_files_come_too(s3: str, tmp_path: Path) -> None:
     save(tmp_path / "run", 1)
     ckpt.merge(tmp_path / "run" / "step-00000001", f"{s3}/model.safetensors")
@@ -196,6 +201,7 @@ def test_plain_files_go_where_a_file_url_says(tmp_path: Path) -> None:
     assert (tmp_path / "a b" / "notes.txt").read_text() == "x"
 
 
+@pytest.mark.slow
 class TestToTheHub:
     def test_all_of_a_root_arrives_with_its_bytes_each_checkpoint_in_one_commit(
         self, s3: str, hub: HubServer, tmp_path: Path

@@ -104,7 +104,6 @@ def test_a_habit_of_users_resumes_exactly_or_ckpt_itself_says_that_it_does_not(h
     assert report.exact or report.named, str(report)
 
 
-@pytest.mark.ranks
 def test_ranks_are_compared_each_with_itself() -> None:
     report = check(Program(target=str(EXAMPLES / "train_fsdp.py"), arguments=("--epochs", "1"), kills=1, processes=2))
     assert report.exact, str(report)

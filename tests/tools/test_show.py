@@ -94,6 +94,7 @@ def test_json_has_the_same(root: str) -> None:
     assert found["size"] == sum(file["size"] for file in found["files"])
 
 
+@pytest.mark.slow
 def test_on_s3_no_tensor_is_read(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(1000, 1000)
     with ckpt.StateManager(s3, model=model) as manager:
