@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,9 +18,7 @@ from ckpt.data.batches import Batches
 from ckpt.data.metrics import checked_metrics
 from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, MissingError, Preempted
-from ckpt.export.hub_commit import Card, HubTarget
 from ckpt.export.options import SHARD_SIZE, ExportOptions
-from ckpt.export.save_model import check_processors, save_live
 from ckpt.load.restored import Restored
 from ckpt.options import Mirror, RankOptions, SaveOptions, required_root, resolve_options
 from ckpt.ranks.group import MAIN
@@ -35,6 +33,9 @@ from ckpt.storage import Storage, disk_path
 from ckpt.util.console import say
 from ckpt.util.fork_safety import refuse_copy
 from ckpt.util.html import html_table
+
+if TYPE_CHECKING:
+    from ckpt.export.hub_commit import Card
 
 _log = logging.getLogger("ckpt")
 T = TypeVar("T")
@@ -404,6 +405,8 @@ class StateManager:
             processor: Anything with `save_pretrained`.
             part: Which model, where there are several: `"model.generator"`.
         """
+        from ckpt.export.save_model import check_processors, save_live
+
         self._session.loader.refuse_half_loaded()
         model, wanted = self._session.registry.model_part(part), ExportOptions.parse(dtype, max_shard_size)
         beside = check_processors(tokenizer=tokenizer, processor=processor)
@@ -421,6 +424,9 @@ class StateManager:
         Every rank must make this call; the main one alone talks to the Hub. Without `wait` it does so while training
         continues, and returns None; what goes wrong is raised by the next push, or on the main rank by `wait()`.
         """
+        from ckpt.export.hub_commit import HubTarget
+        from ckpt.export.save_model import check_processors
+
         session = self._session
         session.require_usable("push_to_hub()")
         target = HubTarget.of(repo_id, revision, token, private, commit_message, card, create_pr)

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 from ckpt.data import loader_hook
 from ckpt.data.loop import Loop
 from ckpt.data.metrics import as_numbers
 from ckpt.errors import StorageError
-from ckpt.export.card import Training, curves
-from ckpt.export.push import Pusher
 from ckpt.load.load_state import LiveObjects, StateLoader
 from ckpt.load.locations import Locations
 from ckpt.load.restored import Restored
@@ -45,6 +43,10 @@ from ckpt.state.objects import ObjectSource
 from ckpt.state.unmanaged import UnmanagedWatch, weakly
 from ckpt.state.unwrap import walked_once
 
+if TYPE_CHECKING:
+    from ckpt.export.card import Training
+    from ckpt.export.push import Pusher
+
 _log = logging.getLogger("ckpt")
 _Metrics = Mapping[str, Any] | None
 _Root = RootWriter | None
@@ -67,7 +69,6 @@ class Session:
         snapshots = Snapshots(options.saving.host_memory_bytes, options.saving.device_memory_bytes)
         self.saver = Saver(writer, snapshots, options.saving.read_back)
         self.memory = build_tier(self.saver, **options.memory)
-        self.pusher = Pusher(self.ranks)
         self.preemption = build_preemption(options.ranks, self.ranks, self.patience)
         self.schedule = SaveSchedule(self.ranks, options.save_every, on_sigusr1=options.ranks.save_on_sigusr1)
         self.loop = Loop(self.ranks, source.loaders, follow=options.follow, others=not accelerated)
@@ -254,8 +255,16 @@ class Session:
             self.unmanaged.resumed_from = restored.name
         return restored
 
+    @cached_property
+    def pusher(self) -> Pusher:
+        from ckpt.export.push import Pusher  # a run that pushes nothing loads nothing for it
+
+        return Pusher(self.ranks)
+
     def training_facts(self) -> Training:
         """What a model card can say of this run."""
+        from ckpt.export.card import Training, curves
+
         return Training(
             progress=self.loop.progress.to_json(),
             metrics=as_numbers(self.metrics),
@@ -275,7 +284,8 @@ class Session:
         try:
             self.saver.wait()
         finally:
-            self.pusher.wait()
+            if "pusher" in vars(self):
+                self.pusher.wait()
 
     def close(self, *, for_restart: bool = False) -> None:
         """Finish and release everything. `for_restart`: what is in memory is left for a restart."""

@@ -16,10 +16,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.checkpoint.resharding import _shards_get_overlap_region_wrt_saved_tensor
-
 from ckpt.errors import RanksError
 
 _PLACEMENT = re.compile(r"R|S(\d+)(?:/(\d+))?")
@@ -45,22 +41,16 @@ class Box:
 
     def overlap(self, other: Box) -> Overlap | None:
         """The intersection: for each dimension the start in this box, the start in the other, and the length."""
-        if self.is_empty or other.is_empty or not _intersect(self, other):
-            return None
-        narrows = _shards_get_overlap_region_wrt_saved_tensor(_chunk(self), _chunk(other))
-        return [(start, other_start, length) for _, start, other_start, length in narrows]
+        found = []
+        for (start, size), (other_start, other_size) in zip(self.ranges, other.ranges, strict=True):
+            first, end = max(start, other_start), min(start + size, other_start + other_size)
+            if first >= end:
+                return None
+            found.append((first - start, first - other_start, end - first))
+        return found
 
 
 RankOverlap = tuple[int, Box, Ranges]  # a rank, the part of its shard inside a box, and where in the box that is
-
-
-def _intersect(box: Box, other: Box) -> bool:
-    spans = zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
-    return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in spans)
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -24,6 +25,9 @@ from tests.helpers.places import Folder, Place, Prefix
 from tests.helpers.seaweed import BUCKET, Server, environment, serving
 from tests.helpers.second_process import MARKS, single_process
 
+# hundreds of processes import ckpt: images of Python that set this would have each compile every module (0.5 s) anew
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ.setdefault("CKPT_MEMORY_KEEPER", "off")  # a process that outlives a test: only tests of it start one
 ON_S3 = os.environ.get("CKPT_ROOT") == "s3"
 _numbers = itertools.count()

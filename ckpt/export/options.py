@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from ckpt.errors import ConfigError
-from ckpt.formats.foreign.hf_safetensors import parse_dtype
 from ckpt.util.sizes import parse_size
 
 SHARD_SIZE = "5GB"
@@ -26,6 +25,8 @@ class ExportOptions:
     @classmethod
     def parse(cls, dtype: str | torch.dtype | None, max_shard_size: int | str | None) -> ExportOptions:
         """The options as users give them: `"bfloat16"`, `"5GB"`."""
+        from ckpt.formats.foreign.hf_safetensors import parse_dtype  # training loads no format of others
+
         return cls(
             dtype=None if dtype is None else parse_dtype(dtype),
             max_shard_size=None if max_shard_size is None else _parse_shard_size(max_shard_size),

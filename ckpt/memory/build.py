@@ -6,15 +6,15 @@ import logging
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ckpt.memory.places import Places
-from ckpt.memory.replicas import Replicas
 from ckpt.memory.root_token import remove_token
-from ckpt.memory.tier import MemoryTier
 from ckpt.ranks.group import MAIN
 from ckpt.save.saver import Saver
 from ckpt.storage import Storage
+
+if TYPE_CHECKING:
+    from ckpt.memory.tier import MemoryTier
 
 _log = logging.getLogger("ckpt")
 
@@ -31,6 +31,10 @@ def build_tier(
     if not every:
         root.on_hold = partial(_leave_snapshots, root.storage) if is_main else None
         return None
+    from ckpt.memory.places import Places  # a run without a tier loads none of it
+    from ckpt.memory.replicas import Replicas
+    from ckpt.memory.tier import MemoryTier
+
     places = Places(root.storage, rescue, storage_options, root.hosts.separate_roots)
     tier = MemoryTier(every, root.ranks, saver, places, Replicas(root.ranks, replicas))
     root.on_hold = partial(_tell_held, weakref.ref(tier)) if is_main else None

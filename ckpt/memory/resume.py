@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt.load import select
 from ckpt.load.candidates import in_memory
 from ckpt.load.restored import Restored
 from ckpt.memory.statistics import crash_facts, saving_of
-from ckpt.memory.tier import MemoryTier
 from ckpt.ranks.group import MAIN
 from ckpt.util.console import say
+
+if TYPE_CHECKING:
+    from ckpt.memory.tier import MemoryTier
 
 
 def find_snapshots(tier: MemoryTier | None) -> select.MemoryTier | None:

@@ -13,7 +13,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, and not listed
 
 from ckpt.errors import RanksError
 
