@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 MARKS = ("slow", "gpu")
+platform.processor()  # libraries ask for it: Python starts `uname` for the first answer, and has it then
 _GUARDED: tuple[tuple[Any, str], ...] = (
     (subprocess.Popen, "__init__"),
     (BaseProcess, "start"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -83,5 +83,5 @@ class Job:
 
     def replace_host(self, host: int) -> None:
         """Another machine takes the place of a host: nothing is in its memory."""
-        shutil.rmtree(self.memories[host])
+        self.memories[host].rename(tempfile.mkdtemp(dir=self.root.parent))  # at once, whoever is still at work in it
         self.memories[host].mkdir()

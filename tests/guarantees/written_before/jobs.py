@@ -12,7 +12,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,16 +182,17 @@ def _random_state(source: Any) -> torch.Tensor:
     return state
 
 
-def launch(action: str, case: str, root: Path, report: Path, code: Path) -> None:
-    """Run a job with the `ckpt` in a folder, every rank a process of its own."""
+def launch(action: str, case: str, places: Mapping[Path, Path], code: Path) -> None:
+    """Run a job for each root, with its report, by the `ckpt` in a folder; every rank is a process of its own."""
     from torch._C._distributed_c10d import TCPStore
 
     world_size = RANKS[case]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {**os.environ, "PYTHONPATH": str(code), "GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, __file__, action, case, str(root), str(report), str(code), str(store.port)]
+    named = [str(path) for place in places.items() for path in place]
+    command = [sys.executable, __file__, action, case, str(code), str(store.port)]
     ranks = [
-        subprocess.Popen([*command, str(rank)], cwd=report.parent, env=environment, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, str(rank), *named], cwd="/", env=environment, stderr=subprocess.PIPE, text=True)
         for rank in range(world_size)
     ]
     try:
@@ -202,26 +203,28 @@ def launch(action: str, case: str, root: Path, report: Path, code: Path) -> None
     assert [rank.returncode for rank in ranks] == [0] * world_size, "\n".join(said)
 
 
-def _rank(action: str, case: str, root: str, report: str, code: str, port: int, rank: int) -> None:
+def _rank(action: str, case: str, code: str, port: int, rank: int, *places: str) -> None:
     from torch._C._distributed_c10d import TCPStore
 
     assert Path(ckpt.__file__).is_relative_to(code), f"{ckpt.__file__} is not in {code}"
     if RANKS[case] > 1:
         store = TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS[case])
-    train(rank, action, case, root, report)
+    for root, report in zip(places[::2], places[1::2], strict=True):
+        train(rank, action, case, root, report)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def main(arguments: list[str]) -> None:
-    if len(arguments) == 7:
-        action, case, root, report, code, port, rank = arguments
-        _rank(action, case, root, report, code, int(port), int(rank))
+    if len(arguments) > 2:
+        action, case, code, port, rank, *places = arguments
+        _rank(action, case, code, int(port), int(rank), *places)
         return
     action, folder = arguments
     for case in RANKS:
-        launch(action, case, Path(folder, case), Path(folder, case), Path(ckpt.__file__).parents[1])
+        place = Path(folder, case).absolute()
+        launch(action, case, {place: place}, Path(ckpt.__file__).parents[1])
 
 
 if __name__ == "__main__":
