@@ -19,6 +19,7 @@ from ckpt.storage import Storage
 _log = logging.getLogger("ckpt")
 
 MEMORY = -1  # the tier of snapshots in memory: before the root (0) and the mirror (1)
+STRAY = "it continues from a checkpoint that is not in the root any more."  # why a snapshot in memory is left
 
 
 class Listed(TypedDict):
@@ -94,10 +95,12 @@ def _found(storage: Storage, name: str | None, on_listed: Callable[[Overview], N
 
 
 def list_memory(storage: Storage) -> list[Listed]:
-    """The snapshots in this host's memory that are committed. What cannot be read there is as good as absent."""
+    """The snapshots in this host's memory that were committed, those with a damaged manifest too.
+
+    A storage that cannot be read is as good as empty."""
     try:
         found = Overview.of(storage).checkpoints
-        return _committed([_listed(MEMORY, checkpoint, checkpoint.name) for checkpoint in found])
+        return [_listed(MEMORY, checkpoint, checkpoint.name) for checkpoint in found if checkpoint.was_committed]
     except StorageError as error:
         _log.warning("%s cannot be read: %s", storage.url, error)
         return []
@@ -118,10 +121,9 @@ def join_listings(
         if not order:
             read_any(root, name)  # another tool wrote it; or there is none, which is raised
         return {"order": order or [(0, name)], "passed_over": {}, "root_step": None, "unseen": unseen}
-    usable = {checkpoint for tier, checkpoint in order if tier == 0}
     return {
         "order": order or [(0, folder) for folder in (foreign_names(root) if foreign else [])],
-        "passed_over": {key: why for key, why in _uncommitted_in_root(listed).items() if key not in usable} | strays,
+        "passed_over": _unusable(listed, order) | strays,
         "root_step": next((found["step"] for found in committed if found["tier"] != MEMORY), None),
         "unseen": unseen,
     }
@@ -139,8 +141,7 @@ def _without_strays(listed: list[Listed]) -> tuple[list[Listed], dict[str, str]]
     stored = [found for found in committed if found["tier"] != MEMORY]
     known = {key for found in stored for key in (found["id"], found["parent"])} if stored else {None}
     strays = [found for found in committed if found["tier"] == MEMORY and found["parent"] not in known]
-    why = "it continues from a checkpoint that is not in the root any more."
-    return [found for found in committed if found not in strays], {in_memory(found["name"]): why for found in strays}
+    return [found for found in committed if found not in strays], {in_memory(found["name"]): STRAY for found in strays}
 
 
 def in_memory(name: str) -> str:
@@ -152,9 +153,14 @@ def _committed(listed: list[Listed]) -> list[Listed]:
     return [checkpoint for checkpoint in listed if checkpoint["problem"] is None]
 
 
-def _uncommitted_in_root(listed: list[Listed]) -> dict[str, str]:
-    found = ((checkpoint["name"], checkpoint["problem"]) for checkpoint in listed if checkpoint["tier"] == 0)
-    return {name: problem for name, problem in found if problem is not None}
+def _unusable(listed: list[Listed], order: list[tuple[int, str]]) -> dict[str, str]:
+    """What is not committed in the root, and what has a damaged manifest in memory, unless another host has it."""
+    found = ((checkpoint["tier"], checkpoint["name"], checkpoint["problem"]) for checkpoint in listed)
+    return {
+        in_memory(name) if tier == MEMORY else name: problem
+        for tier, name, problem in found
+        if tier <= 0 and problem is not None and (tier, name) not in order
+    }
 
 
 def _root_unreadable(tiers: Sequence[Storage], listed: list[Listed], unreadable: Mapping[int, StorageError]) -> str:

@@ -144,10 +144,10 @@ class Keeper:
         return not alone
 
     def _touch(self) -> None:
-        """Note that the run lives, by which others on this host know how long it has not."""
+        """Note that the run lives, by which others on this host know how long it has not: as `place.note_life`."""
         if time.monotonic() - self._touched > _TOUCH:
             self._touched = time.monotonic()
-            os.utime(self._alive)
+            os.utime(self._alive, (self._touched, self._touched))
 
     def _finish(self) -> bool:
         """End: remove the folder, with its lock held so that nobody comes to live in it. False if somebody has."""

@@ -68,7 +68,12 @@ class Meeting:
             self.places.settle(self.place)
 
     def forget(self) -> None:
-        """The root is locked, and what was found, here or on other hosts, is not what this run continues from."""
+        """The root is locked, and what was found, here or on other hosts, is not what this run continues from.
+
+        The token goes first: without it no host's folder is the root's, however many of them a kill leaves behind.
+        """
+        if self._token:
+            decide_together(self.ranks, _CALL, Result(), lambda _: remove_token(self.root))
         self.remove()
         self._token = ""
 
@@ -88,6 +93,11 @@ class Meeting:
         """On the main rank: write the token again where it is gone. A later run would not find the snapshots."""
         if self._token and read_token(self.root) != self._token:
             write_token(self.root, self._token)
+
+    def note_life(self) -> None:
+        """Note that this run lives in its folder."""
+        if self.place is not None:
+            self.place.note_life()
 
     def measure_room(self) -> room.Room:
         """The room for snapshots on this host, of which its folder has taken some."""

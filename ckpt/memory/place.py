@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import re
 import secrets
@@ -68,13 +69,13 @@ class MemoryPlace:
 
     @classmethod
     def find(cls, root_identity: str) -> MemoryPlace | None:
-        """The newest folder of this root that this boot, user and code have made; None if there is none.
+        """The folder of this root that this boot, user and code have made and used last; None if there is none.
 
         Folders of this user in which nobody has lived for the time of `linger_seconds` are removed on the way.
         """
         remove_expired()
         ours = [place for place in cls.list_places() if place._is_of(root_identity)]
-        return max(ours, key=lambda place: str(place.facts.get("created", "")), default=None)
+        return min(ours, key=lambda place: place.idle_seconds, default=None)
 
     @classmethod
     def create(
@@ -137,8 +138,8 @@ class MemoryPlace:
 
     @property
     def idle_seconds(self) -> float:
-        """How long ago the last snapshot was begun, or a process came to live here."""
-        return max(0.0, time.time() - _last_change(self.path))
+        """How long ago the last snapshot was begun, or a process was seen to live here."""
+        return max(0.0, _age(self.path))
 
     def hold(self) -> None:
         """Live here, until `release` or the end of this process: forked children, which may outlive it, do not.
@@ -154,12 +155,17 @@ class MemoryPlace:
             _lock_shared(descriptor, self.path)
             if not _is_same_file(descriptor, self.path / ALIVE):
                 raise PlaceError(f"{self.path} was removed just now.")
-            os.utime(descriptor)
+            note_life(descriptor)
         except BaseException:
             with _held.guard:
                 _held.close(descriptor)
             raise
         self._alive = descriptor
+
+    def note_life(self) -> None:
+        """Note that this process lives here: others on this host know by it how long nobody has."""
+        if self._alive is not None:
+            note_life(self._alive)
 
     def release(self) -> None:
         """Stop living here. The folder is left for a restart."""
@@ -207,7 +213,7 @@ class MemoryPlace:
 def remove_expired() -> list[Path]:
     """Remove this user's folders in which nobody has lived for the time of `linger_seconds`; returns their paths."""
     after = linger_seconds()
-    old = [path for path in _named_paths() if _is_own_directory(path) and time.time() - _last_change(path) > after]
+    old = [path for path in _named_paths() if _is_own_directory(path) and _age(path) > after]
     return [path for path in old if _remove_if_deserted(path)]
 
 
@@ -229,13 +235,27 @@ def _is_own_directory(path: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and private
 
 
-def _last_change(folder: Path) -> float:
-    """When something happened in a folder: it was made, a process came, or a snapshot began."""
-    times = [0.0]
-    for path in (folder, folder / ALIVE, folder / SLOTS):
-        with contextlib.suppress(OSError):
-            times.append(os.lstat(path).st_mtime)
-    return max(times)
+def note_life(alive: int) -> None:
+    """Set the times of the file `alive` to now, as the clock has it that nobody sets: seconds since boot.
+
+    By the time of day, a clock that is set forward by two hours would make fresh snapshots expire.
+    """
+    os.utime(alive, (time.monotonic(), time.monotonic()))
+
+
+def _age(folder: Path) -> float:
+    """Seconds since somebody was known to live in a folder. What an earlier boot has left, nobody can use any more.
+
+    One that no run can enter, because it is being made or removed, has the age that its own time says.
+    """
+    place = MemoryPlace.open(folder)
+    if place is not None and place.facts.get("boot") != boot_id():
+        return math.inf
+    with contextlib.suppress(OSError):
+        if place is not None and os.path.lexists(folder / ALIVE):
+            return time.monotonic() - os.lstat(folder / ALIVE).st_mtime
+        return time.time() - os.lstat(folder).st_mtime
+    return 0.0  # removed meanwhile
 
 
 def _open_alive(folder: Path) -> int:

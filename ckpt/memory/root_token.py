@@ -37,9 +37,11 @@ def remove_token(root: Storage) -> bool:
 
     A token that cannot be removed is said: a later run would take what is in such a folder for the newest.
     """
-    if isinstance(root, Staging) or not read_token(root):
+    if isinstance(root, Staging):
         return False
     try:
+        if not read_token(root):
+            return False
         root.delete([TOKEN])
     except StorageError as error:
         _log.warning(

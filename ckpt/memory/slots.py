@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from ckpt.errors import FullError, LockedError
-from ckpt.formats.native.manifest import FileRecord, Manifest
+from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
+from ckpt.memory.host_link import remove_files
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import SingleProcess
-from ckpt.root import deletion
+from ckpt.root import catalog, deletion
 from ckpt.root.commit import Attempt, EarlierFile, WrittenFile
 from ckpt.save.captured_state import CapturedState
 from ckpt.save.root_writer import RootWriter
@@ -56,6 +57,7 @@ class SlotWriter(RootWriter):
             with suppress(LostError):  # the folder was removed: it is made anew when the snapshot is begun
                 self._hold()
                 self.keep_newest()
+                self._remove_unreadable()
 
     def keep_newest(self, count: int = 1) -> None:
         """Remove all snapshots but the newest intact one, or all of them. Raises if somebody reads one of those."""
@@ -68,6 +70,13 @@ class SlotWriter(RootWriter):
                 if why:
                     raise LockedError(f"{self.storage.url}/{manifest.name} {why}.")
                 held.discard(manifest.name)
+
+    def _remove_unreadable(self) -> None:
+        """Remove what a damaged manifest keeps in memory: nobody knows its files, and nobody can use them."""
+        known = {manifest.name for manifest in self._committed}
+        for name, files in catalog.by_folder(self.storage.list()).items():
+            if FILE_NAME in files and name not in known:
+                remove_files(self.storage, name)
 
     def clear(self) -> None:
         """Remove all snapshots, and give back their memory. No save may be under way."""

@@ -94,13 +94,14 @@ class MemoryTier:
         """A checkpoint was loaded: from memory, where these snapshots cannot be used; None if it came from elsewhere.
 
         Then what is in memory is damaged, older, or was left on purpose: a later resume must not take it, once this run
-        has the root. Until then the snapshots may be those of a run that lives.
+        has the root and makes a step. Until then the snapshots may be those of a run that lives. Every rank makes this
+        call.
         """
         self._continues = passed_over is not None
         self._damaged |= set(passed_over or ())
         if self._is_settled and not self._continues:
             self._close_slots()
-            self.meeting.remove()
+            self.meeting.forget()
 
     def root_is_held(self) -> None:
         """The main rank has locked the root: what is in memory elsewhere, and not continued from, is not the root's."""
@@ -117,7 +118,13 @@ class MemoryTier:
         self.meeting.settle() if self._continues else self.meeting.forget()
 
     def stepped(self, step: int) -> None:
-        """Record the step that training has reached: a restart says what the crash has cost."""
+        """Record the step that training has reached: a restart says what the crash has cost. On every rank.
+
+        The first step after a load that has left the snapshots takes the root: without that, a crash before the next
+        save or snapshot would resume from what was gone back from.
+        """
+        if not (self._is_settled or self._continues or self.is_off) and self._meet():
+            self._take_root()
         self._has_trained = True
         if self.meeting.place is not None and self._is_settled and self.ranks.rank == MAIN:
             with suppress(OSError):
@@ -242,6 +249,7 @@ class MemoryTier:
             slots = self._open_slots()
             self.saver.release_idle()
             slots.save(request, wait=False)
+            self.meeting.note_life()
             self.statistics.taken += 1
             self._held_at = self._taken_at
         except Exception as error:  # of any kind: all ranks learn of it before the next snapshot

@@ -31,12 +31,13 @@ def train(
     wrapped = wrap(model, sharded=options.pop("sharded", False)) if torch.distributed.is_initialized() else model
     optimizer = torch.optim.AdamW(model.parameters())
     torch.manual_seed(50 + rank)
+    back = options.pop("back", None)
     options = {"save_every": 5, "memory_every": 2, "follow": False, **options}
     try:
         with ckpt.StateManager(
             root, model=wrapped, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=30), **options
         ) as manager:
-            restored = manager.resume()
+            restored = manager.resume() if back is None else manager.load_state(back)
             found = (restored.from_memory, restored.step) if restored is not None else None
             assert found == expected, str(restored)
             while manager.progress.step < last:

@@ -50,6 +50,24 @@ def test_a_flipped_bit_on_one_host_makes_all_take_the_older(tmp_path: Path, stra
     assert job.to(12, (True, 6)) == straight
 
 
+def test_what_all_hosts_went_back_from_is_not_resumed_though_a_kill_leaves_it_on_one(
+    tmp_path: Path, straight: list[str]
+) -> None:
+    job = Job(tmp_path, 0, 1, sharded=True, memory_every=4)
+    job.to(9, None)
+    for memory in job.memories:
+        shutil.copytree(
+            memory, f"{memory}-left", symlinks=True
+        )  # as if each host had died before it removed its folder
+    job.options["back"] = 5
+    job.to(6, (False, 5))
+    for memory in job.memories:
+        shutil.rmtree(memory)
+        shutil.copytree(f"{memory}-left", memory, symlinks=True)
+    del job.options["back"]
+    assert job.to(12, (False, 5)) == straight
+
+
 def test_another_number_of_ranks_resumes_from_memory_too(tmp_path: Path) -> None:
     Job(tmp_path, 0, 0, sharded=True).to(9, None)
     Job(tmp_path, 0).to(12, (True, 8))

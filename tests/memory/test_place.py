@@ -38,9 +38,8 @@ def change_facts(place: MemoryPlace, **facts: object) -> None:
 
 
 def set_age(place: MemoryPlace, seconds: float) -> None:
-    then = time.time() - seconds
-    for path in (place.path / ALIVE, place.path / SLOTS, place.path):
-        os.utime(path, (then, then))
+    then = time.monotonic() - seconds
+    os.utime(place.path / ALIVE, (then, then))
 
 
 class TestCreate:
@@ -229,6 +228,30 @@ class TestRemoval:
             left.release()
         assert MemoryPlace.find(ROOT) is None
         assert set(memory.iterdir()) == {places_[0].path, places_[2].path}
+
+    def test_a_clock_that_was_set_forward_makes_nothing_expire(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        place = create()
+        place.release()
+        forward = time.time() + 2 * 3600
+        monkeypatch.setattr(time, "time", lambda: forward)
+        assert remove_expired() == []
+        assert MemoryPlace.find(ROOT) == place
+        assert place.idle_seconds < 3600
+
+    def test_a_clock_that_was_set_back_keeps_nothing_for_longer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        place = create()
+        place.release()
+        set_age(place, 3700)
+        back = time.time() - 2 * 3600
+        monkeypatch.setattr(time, "time", lambda: back)
+        assert remove_expired() == [place.path]
+
+    def test_what_an_earlier_boot_has_left_is_removed(self) -> None:
+        place = create()
+        change_facts(place, boot="another")
+        assert remove_expired() == []
+        place.release()
+        assert remove_expired() == [place.path]
 
     def test_the_time_can_be_set(self, monkeypatch: pytest.MonkeyPatch) -> None:
         place = create()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -90,9 +91,9 @@ def snapshots(memory: Path) -> list[str]:
     return sorted(path.parent.name for path in memory.glob("ckpt-*/slots/*/manifest.json"))
 
 
-def damage(folder: Path) -> None:
-    """Flip one bit in the tensors of a checkpoint."""
-    file = folder / "model.safetensors"
+def damage(folder: Path, name: str = "model.safetensors") -> None:
+    """Flip one bit in the tensors of a checkpoint, or in another of its files."""
+    file = folder / name
     data = bytearray(file.read_bytes())
     data[-3] ^= 4
     file.write_bytes(data)
@@ -206,6 +207,41 @@ class TestDamage:
         assert list(again.restored.passed_over) == ["step-00000015 in memory"]
         assert "step-00000015" in str(again.restored)
 
+    def test_a_flipped_bit_in_the_manifest_is_named_with_the_steps_that_it_costs(
+        self, tmp_path: Path, memory: Path, straight: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        Training(tmp_path / "root").to(17)
+        damage(slot(memory, "step-00000015"), "manifest.json")
+        again = Training(tmp_path / "root")
+        assert again.to(18)
+        assert (again.restored.from_memory, again.restored.step) == (True, 12)
+        assert list(again.restored.passed_over) == ["step-00000015 in memory"]
+        lost = [record.message for record in caplog.records if "step-00000015 in memory" in record.message]
+        assert len(lost) == 1
+        assert "had reached step 17, and continues from step 12: 5 steps of it are lost." in lost[0]
+        assert snapshots(memory) == ["step-00000015", "step-00000018"]
+        last = Training(tmp_path / "root")
+        assert last.to(25) == straight
+        assert (last.restored.from_memory, last.restored.step, last.restored.passed_over) == (True, 18, {})
+
+    def test_what_a_damaged_manifest_keeps_in_memory_is_given_back(self, tmp_path: Path, memory: Path) -> None:
+        Training(tmp_path / "root").to(17)
+        damage(slot(memory, "step-00000015"), "manifest.json")
+        Training(tmp_path / "root", memory_every=4).to(17)
+        assert snapshots(memory) == ["step-00000012", "step-00000016"]
+
+    def test_with_nothing_in_the_root_damaged_manifests_are_named_before_the_run_begins_afresh(
+        self, tmp_path: Path, memory: Path, straight: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        Training(tmp_path / "root").to(8)
+        for name in snapshots(memory):
+            damage(slot(memory, name), "manifest.json")
+        again = Training(tmp_path / "root")
+        assert again.to(25) == straight
+        assert again.manager.restored is None
+        assert "step-00000006 in memory is passed over: " in caplog.text
+        assert "step-00000003 in memory is passed over: " in caplog.text
+
     def test_with_both_damaged_the_roots_is_taken(self, tmp_path: Path, memory: Path, straight: str) -> None:
         Training(tmp_path / "root").to(17)
         for name in snapshots(memory):
@@ -302,6 +338,27 @@ class TestAsIfItHadNeverBeen:
         again = Training(tmp_path / "root")
         again.to(11)
         assert (again.restored.from_memory, again.restored.name) == (False, "back")
+
+    @pytest.mark.parametrize("resumes_first", [False, True])
+    def test_where_training_went_back_and_crashed_before_the_next_snapshot(
+        self, tmp_path: Path, memory: Path, resumes_first: bool
+    ) -> None:
+        Training(tmp_path / "root").to(17)
+        training = Training(tmp_path / "root", memory_rescue=True)
+        with contextlib.suppress(DiedError), training.manager as manager:
+            if resumes_first:
+                assert manager.resume()
+            manager.load_state(10)
+            training.one_step()
+            assert not (tmp_path / "root" / ".memory").exists()  # from here on, wherever it is killed
+            assert snapshots(memory) == []
+            raise DiedError
+        again = Training(tmp_path / "root")
+        again.to(17)
+        assert (again.restored.from_memory, again.restored.step) == (False, 10)
+        last = Training(tmp_path / "root")
+        last.to(17)
+        assert (last.restored.from_memory, last.restored.step) == (True, 15)
 
 
 class TestLineage:
