@@ -65,6 +65,11 @@ def movable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
 
 
+def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape are the same, bit for bit: a NaN equals itself, 0.0 is not -0.0."""
+    return torch.equal(movable(first.flatten()).view(torch.uint8), movable(second.flatten()).view(torch.uint8))
+
+
 def copy_into(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy `source` into `target`, casting if the dtypes differ."""
     if source.dtype == target.dtype:

@@ -12,6 +12,7 @@ from ckpt.formats.foreign.tied_weights import equal_bytes
 from ckpt.formats.native.dtypes import name_of
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.state.model import tensors_in
+from ckpt.state.parts import TIED_HERE
 
 
 def misfits(live: Mapping[str, Any], saved: Mapping[str, ReadableTensor]) -> dict[str, str]:
@@ -52,7 +53,7 @@ def _contradictions(live: Mapping[str, Any], saved: Mapping[str, ReadableTensor]
     found: dict[str, str] = {}
     for name, value in live.items():
         if name in saved and (kept := first.setdefault(id(value), name)) != name and _differ(saved[kept], saved[name]):
-            found[name] = f"not equal to {kept} there, with which it is tied here"
+            found[name] = f"other values there than {kept}, {TIED_HERE}"
     return found
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -98,6 +98,7 @@ class _ForeignTensors:
 
     part: ForeignPart
     want: Callable[[_DeferredRead], None]
+    ties: Mapping[str, str] = field(default_factory=dict)  # such folders do not say which are tied
 
     def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         return self.part.about(name)

@@ -9,7 +9,7 @@ from ckpt.load.reader import CheckpointReader
 from ckpt.shown import Lines
 from ckpt.state.load_errors import naming_part
 from ckpt.state.model import ModelPart
-from ckpt.state.parts import WHOLE_PART, Part
+from ckpt.state.parts import TIED_HERE, WHOLE_PART, Part
 
 _NAMED = 3  # tensors in a note
 _EQUAL_BUFFERS = "or have one for all (SyncBatchNorm, DistributedDataParallel with broadcast_buffers=True)"
@@ -81,6 +81,9 @@ def _require_fit(reader: CheckpointReader, misfits: Misfits) -> None:
         advice = "Build the objects as they were when it was saved, or use strict=False to restore what fits."
         if any(why.startswith(_OWN) for keys in misfits.values() for why in keys.values()):
             advice += " Experts, and other shards, fit any number of ranks if ckpt.mark_sharded says so at the save."
+        if any(why.endswith(TIED_HERE) for keys in misfits.values() for why in keys.values()):
+            advice += " What is tied here can have one value only: untie it (Transformers: tie_word_embeddings=False), "
+            advice += "or let strict=False take that of the first name."
         advice = f"{_prefixes(misfits)}{advice}"
         raise MismatchError(Lines.listing(head, problems, advice), tuple(problems))
 

@@ -16,7 +16,13 @@ from ckpt.formats.native.tensor_file import TensorFile
 
 
 class PartTensors(Protocol):
-    """The saved tensors of a part: dtype and shape at once, the data when all transfers are read."""
+    """The saved tensors of a part: dtype and shape at once, the data when all transfers are read.
+
+    `ties`: names of tensors that were one with another when they were saved, each with the other's name.
+    """
+
+    @property
+    def ties(self) -> Mapping[str, str]: ...
 
     def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]: ...
 
@@ -31,6 +37,10 @@ class WholeTensors:
 
     files: list[TensorFile]
     where: str
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        return {name: of for file in self.files for name, of in file.ties.items()}
 
     def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         return self._file(name).about(name)
@@ -73,6 +83,12 @@ class OwnTensors:
         pieces = ShardedTensors(table, lambda owner: [*own_files(owner), *piece_files(owner)], rank)
         plain = frozenset(entry.get("plain", ()))
         return cls(plain, own_files(rank) if plain else [], pieces, common, table.aliases)
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        own = {name: of for file in self.files for name, of in file.ties.items()} | dict(self.aliases)
+        common = {name: of for name, of in self.common().ties.items() if not self.plain & {name, of}}
+        return common | own
 
     def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         return self._holder(name).about(self._name(name))

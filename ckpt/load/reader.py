@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
+
+import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats.damage import damage_reported
@@ -17,6 +20,7 @@ from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.native.shard_table import ShardedTensors, ShardTable
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.sharded_tensors import is_sharded, layout_of, local_tensor
+from ckpt.formats.tensor_bytes import same_bytes
 from ckpt.formats.transfers import Transfer
 from ckpt.load.broadcast import Broadcasts
 from ckpt.load.part_tensors import OwnTensors, PartTensors, WholeTensors
@@ -28,6 +32,8 @@ from ckpt.root.verified_file import VerifiedFile
 from ckpt.state.parts import LEFT, Place, SavedTensor
 from ckpt.storage import Storage
 from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
+
+_SLAB = 256 << 20  # bytes of each of two tensors that are compared at a time
 
 
 class CheckpointReader:
@@ -121,7 +127,7 @@ class CheckpointReader:
             found: dict[str, SavedTensor] = {}
 
             def find(name: str) -> SavedTensor:
-                found[name] = SavedTensor(name, *tensors.about(name))
+                found[name] = SavedTensor(name, *tensors.about(name), partial(self._equal, tensors, name))
                 return found[name]
 
             self._trees[key] = self._decoded(key, find), found
@@ -143,18 +149,53 @@ class CheckpointReader:
             del self._asked[before:]
         return lambda: self._decoded(key, tensor_by_name.__getitem__)
 
+    def ties(self, key: str) -> Mapping[str, str]:
+        """Tensors of a part that were one with another when it was saved, each with the other's name."""
+        return self._tensors(key).ties if self.has(key) and self.has_tensors(key) else {}
+
+    def _equal(self, tensors: PartTensors, name: str, other: SavedTensor, place: Any) -> bool:
+        """Whether what `place` holds of two saved tensors is the same, bit for bit. Tied ones are not read."""
+        if tensors.about(name) != (other.dtype, other.shape):
+            return False
+        if tensors.ties.get(name, name) == tensors.ties.get(other.name, other.name):
+            return True
+        box = self._box(place, other.shape)
+        if box is None or box.is_empty:
+            return True
+        (start, *_), (rows, *rest) = box.offsets or (0,), box.sizes or (1,)
+        step = max(1, _SLAB // max(1, math.prod(rest) * other.dtype.itemsize))
+        slabs = (
+            Box((start + first, *box.offsets[1:]), (min(step, rows - first), *rest)) if box.sizes else box
+            for first in range(0, rows, step)
+        )
+        return all(same_bytes(*self._read_both(tensors, (name, other.name), other.dtype, slab)) for slab in slabs)
+
+    def _read_both(
+        self, tensors: PartTensors, names: tuple[str, str], dtype: torch.dtype, box: Box
+    ) -> list[torch.Tensor]:
+        before, targets = len(self._asked), [torch.empty(box.sizes, dtype=dtype) for _ in names]
+        for name, target in zip(names, targets, strict=True):
+            tensors.fill(name, target, box)
+        wanted = self._asked[before:]
+        del self._asked[before:]
+        self._read(wanted, read_verified)
+        return targets
+
+    def _box(self, place: Any, shape: tuple[int, ...]) -> Box | None:
+        """What of a tensor of this shape a place holds; None if it is sharded over other ranks."""
+        if not is_sharded(place):
+            return Box((0,) * len(shape), shape)
+        layout = layout_of(place, self.members)
+        return layout.box(shape, self.rank) if layout.holds(self.rank) else None
+
     def _filled(self, tensors: PartTensors, saved: SavedTensor, target: Any) -> Any:
         """The target, or new memory, that a tensor will be read into; of a sharded target, this rank's piece."""
         if target is None:
             return tensors.tensor(saved.name)
-        if not is_sharded(target):
-            plain = target.detach() if target.requires_grad else target
-            tensors.fill(saved.name, plain, Box((0,) * len(saved.shape), saved.shape))
-            return target
-        layout = layout_of(target, self.members)
-        box = layout.box(saved.shape, self.rank) if layout.holds(self.rank) else None
+        box = self._box(target, saved.shape)
+        local = local_tensor(target) if is_sharded(target) else target
         if box is not None and not box.is_empty:
-            tensors.fill(saved.name, local_tensor(target), box)
+            tensors.fill(saved.name, local.detach() if local.requires_grad else local, box)
         return target
 
     @property

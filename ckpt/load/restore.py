@@ -27,8 +27,11 @@ from ckpt.state import rng
 from ckpt.state.comm_hooks import KEY as HOOKS
 from ckpt.state.comm_hooks import has_hook_state
 from ckpt.state.deepspeed.parts import PartitionsPart
+from ckpt.state.division import under_all_names
 from ckpt.state.load_errors import naming_part
 from ckpt.state.meta_device import any_on_meta
+from ckpt.state.model import ModelPart
+from ckpt.state.optimizer import OptimizerPart
 from ckpt.state.parts import WHOLE_PART, GradientsPart, Notes, OwnPart, Part, Place
 from ckpt.state.registry import StateRegistry
 from ckpt.storage import Storage
@@ -91,7 +94,7 @@ class Restoration:
             notes.approximated["progress"] = UNKNOWN_PROGRESS
         reader = open_any(candidate.storage, manifest, ranks.rank, registry.parts)
         reader.members = ranks.members
-        reader.shares = _shares(registry.parts, elsewhere)
+        reader.shares = _shares(reader, registry.parts, elsewhere)
         request.check(reader)
         notes.approximated.update(reader.state.get("lacking", {}))
         parts = {**registry.parts, **_own_parts(reader, request, notes)}
@@ -223,10 +226,34 @@ def _why_none_of_its_own(manifest: Manifest, ranks: Ranks) -> str | None:
     return f"{manifest.origin} keeps none" if manifest.origin else None
 
 
-def _shares(parts: Mapping[str, Part], elsewhere: Elsewhere) -> dict[str, Callable[[Any], Any]]:
-    """For parts of which other ranks have more: the function that leaves that out of a saved state."""
+def _shares(
+    reader: CheckpointReader, parts: Mapping[str, Part], elsewhere: Elsewhere
+) -> dict[str, Callable[[Any], Any]]:
+    """By part, the function that turns its saved state into what this rank has of it: without what only other ranks
+    have, and with the state of optimizers under all names that a tied parameter had."""
+
+    def shared(part: Part, names: frozenset[str], state: Any) -> Any:
+        ties = _ties(reader, parts, part) if isinstance(part, OptimizerPart) else {}
+        return part.share(under_all_names(state, ties) if ties else state, names)
+
     return {
-        key: partial(part.share, elsewhere=names) for key, part in parts.items() if (names := elsewhere.names.get(key))
+        key: partial(shared, part, elsewhere.names.get(key, frozenset()))
+        for key, part in parts.items()
+        if elsewhere.names.get(key) or isinstance(part, OptimizerPart)
+    }
+
+
+def _ties(reader: CheckpointReader, parts: Mapping[str, Part], part: OptimizerPart) -> dict[str, str]:
+    """Of the parameters of an optimizer: which were tied when the checkpoint was saved, by the optimizer's names."""
+    if part.names() is None:  # FSDP 1 has names of its own
+        return {}
+    models = {id(other.model): key for key, other in parts.items() if isinstance(other, ModelPart)}
+    prefixes = {f"{name}." if name else "": models.get(id(model)) for name, model in part.models.items()}
+    return {
+        f"{prefix}{name}": f"{prefix}{first}"
+        for prefix, key in prefixes.items()
+        if key is not None
+        for name, first in reader.ties(key).items()
     }
 
 

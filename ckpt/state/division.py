@@ -40,6 +40,50 @@ def without(state: Any, names: Collection[str], groups: int | None = None) -> An
     return {**state, _STATE: without(state[_STATE], names), _GROUPS: kept}
 
 
+def under_all_names(state: Any, ties: Mapping[str, str]) -> Any:
+    """The state of an optimizer in which every parameter that was tied is there under each of its names.
+
+    `ties`: the other names of parameters, each with one that they were saved under. Whoever has the parameter under any
+    of them, as the last stage of a pipeline has the embedding of the first one, finds its state.
+    """
+    if not _is_plain(state) or not _is_optimizer(state):
+        return state
+    groups_of_names: dict[str, list[str]] = {}
+    for name, first in ties.items():
+        groups_of_names.setdefault(first, [first]).append(name)
+    listed = names_in(state) or frozenset()
+    found: dict[str, list[str]] = {}
+    for names in groups_of_names.values():
+        there = [name for name in names if name in listed]
+        if len(there) == 1:
+            found[there[0]] = [name for name in names if name not in listed]
+    entries = dict(state[_STATE])
+    for name, others in found.items():
+        entries |= {other: entries[name] for other in others if name in entries}
+    groups = [
+        {**group, _NAMES: [other for name in group[_NAMES] for other in (name, *found.get(name, ()))]}
+        for group in state[_GROUPS]
+    ]
+    return {**state, _STATE: entries, _GROUPS: groups}
+
+
+def under_first_names(state: Mapping[str, Any], others: Mapping[str, str]) -> dict[str, Any]:
+    """The state of an optimizer in which tied parameters are there once. `others`: names, each with the one to keep."""
+    kept = {name for group in state[_GROUPS] for name in group[_NAMES]}
+    renamed: dict[str, str] = {}
+    for name, first in others.items():
+        if name in kept and first not in kept:
+            renamed[name] = first
+            kept.add(first)
+    dropped = others.keys() - renamed.keys()
+    entries = {renamed.get(name, name): entry for name, entry in state[_STATE].items() if name not in dropped}
+    groups = [
+        {**group, _NAMES: [renamed.get(name, name) for name in group[_NAMES] if name not in dropped]}
+        for group in state[_GROUPS]
+    ]
+    return {**state, _STATE: entries, _GROUPS: groups}
+
+
 def names_in(state: Any) -> frozenset[str] | None:
     """The names of a model's tensors, or of an optimizer's parameters."""
     if not _is_plain(state):

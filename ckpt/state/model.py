@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.formats.layout import Layout, Members
 from ckpt.formats.native.dtypes import name_of
-from ckpt.formats.sharded_tensors import divided, is_sharded
+from ckpt.formats.sharded_tensors import divided, is_sharded, local_tensor
 from ckpt.state import fsdp1
 from ckpt.state.deepspeed import zero3
 from ckpt.state.deepspeed.engine import is_engine, refuse_bare
@@ -26,7 +26,7 @@ from ckpt.state.joined_model import JoinedModel, parts_of
 from ckpt.state.marked_shards import MarkedShards
 from ckpt.state.meta_device import materialise
 from ckpt.state.model_config import describe
-from ckpt.state.parts import LEFT, Notes, Read, SavedTensor
+from ckpt.state.parts import LEFT, TIED_HERE, Notes, Read, SavedTensor
 from ckpt.state.replicated import UNKNOWN, Replication, broadcast_buffers, equal_parameters
 from ckpt.state.unwrap import clean_names, parameters_in, unwrap
 
@@ -125,23 +125,26 @@ class ModelPart:
     def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
         live = self.places()
         # of a tied tensor, any of its names is enough
-        there = {id(value) for name, value in live.items() if name in saved}
-        missing = [name for name in live.keys() - saved.keys() if not _is_tied(live[name], there)]
+        there = {_memory(value) for name, value in live.items() if name in saved}
+        missing = [name for name in live.keys() - saved.keys() if _memory(live[name]) not in there]
         unfit = dict.fromkeys(missing, "missing in the checkpoint")
         unfit |= dict.fromkeys(saved.keys() - live.keys(), "unexpected: the model has no such key")
         for name in live.keys() & saved.keys():
             if problem := _compare(live[name], saved[name]):
                 unfit[name] = problem
-        return unfit
+        return unfit | _contradictions({name: live[name] for name in live if name not in unfit}, saved)
 
     def restore(self, saved: Any, read: Read, unfit: Mapping[str, str], notes: Notes) -> Callable[[], None]:
         self.materialise(set(saved) - unfit.keys())
         live = self.places()
         fitting = {name for name in live if name not in unfit or _fits_when_cast(live[name], saved.get(name))}
-        # a tied tensor is read under the last of its names that was saved
-        owners = {id(value): name for name, value in live.items() if name in saved}
+        # a tied tensor is read under the first of its names that was saved and fits
+        owners: dict[Any, str] = {}
+        for name, value in live.items():
+            if name in saved and name in fitting:
+                owners.setdefault(_memory(value), name)
         places = {
-            tensor.name: live[name] if name in fitting and owners[id(live[name])] == name else LEFT
+            tensor.name: live[name] if name in fitting and owners[_memory(live[name])] == name else LEFT
             for name, tensor in saved.items()
             if isinstance(tensor, SavedTensor)
         }
@@ -184,8 +187,24 @@ class ModelPart:
             refresh(self.model)
 
 
-def _is_tied(value: Any, others: set[int]) -> bool:
-    return isinstance(value, torch.Tensor) and id(value) in others
+def _memory(value: Any) -> Any:
+    """The same for tied tensors: one object, or two in the same memory. Empty ones have no memory to compare."""
+    piece = local_tensor(value) if is_sharded(value) else value
+    if not isinstance(piece, torch.Tensor) or is_lazy(piece) or piece.is_meta or not piece.numel():
+        return id(value)
+    return piece.device, piece.data_ptr(), piece.dtype, tuple(value.size()), piece.stride()
+
+
+def _contradictions(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, str]:
+    """Names that are one tensor here, and have different values in the checkpoint: it could hold only one of them."""
+    first: dict[Any, str] = {}
+    found = {}
+    for name, value in live.items():
+        if isinstance(saved.get(name), SavedTensor):
+            kept = first.setdefault(_memory(value), name)
+            if kept != name and not saved[name].equals(saved[kept], value):
+                found[name] = f"other values in the checkpoint than {kept}, {TIED_HERE}"
+    return found
 
 
 def tensors_in(state: Mapping[str, Any]) -> dict[str, Any]:

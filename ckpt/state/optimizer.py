@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +12,14 @@ from torch import nn
 from ckpt.errors import UnsupportedError
 from ckpt.formats.layout import Layout, Members
 from ckpt.formats.sharded_tensors import divided, empty_like, is_sharded, local_tensor
-from ckpt.state import fsdp1
-from ckpt.state.division import without
+from ckpt.state import division, fsdp1
 from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.joined_optimizer import JoinedOptimizer, without_names
 from ckpt.state.marked_shards import MarkedShards
-from ckpt.state.parts import Notes, Place, Read, SavedTensor
+from ckpt.state.parts import TIED_HERE, Notes, Place, Read, SavedTensor
 from ckpt.state.replicated import Replication, equal_parameters
 from ckpt.state.torch_objects import unusable_states
-from ckpt.state.unwrap import parameter_names, unwrap, without_checkpointing
+from ckpt.state.unwrap import clean_names, parameter_names, unwrap, without_checkpointing
 from ckpt.state.wrapped_optimizers import class_of
 
 
@@ -57,10 +56,10 @@ class OptimizerPart:
         if not self.can_be_sharded or self._fsdp1() is not None:
             return None
         names = frozenset(self._names().values())
-        return None if any(name.startswith("@") for name in names) else names
+        return None if any(name.startswith("@") for name in names) else names | self._other_names().keys()
 
     def share(self, state: Any, elsewhere: Collection[str]) -> Any:
-        return without(state, elsewhere, len(self.optimizer.param_groups))
+        return division.without(state, elsewhere, len(self.optimizer.param_groups))
 
     def tied_to_ranks(self, names: Collection[str]) -> dict[str, str]:
         return {name.rpartition(".")[0]: name for name in names}
@@ -94,7 +93,9 @@ class OptimizerPart:
         return {"state": state, "param_groups": groups, **extra}
 
     def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
-        saved = self._named(saved)
+        return self._contradictions(saved) | self._misfits(self._named(saved))
+
+    def _misfits(self, saved: Mapping[str, Any]) -> dict[str, str]:
         saved_groups = [group["params"] for group in saved["param_groups"]]
         if len(self.optimizer.param_groups) != len(saved_groups):
             return {"param_groups": f"{len(saved_groups)} in the checkpoint, {len(self.optimizer.param_groups)} here"}
@@ -115,11 +116,18 @@ class OptimizerPart:
         notes.skipped.update({f"{self.key}.{name}": why for name, why in unfit.items()})
         if "param_groups" in unfit:
             return lambda: None
-        values = read(self._places(), live=bool(self.optimizer.state))
-        return lambda: self._load(values(), unfit)
+        copied = _copied(self._named(saved)["state"])
+        for name, of in copied.items():
+            notes.approximated[f"{self.key}.state.{name}"] = (
+                f"a copy of that of {of}: the two were tied when it was saved"
+            )
+        values = read(self._places(saved), live=bool(self.optimizer.state))
+        return lambda: self._load(values(), unfit, copied)
 
-    def _load(self, values: Any, unfit: Mapping[str, str]) -> None:
+    def _load(self, values: Any, unfit: Mapping[str, str], copied: Collection[str] = ()) -> None:
         values = self._named(values)
+        for name in copied:  # or one would be stepped twice
+            values["state"][name] = {key: _clone(value) for key, value in values["state"][name].items()}
         model = self._fsdp1()
         if model is not None:
             fsdp1.load_optimizer_state(model, self._single, values)
@@ -153,7 +161,7 @@ class OptimizerPart:
                 state[index] = {key: local_tensor(value) if is_sharded(value) else value for key, value in entry}
         return state
 
-    def _places(self) -> Place:
+    def _places(self, saved_state: Mapping[str, Any]) -> Place:
         """Existing state is read in place: it may be most of the memory, which must not be needed twice.
 
         Otherwise, state of the parameter's shape gets the parameter's device and sharding.
@@ -161,10 +169,15 @@ class OptimizerPart:
         parameters = self._parameters_by_name()  # once: it walks all models
         state: Mapping[Any, Any] = {} if self._fsdp1() is not None else self.optimizer.state
         marks = self._marks()
+        owners: dict[
+            str, tuple[Any, Any]
+        ] = {}  # by the name of a saved tensor: its parameter, and the key of the state
+        for name, entry in self._named(saved_state)["state"].items():
+            for key, tensor in _tensors_of(entry) if name in parameters else ():
+                owners.setdefault(tensor.name, (parameters[name], key))
 
         def find(saved: SavedTensor) -> Any:
-            name, _, key = saved.name.rpartition(".")
-            parameter = parameters.get(without_checkpointing(name.removeprefix("state.")))
+            parameter, key = owners.get(saved.name, (None, None))
             if parameter is None:
                 return None
             there = marks.like(parameter, state.get(parameter, {}).get(key) if state else None)
@@ -187,7 +200,33 @@ class OptimizerPart:
         """A saved state in which parameters that were saved by index have names: their order says which they are."""
         listed = [name for group in saved["param_groups"] for name in group["params"]]
         clean = {name: without_checkpointing(name) for name in listed if isinstance(name, str)}
-        return renamed(saved, clean | {nameless(index): name for index, name in self._names().items()})
+        named = renamed(saved, clean | {nameless(index): name for index, name in self._names().items()})
+        return division.under_first_names(named, self._other_names())
+
+    def _other_names(self) -> dict[str, str]:
+        """The further names of tied parameters, each with the first one, which their state has here."""
+        if self._fsdp1() is not None:
+            return {}  # PyTorch's calls have names of their own
+        mine, first, others = set(map(id, self._parameters())), dict[int, str](), dict[str, str]()
+        for key, model in self.models.items():
+            module = unwrap(model)
+            named = dict(module.named_parameters(remove_duplicate=False))
+            for raw, clean in clean_names(module, named).items():
+                name, identity = f"{key}.{clean}" if key else clean, id(named[raw])
+                if identity in mine and first.setdefault(identity, name) != name:
+                    others[name] = first[identity]
+        return others
+
+    def _contradictions(self, saved: Mapping[str, Any]) -> dict[str, str]:
+        """State of parameters that are one here, and of which the checkpoint has two, if they differ."""
+        listed = {name for group in saved["param_groups"] for name in group["params"]}
+        twice = {name: first for name, first in self._other_names().items() if {name, first} <= listed}
+        state, parameters, marks = saved["state"], self._parameters_by_name() if twice else {}, self._marks()
+        return {
+            f"state.{name}": f"another state in the checkpoint than {first}, {TIED_HERE}"
+            for name, first in twice.items()
+            if not _equal(state.get(name), state.get(first), marks.whole(parameters[first]))
+        }
 
     @property
     def _single(self) -> torch.optim.Optimizer:
@@ -241,6 +280,42 @@ def _group_misfits(where: str, live: Sequence[str], old: Sequence[str]) -> dict[
     unfit = {f"{where}.{name}": "missing in the checkpoint" for name in live if name in missing}
     why = "unexpected: the optimizer has no such parameter"
     return unfit | {f"{where}.{name}": why for name in old if name in unexpected}
+
+
+def _tensors_of(entry: Any) -> Iterator[tuple[Any, SavedTensor]]:
+    """The saved tensors in a parameter's state, each with its key; also those of lists, without one."""
+    for key, value in entry.items() if isinstance(entry, dict) else ():
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, SavedTensor):
+                yield (key if item is value else None), item
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, str]:
+    """Parameters that have another's state: they were tied, and are not here. Each with the other's name."""
+    owners: dict[str, str] = {}
+    return {
+        name: owner
+        for name, entry in state.items()
+        for _, tensor in _tensors_of(entry)
+        if (owner := owners.setdefault(tensor.name, name)) != name
+    }
+
+
+def _clone(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_clone, value))
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _equal(one: Any, other: Any, place: Any) -> bool:
+    """Whether two saved states are the same. `place`: the parameter, of whose sharding state of its shape is."""
+    if isinstance(one, SavedTensor) and isinstance(other, SavedTensor):
+        return one.equals(other, place if one.shape == tuple(place.size()) else None)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key], place) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(_equal(*pair, place) for pair in zip(one, other, strict=True))
+    return bool(one == other)
 
 
 def nameless(index: int | str) -> str:

@@ -28,16 +28,21 @@ from ckpt.state.unwrap import clean_name, gradients, unwrap
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor in a checkpoint that has not been read."""
+    """A tensor in a checkpoint that has not been read.
+
+    `equals(other, place)` reads what the live tensor `place` holds of this one and of another, and compares them.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    equals: Callable[[SavedTensor, Any], bool] = field(compare=False, repr=False)
 
 
 Place = Callable[[SavedTensor], Any]  # the tensor to read a saved one into; None: new memory, LEFT: do not read it
 LEFT: Final[Any] = object()
 WHOLE_PART: Final = "\0whole part"  # the key of a misfit that concerns the part itself: no state has a NUL in a key
+TIED_HERE: Final = "with which it is tied here"  # of names of one tensor that have several values in a checkpoint
 
 
 class Read(Protocol):

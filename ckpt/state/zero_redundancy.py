@@ -56,6 +56,6 @@ class ZeroRedundancyPart(OptimizerPart):
         self.outer._sync_param_groups(self.outer.param_groups, self.optimizer.param_groups)
         return super().capture()
 
-    def _load(self, values: Any, unfit: Mapping[str, str]) -> None:
-        super()._load(values, unfit)
+    def _load(self, values: Any, unfit: Mapping[str, str], copied: Collection[str] = ()) -> None:
+        super()._load(values, unfit, copied)
         self.outer._sync_param_groups(self.optimizer.param_groups, self.outer.param_groups)

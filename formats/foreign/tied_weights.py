@@ -6,10 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
-import torch
-
 from ckpt.formats.pieces import PiecedTensor
-from ckpt.formats.tensor_bytes import movable
+from ckpt.formats.tensor_bytes import same_bytes
 
 # What models tie: an output head to an embedding, embeddings to a shared one. Only among these do equal bytes mean
 # that weights are tied: fresh biases are all zero, and a model would not load without one of them.
@@ -79,8 +77,4 @@ def equal_bytes(first: PiecedTensor, second: PiecedTensor) -> bool:
     """Whether every byte is the same. The first slab usually shows a difference."""
     if (first.dtype, first.shape) != (second.dtype, second.shape) or not first.size:
         return False
-    return all(_same_bytes(*slabs) for slabs in zip(first.slabs(), second.slabs(), strict=True))
-
-
-def _same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return torch.equal(movable(first.flatten()).view(torch.uint8), movable(second.flatten()).view(torch.uint8))
+    return all(same_bytes(*slabs) for slabs in zip(first.slabs(), second.slabs(), strict=True))

@@ -222,6 +222,10 @@ class ShardedTensors:
     _opened: dict[int, list[TensorFile]] = field(default_factory=dict)
     _whole: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def ties(self) -> Mapping[str, str]:
+        return self.table.aliases
+
     def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         spec = self._spec(name)
         return spec.dtype, spec.shape

@@ -60,6 +60,18 @@ class TensorFile:
     def __contains__(self, name: str) -> bool:
         return name in self.stored or name in self.views
 
+    @property
+    def ties(self) -> dict[str, str]:
+        """Tied tensors: views that are all of a stored tensor, each with its name."""
+
+        def is_all(view: View) -> bool:
+            base = self.stored[view.of]
+            return (view.dtype, view.shape, view.start) == (base.dtype, base.shape, 0) and is_dense(
+                view.shape, view.stride
+            )
+
+        return {name: view.of for name, view in self.views.items() if is_all(view)}
+
     def about(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """The dtype and shape of a tensor, without reading it."""
         entry = self.views.get(name) or self._entry(name)
