@@ -13,7 +13,7 @@ MATRIX := guarantees/resume_matrix load/world_size state/save_and_load data/resu
 FAST := not slow and not gpu
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo check test test-all coverage test-s3 test-accelerate lint format site kills memory-kills faults campaign mutants fuzz bench release versions clean
+.PHONY: demo check test test-all profile coverage test-s3 test-accelerate lint format site kills memory-kills faults campaign mutants fuzz bench release environments versions clean
 
 demo: $(READY)
 	$(BIN)/ckpt demo
@@ -37,6 +37,14 @@ test: $(READY) $(SERVERS)
 # with the variations that take minutes
 test-all: $(READY) $(SERVERS)
 	$(PYTEST)
+
+# what each test costs: CPU of the test and of all its processes; TESTS=tests/memory measures a part
+TESTS ?=
+profile: MARKS ?= not long
+profile: REPORT ?= build/costs.md
+profile: $(READY) $(SERVERS)
+	mkdir -p $(dir $(REPORT))
+	$(PYTEST) -m '$(MARKS)' -p tests.helpers.costs --costs $(REPORT) $(TESTS)
 
 # the tests of `make check`, and the share of lines that they run; MARKS='' takes all tests, without their processes
 coverage: MARKS ?= $(FAST)
@@ -121,15 +129,15 @@ release: $(READY)
 VERSIONS ?= oldest newest
 TORCH ?=
 VERSIONED := build/versions$(if $(TORCH),/torch-$(TORCH))
-SLICE := tests/state/test_save_and_load.py tests/guarantees/test_resume_matrix.py tests/save/test_background.py \
-	tests/root/test_retention.py tests/export/test_merge.py tests/export/test_single_files.py \
-	tests/load/test_world_size.py tests/tools/test_convert.py \
-	$(filter-out %lightning.py,$(wildcard tests/integrations/test_*.py))
+SLICE := tests/state/test_save_and_load.py tests/save/test_background.py tests/root/test_retention.py tests/tools/test_convert.py \
+	tests/export/test_merge.py tests/export/test_single_files.py \
+	$(patsubst %,tests/integrations/test_%.py,accelerate accelerate_habits main_process_saves newest_folder trackers)
 SLICE_OF_newest := tests/export/test_push.py tests/export/test_transformers_names.py  # older clients of the Hub are refused
 TESTED := $(foreach name,oldest newest,$(VERSIONED)/$(name)/.tested)
+environments: $(foreach name,$(VERSIONS),$(VERSIONED)/$(name)/.ready)
 versions: $(foreach name,$(VERSIONS),$(VERSIONED)/$(name)/.tested)
 
-$(VERSIONED)/%/.ready: pyproject.toml constraints-%.txt
+$(VERSIONED)/%/.ready: pyproject.toml constraints-%.txt | $(READY)  # one after the other: both build in this folder
 	rm -rf $(VERSIONED)/$*
 	$(PYTHON) -m venv $(VERSIONED)/$*
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints-$*.txt > $(VERSIONED)/$*/constraints.txt

@@ -19,6 +19,7 @@ import pytest
 
 from ckpt.storage.retry import RetryPolicy
 from tests.helpers import hub_server
+from tests.helpers.expected_skips import ExpectedSkips
 from tests.helpers.hub_server import HubServer
 from tests.helpers.namespaces import Node, cabled_nodes
 from tests.helpers.places import Folder, Place, Prefix
@@ -31,6 +32,11 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("CKPT_MEMORY_KEEPER", "off")  # a process that outlives a test: only tests of it start one
 ON_S3 = os.environ.get("CKPT_ROOT") == "s3"
 _numbers = itertools.count()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("CI") == "true" and not ON_S3 and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(ExpectedSkips())
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,4 +1,4 @@
-"""`make check` starts no second process: a test that does without the mark `slow` fails."""
+"""`make check` starts no second process, and CI skips no test but for known reasons."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import get_context
+from types import SimpleNamespace
 
 import pytest
 
+from tests.helpers.expected_skips import ExpectedSkips
 from tests.helpers.second_process import single_process
 
 
@@ -25,3 +27,16 @@ def test_a_refusal_that_was_caught_fails_the_test_in_the_end(request: pytest.Fix
     refused = pytest.raises(pytest.fail.Exception, match="mark it slow")
     with refused, single_process(request.node), suppress(BaseException):
         subprocess.run(["true"])
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [("could not import 'torch_xla': No module named 'torch_xla'", 0), ("it is Monday", 1)],
+)
+def test_a_skip_for_a_reason_that_is_not_written_down_fails_the_run(reason: str, status: int) -> None:
+    plugin = ExpectedSkips()
+    skipped = pytest.TestReport("test", ("test.py", 1, "test"), {}, "skipped", ("test.py", 1, reason), "setup")
+    plugin.pytest_runtest_logreport(skipped)
+    session = SimpleNamespace(exitstatus=0)
+    plugin.pytest_sessionfinish(session)  # type: ignore[arg-type]
+    assert session.exitstatus == status

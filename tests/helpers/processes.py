@@ -25,9 +25,14 @@ DEADLINE = 120.0
 _OF_STORES = ("AWS_", "AZURE_STORAGE_", "STORAGE_EMULATOR_HOST", "NO_GCE_CHECK")
 
 _context: ForkServerContext = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch._dynamo", "numpy", "tests.helpers.processes", "tests.helpers.training", "ckpt.manager"]
-)
+# what ranks import: once here, or seconds in each of them. Not Lightning and DeepSpeed, which change others on import
+_PRELOADED = """
+    torch._dynamo torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.pipelining numpy s3fs
+    accelerate peft transformers.trainer torchdata.stateful_dataloader
+    ckpt.manager ckpt.export ckpt.memory.tier ckpt.storage.s3.connection ckpt.integrations.accelerate
+    tests.helpers.processes tests.helpers.training
+"""
+_context.set_forkserver_preload(_PRELOADED.split())
 
 
 def run_ranks(world_size: int, function: Callable[..., None], *args: Any) -> list[int]:

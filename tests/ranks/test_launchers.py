@@ -51,10 +51,13 @@ def test_each_may_say_that_it_is_a_run_of_its_own(tmp_path: Path, launcher: str)
 
 
 def test_any_of_them_may_read_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with ckpt.StateManager(tmp_path, model=nn.Linear(2, 2)) as manager:
+    saved, loaded = nn.Linear(2, 2), nn.Linear(2, 2)
+    with ckpt.StateManager(tmp_path, model=saved) as manager:
         manager.save_state("first")
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    ckpt.load_model(tmp_path / "first", nn.Linear(2, 2))
+    ckpt.load_model(tmp_path / "first", loaded)
+    assert torch.equal(loaded.weight, saved.weight)
+    assert torch.equal(loaded.bias, saved.bias)
 
 
 @pytest.mark.parametrize(
