@@ -15,7 +15,7 @@ from ckpt.memory.facts import boot_id
 from ckpt.memory.place import MemoryPlace, PlaceError, memory_directory
 from ckpt.memory.places import Places
 from ckpt.memory.root_token import identity_of, read_token, remove_token, write_token
-from ckpt.memory.slot_storage import is_in_memfds, replica_storage, slot_storage
+from ckpt.memory.slot_storage import ANSWER, is_in_memfds, replica_storage, slot_storage
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts, host_name
@@ -41,6 +41,7 @@ class Meeting:
     complete: bool = False  # every host has a folder
     _token: str = field(default="", init=False)
     _is_found: bool = field(default=False, init=False)
+    _taken: int = field(default=0, init=False)  # bytes of snapshots, when they were last counted
 
     @property
     def owns_place(self) -> bool:
@@ -106,12 +107,20 @@ class Meeting:
             return room.measure(memory_directory(), 0, memfd=True)
         if not place.is_there:
             raise PlaceError(f"{place.path} was removed.")
-        taken = sum(entry.size for found in (slot_storage, replica_storage) for entry in found(place).list())
-        return room.measure(place.path, taken, memfd=is_in_memfds(place))
+        return room.measure(place.path, self._taken, memfd=is_in_memfds(place))
+
+    def count_taken(self) -> None:
+        """Count the bytes of all snapshots on this host, for `measure_room`. Asks the keeper, as no step of training
+        may: it may be stopped."""
+        place = self.place
+        if place is not None and self.owns_place:
+            with suppress(StorageError):
+                stored = (slot_storage(place, ANSWER), replica_storage(place))
+                self._taken = sum(entry.size for found in stored for entry in found.list())
 
     def remove(self) -> None:
         """Remove this host's folder. Ranks that do not own it only leave."""
-        place, self.place, self.complete = self.place, None, False
+        place, self.place, self.complete, self._taken = self.place, None, False, 0
         if place is not None:
             place.remove() if self.owns_place else place.release()
 

@@ -21,18 +21,24 @@ from ckpt.storage.local.system_errors import translated
 from ckpt.storage.local.tmpfs_write import overwrite
 
 LOCKS = "locks"
-_PATIENCE = 30.0  # seconds for an answer of the keeper, which takes microseconds
+PATIENCE = 10.0  # seconds for an answer of the keeper, which takes microseconds, before a resume does without it
 _BUFFERS_AT_ONCE = 512
 _KEYS_AT_ONCE = 100
 _COPIED_AT_ONCE = 8 << 20
 
 
 class MemfdStorage:
-    """Objects in the memfds of the keeper that serves a folder. Locks are files of that folder."""
+    """Objects in the memfds of the keeper that serves a folder. Locks are files of that folder.
+
+    `patience`: seconds for an answer. A keeper that was silent once (it is stopped, or its host is) is not asked again
+    through this object, or each file to write, and each to clean up after that, would wait as long.
+    """
 
     is_local = True
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], patience: float | None = None) -> None:
+        self.patience = PATIENCE if patience is None else patience
+        self._is_silent = False
         self._folder = Path(os.path.abspath(os.fspath(folder)))
         self._locks = LocalLocks(self._folder / LOCKS, self.url)
 
@@ -46,7 +52,7 @@ class MemfdStorage:
     def write(self, key: str, pieces: Iterable[Buffer], *, over: str | None = ANY) -> None:
         self._check_length(key)
         stable = StablePieces.of(pieces)
-        with self._errors("write", key), _Connection(self._folder) as keeper:
+        with self._errors("write", key), self._connected() as keeper:
             self._locks.confirm()
             keeper.ask("new", size=stable.size if stable else 0)
             overwrite(keeper.take_descriptor(), pieces if stable is None else stable)
@@ -68,7 +74,7 @@ class MemfdStorage:
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
         check_key(key)
-        with self._errors("read", key), _Connection(self._folder) as keeper:
+        with self._errors("read", key), self._connected() as keeper:
             keeper.ask("get", key=key)
             descriptor = keeper.take_descriptor()
             size = os.fstat(descriptor).st_size
@@ -78,7 +84,7 @@ class MemfdStorage:
 
     def read_into(self, key: str, start: int, *buffers: memoryview, again: bool = False) -> None:
         check_key(key)
-        with self._errors("read", key), _Connection(self._folder) as keeper:
+        with self._errors("read", key), self._connected() as keeper:
             keeper.ask("get", key=key)
             missing = _read(keeper.take_descriptor(), start, [memoryview(buffer).cast("B") for buffer in buffers])
         if missing:
@@ -147,8 +153,13 @@ class MemfdStorage:
             raise StorageError(f"could not write {self.url}/{key}: a key has at most {memfd_wire.LONGEST_KEY} bytes.")
 
     def _ask(self, verb: str, name: str, request: str, **fields: object) -> Message:
-        with self._errors(verb, name), _Connection(self._folder) as keeper:
+        with self._errors(verb, name), self._connected() as keeper:
             return keeper.ask(request, **fields)
+
+    def _connected(self) -> _Connection:
+        if self._is_silent:
+            raise TimeoutError
+        return _Connection(self._folder, self.patience)
 
     @contextmanager
     def _errors(self, verb: str, key: str) -> Iterator[None]:
@@ -166,7 +177,9 @@ class MemfdStorage:
                 ) from error
             raise AbsentError(f"{where} does not exist: the keeper process has ended.") from error
         except TimeoutError as error:
-            raise TransientError(f"could not {verb} {where}: the keeper did not answer for {_PATIENCE:g} s.") from error
+            self._is_silent = True
+            why = f"the keeper process did not answer for {self.patience:g} s (is it stopped?)"
+            raise TransientError(f"could not {verb} {where}: {why}.") from error
         except ConnectionError as error:
             raise TransientError(f"could not {verb} {where}: the keeper hung up.") from error
         except OSError as error:
@@ -195,15 +208,16 @@ def _refusal(word: str, where: str) -> StorageError:
 class _Connection:
     """A connection to the keeper of a folder, with the descriptor that it has sent."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, patience: float) -> None:
         self._folder = folder
+        self._patience = patience
         self._descriptor: int | None = None
 
     def __enter__(self) -> _Connection:
         with _open.guard:
             folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                self._socket = memfd_wire.connect(folder, _PATIENCE)
+                self._socket = memfd_wire.connect(folder, self._patience)
             finally:
                 os.close(folder)
             _open.add(self._socket.fileno())
@@ -217,7 +231,7 @@ class _Connection:
 
     def ask(self, request: str, **fields: object) -> Message:
         memfd_wire.send(self._socket, {"do": request, **fields})
-        memfd_wire.wait(self._socket, _PATIENCE)
+        memfd_wire.wait(self._socket, self._patience)
         with _open.guard:
             reply, self._descriptor = memfd_wire.receive(self._socket)
             if self._descriptor is not None:

@@ -59,11 +59,11 @@ class SlotWriter(RootWriter):
                 self.keep_newest()
                 self._remove_unreadable()
 
-    def keep_newest(self, count: int = 1) -> None:
-        """Remove all snapshots but the newest intact one, or all of them. Raises if somebody reads one of those."""
+    def keep_newest(self) -> None:
+        """Remove all snapshots but the newest intact one. Raises if somebody reads one of those."""
         held = self.held
         committed = held.committed if held is not None else []
-        kept = [manifest for manifest in committed if manifest.name not in self.damaged][:count]
+        kept = [manifest for manifest in committed if manifest.name not in self.damaged][:1]
         for manifest in committed:
             if manifest not in kept and held is not None:
                 why = deletion.remove_or_explain(self.storage, manifest)
@@ -77,13 +77,6 @@ class SlotWriter(RootWriter):
         for name, files in catalog.by_folder(self.storage.list()).items():
             if FILE_NAME in files and name not in known:
                 remove_files(self.storage, name)
-
-    def clear(self) -> None:
-        """Remove all snapshots, and give back their memory. No save may be under way."""
-        if self.owns_root:
-            self._hold()
-            self.keep_newest(0)
-            self._trim()
 
     def commit(self, attempt: Attempt, stored: list[WrittenFile], facts: Mapping[str, Any]) -> Manifest:
         self.run, self.parent = self.main.run, self.main.parent
@@ -123,6 +116,10 @@ class SlotSaver(Saver):
         if not save.detached and captured is not None and not captured.gathered:
             save.captured = save.captured.then(_refuse)
         return save
+
+    def _is_detached(self, save: SaveTransaction, *, everywhere: bool) -> bool:
+        """What has failed already needs no training to wait for it either: other ranks learn of it on this thread."""
+        return save.detached or save.captured.error is not None
 
     def _carry_out(self, save: SaveTransaction) -> None:
         try:

@@ -13,7 +13,7 @@ from ckpt.memory.notices import report_off_until, warn_left_out, warn_of_unsaved
 from ckpt.memory.places import Places
 from ckpt.memory.replicas import Replicas
 from ckpt.memory.root_token import remove_token
-from ckpt.memory.slot_storage import slot_storage
+from ckpt.memory.slot_storage import ANSWER, slot_storage
 from ckpt.memory.slots import SlotSaver, SlotWriter
 from ckpt.memory.statistics import Statistics
 from ckpt.memory.step_file import read_step, write_step
@@ -84,6 +84,7 @@ class MemoryTier:
         if not self._meet():
             return None
         self._has_received |= self.replicas.restore(self.meeting)
+        self.meeting.count_taken()
         place = self.meeting.place
         if place is not None and self.ranks.rank == MAIN:
             self.crashed_at = read_step(place)
@@ -223,7 +224,6 @@ class MemoryTier:
         if self._error is not None:
             view["error"] = str(self._error) or type(self._error).__name__
             view["full"] = isinstance(self._error, FullError | MemoryError)
-        self._error = None
         return view
 
     def _check(self) -> None:
@@ -265,14 +265,20 @@ class MemoryTier:
         if self._slots is None:
             main, place = self.saver.root, self.meeting.place
             assert place is not None
+            storage = slot_storage(place, ANSWER)
             writer = SlotWriter(
-                slot_storage(place), self.ranks, hosts=self.hosts, numbering=main.numbering, has_resumed=True, main=main
+                storage, self.ranks, hosts=self.hosts, numbering=main.numbering, has_resumed=True, main=main
             )
             writer.damaged, writer.seal = self._damaged, main.seal
             self._slots = SlotSaver(writer, self.saver.snapshots, read_back=False, channel="memory")
             self._slots.compared = self.compared
-            self._slots.after_commit = lambda name: self.replicas.exchange(name, place)
+            self._slots.after_commit = self._after_commit
         return self._slots
+
+    def _after_commit(self, name: str) -> None:
+        """On first ranks and not on the training's thread: whatever asks the keeper is done here."""
+        self.replicas.exchange(name, self.meeting.place)
+        self.meeting.count_taken()
 
     def _close_slots(self) -> None:
         self.wait()

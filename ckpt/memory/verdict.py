@@ -40,11 +40,11 @@ class Verdict(TypedDict):
 
 def verdict_of(views: list[View], hosts: Hosts, copies: bool = False) -> Verdict:
     """On the main rank: from the views of all ranks. `copies`: each host keeps those of the host before it too."""
+    if any(view["busy"] for view in views):  # before errors: to give way, each rank waits for what it has under way
+        return {"do": SKIP, "why": "", "free": False, "memfd": []}
     errors = dict.fromkeys(view["error"] for view in views if view["error"])
     if errors:
         return {"do": GIVE_WAY, "why": "; ".join(errors), "free": any(view["full"] for view in views), "memfd": []}
-    if any(view["busy"] for view in views):
-        return {"do": SKIP, "why": "", "free": False, "memfd": []}
     measured = {owner: view["room"] for owner, view in enumerate(views) if view["room"] is not None}
     sizes = {owner: [view["size"] for view in _on_host(owner, views, hosts)] for owner in measured}
     peaks = {owner: sum(view["peak"] for view in _on_host(owner, views, hosts)) for owner in measured}

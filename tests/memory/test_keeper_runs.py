@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +18,9 @@ from torch import nn
 
 import ckpt
 from ckpt.memory.keeper_process import living_keeper
+from ckpt.memory.memfd_storage import MemfdStorage
 from ckpt.memory.place import MemoryPlace
-from ckpt.memory.slot_storage import is_in_memfds
+from ckpt.memory.slot_storage import is_in_memfds, slot_storage
 from tests.helpers.processes import DEADLINE, fork
 from tests.memory.deserted import kill, no_keeper_left, wait_until
 
@@ -175,6 +178,100 @@ class TestSmallTmpfs:
         said = [record.message for record in caplog.records if "memory tier" in record.message]
         assert len(said) == 1
         assert "is too small, and there is no keeper process" in said[0]
+
+
+@contextmanager
+def stopped(place: MemoryPlace) -> Iterator[Callable[[], None]]:
+    """Stop the keeper of a place. What is yielded lets it go on, as the end of the context does."""
+    keeper = living_keeper(place)
+    assert keeper is not None
+    os.kill(keeper.process, signal.SIGSTOP)
+    try:
+        yield lambda: os.kill(keeper.process, signal.SIGCONT)
+    finally:
+        if keeper.is_alive:
+            os.kill(keeper.process, signal.SIGCONT)
+        wait_until(lambda: place.is_there or not keeper.is_alive, "it has ended with its folder")
+
+
+class TestAKeeperThatIsStopped:
+    """It holds the snapshots, and answers nothing, as under SIGSTOP or in a frozen control group."""
+
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ckpt.memory.room.os", SimpleNamespace(statvfs=_no_room))
+
+    @pytest.fixture
+    def asking(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """The names of the threads that have asked a keeper."""
+        names: list[str] = []
+        connected = MemfdStorage._connected
+
+        def noted(self: MemfdStorage) -> Any:
+            names.append(threading.current_thread().name)
+            return connected(self)
+
+        monkeypatch.setattr(MemfdStorage, "_connected", noted)
+        return names
+
+    def test_training_goes_on_without_asking_it_and_says_once_that_the_tier_is_off(
+        self, tmp_path: Path, straight: str, asking: list[str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        torch.manual_seed(3)
+        model = nn.Linear(40, 40)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        manager = ckpt.StateManager(
+            tmp_path / "root", model=model, optimizer=optimizer, save_every=10, memory_every=3, follow=False
+        )
+        tier = manager.session.memory
+        assert tier is not None
+
+        def train_to(last: int) -> None:
+            while manager.progress.step < last:
+                optimizer.zero_grad()
+                model(torch.randn(4, 40)).pow(2).mean().backward()
+                optimizer.step()
+                manager.step()
+                if manager.progress.step == 9:
+                    tier.wait()  # or those of the next steps might be left out
+
+        with manager:
+            manager.resume()
+            train_to(6)
+            tier.wait()
+            (place,) = MemoryPlace.list_places()
+            assert is_in_memfds(place)
+            with stopped(place) as go_on:
+                asking.clear()
+                train_to(25)
+                assert repr([value.tolist() for value in model.state_dict().values()]) == straight
+                tried_again = tier._resume_at
+                train_to(tried_again)
+                tier.wait()
+                train_to(tried_again + 3)
+                assert len(asking) >= 2
+                assert "MainThread" not in asking
+                go_on()
+                last = tier._resume_at
+                train_to(last)
+                tier.wait()
+                assert f"step-{last:08d}/manifest.json" in [entry.key for entry in slot_storage(place).list()]
+            manager.wait()
+        warned = [record for record in caplog.records if record.levelname == "WARNING"]
+        said = [record for record in warned if "memory tier is off" in record.message]
+        assert len(said) == 1
+        assert "the keeper process did not answer for 0.9 s" in said[0].message
+        assert len(ckpt.verify(tmp_path / "root")) == last // 10
+
+    def test_a_resume_takes_the_roots_checkpoint_and_says_why(
+        self, tmp_path: Path, straight: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("ckpt.memory.memfd_storage.PATIENCE", 0.3)
+        place = killed(tmp_path, small=True)
+        with stopped(place):
+            assert train(str(tmp_path / "root"), 25) == straight
+        assert f"memfd://{place.path} cannot be read: " in caplog.text
+        assert "the keeper process did not answer for 0.3 s" in caplog.text
 
 
 def _no_room(_: object) -> Any:

@@ -132,7 +132,7 @@ class TestMemory:
     def test_memory_that_somebody_still_reads_is_not_written_to(self, tmp_path: Path, server: Serving) -> None:
         storage = MemfdStorage(tmp_path)
         storage.write("old", [b"old" * 1000])
-        with memfd_storage._Connection(tmp_path) as reader:
+        with memfd_storage._Connection(tmp_path, 10.0) as reader:
             reader.ask("get", key="old")
             storage.delete(["old"])
             storage.write("new", [b"new" * 1000])
@@ -142,7 +142,7 @@ class TestMemory:
     @pytest.mark.slow
     def test_a_reader_cannot_write(self, tmp_path: Path, server: Serving) -> None:
         MemfdStorage(tmp_path).write("key", [b"value"])
-        with memfd_storage._Connection(tmp_path) as reader:
+        with memfd_storage._Connection(tmp_path, 10.0) as reader:
             reader.ask("get", key="key")
             with pytest.raises(OSError, match="Bad file descriptor"):
                 os.pwrite(reader.take_descriptor(), b"other", 0)
@@ -232,13 +232,18 @@ class TestFailures:
                 storage.read("key")
         assert storage.read("key") == b"value"
 
-    def test_a_keeper_that_does_not_answer_is_waited_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(memfd_storage, "_PATIENCE", 0.1)
+    def test_a_keeper_that_does_not_answer_is_waited_for_once(self, tmp_path: Path) -> None:
         directory = os.open(tmp_path, os.O_RDONLY)
-        with memfd_wire.listen(directory):
+        with memfd_wire.listen(directory) as listener:
             os.close(directory)
-            with pytest.raises(TransientError, match=r"did not answer for 0\.1 s"):
-                MemfdStorage(tmp_path).read("key")
+            storage = MemfdStorage(tmp_path, patience=0.1)
+            for _ in range(3):
+                with pytest.raises(TransientError, match=r"did not answer for 0\.1 s"):
+                    storage.read("key")
+            listener.accept()[0].close()
+            listener.setblocking(False)
+            with pytest.raises(BlockingIOError):  # nobody else has asked
+                listener.accept()
 
 
 @pytest.mark.slow

@@ -337,8 +337,12 @@ class TestVerdict:
         assert verdict_of([self.view(), self.view(busy=True)], ONE_SHARED_ROOT)["do"] == "skip"
 
     def test_one_failed_rank_is_enough(self) -> None:
-        verdict = verdict_of([self.view(busy=True), self.view(error="no.", full=True)], ONE_SHARED_ROOT)
+        verdict = verdict_of([self.view(), self.view(error="no.", full=True)], ONE_SHARED_ROOT)
         assert verdict == {"do": "give way", "why": "no.", "free": True, "memfd": []}
+
+    def test_nobody_gives_way_while_another_rank_is_busy_for_it_would_wait_for_that(self) -> None:
+        views = [self.view(busy=True), self.view(error="no.", full=True)]
+        assert verdict_of(views, ONE_SHARED_ROOT)["do"] == "skip"
 
     def test_the_ranks_of_a_host_share_its_room(self) -> None:
         views = [self.view(room=self.have(5 * MB)), self.view(), self.view()]
