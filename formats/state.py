@@ -25,6 +25,16 @@ class Shard(NamedTuple):
         return self.tensor.shape == self.shape
 
 
+class Unsharded(NamedTuple):
+    """A plain tensor in the state of a sharded parameter that has the parameter's shape, and is no shard of it.
+
+    Statistics of a square layer are such: without a record, a reader would take them for state that is sharded as the
+    parameter is.
+    """
+
+    tensor: torch.Tensor
+
+
 @dataclass(frozen=True)
 class PartState:
     """The state of a part: its class, JSON values with references to tensors, and the tensors by name."""

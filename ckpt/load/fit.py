@@ -80,7 +80,8 @@ def _require_fit(reader: CheckpointReader, misfits: Misfits) -> None:
         head = f"{reader.manifest.name} does not fit the live objects; nothing was changed:"
         advice = "Build the objects as they were when it was saved, or use strict=False to restore what fits."
         if any(why.startswith(_OWN) for keys in misfits.values() for why in keys.values()):
-            advice += " Experts, and other shards, fit any number of ranks if ckpt.mark_sharded says so at the save."
+            advice += " Experts, and other shards, fit any number of ranks if ckpt.mark_sharded says so at the save; "
+            advice += "a mean over what a rank has, as Adafactor keeps along the marked dimension, fits as many ranks."
         if any(why.endswith(TIED_HERE) for keys in misfits.values() for why in keys.values()):
             advice += " What is tied here can have one value only: untie it (Transformers: tie_word_embeddings=False), "
             advice += "or let strict=False take that of the first name."

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -130,7 +131,11 @@ class CheckpointReader:
                 found[name] = SavedTensor(name, *tensors.about(name), partial(self._equal, tensors, name))
                 return found[name]
 
-            self._trees[key] = self._decoded(key, find), found
+            def unsharded(saved: SavedTensor) -> SavedTensor:
+                found[saved.name] = replace(saved, unsharded=True)
+                return found[saved.name]
+
+            self._trees[key] = self._decoded(key, find, unsharded), found
         return self._trees[key]
 
     def ask(self, key: str, place: Place | None = None, *, live: bool = False) -> Callable[[], Any]:
@@ -259,11 +264,13 @@ class CheckpointReader:
             self._tables[key] = ShardTable.from_json(self._part(key)["spread"], self.manifest)
         return self._tables[key]
 
-    def _decoded(self, key: str, find: Callable[[str], Any]) -> Any:
+    def _decoded(
+        self, key: str, find: Callable[[str], Any], unsharded: Callable[[Any], Any] = lambda tensor: tensor
+    ) -> Any:
         state = (self._own(key) or self._part(key))["state"]
         with damage_reported(self._where(key), "state that ckpt writes"):
             share = self.shares[key](state) if key in self.shares else state
-        return Decoder(find, self._where(key)).decode(share)
+        return Decoder(find, self._where(key), unsharded).decode(share)
 
     def _part(self, key: str) -> Any:
         """A part as all ranks had it, or the main rank; what no other rank had, as this rank had it."""

@@ -11,6 +11,7 @@ import torch
 
 from ckpt.formats.shard_outline import ShardOutline
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
+from ckpt.formats.state import Unsharded
 
 _SCALARS = frozenset({bool, int, float, str, type(None)})
 _KEYS = frozenset({str, int})
@@ -59,6 +60,8 @@ class PlainTrees:
     def _container(self, value: Any, depth: int) -> Any:
         if type(value) in (dict, OrderedDict, list, tuple):
             return self.copy(value, depth)
+        if type(value) is Unsharded:
+            return Unsharded(*self._items(value, depth))
         if not is_sharded(value) or not hasattr(value, "device_mesh"):  # FSDP 1 has objects of its own
             raise NotPlainError
         local = local_tensor(value)

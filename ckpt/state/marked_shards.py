@@ -18,6 +18,9 @@ from ckpt.state.unwrap import modules_in, unwrap
 
 _MARKS = "_ckpt_shards"  # by the name of a parameter in its module: it outlives parameters that are replaced
 
+# State of torch's Adafactor: means over the last dimension of a parameter, and over the one before it.
+_FACTORED = {"row_var": -1, "col_var": -2}
+
 
 @dataclass(frozen=True)
 class ShardMark:
@@ -108,6 +111,12 @@ def _mesh_of_group(group: Any, device: str) -> Any:
     return DeviceMesh.from_group(group, device)
 
 
+def _factored(parameter: Any, key: Any) -> torch.Size:
+    sizes = list(parameter.size())
+    sizes[_FACTORED[key]] = 1
+    return torch.Size(sizes)
+
+
 class MarkedShards:
     """The marks of the parameters of some models, by the parameters' identities."""
 
@@ -130,10 +139,22 @@ class MarkedShards:
         """A marked parameter as the DTensor that it is a shard of; any other as it is."""
         return self.like(parameter, parameter)
 
-    def like(self, parameter: Any, value: Any) -> Any:
-        """State of a parameter: of a marked one, what has its shape is a shard as the parameter is."""
+    def state_like(self, parameter: Any, key: Any) -> Any:
+        """A tensor with the shape and the sharding of the parameter's state under a key."""
         mark = self._marks.get(id(parameter))
-        if mark is None or not isinstance(value, torch.Tensor) or value.size() != parameter.size():
+        if mark is None or key not in _FACTORED or parameter.dim() < 2:
+            return self.whole(parameter)
+        return self.like(parameter, torch.empty(_factored(parameter, key), device=parameter.device), key)
+
+    def like(self, parameter: Any, value: Any, key: Any = None) -> Any:
+        """State of a parameter: of a marked one, what has its shape, or is factored, is a shard as the parameter is."""
+        mark = self._marks.get(id(parameter))
+        if mark is None or not isinstance(value, torch.Tensor):
+            return value
+        if key in _FACTORED and parameter.dim() > 1:
+            if mark.dim == parameter.dim() + _FACTORED[key] or value.size() != _factored(parameter, key):
+                return value  # a mean over what this rank has: no shard of anything
+        elif value.size() != parameter.size():
             return value
         if is_sharded(parameter):
             raise ConfigError(

@@ -12,6 +12,7 @@ from torch import nn
 from ckpt.errors import UnsupportedError
 from ckpt.formats.layout import Layout, Members
 from ckpt.formats.sharded_tensors import divided, empty_like, is_sharded, local_tensor
+from ckpt.formats.state import Unsharded
 from ckpt.state import division, fsdp1
 from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.joined_optimizer import JoinedOptimizer, without_names
@@ -21,6 +22,8 @@ from ckpt.state.replicated import Replication, equal_parameters
 from ckpt.state.torch_objects import unusable_states
 from ckpt.state.unwrap import clean_names, parameter_names, unwrap, without_checkpointing
 from ckpt.state.wrapped_optimizers import class_of
+
+_PLAIN_PARAMETERS = (torch.Tensor, nn.Parameter)
 
 
 @dataclass
@@ -145,11 +148,20 @@ class OptimizerPart:
         self._keep_dtypes(known)
 
     def _with_shards(self, state: Mapping[Any, Any]) -> dict[Any, Any]:
-        """A state by index, in which what belongs to a marked parameter is sharded as it is."""
+        """A state by index, in which what belongs to a marked parameter is sharded as it is.
+
+        Of a DTensor, what is none and has its shape is marked: the shape alone would say that it is one.
+        """
         marks, found = self._marks(), dict(state)
-        for index, parameter in enumerate(self._parameters() if marks else ()):
-            if marks.has(parameter) and isinstance(found.get(index), dict):
-                found[index] = {key: marks.like(parameter, value) for key, value in found[index].items()}
+        for index, parameter in enumerate(self._parameters()):
+            entry = found.get(index)
+            if (type(parameter) in _PLAIN_PARAMETERS and not marks) or not isinstance(entry, dict):
+                continue
+            if marks.has(parameter):
+                found[index] = {key: marks.like(parameter, value, key) for key, value in entry.items()}
+            elif is_sharded(parameter):
+                shape = parameter.size()
+                found[index] = {key: _unsharded(value, shape) for key, value in entry.items()}
         return found
 
     def _of_this_rank(self, state: dict[Any, Any]) -> dict[Any, Any]:
@@ -180,12 +192,12 @@ class OptimizerPart:
             parameter, key = owners.get(saved.name, (None, None))
             if parameter is None:
                 return None
-            there = marks.like(parameter, state.get(parameter, {}).get(key) if state else None)
-            parameter = marks.whole(parameter)
+            there = marks.like(parameter, state.get(parameter, {}).get(key) if state else None, key)
+            like = marks.state_like(parameter, key)
             if isinstance(there, torch.Tensor) and (there.dtype, tuple(there.size())) == (saved.dtype, saved.shape):
-                return there
-            fits = saved.shape and tuple(parameter.size()) == saved.shape
-            return empty_like(parameter, saved.dtype) if fits else None
+                return None if saved.unsharded and is_sharded(there) else there
+            fits = saved.shape and tuple(like.size()) == saved.shape and not saved.unsharded
+            return empty_like(like, saved.dtype) if fits else None
 
         return find
 
@@ -250,7 +262,8 @@ class OptimizerPart:
         unfit, marks = {}, self._marks()
         for name, parameter in zip(names.values(), self._parameters(), strict=True):
             live, saved = self.optimizer.state.get(parameter, {}), state.get(name, {})
-            live = {key: marks.like(parameter, value) for key, value in live.items()} if marks.has(parameter) else live
+            if marks.has(parameter):
+                live = {key: marks.like(parameter, value, key) for key, value in live.items()}
             for key in live.keys() & saved.keys() if isinstance(saved, dict) else ():
                 there, here = getattr(saved[key], "shape", None), getattr(live[key], "shape", None)
                 if there is not None and here is not None and tuple(there) != tuple(here):
@@ -282,6 +295,13 @@ def _group_misfits(where: str, live: Sequence[str], old: Sequence[str]) -> dict[
     return unfit | {f"{where}.{name}": why for name in old if name in unexpected}
 
 
+def _unsharded(value: Any, shape: torch.Size) -> Any:
+    """State of a DTensor; plain tensors of the parameter's shape, in lists too, are marked."""
+    if type(value) is torch.Tensor:
+        return Unsharded(value) if value.dim() and value.size() == shape else value
+    return type(value)(_unsharded(item, shape) for item in value) if type(value) in (list, tuple) else value
+
+
 def _tensors_of(entry: Any) -> Iterator[tuple[Any, SavedTensor]]:
     """The saved tensors in a parameter's state, each with its key; also those of lists, without one."""
     for key, value in entry.items() if isinstance(entry, dict) else ():
@@ -310,7 +330,7 @@ def _clone(value: Any) -> Any:
 def _equal(one: Any, other: Any, place: Any) -> bool:
     """Whether two saved states are the same. `place`: the parameter, of whose sharding state of its shape is."""
     if isinstance(one, SavedTensor) and isinstance(other, SavedTensor):
-        return one.equals(other, place if one.shape == tuple(place.size()) else None)
+        return one.equals(other, place if one.shape == tuple(place.size()) and not one.unsharded else None)
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_equal(one[key], other[key], place) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):

@@ -31,12 +31,14 @@ class SavedTensor:
     """A tensor in a checkpoint that has not been read.
 
     `equals(other, place)` reads what the live tensor `place` holds of this one and of another, and compares them.
+    `unsharded`: it was a plain tensor, though its parameter was sharded.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     equals: Callable[[SavedTensor, Any], bool] = field(compare=False, repr=False)
+    unsharded: bool = False
 
 
 Place = Callable[[SavedTensor], Any]  # the tensor to read a saved one into; None: new memory, LEFT: do not read it

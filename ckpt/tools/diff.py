@@ -29,7 +29,7 @@ from ckpt.util.console import progress_bar
 _MODEL = "model"
 ABSENT = "-"
 _NOT_IN_JSON = ("squares", "is_tensor")
-_REFERENCES = {"$tensor", "$strided"}
+_REFERENCES = {"$tensor", "$strided", "$unsharded"}
 
 
 @dataclass(frozen=True, kw_only=True)

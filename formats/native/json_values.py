@@ -40,6 +40,7 @@ from ckpt.formats.native.json_codecs import (
 )
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.sharded_tensors import is_sharded
+from ckpt.formats.state import Unsharded
 from ckpt.formats.strides import checked_sizes, is_permuted
 from ckpt.formats.tensor_bytes import device_obstacle, host_bytes
 from ckpt.shown import Lines
@@ -84,6 +85,8 @@ class Encoder:
             return self._tensor(value, path)
         if isinstance(value, PiecedTensor):
             return {"$tensor": self._add(path, value)}
+        if kind is Unsharded:
+            return {"$unsharded": self._tensor(value.tensor, path)}
         if is_numpy(value):
             return self._numpy(value, path)
         return self._refuse(path, describe(value))
@@ -208,11 +211,13 @@ def refuse(problems: Iterable[str]) -> None:
 class Decoder:
     """Turns the JSON of an `Encoder` back into values. `tensor` returns the tensor of a reference by its name.
 
-    Raises no other errors than those of ckpt. `where` names the state in them.
+    Raises no other errors than those of ckpt. `where` names the state in them. `unsharded` is called with what `tensor`
+    gave for a tensor that was no shard of its parameter.
     """
 
     tensor: Callable[[str], Any]
     where: str = "the state"
+    unsharded: Callable[[Any], Any] = lambda tensor: tensor
     _strided: dict[Any, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def decode(self, data: Any) -> Any:
@@ -237,6 +242,8 @@ class Decoder:
             return self.tensor(inner)
         if tag == "$strided":
             return self._with_strides(*inner)
+        if tag == "$unsharded":
+            return self.unsharded(self._decode(inner, depth))
         if tag == "$items":
             found = {self._decode(key, depth): self._decode(value, depth) for key, value in inner}
             if len(found) != len(inner):

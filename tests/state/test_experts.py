@@ -158,3 +158,61 @@ def test_what_cannot_be_marked_is_refused_and_what_is_marked_can_be_copied(tmp_p
     alone = nn.Linear(2, 2)
     ckpt.mark_sharded(alone)  # one process has all experts
     assert "_ckpt_shards" not in vars(alone)
+
+
+class Bank(nn.Module):
+    """This rank's part of experts that are marked along their first dimension, and of a table along its second."""
+
+    def __init__(self, rank: int, *, table: bool) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.up = nn.Parameter(torch.randn(EXPERTS, 4, 6).chunk(ranks())[rank].clone())
+        self.table = nn.Parameter(torch.randn(3, EXPERTS).chunk(ranks(), 1)[rank].clone()) if table else None
+        ckpt.mark_sharded(self, names=["up"])
+        if table:
+            ckpt.mark_sharded(self, 1, names=["table"])
+
+    def trained(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = torch.optim.Adafactor(self.parameters())
+        for _ in range(2):
+            for parameter in self.parameters():
+                parameter.grad = parameter.detach().sin()
+            optimizer.step()
+        return optimizer
+
+
+def _save_factored(rank: int, folder: str) -> None:
+    for table in (False, True):
+        bank = Bank(rank, table=table)
+        optimizer = bank.trained()
+        with ckpt.StateManager(f"{folder}/{table}", model=bank, optimizer=optimizer) as manager:
+            manager.save_state("saved")
+            before = copy.deepcopy(optimizer.state[bank.up])
+            optimizer.step()
+            manager.load_state("saved")  # by as many ranks everything comes back
+            assert all(torch.equal(optimizer.state[bank.up][key], before[key]) for key in ("row_var", "col_var"))
+    torch.save(dict(optimizer.state[bank.up]), f"{folder}/{rank}.pt")
+
+
+def _load_factored(rank: int, folder: str) -> None:
+    bank = Bank(rank, table=False)
+    optimizer = torch.optim.Adafactor(bank.parameters())
+    with ckpt.StateManager(f"{folder}/False", model=bank, optimizer=optimizer) as manager:
+        manager.load_state("saved")
+    for key in ("row_var", "col_var"):
+        there = torch.cat([torch.load(f"{folder}/{saver}.pt")[key] for saver in range(2)])
+        assert torch.equal(optimizer.state[bank.up][key], there.chunk(ranks())[rank])
+    bank = Bank(rank, table=True)
+    with (
+        ckpt.StateManager(f"{folder}/True", model=bank, optimizer=torch.optim.Adafactor(bank.parameters())) as manager,
+        pytest.raises(ckpt.MismatchError, match=r"state\.table: each of the 2 ranks .*row_var") as refused,
+    ):
+        manager.load_state("saved")
+    assert "a mean over what a rank has" in str(refused.value)
+    assert "state.up" not in str(refused.value)
+
+
+def test_factored_state_of_experts_is_for_any_number_of_ranks_or_refused_by_name(tmp_path: Path) -> None:
+    run_ranks(2, _save_factored, str(tmp_path))
+    _load_factored(0, str(tmp_path))
+    run_ranks(4, _load_factored, str(tmp_path))

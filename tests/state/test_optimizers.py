@@ -81,6 +81,36 @@ def _shampoo(parameters: Any) -> Any:
     return importlib.import_module("pytorch_optimizer").Shampoo(parameters)
 
 
+class Statistics(torch.optim.Optimizer):
+    """Keeps products of whole gradients, as Shampoo does: plain tensors, which have the shape of a square layer."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            whole = parameter.grad.full_tensor() if is_sharded(parameter.grad) else parameter.grad
+            state = self.state[parameter]
+            if not state:
+                state["left"], state["both"] = whole @ whole.T, [whole @ whole.T, whole.T @ whole]
+                state["average"] = torch.zeros_like(parameter)
+            state["left"].add_(whole @ whole.T)
+            state["both"][1].add_(whole.T @ whole)
+            state["average"].add_(parameter.grad)
+            scale = 1 / (1 + state["left"].norm() + state["both"][1].norm()).item()
+            parameter.sub_(state["average"] * (0.1 * scale))
+
+
+def _squares() -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8, bias=False))
+    if dist.is_initialized():
+        fully_shard(model)
+    return model
+
+
 CASES: dict[str, tuple[int, Callable[[], Built]]] = {
     "PostLocalSGD": (2, _local_sgd),
     "PostLocalSGD, hierarchical": (4, _hierarchical),
@@ -90,6 +120,7 @@ CASES: dict[str, tuple[int, Callable[[], Built]]] = {
     "schedule-free": (1, _of(_bare, _schedulefree)),
     "schedule-free under FSDP 2": (2, _of(_sharded, _schedulefree)),
     "Shampoo": (1, _of(_bare, _shampoo)),
+    "statistics of square layers under FSDP 2": (2, _of(_squares, Statistics)),
 }
 NEEDS = {"torchao": "torchao", "schedule-free": "schedulefree", "Shampoo": "pytorch_optimizer"}
 
@@ -144,6 +175,40 @@ def test_training_continues_bit_for_bit_in_new_processes(tmp_path: Path, case: s
     ranks = CASES[case][0]
     assert run_ranks(ranks, _straight, str(tmp_path), case) == [0] * ranks
     assert run_ranks(ranks, _resumed, str(tmp_path), case) == [0] * ranks
+
+
+def _save_squares(rank: int, folder: str) -> None:
+    torch.manual_seed(1)
+    model = _squares()
+    optimizer = Statistics(model.parameters())
+    options = ckpt.SaveOptions(layout="full")
+    with ckpt.StateManager(f"{folder}/runs", model=model, optimizer=optimizer, saving=options) as manager:
+        _train(model, optimizer, range(2))
+        manager.save_state("middle")
+        before = exact([optimizer.state[one]["left"] for one in model.parameters()])
+        _train(model, optimizer, range(1))
+        manager.load_state("middle")  # into state that is there
+        assert exact([optimizer.state[one]["left"] for one in model.parameters()]) == before
+        other = _squares()
+        fresh = Statistics(other.parameters())
+    with ckpt.StateManager(f"{folder}/runs", model=other, optimizer=fresh) as manager:
+        manager.load_state("middle")
+        for one in other.parameters():
+            plain = [fresh.state[one]["left"], *fresh.state[one]["both"]]
+            assert not any(map(is_sharded, plain))
+            assert is_sharded(fresh.state[one]["average"])
+        assert exact([fresh.state[one]["left"] for one in other.parameters()]) == before
+        _train(other, fresh, range(1))
+
+
+@pytest.mark.slow
+def test_plain_state_of_its_parameters_shape_stays_plain_in_one_file_and_in_one_process(tmp_path: Path) -> None:
+    run_ranks(2, _save_squares, str(tmp_path))
+    model = _squares()
+    optimizer = Statistics(model.parameters())
+    with ckpt.StateManager(tmp_path / "runs", model=model, optimizer=optimizer) as manager:
+        manager.load_state("middle")
+        _train(model, optimizer, range(1))
 
 
 def _in_backward(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
