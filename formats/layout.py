@@ -100,6 +100,12 @@ class Layout:
                 number = number * size + coordinate
         return number
 
+    def copy_with(self, rank: int) -> Layout:
+        """The layout of the copy that a rank holds a shard of, over the ranks that hold it: without replicas."""
+        if self.copies == 1:
+            return self
+        return _copy(self, self.copy_of(rank)) if self.placements.count("R") < len(self.mesh) else Layout.of_one(rank)
+
     def box(self, shape: tuple[int, ...], rank: int) -> Box:
         """The box of a tensor that a rank holds."""
         return _box(self, shape, self._coordinate(rank))
@@ -155,6 +161,13 @@ def _holding(layout: Layout, copy: int) -> Iterator[tuple[int, tuple[int, ...]]]
     for rank, coordinate in zip(layout.ranks, itertools.product(*map(range, layout.mesh)), strict=True):
         if only or layout.copy_of(rank) == copy:
             yield rank, coordinate
+
+
+@lru_cache(maxsize=1000)
+def _copy(layout: Layout, copy: int) -> Layout:
+    kept = [(size, placed) for size, placed in zip(layout.mesh, layout.placements, strict=True) if placed != "R"]
+    mesh, placements = zip(*kept, strict=True)
+    return Layout(mesh, tuple(rank for rank, _ in _holding(layout, copy)), placements)
 
 
 @lru_cache

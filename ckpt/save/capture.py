@@ -33,11 +33,14 @@ class StateCapture:
     hosts: Hosts = field(default_factory=Hosts)
     compared: ComparisonHistory = field(default_factory=ComparisonHistory)
     _guarantees: dict[str, Replication] = field(default_factory=dict)
+    _turn: int = 0
+    _trusted: bool = True
 
     def capture(
         self, parts: Iterable[Part], rank_parts: Mapping[str, Part], rank_state: Mapping[str, Any]
     ) -> LiveState:
         """The state of parts that all ranks have, of parts that are this rank's alone, and values of this rank."""
+        self._turn, self._trusted = self.compared.turn, self.compared.trusted  # later saves may change them meanwhile
         parts = list(parts)
         known = ("loaders", "generators", "values", "source")
         has_none = not (parts or rank_parts or any(rank_state.get(key) for key in known))
@@ -55,6 +58,7 @@ class StateCapture:
             rank_values={"state": values},
             writes_common=self._writes_common,
             guarantees=self._guarantees,
+            trusted=self._trusted,
             divisible=frozenset(part.key for part in parts if part.can_be_sharded),
         )
         return LiveState(
@@ -73,16 +77,16 @@ class StateCapture:
         if self.ranks.world_size == 1:
             return captured
         replicas = self._replicas(captured)
-        return replace(captured, replicas=replicas, checksums=self.compared.pending_checksums(captured))
+        return replace(captured, replicas=replicas, fingerprints=self.compared.fingerprints(captured, self._turn))
 
     def _replicas(self, captured: CapturedState) -> dict[str, ReplicaTensors]:
         """What this rank may hold with other bytes than the rank that writes it. Nothing is copied here."""
         rank, found = self.ranks.rank, {}
         for key, part in captured.parts.items() if not self._writes_common else ():
-            found[key] = unsharded_replicas(part, self._guarantees[key])
+            found[key] = unsharded_replicas(part, captured.is_uncertain(key))
         for key, state in {**captured.sharded, **captured.gathered}.items():
             written, gathered = captured.shards.get(key, {}), key in captured.gathered
-            found[key] = sharded_replicas(state, written, self._guarantees[key], rank, gathered=gathered)
+            found[key] = sharded_replicas(state, written, captured.is_uncertain(key), rank, gathered=gathered)
         return {key: ReplicaTensors.of(key, rank, shards) for key, shards in found.items() if shards}
 
     @property
@@ -105,7 +109,8 @@ class StateCapture:
     def _live(self, part: Part, *, described: bool = False) -> LivePart:
         tree = _state_of(part)
         if self.ranks.world_size > 1:
-            self._guarantees[part.key] = self.compared.with_doubts(part.key, part.replication(tree, self.ranks.members))
+            guarantee = part.replication(tree, self.ranks.members)
+            self._guarantees[part.key] = guarantee if self._trusted else guarantee.distrusted()
         if not described and not self._writes_common:
             return LivePart(part.key, part.kind, tree)
         return LivePart(part.key, part.kind, tree, part.frozen(), _about(part, tree))

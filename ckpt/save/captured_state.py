@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from ckpt.formats.native import documents, tensor_file_plan
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.shard_table import ShardedState, written_by
+from ckpt.formats.sharded_tensors import is_sharded, local_tensor, on_part_of_mesh
 from ckpt.formats.state import FilePlan, PartState, Shard
 from ckpt.root.file_names import spread_file, whole_file
 from ckpt.save.replica_tensors import ReplicaTensors
@@ -35,7 +36,8 @@ class CapturedState:
     rank_parts: Mapping[str, PartState] = field(default_factory=dict)  # parts that every rank saves for itself
     writes_common: bool = True  # whether this rank writes what all ranks have in common
     guarantees: Mapping[str, Replication] = field(default_factory=dict)
-    checksums: Mapping[str, Mapping[str, Callable[[], str]]] = field(default_factory=dict)  # to be compared once
+    trusted: bool = True  # what should be equal on several ranks always was
+    fingerprints: Mapping[str, Callable[[], dict[str, str]]] = field(default_factory=dict)  # of what should be equal
     replicas: Mapping[str, ReplicaTensors] = field(default_factory=dict)
     diverged_files: Sequence[FilePlan] = ()  # with the replicas that differ from what another rank writes
     differs: Mapping[str, Any] = field(default_factory=dict)  # on the main rank, by part: what differs, on which ranks
@@ -92,6 +94,44 @@ class CapturedState:
         written = {content[1].device for content in contents if isinstance(content, tuple)}
         gathered = {tensor.device for part in self.gathered.values() for tensor in part.tensors.values()}
         return frozenset(device for device in written | gathered if device.type not in ("cpu", "meta"))
+
+    def is_uncertain(self, key: str) -> Callable[[str], bool]:
+        """Whether a tensor of a part, by its name, may differ from that of the rank which writes it."""
+        guarantee, part = self.guarantees[key], self._divided.get(key)
+        if part is None:
+            return guarantee.is_uncertain
+
+        def is_uncertain(name: str) -> bool:
+            tensor = part.tensors.get(name)
+            return self._may_differ(part, name) if is_sharded(tensor) else guarantee.is_uncertain(name)
+
+        return is_uncertain
+
+    def _may_differ(self, part: ShardedState, name: str) -> bool:
+        """A shard of which other ranks hold replicas: on another part of the mesh, or, in doubt, along a dimension."""
+        replicated = not self.trusted and part.table.tensors[name].layout.copies > 1
+        return replicated or on_part_of_mesh(part.tensors[name], part.members)
+
+    def should_be_equal(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """By part, what other ranks must have alike: plain tensors that are kept equal, and this rank's shards of
+        tensors that a dimension of their mesh replicates."""
+        for key, part in self.parts.items():
+            is_equal = self.guarantees[key].is_equal
+            yield key, {name: shard.tensor for name, shard in part.tensors.items() if is_equal(name)}
+        for key, state in self._divided.items():
+            is_equal, found = self.guarantees[key].is_equal, dict[str, torch.Tensor]()
+            for name, spec in state.table.tensors.items():
+                tensor = state.tensors[name]
+                if not is_sharded(tensor):
+                    found |= {name: tensor} if is_equal(name) else {}
+                elif spec.layout.copies > 1 and spec.layout.holds(self.rank) and not self._may_differ(state, name):
+                    found[name] = local_tensor(tensor)
+            yield key, found
+
+    @property
+    def _divided(self) -> dict[str, ShardedState]:
+        """The parts that are sharded, however they are written."""
+        return {**self.sharded, **self.gathered}
 
     def join_gathers(self) -> None:
         """What the other ranks do while the main rank writes gathered files: take part in the gather of each tensor."""

@@ -2,55 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
 
-import torch
-
-from ckpt.formats.sharded_tensors import is_sharded
-from ckpt.formats.state import Shard
 from ckpt.save.captured_state import CapturedState
-from ckpt.save.checksums import checksum
-from ckpt.state.replicated import Replication
+from ckpt.save.checksums import fingerprints
 
 
 @dataclass
 class ComparisonHistory:
-    """The same on every rank. What was guaranteed to be equal is compared once; from then on only if it was not."""
+    """The same on every rank. What should be equal is compared in full at its first save, and by turns from then on.
 
-    equal: dict[str, set[str]] = field(default_factory=dict)  # by part: tensors guaranteed to be equal, and found so
-    doubted: dict[str, set[str]] = field(default_factory=dict)  # guaranteed to be equal, and found to differ
+    Once some of it has differed, no rank trusts in it any more: all of it is compared in full at every save, and each
+    rank keeps its own.
+    """
+
+    turn: int = 0  # counts the captures, which all ranks make together
+    trusted: bool = True
+    equal: dict[str, set[str]] = field(default_factory=dict)  # by part: tensors that were compared in full
     reported: set[str] = field(default_factory=set)  # parts whose differences have been logged
 
-    def with_doubts(self, key: str, guarantee: Replication) -> Replication:
-        """The guarantee of a part, less what was found to differ."""
-        return replace(guarantee, doubted=frozenset(self.doubted[key])) if key in self.doubted else guarantee
+    def fingerprints(self, captured: CapturedState, turn: int) -> dict[str, Callable[[], dict[str, str]]]:
+        """Those of what should be equal: in full where it is new, else those of this turn."""
+        readers: dict[str, Callable[[], dict[str, str]]] = {}
+        for key, tensors in captured.should_be_equal():
+            known = self.equal.get(key, set())
+            first = fingerprints({name: tensor for name, tensor in tensors.items() if name not in known})
+            again = fingerprints({name: tensor for name, tensor in tensors.items() if name in known}, turn)
+            readers[key] = _both(first, again)
+        return readers
 
-    def pending_checksums(self, captured: CapturedState) -> dict[str, dict[str, Callable[[], str]]]:
-        """Checksums of what is guaranteed to be equal and has not been compared yet: all of it at the first save."""
-        tensors: dict[str, Mapping[str, torch.Tensor]] = {
-            **{key: _tensors_of(part.tensors) for key, part in captured.parts.items()},
-            **{key: part.tensors for key, part in {**captured.sharded, **captured.gathered}.items()},
-        }
-        pending: dict[str, dict[str, Callable[[], str]]] = {}
-        for key, named in tensors.items():
-            known, guarantee = self.equal.get(key, set()), captured.guarantees[key]
-            new = [name for name in named if name not in known and guarantee.is_equal(name)]
-            pending[key] = {name: checksum(named[name]) for name in new if not is_sharded(named[name])}
-        return pending
-
-    def doubt(self, names: Iterable[Sequence[str]]) -> bool:
-        """Compare these at every save from now on. Returns whether any of them was not doubted before."""
-        new = [(key, name) for key, name in names if name not in self.doubted.get(key, ())]
-        for key, name in new:
-            self.doubted.setdefault(key, set()).add(name)
-        return bool(new)
+    def distrust(self) -> None:
+        """Some of what should be equal differs."""
+        self.trusted = False
+        self.reported.clear()  # what differs now is more than was logged
 
     def record_equal(self, captured: CapturedState) -> None:
-        """All ranks have the same bytes of what they compared in this save: it is not compared again."""
-        for key, names in captured.checksums.items():
-            self.equal.setdefault(key, set()).update(names)
+        """The ranks have compared what should be equal."""
+        for key, read in captured.fingerprints.items():
+            self.equal.setdefault(key, set()).update(read())
 
 
-def _tensors_of(shards: Mapping[str, Shard]) -> dict[str, torch.Tensor]:
-    return {name: shard.tensor for name, shard in shards.items()}
+def _both(one: Callable[[], dict[str, str]], other: Callable[[], dict[str, str]]) -> Callable[[], dict[str, str]]:
+    return cache(lambda: one() | other())

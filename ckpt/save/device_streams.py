@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -45,6 +45,10 @@ class Device:
         torch.accelerator.synchronize(self.device)
         yield
         torch.accelerator.synchronize(self.device)
+
+    def beside_training(self) -> AbstractContextManager[Any]:
+        """What this thread enqueues on the device comes after what was `ordered`, and after nothing else."""
+        return nullcontext()
 
     def fetch(self, sources: Iterable[torch.Tensor], target: torch.Tensor) -> None:
         """Copy flat tensors to host memory, one after the other, and wait for it."""
@@ -83,9 +87,14 @@ class StreamedDevice(Device):
         for stream in others:
             stream.wait_event(done)
 
+    @contextmanager
+    def beside_training(self) -> Iterator[None]:
+        with self._in_this_thread(), self._module.stream(self._fetching):
+            yield
+
     def fetch(self, sources: Iterable[torch.Tensor], target: torch.Tensor) -> None:
         # one at a time: a second transfer in the queue would hold up those of training
-        with self._in_this_thread(), self._module.stream(self._fetching):
+        with self.beside_training():
             copy_packed(sources, target)
             self._fetched.record(self._fetching)
             self._fetched.synchronize()

@@ -51,11 +51,12 @@ def _entry(captured: CapturedState, key: str, names: list[str]) -> dict[str, Any
     entry = {"class": part.kind, "state": part.values, "plain": [name for name in found if name not in shards]}
     if sharded is None:
         return entry
-    tensors = {name: _on_submesh(sharded, name) for name in sorted(shards)}
+    tensors = {name: _of_this_copy(sharded, name, captured.rank) for name in sorted(shards)}
     tensors |= {name: sharded.table.tensors[name] for name in names if name not in mine}  # among the shards it writes
     return {**entry, "spread": ShardTable(tensors, sharded.table.aliases).to_json()}
 
 
-def _on_submesh(part: ShardedState, name: str) -> ShardSpec:
+def _of_this_copy(part: ShardedState, name: str, rank: int) -> ShardSpec:
+    """The tensor as the ranks hold it that have this rank's copy: those with other replicas have another."""
     entry = part.table.tensors[name]
-    return ShardSpec(entry.dtype, entry.shape, among(own_layout(part.tensors[name]), part.members))
+    return ShardSpec(entry.dtype, entry.shape, among(own_layout(part.tensors[name]), part.members).copy_with(rank))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from ckpt.formats.native import documents
@@ -81,7 +80,7 @@ class LiveState:
         values = {**self.state.rank_values, "own": part_values(own)}
         state = replace(self.state, parts=parts, sharded=sharded, gathered=gathered, rank_parts=own, rank_values=values)
         finished = self.finish(state)
-        return finished if copies is None else _with_known_checksums(finished)
+        return finished if copies is None else _with_known_fingerprints(finished)
 
 
 def _encoded(part: LivePart, substitute: Substitute | None, problems: list[str]) -> PartState:
@@ -89,10 +88,8 @@ def _encoded(part: LivePart, substitute: Substitute | None, problems: list[str])
     return replace(state, frozen=part.frozen, about=part.about)
 
 
-def _with_known_checksums(state: CapturedState) -> CapturedState:
-    """Wait for the checksums: the copies that they are of may be released before somebody asks for them."""
-    known = {key: {name: read() for name, read in found.items()} for key, found in state.checksums.items()}
-    return replace(
-        state,
-        checksums={key: {name: partial(str, value) for name, value in found.items()} for key, found in known.items()},
-    )
+def _with_known_fingerprints(state: CapturedState) -> CapturedState:
+    """Wait for them: the copies that they are of may be released before somebody asks for them."""
+    for read in state.fingerprints.values():
+        read()
+    return state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ from ckpt.formats.layout import Layout, among
 from ckpt.formats.native import documents, dtypes
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.shard_table import ShardedState
-from ckpt.formats.sharded_tensors import is_sharded, local_tensor, on_part_of_mesh, own_layout
+from ckpt.formats.sharded_tensors import is_sharded, local_tensor, own_layout
 from ckpt.formats.state import FilePlan, PartState
 from ckpt.root.file_names import part_of
 from ckpt.save.captured_state import CapturedState
@@ -31,16 +31,13 @@ class RankDescription:
     def outline(self) -> dict[str, Any]:
         """A few digests: those of `state` must be the same on all ranks, those of `pieces` under the same key."""
         parts = {key: {**part, "pieces": None} for key, part in self.parts.items()}
-        held = {key: part["pieces"] for key, part in self.parts.items() if part["pieces"]}
-        return {
-            "state": _digest([parts, self.captured.tables_digest]),
-            "pieces": {_digest(self._boxes()): _digest(held)},
-        }
+        pieces = {_digest(boxes): _digest(checksums) for boxes, checksums in self._pieces()}
+        return {"state": _digest([parts, self.captured.tables_digest]), "pieces": pieces}
 
     @property
     def details(self) -> dict[str, Any]:
         """All that the main rank needs to find out what differs, and which ranks can save their own."""
-        own = {key: {name: layout.to_json() for name, layout in self._submesh_layouts(key)} for key in self._sharded}
+        own = {key: {name: layout.to_json() for name, layout in self._own_layouts(key)} for key in self._sharded}
         parts: dict[str, PartState | ShardedState] = {**self.captured.parts, **self._sharded}
         trees = {key: parts[key].values for key in self.parts if key in self.captured.divisible}
         return {
@@ -49,6 +46,7 @@ class RankDescription:
             "layouts": own,
             "kept": self._savable(),
             "trees": trees,
+            "trusted": self.captured.trusted,
         }
 
     @cached_property
@@ -80,15 +78,15 @@ class RankDescription:
         return described | bases
 
     def _shard_checksums(self, key: str) -> tuple[dict[str, str], dict[str, str]]:
-        """The checksums of plain tensors of a sharded part, and those of shards on a submesh."""
+        """The checksums of plain tensors of a sharded part, and those of shards that other ranks hold too."""
         part, found = self._sharded[key], self._checksums(key)
         plain = {name: value for name, value in found.items() if not is_sharded(part.tensors.get(name))}
         return plain, {name: value for name, value in found.items() if name not in plain}
 
     def _checksums(self, key: str) -> dict[str, str]:
-        """Of all that is uncertain, and of what is compared once, at its first save."""
-        once = {name: read() for name, read in self.captured.checksums.get(key, {}).items()}
-        return {**self._uncertain[key], **once}
+        """Of all that is uncertain, and of what should be equal."""
+        read = self.captured.fingerprints.get(key)
+        return {**self._uncertain[key], **(read() if read else {})}
 
     @cached_property
     def _uncertain(self) -> dict[str, dict[str, str]]:
@@ -97,44 +95,35 @@ class RankDescription:
         for file in self.captured.files:
             key = part_of(file.path)
             if key in found:
-                found[key] |= checksums(file, self.snapshot.get(file.path), self._is_uncertain(key))
+                found[key] |= checksums(file, self.snapshot.get(file.path), self.captured.is_uncertain(key))
         for key, replicas in self.captured.replicas.items():
             found[key] |= checksums(replicas.file, self.snapshot.get(replicas.path), lambda _: True)
         for key, part in self.captured.gathered.items():  # not in a snapshot: training waits while they are gathered
-            is_uncertain = self._is_uncertain(key)
+            is_uncertain = self.captured.is_uncertain(key)
             for name in part.table.tensors:
                 if is_uncertain(name) and name not in found[key]:
                     tensor = part.tensors[name]
-                    found[key][name] = checksum(local_tensor(tensor) if is_sharded(tensor) else tensor)()
+                    found[key][name] = checksum(local_tensor(tensor) if is_sharded(tensor) else tensor)
         return found
 
-    def _is_uncertain(self, key: str) -> Callable[[str], bool]:
-        """Whether a tensor of the part, by its name, may differ between ranks."""
-        guarantee, part = self.captured.guarantees[key], self._sharded.get(key)
-        if part is None:
-            return guarantee.is_uncertain
-        tensors = part.tensors
-
-        def is_uncertain(name: str) -> bool:
-            tensor = tensors.get(name)
-            return on_part_of_mesh(tensor, part.members) if is_sharded(tensor) else guarantee.is_uncertain(name)
-
-        return is_uncertain
-
-    def _boxes(self) -> dict[str, Any]:
-        """The offsets of the shards that this rank holds of tensors on a submesh."""
-        rank, found = self.captured.rank, {}
+    def _pieces(self) -> Iterable[tuple[dict[str, Any], dict[str, str]]]:
+        """The offsets of the shards that this rank holds, and their checksums: those that lie on the same ranks
+        together, as ranks that hold the same ones of one layout may hold others of another."""
+        rank, found = self.captured.rank, dict[Layout, tuple[dict[str, Any], dict[str, str]]]()
         for key, part in self._sharded.items():
-            for name in self.parts[key]["pieces"]:
+            for name, value in self.parts[key]["pieces"].items():
                 entry = part.table.tensors[name]
-                found[f"{key}/{name}"] = list(entry.layout.box(entry.shape, rank).offsets)
-        return found
+                boxes, values = found.setdefault(entry.layout, ({}, {}))
+                boxes[f"{key}/{name}"] = list(entry.layout.box(entry.shape, rank).offsets)
+                values[f"{key}/{name}"] = value
+        return found.values()
 
-    def _submesh_layouts(self, key: str) -> Iterator[tuple[str, Layout]]:
-        part = self._sharded[key]
+    def _own_layouts(self, key: str) -> Iterator[tuple[str, Layout]]:
+        """Those of shards that may differ from their replicas, over the ranks of their own mesh."""
+        part, is_uncertain = self._sharded[key], self.captured.is_uncertain(key)
         for name in part.table.tensors:
             tensor = part.tensors[name]
-            if is_sharded(tensor) and on_part_of_mesh(tensor, part.members):
+            if is_sharded(tensor) and is_uncertain(name):
                 yield name, among(own_layout(tensor), part.members)
 
     def _savable(self) -> dict[str, list[str]]:

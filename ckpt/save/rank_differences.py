@@ -7,6 +7,7 @@ saves in a file of its own, and has it back when as many ranks load it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,6 +18,8 @@ from ckpt.formats.layout_json import layout_from_json
 from ckpt.formats.native import dtypes
 from ckpt.formats.native.shard_table import EVERY, ShardSpec, ShardTable, disagreements
 from ckpt.ranks.group import MAIN
+from ckpt.ranks.liveness import format_ranks
+from ckpt.save.checksums import differ
 from ckpt.save.rank_description import TIED
 from ckpt.save.united_parts import UnitedPart, unite_parts
 from ckpt.shown import Lines
@@ -50,7 +53,7 @@ class Verdict:
     writes: list[dict[str, list[str]]] = field(default_factory=list)
     differs: dict[str, dict[str, Any]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    doubted: list[tuple[str, str]] = field(default_factory=list)  # part and tensor: guaranteed to be equal, and is not
+    doubted: dict[tuple[str, str, int], list[int]] = field(default_factory=dict)  # should be equal, and is not: ranks
     _savable: dict[tuple[int, str], frozenset[str]] = field(default_factory=dict)
 
     @classmethod
@@ -59,7 +62,9 @@ class Verdict:
         for rank in range(len(details)):
             verdict._compare(rank)
             verdict.writes.append(verdict._writes_for_all(rank))
-        verdict._include_submeshes()
+        verdict._include_copies()
+        if len({rank["trusted"] for rank in details}) > 1:
+            verdict.problems.append("some ranks have captured this before they knew that replicas differ: save again")
         return verdict
 
     def to_json(self) -> dict[str, Any]:
@@ -69,7 +74,8 @@ class Verdict:
             "writes": self.writes,
             "differs": self.differs,
             "problems": self.problems,
-            "doubted": self.doubted,
+            "drifted": [*self._drifted()],
+            "doubted": self._is_news,
             "attended": all(rank["attended"] for rank in self.details),
         }
 
@@ -77,6 +83,17 @@ class Verdict:
     def _tables(self) -> list[dict[str, ShardTable]]:
         tables = (rank["tables"] for rank in self.details)
         return [{key: ShardTable.from_json(table) for key, table in named.items()} for named in tables]
+
+    @property
+    def _is_news(self) -> bool:
+        """Whether some rank relied on what is not equal, when it captured its state."""
+        trusting = [rank["trusted"] for rank in self.details]
+        return any(trusting) and (bool(self.doubted) or not all(trusting))
+
+    def _drifted(self) -> Iterator[str]:
+        """What should be equal and is not, with the ranks that have it otherwise than the one that writes it."""
+        for (key, name, writer), ranks in self.doubted.items():
+            yield f"{key}.{name}: differs between {format_ranks(ranks)} and {format_ranks([writer])}"
 
     def _compare(self, rank: int) -> None:
         parts, main = self.details[rank]["parts"], self.details[MAIN]["parts"]
@@ -98,7 +115,7 @@ class Verdict:
 
     def _compare_united(self, rank: int, key: str, own: dict[str, Any]) -> None:
         others = self.united[key].others.get(rank, ())
-        names = [name for name in others if self._can_save(rank, key, name)]
+        names = [name for name in others if self._can_save(rank, key, name, self.united[key].first[name])]
         if names:
             own[key] = {"tensors": names}
             self._record(key, rank, names, values=False)
@@ -111,7 +128,7 @@ class Verdict:
             gathered = self.details[rank]["tables"].get(key, {}).get("written") == "whole"
             if not (rank == MAIN and (whole or gathered)) and (names := part.written_by(rank)):
                 names = self._with_tied(rank, key, names) if whole else names
-                found[key] = [name for name in names if self._can_save(rank, key, name)]
+                found[key] = [name for name in names if self._can_save(rank, key, name, MAIN)]
         return found
 
     def _with_tied(self, rank: int, key: str, names: list[str]) -> list[str]:
@@ -132,7 +149,7 @@ class Verdict:
         other = [name for name, described in mine.items() if _is_other(described, theirs.get(name))]
         if any(mine[name][2] == TIED for name in other):  # tied differently: saved with what they are tied to
             return list(self._savable_of(rank, key))
-        return [name for name in other if self._can_save(rank, key, name)]
+        return [name for name in other if self._can_save(rank, key, name, MAIN)]
 
     def _sharded(self, rank: int, key: str) -> list[str]:
         """The tensors of a sharded part that a rank saves as its own."""
@@ -143,30 +160,33 @@ class Verdict:
         for name, entry in mine.tensors.items():
             same = theirs is not None and theirs.tensors.get(name) == entry
             is_other = not same or self._is_written_otherwise(rank, key, name, entry)
-            if is_other and self._can_save(rank, key, name):
+            if is_other and self._can_save(rank, key, name, self._writer_of(rank, key, entry)):
                 found.append(name)
                 self._check_mesh(rank, key, name, entry)
         return found
 
     def _is_written_otherwise(self, rank: int, key: str, name: str, entry: ShardSpec) -> bool:
         """Whether the rank that is to write this rank's shard has other bytes, or no such tensor."""
-        whole = self.details[MAIN]["tables"][key]["written"] == "whole"
-        writer = _writer(entry, rank, whole=whole)
+        writer = self._writer_of(rank, key, entry)
         if self._tables[writer].get(key, ShardTable({})).tensors.get(name) != entry:
             return True
-        mine, theirs = (self._checksum(r, key, name) for r in (rank, writer))
-        return mine is not None and theirs is not None and mine != theirs
+        return differ(self._checksum(rank, key, name), self._checksum(writer, key, name))
+
+    def _writer_of(self, rank: int, key: str, entry: ShardSpec) -> int:
+        """The rank that writes the bytes which this rank will read."""
+        whole = self.details[MAIN]["tables"].get(key, {}).get("written") == "whole"
+        return _writer(entry, rank, whole=whole)
 
     def _checksum(self, rank: int, key: str, name: str) -> str | None:
         part = self.details[rank]["parts"].get(key, {"sums": {}, "pieces": {}})
         found: str | None = part["sums"].get(name, part["pieces"].get(name))
         return found
 
-    def _can_save(self, rank: int, key: str, name: str) -> bool:
+    def _can_save(self, rank: int, key: str, name: str, writer: int) -> bool:
+        """Whether a rank has kept a tensor that differs from the writer's. It has not if the two should be equal."""
         if name in self._savable_of(rank, key):
             return True
-        self.problems.append(f"{key}.{name}: differs between rank {rank} and rank {MAIN}")
-        self.doubted.append((key, name))
+        self.doubted.setdefault((key, name, writer), []).append(rank)
         return False
 
     def _savable_of(self, rank: int, key: str) -> frozenset[str]:
@@ -174,14 +194,14 @@ class Verdict:
             self._savable[rank, key] = frozenset(self.details[rank]["kept"].get(key, ()))
         return self._savable[rank, key]
 
-    def _include_submeshes(self) -> None:
-        """If one rank of a submesh saves its shard of a tensor, all ranks there do: a load with another sharding needs
-        all of them."""
+    def _include_copies(self) -> None:
+        """If one rank saves its shard of a tensor, all ranks do that hold the same copy: a load with another sharding
+        needs all of them."""
         for rank, own in enumerate(list(self.own)):
             for key, verdict in list(own.items()):
                 for name in verdict.get("tensors", ()):
                     narrow = self.details[rank]["layouts"].get(key, {}).get(name)
-                    for other in narrow["ranks"] if narrow else ():
+                    for other in layout_from_json(narrow).copy_with(rank).ranks if narrow else ():
                         names = self.own[other].setdefault(key, {"tensors": []}).setdefault("tensors", [])
                         if name not in names and name in self._savable_of(other, key):
                             names.append(name)
@@ -206,7 +226,7 @@ class Verdict:
 def _is_other(mine: list[Any], theirs: list[Any] | None) -> bool:
     if theirs is None or mine[:2] != theirs[:2]:
         return True
-    return None not in (mine[2], theirs[2]) and mine[2] != theirs[2]
+    return differ(mine[2], theirs[2])
 
 
 def _dtype_and_shape(entry: ShardSpec | None) -> str:
@@ -223,17 +243,23 @@ def _writer(entry: ShardSpec, rank: int, *, whole: bool) -> int:
     return next((holder for holder, held in layout.holders(entry.shape, copy).items() if held == box), rank)
 
 
-def refuse_to_mix(problems: list[str]) -> None:
-    """Raise if there are problems. At most a few are listed."""
+def refuse_to_mix(problems: list[str], drifted: Sequence[str] = ()) -> None:
+    """Raise if there are problems, or replicas that should be equal and are not. At most a few are listed."""
     if problems:
         advice = (
             "Build the same model on every rank, sharded in the same way, and give every rank the same "
-            "saving=ckpt.SaveOptions(layout=...). What DistributedDataParallel keeps the same must not differ on any "
-            "rank (if it is meant to, save with wait=True: each rank then keeps its own), nor must that which hosts "
-            "with roots of their own have a copy each of."
+            "saving=ckpt.SaveOptions(layout=...)."
         )
         head = "the ranks disagree, so nothing was saved:"
-        raise RanksError(Lines.listing(head, dict.fromkeys(problems), advice))
+        raise RanksError(Lines.listing(head, dict.fromkeys([*problems, *drifted]), advice))
+    if drifted:
+        advice = (
+            "DistributedDataParallel, or the mesh of a DTensor, should keep them equal. If they are meant to differ "
+            "(local SGD), save with wait=True or SaveOptions(background=False): each rank then keeps its own (not "
+            "where hosts have roots of their own). Otherwise load the last checkpoint, which makes them equal, and "
+            "look for gradients that are not reduced (no_sync()) or a faulty device."
+        )
+        raise RanksError(Lines.listing("replicas have drifted apart, so nothing was saved:", drifted, advice))
 
 
 def _disagreements(key: str, tables: list[dict[str, Any]]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,11 +12,10 @@ from ckpt.formats.layout import Layout
 from ckpt.formats.native import tensor_file_plan
 from ckpt.formats.native.shard_table import ShardedState
 from ckpt.formats.native.shared_storage import View, untie
-from ckpt.formats.sharded_tensors import is_sharded, local_tensor, on_part_of_mesh
+from ckpt.formats.sharded_tensors import is_sharded, local_tensor
 from ckpt.formats.state import FilePlan, PartState, Shard
 from ckpt.ranks.group import MAIN
 from ckpt.root.file_names import own_key, whole_file
-from ckpt.state.replicated import Replication
 
 
 @dataclass(frozen=True)
@@ -83,26 +82,28 @@ class ReplicaTensors:
             start = stop
 
 
-def unsharded_replicas(part: PartState, guarantee: Replication) -> dict[str, Shard]:
+def unsharded_replicas(part: PartState, is_uncertain: Callable[[str], bool]) -> dict[str, Shard]:
     """Of a part that the main rank writes: all tensors that are not guaranteed to be the same there."""
-    return {name: shard for name, shard in part.tensors.items() if guarantee.is_uncertain(name)}
+    return {name: shard for name, shard in part.tensors.items() if is_uncertain(name)}
 
 
 @torch.no_grad()
 def sharded_replicas(
-    part: ShardedState, written: Collection[str], guarantee: Replication, rank: int, *, gathered: bool
+    part: ShardedState, written: Collection[str], is_uncertain: Callable[[str], bool], rank: int, *, gathered: bool
 ) -> dict[str, Shard]:
-    """Of a sharded part: plain tensors that another rank writes for all, and shards on a submesh, whose replicas on
-    the other submeshes are assumed to be the same. `written`: the names that this rank writes itself."""
+    """Of a sharded part: plain tensors that another rank writes for all, and shards of which it writes a replica.
+
+    `written`: the names that this rank writes itself.
+    """
     found = {}
     for name, entry in part.table.tensors.items():
         tensor = part.tensors[name]
-        if name in written or not entry.layout.holds(rank):
+        if name in written or not entry.layout.holds(rank) or not is_uncertain(name):
             continue
         if not is_sharded(tensor):
-            if guarantee.is_uncertain(name) and not (gathered and rank == MAIN):
+            if not (gathered and rank == MAIN):
                 found[name] = Shard.whole(tensor)
-        elif on_part_of_mesh(tensor, part.members) and not (gathered and _is_gathered(entry.layout, rank)):
+        elif not (gathered and _is_gathered(entry.layout, rank)):
             found[name] = Shard(local_tensor(tensor), entry.shape, entry.layout.box(entry.shape, rank).offsets)
     return found
 

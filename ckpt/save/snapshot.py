@@ -9,8 +9,8 @@ host, training waits until it has been copied to host memory.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -107,6 +107,14 @@ class Snapshots:
             raise
         copies.forget_sources()
         return copies
+
+    @contextmanager
+    def beside_training(self, copies: TensorCopies) -> Iterator[None]:
+        """Whatever is computed from the copies here, on their devices, does not queue behind the work of training."""
+        with ExitStack() as stack:
+            for device in copies.leaves.on_device:
+                stack.enter_context(self._devices[device].beside_training())
+            yield
 
     def _copy_on_devices(self, leaves: Leaves, copies: TensorCopies) -> None:
         with ExitStack() as stack:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.formats.state import FilePlan
 from ckpt.ranks.consensus import Result, decide_together, first_of_each
 from ckpt.ranks.group import MAIN, Ranks
+from ckpt.ranks.liveness import format_ranks
 from ckpt.root.commit import Attempt
 from ckpt.save.captured_state import CapturedState
 from ckpt.save.comparison_history import ComparisonHistory
@@ -80,7 +82,7 @@ class SaveTransaction:
 
     def capture(self) -> None:
         """Capture the state as it is now."""
-        self.number = self.root.reserve()
+        self.number, self.compared.turn = self.root.reserve(), self.compared.turn + 1
         self._live = Result.capture(self.request.capture)
 
     def take_snapshot(self, *, wanted: bool) -> None:
@@ -111,7 +113,8 @@ class SaveTransaction:
         """Encode the state with the copies in place of live tensors, and take the snapshot from them."""
         copies.let_training_go_ahead()
         with gc_paused():
-            self.captured = encoded = self._live.then(lambda live: live.encode(copies))
+            with self.snapshots.beside_training(copies):
+                self.captured = encoded = self._live.then(lambda live: live.encode(copies))
             taken = encoded.then(lambda state: self.snapshots.take(state.snapshot_files, copies, self.root.storage))
         self._live, captured = Result(), self.captured.value
         self.snapshot, self.captured = taken.value, Result(captured, taken.error)
@@ -193,9 +196,11 @@ class SaveTransaction:
         frames = self._agree(mine.then(lambda split: split.digest), first_of_each, " (descriptions)")
         said = mine.then(lambda split: split.answer(speaks=captured.rank in frames, attended=self.attended))
         verdict = self._agree(said, decide, " (state compared)")
-        if self.compared.doubt(verdict["doubted"]) and verdict["attended"]:
-            return self._capture_again()
-        refuse_to_mix(verdict["problems"])
+        if verdict["doubted"]:
+            self.compared.distrust()
+            if verdict["attended"]:
+                return self._capture_again()
+        refuse_to_mix(verdict["problems"], verdict["drifted"])
         own, writes = verdict["own"][captured.rank], verdict["writes"][captured.rank]
         united = {key: part.to_json() for key, part in judged[0].united.items()} if judged else {}
         diverged = Result.capture(lambda: with_diverged_state(captured, own, writes, self._snapshot_files))
@@ -220,8 +225,9 @@ class SaveTransaction:
         self.compared.reported.update(new)
         if new and self.root.ranks.rank == MAIN:
             _log.warning(
-                "ranks hold different state, and each keeps its own: %s. It is restored exactly only on %d ranks.",
-                "; ".join(f"{key} ({_few(list(differs[key]['tensors']))})" for key in new),
+                "%sranks hold different state, and each keeps its own: %s. It is restored exactly only on %d ranks.",
+                "" if self.compared.trusted else "replicas that should be equal have drifted apart: ",
+                "; ".join(_described(key, differs[key]) for key in new),
                 self.root.ranks.world_size,
             )
 
@@ -296,5 +302,7 @@ def _settled(captured: CapturedState) -> CapturedState:
     return captured
 
 
-def _few(names: list[str]) -> str:
-    return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])]) or "values"
+def _described(key: str, differs: Mapping[str, Any]) -> str:
+    names, ranks = list(differs["tensors"]), {*chain(differs["values"], *differs["tensors"].values())}
+    few = ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])]) or "values"
+    return f"{key} ({few} on {format_ranks(sorted(ranks))})"

@@ -16,6 +16,7 @@ from ckpt.formats.layout_json import layout_from_json
 from ckpt.formats.native import dtypes
 from ckpt.formats.native.shard_table import EVERY, ShardSpec, ShardTable, balanced
 from ckpt.ranks.group import MAIN
+from ckpt.save.checksums import differ
 from ckpt.state import division
 
 Details = Mapping[str, Any]  # a rank's description
@@ -34,7 +35,7 @@ class Held:
     def is_like(self, other: Held) -> bool:
         """Whether this is the same tensor, or a copy of the same shard, as far as checksums are known."""
         same = (self.dtype, self.shape) == (other.dtype, other.shape)
-        return same and (None in (self.checksum, other.checksum) or self.checksum == other.checksum)
+        return same and not differ(self.checksum, other.checksum)
 
 
 @dataclass
@@ -50,6 +51,7 @@ class UnitedPart:
     by_main: bool
     table: ShardTable = field(default_factory=lambda: ShardTable({}))
     others: dict[int, list[str]] = field(default_factory=dict)
+    first: dict[str, int] = field(default_factory=dict)  # by tensor, the first rank that has it
 
     def to_json(self) -> dict[str, Any]:
         """Its entry in `state.json`."""
@@ -156,6 +158,9 @@ def _spec(part: UnitedPart, name: str, copies: list[Held]) -> ShardSpec | None:
         if any(not _shares(first, by_rank.get(rank)) for rank in layout.ranks):
             return None
         alike = [held.rank for held in copies if _is_copy(held, first, by_rank)]
+        if not set(layout.ranks) <= set(alike):  # some of its replicas differ
+            layout = layout.copy_with(first.rank)
+    part.first[name] = first.rank
     for rank in by_rank.keys() - set(alike):
         part.others.setdefault(rank, []).append(name)
     if part.by_main and first.rank == MAIN:
@@ -169,9 +174,11 @@ def _shares(first: Held, held: Held | None) -> bool:
 
 
 def _is_copy(held: Held, first: Held, by_rank: Mapping[int, Held]) -> bool:
-    """Whether all shards on a rank's mesh are those on the mesh of the first."""
-    mine, theirs = held.layout, first.layout
-    if mine is None or theirs is None or (mine.mesh, mine.placements) != (theirs.mesh, theirs.placements):
+    """Whether all shards of a rank's copy are those of the first one's."""
+    if held.layout is None or first.layout is None:
+        return False
+    mine, theirs = held.layout.copy_with(held.rank), first.layout.copy_with(first.rank)
+    if (mine.mesh, mine.placements) != (theirs.mesh, theirs.placements):
         return False
     pairs = zip(mine.ranks, theirs.ranks, strict=True)
     return all(rank in by_rank and by_rank[rank].is_like(by_rank[other]) for rank, other in pairs)

@@ -1,9 +1,9 @@
-"""Which tensors are equal on every rank by construction, so that saves need not compare them."""
+"""Which tensors are equal on every rank by construction, so that one writes them and saves compare shares alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import nn
@@ -20,19 +20,23 @@ _SYNCHRONOUS = {f"{_HOOKS}.{name}" for name in ("default_hooks", "powerSGD_hook"
 
 @dataclass(frozen=True)
 class Replication:
-    """Which plain tensors of a part are known to be replicated, by name. All others are compared at every save."""
+    """Which plain tensors of a part are known to be replicated, by name. All others are compared in full at every save,
+    and each rank keeps a copy of its own until then."""
 
-    equal: frozenset[str] = frozenset()  # equal on every rank: compared once, at the first save
+    equal: frozenset[str] = frozenset()  # equal on every rank: compared by their fingerprints
     broadcast: frozenset[str] = frozenset()  # overwritten by rank 0's before they are used: never compared
     all_equal: bool = False
     of_main: bool = False  # only rank 0's state counts, as the object itself declares: never compared
-    doubted: frozenset[str] = frozenset()  # found to differ in an earlier save, although they should be equal
 
     def is_equal(self, name: str) -> bool:
-        return (self.all_equal or name in self.equal) and name not in self.doubted
+        return self.all_equal or name in self.equal
 
     def is_uncertain(self, name: str) -> bool:
         return not (self.of_main or self.is_equal(name) or name in self.broadcast)
+
+    def distrusted(self) -> Replication:
+        """The same, where some of what should be equal was found to differ: none of it counts as equal any more."""
+        return replace(self, equal=frozenset(), all_equal=False)
 
 
 UNKNOWN = Replication()

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
-from ckpt.save.checksums import weighted_sum
+from ckpt.save.checksums import SHARES, weighted_sums
 from tests.helpers.places import Place
 from tests.helpers.processes import run_alone, run_ranks
 from tests.helpers.training import exact
@@ -354,11 +354,97 @@ def test_weights_that_differ_under_ddp_are_kept_or_refused_by_name_before_anythi
     assert run_ranks(2, _ddp_that_drifted, str(root), wait) == [0, 0]
 
 
+def _trained_replicas(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    """A replicated model after a step, and a function that lets the second replica drift, as local SGD does."""
+    torch.manual_seed(1)
+    bare = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    if kind == "ddp":
+        model: nn.Module = DistributedDataParallel(bare)
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "shards"))
+        fully_shard(bare, mesh=mesh)
+        model = bare
+    optimizer = torch.optim.AdamW(model.parameters())
+    _stepper(model, optimizer, 4)()
+
+    def drift() -> None:
+        optimizer.zero_grad()
+        if isinstance(model, DistributedDataParallel):
+            with model.no_sync():
+                model(torch.rand(3, 4) + dist.get_rank()).pow(2).mean().backward()
+        else:
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, float(dist.get_rank() // (dist.get_world_size() // 2)))
+        optimizer.step()
+
+    return model, optimizer, drift
+
+
+def _replicas_that_drift_later(rank: int, root: str, kind: str, wait: bool) -> None:
+    model, optimizer, drift = _trained_replicas(kind)
+    objects: dict[str, Any] = {"model": model, "optimizer": optimizer}
+    with ckpt.StateManager(root, **objects, ranks=ckpt.RankOptions(timeout=60), follow=False) as manager:
+        manager.save_state("a", wait=True)
+        manager.save_state("b", wait=True)
+        drift()
+        if not wait:
+            manager.save_state("c")
+            with pytest.raises(ckpt.RanksError, match=r"model\.0\.weight: differs between rank") as refused:
+                manager.wait()
+            assert "optimizer.state.0.weight.exp_avg: differs between rank" in str(refused.value)
+            assert {found.name for found in ckpt.list_checkpoints(root)} == {"a", "b"}
+        mine = _mine(objects)
+        for name in ("d", "e"):  # what is known to differ is kept from now on
+            manager.save_state(name, wait=wait)
+        manager.wait()
+        drift()
+        manager.load_state("e")
+        assert _mine(objects) == mine
+    Path(f"{root}-{rank}").write_text(mine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "kind", "wait"), [(2, "ddp", True), (2, "ddp", False), (4, "hsdp", True), (2, "hsdp", False)]
+)
+def test_replicas_that_drift_after_the_first_save_are_kept_or_refused_by_name(
+    root: Place, ranks: int, kind: str, wait: bool
+) -> None:
+    assert run_ranks(ranks, _replicas_that_drift_later, str(root), kind, wait) == [0] * ranks
+    found = {Path(f"{root}-{rank}").read_text() for rank in range(ranks)}
+    assert len(found) == ranks, "or this could not tell one rank's from another's"
+
+
+def _one_bit_on_one_rank(rank: int, root: str) -> None:
+    torch.manual_seed(1)
+    bare = nn.Linear(512, 64)  # 32 shares of the least size
+    with ckpt.StateManager(root, model=DistributedDataParallel(bare), ranks=ckpt.RankOptions(timeout=60)) as manager:
+        manager.save_state("first", wait=True)
+        if rank == 1:
+            bare.weight.data.view(torch.int32)[40, 3] ^= 1
+        mine = exact(bare.state_dict())
+        for number in range(SHARES):
+            manager.save_state(f"save-{number}", wait=True)
+        nn.init.zeros_(bare.weight)
+        manager.load_state()
+        assert exact(bare.state_dict()) == mine
+
+
+@pytest.mark.slow
+def test_a_bit_that_flips_on_one_replica_is_found_within_so_many_saves(root: Place) -> None:
+    assert run_ranks(2, _one_bit_on_one_rank, str(root)) == [0, 0]
+
+
 def test_checksums_of_devices_tell_constants_and_orders_apart() -> None:
     rows = [torch.ones(4), torch.full((4,), 2.0), torch.tensor([1.0, 2, 3, 4]), torch.tensor([2.0, 1, 3, 4])]
     rows += [torch.zeros(4), torch.ones(4, dtype=torch.uint8), torch.ones(3, dtype=torch.uint8)]
-    assert len({int(weighted_sum(row)) for row in rows}) == len(rows)
-    assert int(weighted_sum(torch.ones(4))) == int(weighted_sum(torch.ones(4)))
+    rows += [torch.ones(8192), torch.ones(8200), torch.cat([torch.zeros(4096), torch.ones(4096)])]
+    rows += [rows[-1].flip(0), rows[-1].roll(1), -rows[-1]]
+    assert len({str(weighted_sums(row).tolist()) for row in rows}) == len(rows)
+    assert torch.equal(weighted_sums(torch.ones(4)), weighted_sums(torch.ones(4)))
 
 
 class _Counter:
