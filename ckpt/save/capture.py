@@ -16,6 +16,8 @@ from ckpt.save.captured_state import CapturedState
 from ckpt.save.comparison_history import ComparisonHistory
 from ckpt.save.live_state import LivePart, LiveState
 from ckpt.save.replica_tensors import ReplicaTensors, sharded_replicas, unsharded_replicas
+from ckpt.state.joined_model import JoinedModel
+from ckpt.state.model import ModelPart
 from ckpt.state.parts import Part
 from ckpt.state.replicated import Replication
 
@@ -60,6 +62,7 @@ class StateCapture:
             guarantees=self._guarantees,
             trusted=self._trusted,
             divisible=frozenset(part.key for part in parts if part.can_be_sharded),
+            announced=frozenset(part.key for part in parts if _is_joined(part)),
         )
         return LiveState(
             state,
@@ -132,6 +135,10 @@ def _refuse_shards_of_others(part: Part) -> None:
             f"{part.key} is sharded over {len(others)} ranks, and this manager saves for its process alone: its shard "
             "is not the whole. Leave out ranks=ckpt.RankOptions(alone=True), and build the manager on every rank."
         )
+
+
+def _is_joined(part: Part) -> bool:
+    return isinstance(part, ModelPart) and isinstance(part.model, JoinedModel)
 
 
 def _state_of(part: Part) -> Any:

@@ -43,6 +43,7 @@ class CapturedState:
     differs: Mapping[str, Any] = field(default_factory=dict)  # on the main rank, by part: what differs, on which ranks
     united: Mapping[str, Any] = field(default_factory=dict)  # on the main rank: parts of which ranks have other tensors
     divisible: frozenset[str] = frozenset()  # keys of parts whose tensors may be divided by name over the ranks
+    announced: frozenset[str] = frozenset()  # keys of those that the user says are divided so: `ckpt.Joined`
 
     @cached_property
     def common_files(self) -> list[FilePlan]:

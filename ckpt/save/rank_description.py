@@ -46,7 +46,9 @@ class RankDescription:
             "layouts": own,
             "kept": self._savable(),
             "trees": trees,
+            "announced": sorted(self.captured.announced),
             "trusted": self.captured.trusted,
+            "equal": {key: sorted(self.captured.guarantees[key].equal) for key in trees},
         }
 
     @cached_property

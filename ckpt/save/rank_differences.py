@@ -21,12 +21,13 @@ from ckpt.ranks.group import MAIN
 from ckpt.ranks.liveness import format_ranks
 from ckpt.save.checksums import differ
 from ckpt.save.rank_description import TIED
-from ckpt.save.united_parts import UnitedPart, unite_parts
+from ckpt.save.united_parts import UnitedPart, mistaken_names, unite_parts
 from ckpt.shown import Lines
 
 
 def judge(details: list[dict[str, Any]]) -> Verdict:
-    """On the main rank: the verdict on the descriptions of all ranks. Different shardings are refused."""
+    """On the main rank: the verdict on the descriptions of all ranks. Different shardings and names are refused."""
+    refuse_other_names(mistaken_names(details))
     ways = [{key: _way(rank, key) for key in rank["parts"]} for rank in details]
     mixed = sorted({key for way_of in ways for key, way in way_of.items() if ways[MAIN].get(key, way) != way})
     if mixed:
@@ -241,6 +242,16 @@ def _writer(entry: ShardSpec, rank: int, *, whole: bool) -> int:
     copy = (layout.copy_of(MAIN) if layout.holds(MAIN) else 0) if whole else entry.copy
     box = layout.box(entry.shape, rank)
     return next((holder for holder, held in layout.holders(entry.shape, copy).items() if held == box), rank)
+
+
+def refuse_other_names(lines: list[str]) -> None:
+    """Raise if some ranks have tensors of one model under other names than the rest."""
+    if lines:
+        advice = (
+            "Build the same model on every rank. If each rank has a part of one model on purpose, say so: "
+            "model=ckpt.Joined([model])."
+        )
+        raise RanksError(Lines.listing("ranks have different names in one model, so nothing was saved:", lines, advice))
 
 
 def refuse_to_mix(problems: list[str], drifted: Sequence[str] = ()) -> None:

@@ -6,6 +6,8 @@ What several ranks hold under one name and not alike is the first such rank's in
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,10 +18,12 @@ from ckpt.formats.layout_json import layout_from_json
 from ckpt.formats.native import dtypes
 from ckpt.formats.native.shard_table import EVERY, ShardSpec, ShardTable, balanced
 from ckpt.ranks.group import MAIN
+from ckpt.ranks.liveness import format_ranks
 from ckpt.save.checksums import differ
 from ckpt.state import division
 
 Details = Mapping[str, Any]  # a rank's description
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,47 @@ def unite_parts(details: Sequence[Details]) -> dict[str, UnitedPart]:
     keys = dict.fromkeys(key for rank in details for key in rank["parts"])
     found = (_united(key, details) for key in keys)
     return {part.key: part for part in found if part is not None}
+
+
+def mistaken_names(details: Sequence[Details]) -> list[str]:
+    """By part, the ranks that have some tensors under other names than the rest, in what is no other part of the model.
+
+    The stages of a pipeline have few names in common, and experts differ by their numbers. A parameter that was renamed
+    on one rank would pass for either: it is in the place of one that only the other ranks have, or under
+    DistributedDataParallel, which all ranks have alike. `ckpt.Joined` says that the names are meant.
+    """
+    keys = dict.fromkeys(key for rank in details for key in rank["parts"])
+    return [line for key in keys for line in _mistaken(key, details)]
+
+
+def _mistaken(key: str, details: Sequence[Details]) -> Iterator[str]:
+    having = {rank: described for rank, described in enumerate(details) if key in described["parts"]}
+    names = {rank: division.names_in(described["trees"].get(key)) for rank, described in having.items()}
+    if None in names.values() or any(key in described["announced"] for described in having.values()):
+        return
+    holders: dict[frozenset[str], list[int]] = {}
+    for rank, found in names.items():
+        holders.setdefault(found or frozenset(), []).append(rank)
+    usual = max(holders, key=lambda found: len(holders[found]))  # the first of several
+    equal = {name for described in having.values() for name in described["equal"].get(key, ())}
+    shapes = {name: (held[0].dtype, held[0].shape) for name, held in _held(key, having).items()}
+    for found, ranks in holders.items():
+        here, there = sorted(found - usual), sorted(usual - found)
+        if equal.intersection(here, there) or _is_renaming(here, there, len(found & usual), shapes):
+            others = format_ranks(holders[usual])
+            yield f"{key}: {_few(here)} on {format_ranks(ranks)}; {_few(there)} on {others}"
+
+
+def _is_renaming(here: list[str], there: list[str], common: int, shapes: Mapping[str, Any]) -> bool:
+    """Whether some tensors of a model are under other names, and most are not. Those of experts differ by numbers."""
+    numbered = {_NUMBER.sub("#", name) for name in here} == {_NUMBER.sub("#", name) for name in there}
+    if not here or numbered or len(here) > common or not shapes.keys() >= {*here, *there}:
+        return False
+    return Counter(shapes[name] for name in here) == Counter(shapes[name] for name in there)
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])]) or "nothing"
 
 
 def _united(key: str, details: Sequence[Details]) -> UnitedPart | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -352,6 +353,35 @@ def test_weights_that_differ_under_ddp_are_kept_or_refused_by_name_before_anythi
     root: Place, wait: bool
 ) -> None:
     assert run_ranks(2, _ddp_that_drifted, str(root), wait) == [0, 0]
+
+
+def _with_a_renamed_parameter(rank: int, root: str, kind: str) -> None:
+    torch.manual_seed(1)
+    name = "projection" if rank == 1 else "head"
+    bare = nn.Sequential(
+        OrderedDict([("first", nn.Linear(4, 4)), ("second", nn.Linear(4, 4)), (name, nn.Linear(4, 4))])
+    )
+    model: Any = DistributedDataParallel(bare) if kind == "ddp" else bare
+    optimizer = torch.optim.AdamW(model.parameters())
+    if kind == "joined":
+        model, optimizer = ckpt.Joined([model]), ckpt.Joined([optimizer])  # type: ignore[assignment]
+    ranks = ckpt.RankOptions(timeout=60)
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, ranks=ranks, follow=False) as manager:
+        if kind == "joined":
+            manager.save_state("a", wait=True)
+            return
+        renamed = r"model: projection\.bias, projection\.weight on rank 1; head\.bias, head\.weight on rank 0"
+        with pytest.raises(ckpt.RanksError, match=renamed):
+            manager.save_state("a", wait=True)
+        assert not ckpt.list_checkpoints(root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "by hand", "joined"])
+def test_a_parameter_that_was_renamed_on_one_rank_is_refused_by_name_unless_the_parts_are_announced(
+    root: Place, kind: str
+) -> None:
+    assert run_ranks(2, _with_a_renamed_parameter, str(root), kind) == [0, 0]
 
 
 def _trained_replicas(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
