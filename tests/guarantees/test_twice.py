@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import random
+import signal
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch import nn
 
 import ckpt
 from ckpt.formats.native.block_hash import BlockHasher
 from ckpt.formats.native.manifest import FileRecord, Manifest
+from ckpt.ranks import common_step
 from ckpt.ranks.preemption import Preemption
 from ckpt.root.copy import Copies
 from ckpt.root.save_marker import mark_save, read_marker
@@ -18,6 +24,7 @@ from ckpt.storage import MemoryStorage, Storage, open_storage
 from ckpt.util.clock import utc_now
 from tests.helpers.byte_checkpoints import tensor_file
 from tests.helpers.places import Place, committed
+from tests.helpers.processes import run_ranks
 
 
 def test_what_two_crashed_saves_of_one_name_left_is_cleaned_up_by_the_third(root: Place) -> None:
@@ -80,6 +87,61 @@ def test_a_step_that_a_rank_has_passed_is_no_step_to_stop_at(ahead: int) -> None
             break
     assert len(stopped) == 2
     assert stopped[0] == stopped[1]
+
+
+def test_a_common_step_is_found_in_every_round_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common_step, "_POLL", 0.0)
+    told: dict[str, Any] = {}
+    ranks = [common_step.CommonStep(_Rank(rank, told), "save") for rank in range(2)]  # type: ignore[arg-type]
+    draw, steps, found = random.Random(1), [0, 0], ([], [])  # type: tuple[random.Random, list[int], tuple[list[int], ...]]
+    for _ in range(20_000):
+        rounds = [len(each) for each in found]
+        if min(rounds) == 20:
+            break
+        if rounds[0] == rounds[1] and not any(one.asked for one in ranks):
+            ranks[draw.randrange(2)].asked = True
+        rank = steps.index(min(steps)) if abs(steps[0] - steps[1]) > 2 else draw.randrange(2)
+        steps[rank] += 1
+        if ranks[rank].due(steps[rank]):
+            found[rank].append(steps[rank])
+    assert len(found[0]) == 20
+    assert found[0] == found[1]
+
+
+def _agree_twice(rank: int, folder: str) -> None:
+    """Two managers after each other, each with two rounds of all that its ranks agree on; then each is told to stop."""
+    common_step._POLL = 0.0
+    for number in range(2):
+        model, options = nn.Linear(2, 2), ckpt.RankOptions(timeout=60)
+        keep = ckpt.Keep(last=1, best=1, metric="loss")
+        with suppress(SystemExit), ckpt.StateManager(
+            f"{folder}/{number}", model=model, ranks=options, keep=keep, memory_every=1, follow=False,
+            saving=ckpt.SaveOptions(on_nan="skip"),
+        ) as manager:  # fmt: skip
+            manager.resume()
+            for step in range(1, 100):
+                dist.barrier()
+                model.bias.data.fill_(float("nan") if step in (3, 5) and rank == 1 else step)
+                manager.step(metrics={"loss": 100 - step if rank == 0 else 0})
+                if step in (3, 4, 5, 6):  # one rank alone has what is not finite
+                    assert (manager.save_state(wait=True) is None) == (step in (3, 5))
+                if step == 8 and rank == number:
+                    signal.raise_signal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        taken = manager.session.memory.statistics.taken if manager.session.memory else 0
+        Path(folder, f"{number}-{rank}").write_text(f"{step} {taken >= 2}")
+
+
+@pytest.mark.slow
+def test_all_that_ranks_agree_on_is_agreed_on_again(tmp_path: Path) -> None:
+    assert run_ranks(2, _agree_twice, str(tmp_path)) == [0, 0]
+    for number in range(2):
+        ends = {Path(tmp_path, f"{number}-{rank}").read_text() for rank in range(2)}
+        assert len(ends) == 1
+        step, memory_was_used = ends.pop().split()
+        assert 8 <= int(step) < 30
+        assert memory_was_used == "True"
+        assert [found.step for found in ckpt.list_checkpoints(tmp_path / str(number))] == [int(step)]
 
 
 def stored(storage: Storage, *names: str) -> tuple[FileRecord, ...]:

@@ -118,25 +118,6 @@ def test_sigusr1_saves_the_step_and_training_continues(tmp_path: Path) -> None:
     assert _steps(tmp_path) == [3, 6]
 
 
-def _one_told_to_save(rank: int, root: str) -> None:
-    model = DistributedDataParallel(nn.Linear(2, 2))
-    with ckpt.StateManager(root, model=model, ranks=ckpt.RankOptions(save_on_sigusr1=True)) as manager:
-        manager.resume()
-        while manager.progress.step < 60:
-            if manager.progress.step == 2 and rank == 1:
-                os.kill(os.getpid(), signal.SIGUSR1)
-            model(torch.ones(1, 2)).sum().backward()
-            time.sleep(0.05)
-            manager.step()
-
-
-@pytest.mark.slow
-def test_sigusr1_to_one_rank_saves_the_same_step_on_all(tmp_path: Path) -> None:
-    assert run_ranks(2, _one_told_to_save, str(tmp_path)) == [0, 0]
-    assert len(_steps(tmp_path)) == 1
-    assert list(ckpt.verify(tmp_path).values()) == [[]]
-
-
 class _Stuck(PassedOn):
     """A disk that does not answer any more."""
 
