@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from ckpt.errors import FullError, LockedError
-from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
+from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.memory.host_link import remove_files
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import SingleProcess
 from ckpt.root import catalog, deletion
-from ckpt.root.commit import Attempt, EarlierFile, WrittenFile
+from ckpt.root.commit import Attempt, WrittenFile
 from ckpt.save.captured_state import CapturedState
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
@@ -88,9 +88,6 @@ class SlotWriter(RootWriter):
 
     def retain(self) -> None:
         """Nothing: each snapshot makes room for itself, and two of them need neither an index nor a history."""
-
-    def advance(self, name: str, id: str, written: Iterable[FileRecord]) -> None:
-        self.linkable = {file.name: EarlierFile(name, file) for file in written}
 
     def _trim(self) -> None:
         """Give back the memory of removed snapshots that the new one has not used."""

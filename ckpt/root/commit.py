@@ -6,16 +6,17 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ckpt.errors import NotDurableError, StorageError
+from ckpt.errors import DamagedError, NotDurableError, StorageError
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.root.catalog import find
 from ckpt.root.deletion import remove_uncommitted
 from ckpt.root.file_hashes import FileHasher, hashed
 from ckpt.root.save_marker import mark_save
+from ckpt.root.verified_file import VerifiedFile
 from ckpt.storage import Buffer, Grouping, StablePieces, Staging, Storage
 from ckpt.util.console import PROGRESS_MIN_BYTES, progress_bar
 from ckpt.util.threads import ThreadCall
@@ -29,10 +30,14 @@ _WORTH_A_THREAD = 4 << 20  # bytes: less is hashed in the time that a thread tak
 
 @dataclass(frozen=True)
 class EarlierFile:
-    """A file of an earlier checkpoint that this process has written or verified, and may therefore link."""
+    """A file of an earlier checkpoint that may be linked: this process has written or verified it.
+
+    Without `was_read` it has not, and reads it first: damage would be linked into every later checkpoint.
+    """
 
     checkpoint: str
     file: FileRecord
+    was_read: bool = True
 
 
 @dataclass(frozen=True)
@@ -171,6 +176,8 @@ class Attempt:
         record = hashed(plan, path, lambda _: None, sha256=self.sha256)
         if record.blocks != earlier.file.blocks:
             return None
+        if not earlier.was_read and not self._is_intact(storage, earlier, record):
+            return None
         try:
             storage.link(f"{earlier.checkpoint}/{earlier.file.path}", f"{self.name}/{path}")
         except NotDurableError as error:  # the path exists now: the file cannot be written in its place
@@ -180,6 +187,17 @@ class Attempt:
             return None
         advance(plan.size)
         return WrittenFile(record, linked=True)
+
+    def _is_intact(self, storage: Storage, earlier: EarlierFile, expected: FileRecord) -> bool:
+        """Whether an earlier file has the bytes that are to be saved. If not, they are written."""
+        there = replace(expected, path=earlier.file.path)
+        try:
+            for _ in VerifiedFile.of(storage, earlier.checkpoint, there, sha256=self.sha256).pieces():
+                pass
+        except (DamagedError, StorageError) as error:
+            _log.warning("%s/%s is written and not linked: %s", self.name, expected.path, error)
+            return False
+        return True
 
     def _write_file(self, storage: Storage, plan: FilePlan, advance: Callable[[float], None]) -> WrittenFile:
         path = self.path_for(plan.path)

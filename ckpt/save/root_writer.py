@@ -6,6 +6,7 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -61,6 +62,7 @@ class RootWriter:
     held: HeldRoot | None = None
     early: EarlyLock | None = None  # of a resume under way
     _has_committed: bool = False
+    _knows_links: bool = False  # whether `linkable` is what this run has read or written last
     _unsure: dict[str, Manifest] = field(default_factory=dict)  # whose commit failed, and may have taken effect
     _last_sequence: int = 0  # the highest that this run has written, or tried to
     _reserved: int = 0  # the sequence number of the save under way
@@ -88,13 +90,15 @@ class RootWriter:
     ) -> None:
         """Continue from this checkpoint, which was loaded: it is the parent of the next one.
 
-        Files are linked only from what was read: if it was read elsewhere, the root's files of that name are damaged.
+        Files are linked from what was read. If it was read elsewhere, they are linked from the root's last checkpoint,
+        and read before that: see `link_from`.
         A snapshot in memory (a negative tier) is no parent: the next checkpoint has the same one as the snapshot.
         """
         self.run, self.sequence = manifest.run, manifest.sequence
         self.parent = manifest.id if tier >= 0 else manifest.parent
         self.resumed = resumption(manifest, tier, passed_over or {})
         self.linkable = {file.name: EarlierFile(manifest.name, file) for file in manifest.files if tier == 0}
+        self._knows_links = tier == 0
         self.has_resumed = True
         self.damaged |= set(damaged)
         if self.hosts.separate_roots and self.owns_root and tier >= 0:
@@ -103,7 +107,23 @@ class RootWriter:
     def advance(self, name: str, id: str, written: Iterable[FileRecord]) -> None:
         """Continue from the checkpoint that all ranks have just committed, of which this rank wrote these files."""
         self.linkable = {file.name: EarlierFile(name, file) for file in written}
+        self._knows_links = True
         self.parent = id
+
+    @property
+    def unread_newest(self) -> str | None:
+        """On the main rank: the root's last checkpoint, if this run has neither read nor written it."""
+        if self._knows_links or isinstance(self.storage, Staging):
+            return None
+        return next((known.name for known in self._committed if known.name not in self.damaged), None)
+
+    def link_from(self, name: str) -> None:
+        """Link what is unchanged since a checkpoint that this run has not read: after a resume from memory, too, frozen
+        weights are not written again."""
+        with suppress(StorageError):  # then everything is written
+            manifest = find(self.storage, name).manifest
+            files = manifest.files if manifest is not None else ()
+            self.linkable = {file.name: EarlierFile(name, file, was_read=False) for file in files}
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint, unless it is being read. No save may be under way."""

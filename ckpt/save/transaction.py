@@ -139,7 +139,7 @@ class SaveTransaction:
         elif self.captured.value is not None:
             self.compared.record_equal(self.captured.value)
         begun = self._begun(Attempt(**plan["attempt"]), plan)
-        written = Result.capture(lambda: self._write(begun))
+        written = Result.capture(lambda: self._write(begun, plan["unread"]))
         done = self._agree(written, lambda files: self._commit(begun, files), " (files written)")
         if self._owns_another_root:
             self._commit_here(begun, Manifest.from_bytes(done["manifest"].encode(), self.request.name))
@@ -259,14 +259,16 @@ class SaveTransaction:
         present = {path for proposal in proposals for path in proposal["present"]}
         make_room(self.root, self.request.name, self.request.facts, sum(proposal["size"] for proposal in proposals))
         attempt = self.root.begin(self.request.name, paths, present, self.number)
-        plan: dict[str, Any] = {"attempt": asdict(attempt)}
+        plan: dict[str, Any] = {"attempt": asdict(attempt), "unread": self.root.unread_newest}
         if self.root.hosts.separate_roots:
             documents = {file.path: b"".join(file.pieces()).decode() for file in self.documents}
             plan |= {"paths": paths, "documents": documents}
         return plan
 
-    def _write(self, attempt: Attempt) -> list[dict[str, Any]]:
+    def _write(self, attempt: Attempt, unread: str | None) -> list[dict[str, Any]]:
         captured: CapturedState = self.captured.value
+        if unread is not None and any(file.likely_unchanged for file in captured.files):
+            self.root.link_from(unread)
         if not captured.writes_common:
             captured.join_gathers()
         self.documents = [*self.documents, *self._own_documents]

@@ -99,6 +99,13 @@ def damage(folder: Path, name: str = "model.safetensors") -> None:
     file.write_bytes(data)
 
 
+def frozen(root: Path) -> Training:
+    """With weights that are not trained, in a file of their own."""
+    training = Training(root)
+    training.manager.register(table=nn.Embedding(8000, 40).requires_grad_(False))
+    return training
+
+
 def slot(memory: Path, name: str) -> Path:
     return next(memory.glob(f"ckpt-*/slots/{name}"))
 
@@ -384,17 +391,41 @@ class TestLineage:
         assert in_memory[12].parent == self.manifests(tmp_path / "root")[10].id
 
     def test_no_file_of_the_root_is_a_link_to_memory(self, tmp_path: Path, memory: Path) -> None:
-        def frozen() -> Training:
-            training = Training(tmp_path / "root")
-            training.manager.register(table=nn.Embedding(8000, 40).requires_grad_(False))
-            return training
-
-        frozen().to(17)
-        frozen().to(21)
+        frozen(tmp_path / "root").to(17)
+        frozen(tmp_path / "root").to(21)
         for path in memory.rglob("*"):
             if path.is_file():
                 path.write_bytes(bytes(path.stat().st_size))
         assert ckpt.verify(tmp_path / "root") == {"step-00000020": [], "step-00000010": []}
+
+    def frozen_files(self, root: Path) -> list[Path]:
+        return [root / f"step-000000{step}" / "table.safetensors" for step in (10, 20, 30)]
+
+    def test_frozen_weights_are_linked_to_the_roots_last_checkpoint_after_a_resume_from_memory(
+        self, tmp_path: Path, memory: Path
+    ) -> None:
+        frozen(tmp_path / "root").to(17)
+        again = frozen(tmp_path / "root")
+        again.to(31)
+        assert again.restored.from_memory
+        assert len({path.stat().st_ino for path in self.frozen_files(tmp_path / "root")}) == 1
+        in_memory = {path.stat().st_ino for path in memory.rglob("table.safetensors")}
+        assert len(in_memory) == 1
+        assert ckpt.verify(tmp_path / "root") == {f"step-000000{step}": [] for step in (30, 20, 10)}
+
+    def test_frozen_weights_that_are_damaged_in_the_root_are_written_again_and_named(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        frozen(tmp_path / "root").to(17)
+        damage(tmp_path / "root" / "step-00000010", "table.safetensors")
+        again = frozen(tmp_path / "root")
+        again.to(31)
+        assert again.restored.from_memory
+        found = ckpt.verify(tmp_path / "root")
+        assert [name for name, problems in found.items() if problems] == ["step-00000010"]
+        first, second, third = (path.stat().st_ino for path in self.frozen_files(tmp_path / "root"))
+        assert first != second == third
+        assert "step-00000020/table.safetensors is written and not linked: " in caplog.text
 
     def test_a_run_that_resumes_at_its_last_step_saves_it_to_the_root(self, tmp_path: Path, memory: Path) -> None:
         data: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(12.0)), batch_size=1)
