@@ -1,4 +1,4 @@
-"""The examples, started as users start them, killed, and started again."""
+"""The examples, killed and started again: under torchrun and `accelerate launch`, and alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.helpers.processes import DEADLINE
+from tests.helpers.processes import DEADLINE, Script
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +26,7 @@ ACCELERATE = ["-m", "accelerate.commands.launch", "--num_machines", "1", "--num_
 ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}  # sums in one order, whatever else runs here
 TRAINING = ("--epochs", "3", "--save-every", "7")
 ON_CPU = {"ACCELERATE_USE_CPU": "true"}
+Process = subprocess.Popen[bytes] | Script
 TENSORS = ("model.safetensors", "optimizer.safetensors")
 
 
@@ -48,27 +49,27 @@ class Example:
         return self.folder / "log"
 
     @contextmanager
-    def started(self) -> Iterator[subprocess.Popen[bytes]]:
+    def started(self) -> Iterator[Process]:
         """It runs inside this. Nothing of it does afterwards."""
-        torchrun = (*TORCHRUN, str(self.world_size)) if self.world_size > 1 else ()
-        command = [
-            sys.executable,
-            *(self.launcher or torchrun),
-            str(EXAMPLES / self.name),
-            "--root",
-            str(self.root),
-            *self.options,
-        ]
         self.folder.mkdir(exist_ok=True)
-        # not a pipe: one that nobody reads would stop it, and a rank that outlives its launcher would keep it open
-        with self.log.open("wb") as log:
-            process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=os.environ | ENVIRONMENT | ON_CPU, start_new_session=True
-            )
+        process = self._launched() if self.launcher or self.world_size > 1 else self._forked()
         try:
             yield process
         finally:
             kill(process)
+
+    def _forked(self) -> Script:
+        options = ("--root", str(self.root), *self.options)
+        return Script(EXAMPLES / self.name, *options, log=self.log, environment=ENVIRONMENT | ON_CPU)
+
+    def _launched(self) -> subprocess.Popen[bytes]:
+        launcher = self.launcher or (*TORCHRUN, str(self.world_size))
+        command = [sys.executable, *launcher, str(EXAMPLES / self.name), "--root", str(self.root), *self.options]
+        # not a pipe: one that nobody reads would stop it, and a rank that outlives its launcher would keep it open
+        with self.log.open("wb") as log:
+            return subprocess.Popen(
+                command, stdout=log, stderr=log, env=os.environ | ENVIRONMENT | ON_CPU, start_new_session=True
+            )
 
     def run(self) -> str:
         """Let it run to its end, and return what it said."""
@@ -76,7 +77,7 @@ class Example:
             assert process.wait(DEADLINE) == 0, self.log.read_text()
         return self.log.read_text()
 
-    def interrupt(self, when: Callable[[], bool], how: Callable[[subprocess.Popen[bytes]], None]) -> int:
+    def interrupt(self, when: Callable[[], bool], how: Callable[[Process], None]) -> int:
         """Start it, do something to it in the middle, and return the status with which it ended."""
         with self.started() as process:
             deadline = time.monotonic() + DEADLINE
@@ -91,7 +92,7 @@ class Example:
         return (self.root / checkpoint / "manifest.json").exists
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
+def kill(process: Process) -> None:
     """SIGKILL the process and its ranks. Each of these leads a group, where a signal to torchrun's does not reach."""
     if process.poll() is None:
         for leader in [process.pid, *children(process.pid)]:
@@ -105,7 +106,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for text in lists for child in text.split()]
 
 
-def terminate(process: subprocess.Popen[bytes]) -> None:
+def terminate(process: Process) -> None:
     """SIGTERM to what was started, as a scheduler sends it. It is torchrun that tells the ranks."""
     process.terminate()
 

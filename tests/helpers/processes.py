@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import random
+import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-DEADLINE = 120.0
+DEADLINE = 240.0  # seconds: on a busy machine, and less than a test may take
 _OF_STORES = ("AWS_", "AZURE_STORAGE_", "STORAGE_EMULATOR_HOST", "NO_GCE_CHECK")
 
 _context: ForkServerContext = multiprocessing.get_context("forkserver")
@@ -91,6 +94,44 @@ def fork(function: Callable[..., None], *args: Any) -> BaseProcess:
     job = _context.Process(target=function, args=args)
     job.start()
     return job
+
+
+class Script:
+    """A script that runs in a process forked from the server, in a session of its own: with Popen's methods."""
+
+    def __init__(self, path: Path, *arguments: str, log: Path, environment: Mapping[str, str]) -> None:
+        self._job = fork(_run_script, str(path), arguments, str(log), {**os.environ, **environment})
+        assert self._job.pid is not None
+        self.pid: int = self._job.pid
+
+    def poll(self) -> int | None:
+        return self._job.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self._job.join(timeout)
+        if self._job.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        return self._job.exitcode
+
+    def terminate(self) -> None:
+        self._job.terminate()
+
+
+def _run_script(path: str, arguments: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported
+    random.seed()
+    torch.seed()
+    sys.argv, sys.path[0] = [path, *arguments], os.path.dirname(path)
+    try:
+        runpy.run_path(path, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing ends a process without them
 
 
 def interrupt(call: Callable[[], object], and_then: Callable[[], object] = lambda: None) -> None:
