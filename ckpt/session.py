@@ -6,7 +6,6 @@ do, go through `manager.session`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ from ckpt.memory.resume import find_snapshots, memory_facts, note_load
 from ckpt.memory.source_state import has_save_hooks, without_this_save
 from ckpt.options import ManagerOptions
 from ckpt.ranks.consensus import run_on_all_ranks
-from ckpt.ranks.group import MAIN
 from ckpt.ranks.hosts import Hosts
 from ckpt.ranks.save_schedule import SaveSchedule
 from ckpt.root.catalog import check_name, manifests_of_run
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
     from ckpt.export.card import Training
     from ckpt.export.push import Pusher
 
-_log = logging.getLogger("ckpt")
 _Metrics = Mapping[str, Any] | None
 _Root = RootWriter | None
 
@@ -85,7 +82,6 @@ class Session:
         self.restored: Restored | None = None
         self.started = False
         self.saved_at: tuple[int, int] | None = None  # step and epoch
-        self._warned: set[str] = set()
         self._reserve_staging()
 
     def _build_loader(self, hosts: Hosts) -> StateLoader:
@@ -217,7 +213,8 @@ class Session:
     def _captured(self, capture: StateCapture, source: Mapping[str, Any]) -> LiveState:
         with walked_once():
             own, lacking = self.registry.own_parts_to_save(self.ranks.rank)
-            self._warn(lacking)
+            for what, why in lacking.items():
+                self.loop.patterns.caveats.tell(f"lacking/{what}", why, what=f"checkpoints lack {what}: ")
             rank_state = {
                 "rng": rng.capture(),
                 "generators": {key: rng.capture_one(found) for key, found in self.registry.generators.items()},
@@ -227,13 +224,6 @@ class Session:
                 "lacking": lacking,
             }
             return capture.capture(self.registry.parts.values(), own, rank_state | self.registry.values.to_save())
-
-    def _warn(self, lacking: Mapping[str, str]) -> None:
-        """What checkpoints lack is said once, at the first that lacks it, and in `Restored.approximated`."""
-        new = {what: why for what, why in lacking.items() if what not in self._warned}
-        self._warned |= new.keys()
-        for what, why in new.items() if self.ranks.rank == MAIN else ():
-            _log.warning("what is saved is not all there is: %s: %s", what, why)
 
     def load(self, name: str | None, *, strict: bool) -> Restored | None:
         """Load a checkpoint: the one by that name, or the newest that is intact; None if there is none."""

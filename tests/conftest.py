@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.storage.retry import RetryPolicy
+from ckpt.util.console_log import ConsoleHandler
 from tests.helpers import hub_server
 from tests.helpers.expected_skips import ExpectedSkips
 from tests.helpers.hub_server import HubServer
@@ -30,6 +31,9 @@ from tests.helpers.second_process import MARKS, single_process
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ.setdefault("CKPT_MEMORY_KEEPER", "off")  # a process that outlives a test: only tests of it start one
+for handler in logging.getLogger("ckpt").handlers:
+    if isinstance(handler, ConsoleHandler):
+        handler.pid = -1  # tests read standard error: ckpt prints there, though pytest collects the log
 ON_S3 = os.environ.get("CKPT_ROOT") == "s3"
 _numbers = itertools.count()
 

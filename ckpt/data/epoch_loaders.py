@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
@@ -16,8 +17,8 @@ from ckpt.data.loader_matching import description
 from ckpt.data.tracked_loader import TrackedLoader
 from ckpt.ranks.group import Ranks
 from ckpt.state import rng, samplers
-from ckpt.util.console import say
 
+_log = logging.getLogger("ckpt")
 PLAIN = "plain"  # the key of loaders in a plain `for` that the manager was not given
 
 
@@ -42,7 +43,7 @@ class UnclaimedPositions:
             changes = tracked.go_back(saved, self._arrive, self._warn)
             self.approximated.update({f"{key}.{what}": why for what, why in changes.items()})
             for what, why in changes.items() if self.reported and tracked.is_first_rank else ():
-                say(f"ckpt: approximated: {key}.{what}: {why}")
+                _log.warning("the resumed run is not exact: %s.%s: %s", key, what, why)
         return saved
 
     def put_back(self, key: str, saved: dict[str, Any]) -> None:
@@ -66,7 +67,7 @@ class UnclaimedPositions:
 
     def _warn(self, text: str) -> None:
         self.approximated["data order"] = text
-        say(f"ckpt: {text}")
+        _log.warning("%s", text)
 
 
 class EpochLoaders:

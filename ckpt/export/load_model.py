@@ -125,7 +125,7 @@ def load_checkpoint_model(
         choice = _choose_and_restore(request, storage, name, hosts, foreign=True, trust=trust)
     restored = restored_from(choice, ("model",))
     if ranks.rank == MAIN:
-        say(str(restored))
+        restored.report()
     ranks.linger()
     return restored
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -38,8 +39,9 @@ from ckpt.ranks.group import MAIN, Ranks
 from ckpt.root.catalog import locate, scan
 from ckpt.root.history import History
 from ckpt.state.model import ModelPart
-from ckpt.util.console import say
 from ckpt.util.threads import SerialWorker
+
+_log = logging.getLogger("ckpt")
 
 
 def push_to_hub(
@@ -100,7 +102,7 @@ def push_to_hub(
     def push(_: object) -> str:
         with _prepare(os.fspath(source), part, request, storage_options) as publication:
             if not {CONFIG, ADAPTER_CONFIG} & {path.rpartition("/")[2] for path in publication.paths()}:
-                say(f"no {CONFIG} is pushed, which from_pretrained needs: if there is one, name its folder as beside")
+                _log.warning("No %s is pushed, and from_pretrained needs one. Name its folder: beside=.", CONFIG)
             return target.publish(publication)
 
     with ranks.working():

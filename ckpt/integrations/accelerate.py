@@ -114,7 +114,7 @@ class _Attached:
 
         Returns None only if the save is skipped: `SaveOptions(when_busy="skip")`, `SaveOptions(on_nan="skip")`.
         """
-        _log_unused({"safe_serialization": safe_serialization is False, **save_model_func_kwargs})
+        self._warn_of_unused({"safe_serialization": safe_serialization is False, **save_model_func_kwargs})
         given = None if output_dir is None else os.fspath(output_dir)
         if self._alone is None:
             return self._save(given)
@@ -183,7 +183,7 @@ class _Attached:
         A folder anywhere else is one that was saved there, or that Accelerate itself saved. In place of one in the root
         whose save was cut off, the newest intact one is loaded, which is said.
         """
-        _log_unused({**(load_kwargs or {}), **load_model_func_kwargs})
+        self._warn_of_unused({**(load_kwargs or {}), **load_model_func_kwargs})
         name = None if input_dir is None else self._name_or_path(input_dir)
         try:
             self._manager.load_state(name)
@@ -193,6 +193,12 @@ class _Attached:
             if self._manager.session.load(None, strict=True) is None:
                 raise
             self._say_instead(name)
+
+    def _warn_of_unused(self, options: dict[str, Any]) -> None:
+        given = [name for name, value in options.items() if value]
+        if given:
+            text = f"{', '.join(given)}: not used, because ckpt reads and writes checkpoints in its own format."
+            self._manager.session.loop.patterns.caveats.tell(f"unused/{given}", text)
 
     def _was_cut_off(self, name: str) -> bool:
         session = self._manager.session
@@ -248,12 +254,6 @@ class _Attached:
 
 
 _METHODS = ("save_state", "load_state", "skip_first_batches", "wait_for_everyone", "end_training")
-
-
-def _log_unused(options: dict[str, Any]) -> None:
-    given = [name for name, value in options.items() if value]
-    if given:
-        _log.info("%s: not used, ckpt reads and writes checkpoints in its own format", ", ".join(given))
 
 
 def _plain(folder: str | os.PathLike[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,8 @@ from ckpt.formats.native.manifest import Manifest
 from ckpt.load.restored import Restored
 from ckpt.root.retention import Keep
 from ckpt.root.summary import Summary
-from ckpt.util.console import say
 
+_log = logging.getLogger("ckpt")
 PART = "trainer_state"
 NO_POSITION = (
     "the checkpoint has no position in the data, so Trainer's own count of steps decides: what samplers, datasets and "
@@ -88,7 +89,7 @@ class TrainerPart:
                 "on each rank"
             )
         if "data" in restored.approximated and self._trainer.args.process_index == 0:
-            say(f"ckpt: data: {restored.approximated['data']}")
+            _log.warning("the resumed run is not exact: data: %s", restored.approximated["data"])
 
     def continue_logging(self) -> None:
         """Log the next loss over the same steps as an uninterrupted run. It is left out of this run's mean loss."""

@@ -28,7 +28,6 @@ from ckpt.state import rng
 from ckpt.state.objects import ObjectSource
 from ckpt.state.parts import Notes
 from ckpt.state.registry import StateRegistry
-from ckpt.util.console import say
 from ckpt.util.gc_pause import gc_paused
 
 _log = logging.getLogger("ckpt")
@@ -170,7 +169,7 @@ class StateLoader:
             on_read=self.live.loop.patterns.note_asked,
         )
         if self.ranks.rank == MAIN:
-            say(str(restored))
+            restored.report()
             self._warn_if_unsigned(choice.manifest)
         return restored
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ from ckpt.util.html import html_table
 if TYPE_CHECKING:
     from ckpt.load.choice import Choice
     from ckpt.load.restore import Restoration
+
+_log = logging.getLogger("ckpt")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,16 @@ class Restored:
         return self.progress.epoch
 
     def __str__(self) -> str:
+        return Lines.of([*self._restored_lines(), *self._inexact_lines()])
+
+    def report(self) -> None:
+        """Log it: what was restored as progress, what is not as it was as a warning."""
+        _log.info("%s", Lines.of(self._restored_lines()))
+        inexact = self._inexact_lines()
+        if inexact:
+            _log.warning("%s", Lines.of([f"not everything is as it was when {self.name} was saved:", *inexact]))
+
+    def _restored_lines(self) -> list[str]:
         at = self.progress
         position = f"epoch {at.epoch}, batch {at.batch}, {at.samples} samples"
         lines = [f"resumed from {self.url}: step {at.step}, {position}"]
@@ -70,22 +83,20 @@ class Restored:
         lines.append(f"  restored      {', '.join(self.restored) or 'nothing'}")
         if self.begins_at:
             lines.append(f"  continues     the next `for` begins at {self.begins_at}")
-        tables = (
-            ("resharded", self.resharded),
-            ("approximated", self.approximated),
-            ("skipped", self.skipped),
-            ("passed over", self.passed_over),
-        )
-        for title, table in tables:
-            lines += [
-                f"  {title:<13} {why if why.startswith(what) else f'{what}: {why}'}" for what, why in table.items()
-            ]
-        return Lines.of(lines)
+        return lines + _table("resharded", self.resharded)
+
+    def _inexact_lines(self) -> list[str]:
+        tables = {"approximated": self.approximated, "skipped": self.skipped, "passed over": self.passed_over}
+        return [line for title, table in tables.items() for line in _table(title, table)]
 
     def _repr_html_(self) -> str:
         """For notebooks: the lines that are printed, as a table."""
         first, *others = str(self).splitlines()
         return html_table(first, [(line[2:16].strip(), line[16:]) for line in others])
+
+
+def _table(title: str, reasons: Mapping[str, str]) -> list[str]:
+    return [f"  {title:<13} {why if why.startswith(what) else f'{what}: {why}'}" for what, why in reasons.items()]
 
 
 def restored_from(

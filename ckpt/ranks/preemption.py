@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -13,8 +14,9 @@ from contextlib import suppress
 from ckpt.ranks.common_step import CommonStep
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.signals import SignalListener
-from ckpt.util.console import say
 from ckpt.util.fork_safety import OwnerProcess
+
+_log = logging.getLogger("ckpt")
 
 EXIT_STATUS = 128 + signal.SIGTERM
 _TICK = 0.1  # seconds
@@ -129,9 +131,9 @@ class _Grace:
 
     def _end(self) -> None:
         with suppress(Exception):
-            say(
-                f"told to terminate, and not saved within the grace period of {self._seconds:g} s: ending. The last "
-                "save is given up; earlier checkpoints are kept."
-            )
+            _log.error(
+                "told to terminate, and not saved within the grace period of %g s: ending. The last save is given up; "
+                "earlier checkpoints are kept.", self._seconds,
+            )  # fmt: skip
             sys.stdout.flush()
         os._exit(self._status)

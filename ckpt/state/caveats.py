@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from ckpt.util.console import say
-
 _log = logging.getLogger("ckpt")
 
 
 class Caveats:
-    """A manager's warnings, each given once: in the log, and on the console if the log goes elsewhere.
+    """A manager's warnings, each given once, by the main rank. What the report of a resume has named is not repeated.
 
     `lasting` are those that apply to its checkpoints. A resume from one names them in `Restored.approximated`.
     """
@@ -26,20 +24,18 @@ class Caveats:
         self._approximated = approximated
         self.lasting.clear()
 
-    def tell(self, key: str, text: str) -> None:
-        """Warn, once for each key, on the rank whose manager is `aloud`."""
-        if key in self._given:
+    def tell(self, key: str, text: str, *, what: str = "") -> None:
+        """Warn, once for each key, on the rank whose manager is `aloud`. `what` introduces the text."""
+        if key in self._given or text in self._approximated.values():
             return
         self._given.add(key)
         if self._aloud:
-            if _log.hasHandlers():  # without handlers, Python itself writes warnings to standard error
-                say(f"ckpt: {text}")
-            _log.warning("%s", text)
+            _log.warning("%s%s", what, text)
 
     def differs(self, key: str, text: str) -> None:
         """Warn that the resumed run differs from an uninterrupted one."""
-        self._approximated.setdefault(key, text)
         self.tell(f"differs/{key}", text)
+        self._approximated.setdefault(key, text)
 
     def note(self, key: str, text: str) -> None:
         """Note that a resume from later checkpoints will not be exact. The warning is given at the next save."""

@@ -6,6 +6,7 @@ Does not import torch: shell commands use it too.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import sys
@@ -17,7 +18,9 @@ from ckpt.storage.hub.errors import translated_errors
 from ckpt.storage.hub.guard import bounded_progress, guarded_lists
 from ckpt.storage.hub.repo import HubRepo, client_bars
 from ckpt.util.checked_json import is_relative
-from ckpt.util.console import progress_bar, say
+from ckpt.util.console import progress_bar
+
+_log = logging.getLogger("ckpt")
 
 _HASHED = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # the names of blobs: git's hash, or sha256 of large files
 _PIECE = 8 << 20
@@ -41,7 +44,9 @@ def fetched(repo: HubRepo, patterns: Sequence[str] | None, offline: TransientErr
         folder = _downloaded(repo, patterns)
     else:
         folder = _cached(repo, patterns, offline)
-        say(f"the Hub cannot be reached: {repo.url} is taken from the cache, as it was at commit {folder.name[:8]}")
+        _log.warning(
+            "the Hub cannot be reached: %s is taken from the cache, as it was at commit %s", repo.url, folder.name[:8]
+        )
     verify(folder, patterns)
     return folder
 

@@ -153,9 +153,9 @@ class TestOneProcess:
         assert set(hub.files(REPO)) == {"README.md", "config.json", "model.safetensors", "vocab.txt"}
         assert json.loads(hub.files(REPO)["config.json"])["dtype"] == "bfloat16"
         assert b"pipeline_tag: text-generation" in hub.files(REPO)["README.md"]
-        assert "no config.json is pushed" not in capfd.readouterr().err
+        assert "config.json is pushed" not in capfd.readouterr().err
         ckpt.push_to_hub(tmp_path / "run" / "x", "me/bare")
-        assert "no config.json is pushed, which from_pretrained needs" in capfd.readouterr().err
+        assert "No config.json is pushed, and from_pretrained needs one" in capfd.readouterr().err
         with pytest.raises(ckpt.ConfigError, match=r"beside='.*nowhere' is no folder"):
             ckpt.push_to_hub(tmp_path / "run" / "x", REPO, beside=tmp_path / "nowhere")
 

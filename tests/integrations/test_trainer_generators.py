@@ -174,4 +174,4 @@ def test_data_that_cannot_be_followed_is_named_when_it_is_saved_and_when_it_is_r
     again = build()
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 9
-    assert "ckpt: data: the checkpoint has no position in the data" in capfd.readouterr().err
+    assert "the resumed run is not exact: data: the checkpoint has no position in the data" in capfd.readouterr().err
