@@ -14,6 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from ckpt.errors import ConfigError, DamagedError, MismatchError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.integrations.trainer_state import PART
+from ckpt.integrations.trainer_subclass import STATE_FILE
 from ckpt.load.candidates import list_memory
 from ckpt.load.choice import Choice
 from ckpt.load.reader import CheckpointReader
@@ -30,8 +31,7 @@ from ckpt.root.verify import problems
 from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
 from ckpt.storage import Storage, place_of
-
-_FILE = "trainer_state.json"
+from ckpt.util.checked_json import is_mapping, is_relative
 
 
 class ResumeSource:
@@ -51,7 +51,7 @@ class ResumeSource:
 
     def choose(self, resume: str | bool | None, output_dir: str, stack: ExitStack) -> str | bool | None:
         """What the Trainer is to resume from. For a checkpoint in the root that is a temporary folder, removed with
-        `stack`, which has nothing but the Trainer's state."""
+        `stack`, which has the Trainer's state, and what an override of its `_save_checkpoint` wrote."""
         name = self._name_of(resume) if isinstance(resume, str) else None
         choice = self._find(name) if resume is True or name else None
         self.name, self.in_memory = (choice.manifest.name, choice.in_memory) if choice else (None, False)
@@ -61,7 +61,8 @@ class ResumeSource:
                 self._refuse_to_leave_snapshots()
             return _last_of_trainer(output_dir) if resume is True else resume
         folder = stack.enter_context(TemporaryDirectory(prefix="ckpt-"))
-        TrainerState(**choice.ready).save_to_json(str(Path(folder, _FILE)))
+        _write_files(Path(folder), choice.ready.get("files", {}), choice.manifest.name)
+        TrainerState(**choice.ready["state"]).save_to_json(str(Path(folder, STATE_FILE)))
         return folder
 
     def release(self) -> None:
@@ -70,7 +71,7 @@ class ResumeSource:
 
     def _name_of(self, resume: str) -> str | None:
         """The checkpoint in the root that a path or a name means; None for a folder that a Trainer itself wrote."""
-        if Path(resume, _FILE).is_file():
+        if Path(resume, STATE_FILE).is_file():
             return None
         root, _, name = resume.rstrip("/").rpartition("/")
         options = self._options.storage_options
@@ -138,7 +139,7 @@ def _refuse_to_overtake(storage: Storage, ranks: Ranks) -> None:
 
 
 def _verified_state(storage: Storage, ranks: Ranks, manifest: Manifest) -> dict[str, Any]:
-    """The Trainer's state in a checkpoint of which every byte has been verified.
+    """The part with the Trainer's state in a checkpoint of which every byte has been verified.
 
     The Trainer reads its state, and finds its place in the data, before there is an optimizer to load into: if damage
     were found only then, no other checkpoint could be chosen any more.
@@ -153,5 +154,13 @@ def _verified_state(storage: Storage, ranks: Ranks, manifest: Manifest) -> dict[
             f"{manifest.name} has no {PART}: no Trainer saved it. Load it with StateManager, or give CkptCallback "
             "another root."
         )
-    state: dict[str, Any] = reader.tree(PART)["state"]
-    return state
+    part: dict[str, Any] = reader.tree(PART)
+    return part
+
+
+def _write_files(folder: Path, files: Any, name: str) -> None:
+    if not is_mapping(lambda data: isinstance(data, bytes))(files) or not all(map(is_relative, files)):
+        raise DamagedError(f"{name} is damaged: the files of its Trainer are no names with bytes.")
+    for path, data in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data)

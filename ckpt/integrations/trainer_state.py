@@ -37,6 +37,7 @@ class TrainerPart:
 
     def __init__(self, trainer: Trainer) -> None:
         self.loss: torch.Tensor | None = None  # on this rank, since the last log
+        self.files: dict[str, bytes] = {}  # that an override of `_save_checkpoint` has written
         self._trainer = trainer
         self._batch: int | None = None  # samples in a step of all ranks when the checkpoint was saved
         self._grouped: int | None = None  # samples for which the sampler grouped lengths then
@@ -60,6 +61,7 @@ class TrainerPart:
             "since": self._since,
             "batch": _samples_in_a_step(trainer),
             "grouped": _samples_in_a_group(trainer),
+            "files": self.files,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:

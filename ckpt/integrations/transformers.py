@@ -22,7 +22,7 @@ from ckpt.integrations.trainer_engine import engine_loaded_elsewhere, managed_ob
 from ckpt.integrations.trainer_push import TrainerPush
 from ckpt.integrations.trainer_resume import ResumeSource
 from ckpt.integrations.trainer_state import PART, TrainerPart, logged_metrics, total_limit
-from ckpt.integrations.trainer_subclass import beside
+from ckpt.integrations.trainer_subclass import OverriddenSave, beside, insert_methods
 from ckpt.manager import StateManager
 from ckpt.options import resolve_options
 from ckpt.ranks.preemption import EXIT_STATUS
@@ -56,7 +56,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self._tiers = self._options.open_tiers(root)
         self._storage = self._tiers[0]
         self._trainer: Trainer = None
-        self._own: dict[str, Callable[..., Any]] = {}  # the trainer's methods that ours have replaced
+        self._own: dict[str, Callable[..., Any]] = {}  # the trainer's methods that ours call
+        self._override: OverriddenSave
         self._manager: StateManager | None = None
         self._part: TrainerPart | None = None
         self._data: TrainerData | None = None
@@ -67,21 +68,26 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
 
     def attach(self, trainer: Trainer) -> None:
         """Save and resume this trainer through ckpt."""
-        ours = {
+        around = {
             "train": self._train,
             "_save_checkpoint": self._save,
+            "_maybe_log_save_evaluate": self._log_save_evaluate,
+        }
+        self._override = OverriddenSave(trainer)
+        beneath = {  # overrides of these are called, and reach them by super()
+            "_save_checkpoint": self._override.reach,
             "_load_from_checkpoint": self._unless_ours("_load_from_checkpoint", lambda: None),  # part of _load
             "_load_scaler": self._unless_ours("_load_scaler", lambda: None),
             "_load_optimizer_and_scheduler": self._unless_ours("_load_optimizer_and_scheduler", self._load),
             "_load_rng_state": self._unless_ours("_load_rng_state", self._load_rng_state),
             "_load_best_model": self._load_best_model,
-            "_maybe_log_save_evaluate": self._log_save_evaluate,
         }
-        refuse_unsupported(trainer, ours)
+        refuse_unsupported(trainer, around.keys() | beneath.keys())
         self._push = TrainerPush(trainer)
         self._trainer = trainer
-        self._own = {name: getattr(trainer, name) for name in ours}
-        for name, method in ours.items():
+        self._own = {name: getattr(trainer, name) for name in around}
+        insert_methods(trainer, beneath)
+        for name, method in around.items():
             setattr(trainer, name, method)
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
@@ -99,6 +105,11 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             )
         if self._source.name is None:
             self._open().resume()
+        elif self._manager is None:
+            raise ConfigError(
+                f"{type(self._trainer).__name__}._load_optimizer_and_scheduler does not call super(), so nothing of "
+                f"{self._source.name} was loaded. Call super()._load_optimizer_and_scheduler(checkpoint) there."
+            )
         elif self._part is not None:
             self._part.continue_logging()
         self._saved = {found.name for found in catalog.scan(self._storage) if found.committed}
@@ -190,6 +201,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         trainer, manager, part = self._trainer, self._manager, self._part
         assert manager is not None
         assert part is not None
+        self._override.call(manager.session.ranks)
+        part.files = self._override.files
         trainer.store_flos()
         part.gather()
         if self._data is not None:
@@ -220,7 +233,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
 
         def load_or_delegate(*given: Any, **named: Any) -> None:
             if self._source.name is None:
-                self._own[name](*given, **named)
+                getattr(Trainer, name)(self._trainer, *given, **named)
             else:
                 load()
 
@@ -260,7 +273,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             trust = self._manager.session.trust
             load_checkpoint_model(self._storage, best, trained_model(self._trainer), trust=trust)
         else:
-            self._own["_load_best_model"]()
+            Trainer._load_best_model(self._trainer)
 
 
 def _name(step: int) -> str:
