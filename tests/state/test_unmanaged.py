@@ -184,4 +184,7 @@ class TestSomethingIsNotManaged:
             manager.load_state(strict=False)
             for _ in _loader():
                 model(torch.ones(2, 1))
-        assert _lines(caplog) == []
+        (left_out,) = _lines(caplog)  # by `strict=False`, and nothing else
+        assert left_out.startswith(
+            "not everything is as it was when step-00000003 was saved:\n  skipped       optimizer"
+        )
