@@ -15,6 +15,7 @@ from ckpt.state.registry import StateRegistry
 from ckpt.state.unwrap import parameters_in
 
 _CHECKS = 4  # of the managed objects, because each takes time proportional to the number of parameters
+_SCHEDULED = "_wrapped_by_lr_sched"  # on `optimizer.step`: a scheduler was built for this optimizer
 _LONG = 1000  # optimizer steps without a call of the manager after which it warns
 
 
@@ -91,6 +92,26 @@ class UnmanagedWatch:
                     f"{key}: none of its parameters is one of the model's, so it does not train what is saved. Build "
                     "the optimizer from the parameters of the model that is managed, after it was wrapped or moved.",
                 )
+            elif hasattr(optimizer.step, _SCHEDULED) and not self._has_scheduler_of(optimizer):
+                self._tell(
+                    f"{key}/scheduler",
+                    f"{key}: an LR scheduler was built for it and is not managed, so its schedule starts over after a "
+                    "resume. Pass it too: StateManager(root, ..., scheduler=scheduler).",
+                )
+
+    def _has_scheduler_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a managed scheduler may be this optimizer's: those of wrappers do not say whose they are."""
+        others = [other for other in self._managed.optimizers if other is not optimizer]
+        schedulers = (held for held in self._held() if hasattr(held, "get_last_lr"))
+        owners = [getattr(scheduler, "optimizer", None) for scheduler in schedulers]
+        return any(all(owner is not other for other in others) for owner in owners)
+
+    def _held(self) -> list[Any]:
+        """The managed objects that are neither models nor optimizers, and their attributes, also those in lists."""
+        registered = self._managed.registered()
+        attributes = [value for owner in registered for value in getattr(owner, "__dict__", {}).values()]
+        contained = [item for value in attributes if isinstance(value, list | tuple) for item in value]
+        return [*registered, *attributes, *contained]
 
     def _check_changed(self) -> None:
         """Warn about parameters that have gradients and change, but belong to no managed optimizer."""
@@ -119,10 +140,19 @@ class UnmanagedWatch:
             weakref.finalize(optimizer, self._ours.pop, id(optimizer), None)
             if ours and not self._is_managed(optimizer):
                 self._tell_unmanaged(f"{_named(optimizer)} trains the model and is not managed")
+            if ours and getattr(optimizer, "grad_scale", None) is not None and not self._has_scaler():
+                self._tell(
+                    "unmanaged scaler",
+                    f"a GradScaler steps {_named(optimizer)} and is not managed, so its scale starts over after a "
+                    "resume. Pass it too: StateManager(root, ..., scaler=scaler).",
+                )
         if ours:
             self._updates += 1
             if self._updates == _LONG and not (self._steps or self._saves) and self._first_epoch is None:
                 self._tell_unsaved(f"{_LONG} steps of training were made and nothing was saved")
+
+    def _has_scaler(self) -> bool:
+        return any(hasattr(held, "get_scale") for held in self._held())
 
     def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
         return not self._parameters().isdisjoint(_parameters_of(optimizer))
@@ -136,9 +166,7 @@ class UnmanagedWatch:
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         """The managed optimizers, also those registered as objects or as attributes of one."""
-        registered = self._managed.registered()
-        attributes = (value for owner in registered for value in getattr(owner, "__dict__", {}).values())
-        managed = [*self._managed.optimizers, *_only_optimizers((*registered, *attributes))]
+        managed = [*self._managed.optimizers, *_only_optimizers(self._held())]
         inner = (getattr(optimizer, "optim", None) for optimizer in managed)  # ZeroRedundancyOptimizer steps its own
         return [*managed, *_only_optimizers(inner)]
 

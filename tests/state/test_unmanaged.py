@@ -33,6 +33,20 @@ def _update(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
 
 
+class _Trainer:
+    """An object of the user's, with schedulers in it."""
+
+    def __init__(self, schedulers: list[Any]) -> None:
+        self.schedulers = schedulers
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"schedulers": [scheduler.state_dict() for scheduler in self.schedulers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+
+
 @contextmanager
 def _run(root: str, **options: Any) -> Iterator[tuple[ckpt.StateManager, nn.Module, torch.optim.Optimizer]]:
     model = _model()
@@ -155,6 +169,53 @@ class TestSomethingIsNotManaged:
                 manager.step()
         assert len(caplog.records) == 1
         assert "model: 1.weight, model: 1.bias changed" in caplog.text
+
+    def test_a_scheduler_that_was_forgotten(self, anywhere: str, caplog: pytest.LogCaptureFixture) -> None:
+        with _run(anywhere) as (manager, model, optimizer):
+            scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+            manager.resume()
+            for _ in range(3):
+                _update(model, optimizer)
+                scheduler.step()
+                manager.step()
+            manager.save_state(wait=True)
+        (line,) = (line for line in _lines(caplog) if "scheduler" in line)
+        assert line == (
+            "optimizer: an LR scheduler was built for it and is not managed, so its schedule starts over after a "
+            "resume. Pass it too: StateManager(root, ..., scheduler=scheduler)."
+        )
+
+    def test_schedulers_that_are_managed_are_not_forgotten_and_one_of_two_is(
+        self, anywhere: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = _model()
+        first, second = model.children()
+        optimizers = {"a": torch.optim.SGD(first.parameters()), "b": torch.optim.SGD(second.parameters())}
+        schedulers = [torch.optim.lr_scheduler.LinearLR(optimizer) for optimizer in optimizers.values()]
+        cases: list[dict[str, Any]] = [{"scheduler": schedulers}, {"scheduler": schedulers[0]}, {}]
+        for number, given in enumerate(cases):
+            caplog.clear()
+            with ckpt.StateManager(f"{anywhere}-{number}", model=model, optimizer=optimizers, **given) as manager:
+                if not given:
+                    manager.register(trainer=_Trainer(schedulers))
+                manager.save_state(wait=True)
+            told = [line.partition(":")[0] for line in _lines(caplog) if "LR scheduler" in line]
+            assert told == (["optimizer.b"] if number == 1 else [])
+
+    @pytest.mark.parametrize("managed", [True, False])
+    def test_a_scaler_that_was_forgotten_where_the_optimizer_is_fused(
+        self, anywhere: str, caplog: pytest.LogCaptureFixture, managed: bool
+    ) -> None:
+        model = _model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        scaler = torch.amp.GradScaler("cpu")
+        given: dict[str, Any] = {"scaler": scaler} if managed else {}
+        with ckpt.StateManager(anywhere, model=model, optimizer=optimizer, **given) as manager:
+            scaler.scale(model(torch.ones(2, 1)).pow(2).mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            manager.save_state(wait=True)
+        assert ("a GradScaler steps SGD of 4 tensors and is not managed" in caplog.text) is not managed
 
     def test_an_optimizer_of_another_model(self, anywhere: str, caplog: pytest.LogCaptureFixture) -> None:
         with _run(anywhere, model=_model(), save_every=1) as (manager, model, optimizer):
