@@ -7,13 +7,11 @@ from dataclasses import fields
 from typing import Any
 
 from ckpt.errors import ConfigError
-from ckpt.option_checks import refuse_unknown
 from ckpt.options import Mirror, RankOptions, SaveOptions, known_options
 from ckpt.root.retention import Keep
+from ckpt.util.option_values import refuse_unknown
 
-_OBJECTS: dict[str, type] = {
-    "keep": Keep, "mirror_keep": Keep, "mirror": Mirror, "saving": SaveOptions, "ranks": RankOptions,
-}  # fmt: skip
+_OBJECTS: dict[str, type] = {"keep": Keep, "mirror": Mirror, "saving": SaveOptions, "ranks": RankOptions}
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:

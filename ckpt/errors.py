@@ -28,14 +28,14 @@ Preempted (a SystemExit)   training was told to stop; the state has been saved
 
 from __future__ import annotations
 
-from ckpt.shown import shown
+from ckpt.shown import sentence, shown
 
 
 class CkptError(Exception):
     """The root of every error that ckpt raises on purpose. Its message is escaped, and holds no secret."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(shown(arg) if isinstance(arg, str) else arg for arg in args))
+        super().__init__(*(sentence(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(CkptError, ValueError):

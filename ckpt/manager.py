@@ -78,7 +78,6 @@ class StateManager:
         sign: An Ed25519 private key (path or text of a PEM file) that signs every checkpoint; False: none.
         verify_key: Public keys that are trusted beside the own one. Both default to the environment.
         require_signed: Refuse whatever none of these keys has signed; `resume` passes over it like a damaged one.
-        **old_spellings: Of version 0.1 (`timeout=`, `layout=`, ...): they work, with a `DeprecationWarning`.
     """
 
     def __init__(
@@ -90,18 +89,18 @@ class StateManager:
         saving: SaveOptions | None = None, ranks: RankOptions | None = None, follow: bool = True,
         memory_every: int | None = None, memory_rescue: bool = False, memory_replicas: int = 0,
         sign: str | os.PathLike[str] | bool | None = None, verify_key: str | os.PathLike[str] | None = None,
-        require_signed: bool = False, **old_spellings: Any,
+        require_signed: bool = False, **unknown: Any,
     ) -> None:  # fmt: skip
         refuse_unnamed(root, unnamed)
         given = {"save_every": save_every, "keep": keep, "mirror": mirror, "storage_options": storage_options}
         memory = {"memory_every": memory_every, "memory_rescue": memory_rescue, "memory_replicas": memory_replicas}
         keys = {"sign": sign, "verify_key": verify_key, "require_signed": require_signed}
         given |= {"save_at_epoch_end": save_at_epoch_end, "save_on_exception": save_on_exception}
-        others = {"saving": saving, "ranks": ranks, "follow": follow, **memory, **keys, **old_spellings}
-        options = resolve_options({**given, **others}, root=root)
-        source = find_source(
-            accelerator, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler, dataloader=dataloader
-        )
+        others = {"saving": saving, "ranks": ranks, "follow": follow, **memory, **keys, **unknown}
+        objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+        objects["dataloader"] = dataloader
+        options = resolve_options({**given, **others}, root=root, objects=("root", "accelerator", *objects))
+        source = find_source(accelerator, **objects)
         where = required_root(source.root if root is None else root)
         self._session = session = Session(where, source, options, accelerated=accelerator is not None)
         weakref.finalize(self, lambda *each: [one.close() for one in each], session.preemption, session.schedule)
@@ -212,6 +211,7 @@ class StateManager:
         self._start()
         session = self._session
         ended = False
+        self._say_if_complete(total)
         for epoch in session.loop.epochs(total):
             if ended and session.options.save_at_epoch_end:
                 session.save_end()
@@ -220,6 +220,16 @@ class StateManager:
         session.preemption.close()
         if session.options.save_every or session.options.save_at_epoch_end:
             session.save_end()
+
+    def _say_if_complete(self, total: int) -> None:
+        """A run that has all its epochs already would end without a word, as if it had failed to start."""
+        at, restored = self._session.loop.progress, self._session.restored
+        if restored is None or not isinstance(total, int) or total > at.epoch or self._session.ranks.rank != MAIN:
+            return
+        say(
+            f"{self.url} is complete: {restored.name} has all {total} epochs, at step {at.step:,}. Nothing is left to "
+            f"train. To train on, ask for more: manager.epochs({at.epoch + 1}). For a new run, choose another root."
+        )
 
     def batches(self, loader: Iterable[T]) -> Batches[T]:
         """The batches of this epoch that are left, in the same order as ever; `len()` of it is how many.
@@ -358,7 +368,8 @@ class StateManager:
     def on_save(self, callback: Callable[[SaveReport], object]) -> Callable[[SaveReport], object]:
         """Have a function called with a `SaveReport` of every checkpoint that is committed. Also a decorator.
 
-        On the main rank, at the next `step`, `save_state`, `wait` or `close`. Its errors are logged, and stop nothing.
+        On the main rank: before a `save_state` that waits returns, else at the next `step`, `save_state`, `wait` or
+        `close`. Its errors are logged, and stop nothing.
         """
         if not callable(callback):
             raise ConfigError(f"on_save takes a function of one SaveReport, not {callback!r}.")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +14,6 @@ from ckpt.save.finite_guard import ON_NAN
 from ckpt.storage.urls import is_storage
 from ckpt.util import option_values as check
 from ckpt.util.durations import parse_duration
-from ckpt.util.old_options import OLD
 
 _BUSY = ("wait", "skip", "replace")
 
@@ -26,32 +24,12 @@ def refuse(what: str, wrong: Collection[str]) -> None:
         raise ConfigError(f"{what}: {'; '.join(wrong)}.")
 
 
-def refuse_unknown(what: str, names: Iterable[str], known: Collection[str]) -> None:
-    """Raise one error that names every option that does not exist, with the nearest one that does."""
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise UnknownOptionError(
-            f"{what} has no option {', '.join(_with_nearest(name, known) for name in unknown)}. "
-            f"It has: {', '.join(sorted(set(known) - OLD.keys()))}."
-        )
-
-
-class UnknownOptionError(ConfigError, TypeError):
-    """An option that does not exist: a TypeError too, as for any unknown keyword."""
-
-
-def _with_nearest(name: str, known: Collection[str]) -> str:
-    nearest = difflib.get_close_matches(name, known, 1)
-    return f"{name!r} (did you mean {nearest[0]!r}?)" if nearest else repr(name)
-
-
-def problems(options: Mapping[str, Any], names: Iterable[str] | None = None) -> list[str]:
-    """What is wrong with options, each under the name that its user wrote."""
-    shown = zip(names or options, options.items(), strict=True)
+def problems(options: Mapping[str, Any]) -> list[str]:
+    """What is wrong with options."""
     return [
-        f"{name}={check.kind_of(value) if option in _SECRET else check.said(value)} must be {MUST_BE[option][1]}"
-        for name, (option, value) in shown
-        if not MUST_BE[option][0](value)
+        f"{name}={check.kind_of(value) if name in _SECRET else check.said(value)} must be {MUST_BE[name][1]}"
+        for name, value in options.items()
+        if not MUST_BE[name][0](value)
     ]
 
 

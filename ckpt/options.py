@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ckpt.errors import ConfigError
-from ckpt.option_checks import MUST_BE, is_place, problems, refuse, refuse_unknown
+from ckpt.option_checks import MUST_BE, is_place, problems, refuse
 from ckpt.root.mirror_wait import AT_END, AT_START, MirrorPatience
 from ckpt.root.open import open_tiers
 from ckpt.root.retention import Keep
 from ckpt.storage import Staging, Storage
 from ckpt.util import option_values as check
-from ckpt.util.old_options import OLD, merged, warn_of
 from ckpt.util.sizes import parse_size
 
 
-class _Checked:
+class _Checked(check.KnownFields):
     """An option object that refuses nonsense when it is built, and names every offender at once."""
 
     def __post_init__(self) -> None:
@@ -203,31 +202,36 @@ class ManagerOptions:
         return tiers
 
 
-def resolve_options(options: Mapping[str, Any], what: str = "StateManager", *, root: Any = None) -> ManagerOptions:
-    """The options of a manager from keywords, among them those that option objects have replaced since.
+def resolve_options(
+    options: Mapping[str, Any], what: str = "StateManager", *, root: Any = None, objects: Collection[str] = ()
+) -> ManagerOptions:
+    """The options of a manager from keywords. The `root` is checked with them: all nonsense is named at once.
 
-    The `root` is checked with them: all that makes no sense is named at once.
+    `objects`: what else may be given by name, for the error that names what may not.
     """
-    new = {option.name for option in fields(ManagerOptions)}
-    refuse_unknown(what, options, known_options())
-    old = {name: value for name, value in options.items() if name not in new}
-    given = {name: value for name, value in options.items() if name in new and (value is not None or name == "follow")}
+    check.refuse_unknown(what, options, known_options() | {*objects}, _inside())
+    given = {name: value for name, value in options.items() if value is not None or name == "follow"}
     if is_place(given.get("mirror")):
         given["mirror"] = Mirror(given["mirror"])
-    spelled_otherwise = {OLD[name][1]: value for name, value in old.items()}
-    refuse(what, [*problems({"root": root, **given}), *problems(spelled_otherwise, old)])
-    if old:
-        warn_of(old, _CLASSES)
-        given |= {into: merged(into, given.get(into), old, _CLASSES) for into in {OLD[name][0] for name in old}}
+    refuse(what, problems({"root": root, **given}))
     return ManagerOptions(**given)
 
 
 def known_options() -> set[str]:
-    """The names of all options, also those that are spelled otherwise now."""
-    return {*(option.name for option in fields(ManagerOptions)), *OLD}
+    """The names of all options."""
+    return {option.name for option in fields(ManagerOptions)}
 
 
-_CLASSES = {"saving": SaveOptions, "ranks": RankOptions, "mirror": Mirror}
+def _inside() -> dict[str, str]:
+    """The options of option objects, each with how it is written."""
+    classes = {"saving": SaveOptions, "ranks": RankOptions}
+    return {
+        option.name: f"{into}=ckpt.{kind.__name__}({option.name}=...)"
+        for into, kind in classes.items()
+        for option in fields(kind)
+    }
+
+
 MUST_BE |= {
     "mirror": (check.optional(check.is_kind(Mirror)), "a path, a URL, a storage or a ckpt.Mirror"),
     "saving": (check.is_kind(SaveOptions), "a ckpt.SaveOptions"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -52,6 +52,7 @@ _PATTERNS = (
 )  # each with signs of which one is there wherever it matches: to look for those takes a hundredth of the time
 _SECRET_OPTION = re.compile(rf"{_NAME}|sas", re.IGNORECASE)
 
+_LINE_BREAK = re.compile(r"[ \t]{0,100}[\r\n]{1,100}[ \t]{0,100}")
 _MARKUP = re.compile(r"[`*\[\]<>|\\~&#@$]|://|www\.|(?<!\w)_|_(?!\w)", re.IGNORECASE)
 _IN_CODE = {"|": r"\x7c", "`": r"\x60", "<!--": r"\x3c!--"}  # the last begins and ends what a push writes anew
 
@@ -78,10 +79,19 @@ class Lines(str):
 
 def shown(text: str) -> str:
     """A text as it may be printed, logged or raised: on one line, escaped, without secrets."""
+    return _shown(text, printable)
+
+
+def sentence(text: str) -> str:
+    """The same of an error's message: line breaks are spaces, as it may quote an error of another library."""
+    return _shown(text, lambda safe: printable(_LINE_BREAK.sub(" ", safe.strip("\r\n"))))
+
+
+def _shown(text: str, escaped: Callable[[str], str]) -> str:
     if isinstance(text, Lines):
         return text
     more = f"... ({len(text) - LONGEST:,} more characters)" if len(text) > LONGEST else ""
-    return printable(without_secrets(text[:LONGEST])) + more
+    return escaped(without_secrets(text[:LONGEST])) + more
 
 
 def printable(text: str) -> str:
@@ -155,6 +165,8 @@ class _ShownRecords(logging.Filter):
 def _shown_argument(argument: Any) -> Any:
     if isinstance(argument, int | float):
         return argument
+    if isinstance(argument, BaseException):
+        return sentence(str(argument))
     return shown(argument if isinstance(argument, str) else str(argument))  # of `Lines`, str() makes any text
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from ckpt.errors import AbsentError, LockedError, TruncatedError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, below, changed, check_key
-from ckpt.storage.deprecated import FormerName
 
 
 @dataclass
@@ -34,7 +33,6 @@ class MemoryStorage:
     """`memory://name`: storages of the same name in this process share their objects."""
 
     is_local = True
-    near = FormerName("is_local")
 
     def __init__(self, name: str) -> None:
         self._name = name.rstrip("/")

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 
 from ckpt.errors import TruncatedError
 from ckpt.storage.base import ANY, Buffer, Entry, Interruptible, Objects, Unfinished, below, check_key
-from ckpt.storage.deprecated import FormerName
 from ckpt.storage.lease_record import FOLDER
 from ckpt.storage.leases import Leases
 
@@ -18,7 +17,6 @@ class ObjectStorage:
     """`Objects` as a storage. Locks are leases: objects that name their holder, and are rewritten while it lives."""
 
     is_local = False
-    near = FormerName("is_local")
 
     def __init__(self, objects: Objects, *, allow_unconditional: bool = False) -> None:
         """`allow_unconditional`: use it though the store ignores conditions of writes. There must be one writer."""

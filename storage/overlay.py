@@ -7,13 +7,10 @@ from dataclasses import dataclass
 
 from ckpt.errors import AbsentError
 from ckpt.storage.base import Entry, Storage, below
-from ckpt.storage.deprecated import FormerName
 
 
 class _Over:
     """All calls but those that read go to the first storage."""
-
-    near = FormerName("is_local")
 
     def __init__(self, first: Storage, *, is_local: bool) -> None:
         self.is_local = is_local

@@ -14,7 +14,6 @@ from typing import IO, Any, NoReturn
 
 from ckpt.errors import AbsentError, ConfigError, DeniedError, StorageError, TruncatedError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, below, check_key
-from ckpt.storage.deprecated import FormerName
 from ckpt.storage.fsspec_objects import translated_errors
 from ckpt.storage.option_names import unknown_options
 from ckpt.util.checked_json import is_relative
@@ -26,7 +25,6 @@ class ReadOnlyStorage:
     """The files below a URL of fsspec's. Whatever would write is a `DeniedError`."""
 
     is_local = False
-    near = FormerName("is_local")
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self.url = url

@@ -12,7 +12,6 @@ from urllib.parse import unquote
 from ckpt.errors import ConfigError, SchemeError
 from ckpt.shown import masked_url, remember_secrets
 from ckpt.storage.base import Objects, Storage
-from ckpt.storage.deprecated import accept_near
 from ckpt.storage.hub.storage import HubStorage
 from ckpt.storage.local.storage import LocalStorage
 from ckpt.storage.memory import MemoryStorage
@@ -29,8 +28,7 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
 def is_storage(value: object) -> bool:
-    """Whether this is a storage, by the present or the former names of the protocol."""
-    accept_near(value)
+    """Whether this is a storage: by the protocol, whoever wrote it."""
     return isinstance(value, Storage)
 
 
@@ -43,7 +41,6 @@ def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Stor
     that ignores the conditions of a write and has a single writer. `hub://` takes `token`, `deadline`, and `interval`:
     the seconds between two commits.
     """
-    accept_near(root)
     if isinstance(root, Storage):
         return root
     if not is_path(root):
@@ -61,9 +58,7 @@ def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Stor
     if scheme in _OBJECT_STORES:
         _refuse_dots(url, rest)
     remember_secrets(options)
-    storage = factory(rest, **options)
-    accept_near(storage)
-    return storage
+    return factory(rest, **options)
 
 
 def refuse_broken_url(path: str) -> None:

@@ -46,7 +46,7 @@ ARROWS = {
     "memory": "errors version util formats storage root ranks save load",
     "option_checks": "errors util storage root save",
     "options": "errors util storage root option_checks",
-    "config": "errors root option_checks options",
+    "config": "errors util root options",
     "session_parts": "errors storage root ranks state data options",
     "session": "errors root ranks state data save load export memory options session_parts",
     "tools": "shown errors version util formats storage root ranks state data save load export memory",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +16,7 @@ from torch import nn
 
 import ckpt
 from ckpt.errors import CkptError
+from ckpt.storage.local.system_errors import translated
 
 Attempted = Callable[[Path], Any]
 
@@ -97,6 +100,22 @@ def config(text: str | None) -> Attempted:
     return attempt
 
 
+class Talkative:
+    """Takes no state back, and says so in several lines, as PyTorch's modules do."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise RuntimeError("first line\n\tsecond line\n")
+
+
+def _of_many_lines(manager: ckpt.StateManager) -> Any:
+    manager.register(talkative=Talkative())
+    manager.save_state("a", wait=True)
+    return manager.load_state("a")
+
+
 REFUSED: dict[str, tuple[Attempted, str]] = {
     "a state_dict as the model": (make(model=nn.Linear(2, 2).state_dict()), "model= is a state_dict. Give the object"),
     "a state_dict as the optimizer": (
@@ -111,9 +130,20 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
     "a number as the optimizer": (make(optimizer=3), "optimizer is a int"),
     "text as the loader": (make(dataloader="train"), "gives no batches"),
     "an option that is misspelled": (make(save_evry=3), "did you mean 'save_every'?"),
+    "an option of saves that is misspelled": (lambda _: ckpt.SaveOptions(backgroud=True), "mean 'background'?"),  # type: ignore[call-arg]
+    "an option of Keep that is misspelled": (lambda _: ckpt.Keep(lst=3), "did you mean 'last'?"),  # type: ignore[call-arg]
+    "an object under another name": (make(optim=Script().optimizer), "did you mean 'optimizer'?"),
+    "an option of an option object": (make(timeout=9), "'timeout' (write ranks=ckpt.RankOptions(timeout=...))"),
     "no steps between saves": (make(save_every=0), "save_every=0 must be"),
     "a number in place of Keep": (make(keep=3), "keep=3 must be a ckpt.Keep"),
     "a root that is a file": (lambda root: ckpt.StateManager(_file(root), model=nn.Linear(2, 2)), "is a file"),
+    "a root that is a link to nothing": (
+        lambda root: ckpt.StateManager(_link(root)),
+        "nowhere, which does not exist (create that folder, or remove the link)",
+    ),
+    "a root below a link to nothing": (lambda root: ckpt.StateManager(_link(root) / "x"), "create that folder"),
+    "a root in /proc": (make_at("/proc/run"), "/proc is on proc, which shows the kernel and keeps no files"),
+    "an object whose error has several lines": (on(_of_many_lines), "first line second line"),
     "a root below a file": (lambda root: ckpt.StateManager(_file(root) / "x"), "cannot be created"),
     "a step that was not saved": (on(lambda manager: manager.load_state(10)), "There are: step-00000001"),
     "a name that leads out": (on(lambda manager: manager.save_state("../x")), "cannot name a checkpoint"),
@@ -229,6 +259,12 @@ def _file(root: Path) -> Path:
     return path
 
 
+def _link(root: Path) -> Path:
+    path = root / "link"
+    path.symlink_to(root / "nowhere")
+    return path
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_it_is_refused_in_ten_lines_that_say_what_to_do(what: str, tmp_path: Path) -> None:
     attempt, said = REFUSED[what]
@@ -237,6 +273,7 @@ def test_it_is_refused_in_ten_lines_that_say_what_to_do(what: str, tmp_path: Pat
     text = str(caught.value)
     assert said in text
     assert len(text.splitlines()) <= 10
+    assert "\\n" not in text
 
 
 WORKS: dict[str, Attempted] = {
@@ -258,3 +295,69 @@ WORKS: dict[str, Attempted] = {
 @pytest.mark.parametrize("what", WORKS)
 def test_it_just_works(what: str, tmp_path: Path) -> None:
     assert WORKS[what](tmp_path)
+
+
+def _trained(root: Path, epochs: int, lr: float = 0.1, *, decayed: bool = False, scheduled: bool = False) -> float:
+    """Train as many epochs of two steps, or what is left of them; returns the learning rate at the end."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1) if scheduled else None
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, scheduler=scheduler, save_every=2) as manager:
+        for _ in manager.epochs(epochs):
+            for batch in manager.batches([torch.ones(1, 2)] * 2):
+                model(batch).sum().backward()
+                optimizer.step()
+                if decayed:
+                    optimizer.param_groups[0]["lr"] *= 0.5
+                if scheduler is not None:
+                    scheduler.step()
+                manager.step()
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def test_a_run_that_is_complete_says_so_and_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _trained(tmp_path / "run", 2)
+    assert "is complete" not in capsys.readouterr().err
+    _trained(tmp_path / "run", 2)
+    said = capsys.readouterr().err
+    assert "step-00000004-end has all 2 epochs, at step 4. Nothing is left to train." in said
+    assert "To train on, ask for more: manager.epochs(3). For a new run, choose another root." in said
+    _trained(tmp_path / "run", 3)
+    assert "is complete" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", [{}, {"decayed": True}, {"scheduled": True}], ids=["plain", "by hand", "scheduled"])
+def test_a_learning_rate_that_the_checkpoint_overrides_is_named_with_both_values_and_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: dict[str, bool]
+) -> None:
+    _trained(tmp_path, 1, 0.1, **how)
+    _trained(tmp_path, 2, 0.1, **how)
+    assert "learning rate" not in caplog.text  # the script's is the run's, whatever has become of it since
+    at_end = _trained(tmp_path, 3, 0.05, **how)
+    assert "the run began with 0.1, and you give 0.05" in caplog.text
+    assert "set it after the resume: group['lr'] = 0.05" in caplog.text
+    assert at_end == pytest.approx(0.1 if not how else 0.1 * 0.5**6 if "decayed" in how else 0.1**7)
+    caplog.clear()
+    _trained(tmp_path, 4, 0.05, **how)
+    assert "the run began with 0.1" in caplog.text  # still so: it was not set
+
+
+def test_callbacks_of_on_save_have_been_called_when_a_save_that_was_waited_for_returns(tmp_path: Path) -> None:
+    reported: list[str] = []
+    with Script().manager(tmp_path) as manager:
+        manager.on_save(lambda report: reported.append(report.name))
+        manager.save_state("waited", wait=True)
+        assert reported == ["waited"]
+        manager.save_state("later")
+        manager.wait()
+        assert reported == ["waited", "later"]
+
+
+def test_a_disk_without_inodes_is_not_told_to_free_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = os.statvfs(tmp_path)
+    values = list(there)
+    values[5:8] = [1000, 0, 0]  # inodes: in all, free, free for this user
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(values))
+    error = translated(OSError(errno.ENOSPC, "No space left on device"), "write", "x", tmp_path, "run")
+    assert "No inodes are left there: it has room for bytes, but for no further file. Delete files" in str(error)
+    assert "GB" not in str(error)

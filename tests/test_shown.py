@@ -56,7 +56,8 @@ def test_no_way_of_showing_a_name_lets_it_act(
     assert capsys.readouterr().err == f"loaded {escaped}\n"
     assert list(format_table(("name", "n"), [(active, "1")]))[1] == f"{escaped}  1"
     logging.getLogger("ckpt").warning("%s is passed over: %s, %d", active, ValueError(active), 3)
-    assert caplog.messages == [f"{escaped} is passed over: {escaped}, 3"]
+    quoted = escaped.replace(r"\n", " ").replace(r"\r", " ")  # an error of another library may have several lines
+    assert caplog.messages == [f"{escaped} is passed over: {quoted}, 3"]
     assert f">{escaped}</text>" in text(0, 0, active)
     assert str(Result.from_json(Result(error=OSError(active)).to_json("save")).error) == f"OSError: {escaped}"
 
@@ -64,8 +65,8 @@ def test_no_way_of_showing_a_name_lets_it_act(
 @pytest.mark.parametrize("kind", [CkptError, AbsentError, MismatchError])
 def test_the_message_of_an_error_is_escaped_however_it_is_read(kind: type[CkptError]) -> None:
     error = kind("no \x1b[2Jfile\n")
-    assert str(error) == r"no \x1b[2Jfile\n"
-    assert repr(error) == rf"{kind.__name__}('no \\x1b[2Jfile\\n')"
+    assert str(error) == r"no \x1b[2Jfile"
+    assert repr(error) == rf"{kind.__name__}('no \\x1b[2Jfile')"
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping
-from dataclasses import fields
 from typing import Any
 
 import transformers
 from transformers import Trainer
 
 from ckpt.errors import ConfigError
-from ckpt.option_checks import refuse_unknown
-from ckpt.options import ManagerOptions, known_options
+from ckpt.options import known_options
 from ckpt.state.objects import KINDS
+from ckpt.util.option_values import refuse_unknown
 
 _DECIDED_ELSEWHERE = {  # by the Trainer and its arguments
     "self", "root", "save_every", "save_at_epoch_end", "save_on_exception", "accelerator", "follow", *KINDS,
@@ -22,13 +21,13 @@ _DECIDED_ELSEWHERE = {  # by the Trainer and its arguments
 
 def refuse_foreign_options(options: Mapping[str, Any]) -> None:
     """Refuse options of a manager that the Trainer and its arguments decide, and those that do not exist."""
-    taken = {option.name for option in fields(ManagerOptions)} - _DECIDED_ELSEWHERE
+    taken = known_options() - _DECIDED_ELSEWHERE
     if decided := sorted(options.keys() & _DECIDED_ELSEWHERE):
         raise ConfigError(
             f"CkptCallback has no option {', '.join(decided)}. It takes {', '.join(sorted(taken))}; the rest is for "
             "the Trainer and its TrainingArguments to say."
         )
-    refuse_unknown("CkptCallback", options, known_options() - _DECIDED_ELSEWHERE)
+    refuse_unknown("CkptCallback", options, taken)
 
 
 def refuse_unsupported(trainer: Trainer, methods: Collection[str]) -> None:

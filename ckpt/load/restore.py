@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from ckpt.load.live_division import Elsewhere, find_elsewhere
 from ckpt.load.reader import CheckpointReader
 from ckpt.load.select import Candidate
 from ckpt.ranks.consensus import run_on_all_ranks
-from ckpt.ranks.group import Ranks
+from ckpt.ranks.group import MAIN, Ranks
 from ckpt.root.file_names import own_key
 from ckpt.state import rng
 from ckpt.state.comm_hooks import KEY as HOOKS
@@ -36,6 +37,7 @@ from ckpt.state.parts import WHOLE_PART, GradientsPart, Notes, OwnPart, Part, Pl
 from ckpt.state.registry import StateRegistry
 from ckpt.storage import Storage
 
+_log = logging.getLogger("ckpt")
 _UNMANAGED = "in the checkpoint, but not managed here"
 
 
@@ -131,10 +133,19 @@ class Restoration:
             run_on_all_ranks(ranks, call, lambda: self.reader.read_live(verified=True))
         run_on_all_ranks(ranks, call, self._set)
         restored = {key: self.parts[key] for key in self.setters}
+        self._name_other_rates(restored)
         if not any(isinstance(part, GradientsPart) for part in restored.values()):
             self.request.registry.leave_windows()
         self.notes.resharded.update(_resharded(self.reader, restored))
         return list(restored)
+
+    def _name_other_rates(self, restored: Mapping[str, Part]) -> None:
+        """A script that was given another learning rate has the checkpoint's now: say so, or it trains on unnoticed."""
+        for key, part in restored.items():
+            if isinstance(part, OptimizerPart):
+                text = part.adopt_rates(self.reader.parts.get(key, {}).get("about", {}))
+                if text is not None and self.request.ranks.rank == MAIN:
+                    _log.warning("%s", text)
 
     def _set(self) -> None:
         for key, set_state in self.setters.items():

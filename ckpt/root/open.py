@@ -13,6 +13,9 @@ from ckpt.errors import (
     ConfigError,
     ConflictError,
     DamagedError,
+    DeniedError,
+    FullError,
+    StorageError,
     TransientError,
     UnsupportedError,
     VersionError,
@@ -53,7 +56,7 @@ def try_out_tiers(root: Storage, mirror: Storage | None = None, *, patience: Mir
 
     A mirror that cannot be reached now may be reachable later: that is only warned of.
     """
-    if isinstance(root, LocalStorage) and (why := why_not_creatable(root.place)):
+    if isinstance(root, LocalStorage) and (why := why_not_creatable(os.path.abspath(root.url))):
         raise ConfigError(f"{root.url} cannot be created: {why}. Choose another root.")
     if not root.is_local:
         _try_out(root)
@@ -132,6 +135,13 @@ def _is_refused(storage: Storage, key: str, over: str | None) -> bool:
         storage.write(key, [b"try"], over=over)
     except ConflictError:
         return True
+    except (TransientError, DeniedError, FullError):
+        raise
+    except StorageError as error:  # 400 or 501: the server does not know such requests
+        raise UnsupportedError(
+            f"{storage.url}: the server refuses conditional writes (If-None-Match, If-Match), without which two runs "
+            f"could destroy each other's saves. Use another server, or a newer version of it. It said: {error}"
+        ) from error
     return False
 
 

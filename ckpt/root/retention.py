@@ -10,7 +10,7 @@ from typing import Any
 from ckpt.errors import ConfigError, MetricError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.root.summary import Summary
-from ckpt.util.option_values import is_count, is_kind, is_one_of, optional, said
+from ckpt.util.option_values import KnownFields, is_count, is_kind, is_one_of, optional, said
 
 _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "last": (is_count, "1 or more: the newest checkpoint is never removed"),
@@ -22,7 +22,7 @@ _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Keep:
+class Keep(KnownFields):
     """Which checkpoints are kept: each that any of the rules keeps, and the newest always.
 
         Keep(last=3)

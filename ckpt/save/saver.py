@@ -101,6 +101,7 @@ class Saver:
         self._carry_out(save)
         if wait and isinstance(save.root.storage, Staging):
             self._settle_together(request.name)
+        self.reports.deliver()
 
     def _is_detached(self, save: SaveTransaction, *, everywhere: bool) -> bool:
         """Whether training may continue. With `everywhere`, on all ranks: or one would replace what another writes."""

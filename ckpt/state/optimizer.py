@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -24,6 +26,7 @@ from ckpt.state.unwrap import clean_names, parameter_names, unwrap, without_chec
 from ckpt.state.wrapped_optimizers import class_of
 
 _PLAIN_PARAMETERS = (torch.Tensor, nn.Parameter)
+_first_rates: WeakKeyDictionary[Any, list[float | None]] = WeakKeyDictionary()  # of optimizers, when first managed
 
 
 @dataclass
@@ -47,8 +50,28 @@ class OptimizerPart:
     def frozen(self) -> frozenset[str]:
         return frozenset()
 
+    def __post_init__(self) -> None:
+        if self.optimizer not in _first_rates:
+            _first_rates[self.optimizer] = [_rate(group) for group in self.optimizer.param_groups]
+
     def about(self, state: Any) -> dict[str, Any]:
-        return {}
+        """The learning rates that the script began with, by which a resume knows that it was given others."""
+        rates = _first_rates[self.optimizer]
+        return {"first_lr": rates} if None not in rates else {}
+
+    def adopt_rates(self, about: Mapping[str, Any]) -> str | None:
+        """What to say if the script was given other learning rates than the run whose state this is began with."""
+        there, here = about.get("first_lr"), _first_rates[self.optimizer]
+        if not isinstance(there, list) or len(there) != len(here) or there == here:
+            return None
+        _first_rates[self.optimizer] = there
+        changed = [(old, new) for old, new in zip(there, here, strict=True) if old != new]
+        was, given = (", ".join(f"{rate:g}" for rate in dict.fromkeys(rates)) for rates in zip(*changed, strict=True))
+        return (
+            f"{self.key}: the checkpoint's learning rate replaces the script's: the run began with {was}, and you give "
+            f"{given}. To use yours, set it after the resume: group['lr'] = {given} for the groups of "
+            "optimizer.param_groups, and base_lrs of a scheduler."
+        )
 
     def replication(self, state: Any, members: Members) -> Replication:
         """Equal parameters and gradients give equal optimizer state."""
@@ -285,6 +308,14 @@ class OptimizerPart:
             for identity, name in parameter_names(unwrap(model)).items():
                 known.setdefault(identity, f"{key}.{name}" if key else name)
         return {i: known.get(id(p), nameless(i)) for i, p in enumerate(self._parameters())}
+
+
+def _rate(group: Mapping[str, Any]) -> float | None:
+    """The learning rate of a group before any scheduler changed it; None if it has none that is a plain number."""
+    rate = group.get("initial_lr", group.get("lr"))
+    if isinstance(rate, torch.Tensor) and rate.numel() == 1:
+        rate = rate.item()
+    return float(rate) if isinstance(rate, int | float) and math.isfinite(rate) else None
 
 
 def _group_misfits(where: str, live: Sequence[str], old: Sequence[str]) -> dict[str, str]:

@@ -19,6 +19,11 @@ def is_on_network(path: str, mounts: Path = _MOUNTS) -> bool:
     return _NETWORK.fullmatch(filesystem_type(path, mounts)) is not None
 
 
+_OF_THE_KERNEL = frozenset(
+    ("proc", "sysfs", "cgroup", "cgroup2", "debugfs", "tracefs", "securityfs", "configfs", "devpts", "bpf", "pstore")
+)
+
+
 def filesystem_type(path: str, mounts: Path = _MOUNTS) -> str:
     """The type of the filesystem that a path lies on, as it was mounted (`ext4`, `nfs4`); "" if that is not known."""
     try:
@@ -59,11 +64,16 @@ def why_not_creatable(path: str) -> str:
             status = os.stat(above)
             break
         except FileNotFoundError:
+            if os.path.islink(above):
+                target = os.readlink(above)
+                return f"{above} is a link to {target}, which does not exist (create that folder, or remove the link)"
             above = os.path.dirname(above)
         except OSError as error:
             return f"{above}: {error.strerror}"
     if not stat.S_ISDIR(status.st_mode):
         return f"{above} is no folder"
+    if (kind := filesystem_type(above)) in _OF_THE_KERNEL:
+        return f"{above} is on {kind}, which shows the kernel and keeps no files"
     if above != path and not os.access(above, os.W_OK | os.X_OK):
         return f"{above} is not writable for this user"
     return ""

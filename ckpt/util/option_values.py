@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from ckpt.errors import ConfigError
@@ -12,6 +14,40 @@ from ckpt.util.sizes import parse_size
 
 _LONGEST = 10 * 365 * 24 * 3600.0  # seconds: what threads and stores can wait
 _SHOWN = 100  # characters of a value
+
+
+class UnknownOptionError(ConfigError, TypeError):
+    """An option that does not exist: a TypeError too, as for any unknown keyword."""
+
+
+def refuse_unknown(
+    what: str, names: Iterable[str], known: Collection[str], inside: Mapping[str, str] | None = None
+) -> None:
+    """Raise one error that names every option that does not exist, with the nearest one that does.
+
+    `inside`: options of the objects that other options take, each with how it is written.
+    """
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise UnknownOptionError(
+            f"{what} has no option {', '.join(_with_nearest(name, known, inside or {}) for name in unknown)}. "
+            f"It has: {', '.join(sorted(known))}."
+        )
+
+
+def _with_nearest(name: str, known: Collection[str], inside: Mapping[str, str]) -> str:
+    if name in inside:
+        return f"{name!r} (write {inside[name]})"
+    nearest = difflib.get_close_matches(name, known, 1)
+    return f"{name!r} (did you mean {nearest[0]!r}?)" if nearest else repr(name)
+
+
+class KnownFields:
+    """Base of option objects, which are dataclasses: a misspelled field is refused with the nearest one."""
+
+    def __new__(cls, *_: Any, **named: Any) -> Any:
+        refuse_unknown(cls.__name__, named, [field.name for field in fields(cls)])  # type: ignore[arg-type]
+        return super().__new__(cls)
 
 
 def said(value: Any) -> str:

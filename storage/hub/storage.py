@@ -14,7 +14,6 @@ from urllib.parse import unquote
 
 from ckpt.errors import AbsentError, ConfigError, StorageError, TruncatedError
 from ckpt.storage.base import ANY, LARGEST_DOCUMENT, Buffer, Entry, Unfinished, below, changed, check_key
-from ckpt.storage.deprecated import FormerName
 from ckpt.storage.hub.errors import translated_errors
 from ckpt.storage.hub.pending import Pending, Receipt
 from ckpt.storage.hub.repo import MAIN_BRANCH, Hub, HubFile, HubRepo
@@ -51,7 +50,6 @@ class HubStorage:
     """
 
     is_local = False
-    near = FormerName("is_local")
 
     def __init__(
         self, rest: str, *, token: str | None = None, interval: float = INTERVAL, deadline: float = DEADLINE

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from ckpt.errors import ConfigError, NotDurableError, StorageError, TruncatedError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, changed
-from ckpt.storage.deprecated import FormerName
 from ckpt.storage.local.direct_read import evict, read_scattered
 from ckpt.storage.local.durable_directories import make_directories, sync_directory
 from ckpt.storage.local.locks import LocalLocks, locked_directory
@@ -33,7 +32,6 @@ class LocalStorage:
     """A directory, created when the first object is written."""
 
     is_local = True
-    near = FormerName("is_local")
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         if not is_path(root):

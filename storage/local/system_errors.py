@@ -49,5 +49,10 @@ def _advice_on_room(folder: Path) -> str:
         status = os.statvfs(folder)
     except OSError:
         return "Free some space, then save again."
+    if status.f_files and not status.f_favail:
+        return (
+            "No inodes are left there: it has room for bytes, but for no further file. Delete files (or lower "
+            "Keep(last=...)), then save again."
+        )
     free = status.f_bavail * status.f_frsize
     return f"{free / 1e9:.2f} GB are free there. Free some space (or lower Keep(last=...)), then save again."

@@ -11,7 +11,7 @@ from torch import nn
 import ckpt
 from ckpt.errors import UnsupportedError
 from ckpt.storage import open_storage
-from tests.helpers.hostile_bucket import BUCKET, HostileBucket, options
+from tests.helpers.hostile_bucket import BUCKET, Asked, HostileBucket, Reply, options
 
 CONDITIONS = frozenset({"if-none-match", "if-match"})
 
@@ -42,6 +42,19 @@ def test_it_is_refused_at_the_start(bucket: HostileBucket, ignored: set[str], sa
         manager(bucket)
     assert "allow_unconditional" in str(caught.value)
     assert not bucket.objects
+
+
+def _knows_none(asked: Asked, reply: Reply) -> Reply:
+    return Reply(400, b"<Error><Code>InvalidArgument</Code></Error>") if CONDITIONS & asked.headers.keys() else reply
+
+
+def test_a_server_that_answers_conditions_with_400_is_refused_with_the_reason() -> None:
+    with (
+        HostileBucket({}, _knows_none) as bucket,
+        pytest.raises(UnsupportedError, match="the server refuses conditional writes") as caught,
+    ):
+        manager(bucket)
+    assert "Use another server, or a newer version of it." in str(caught.value)
 
 
 def test_a_single_writer_may_use_it_and_is_warned(bucket: HostileBucket, caplog: pytest.LogCaptureFixture) -> None:

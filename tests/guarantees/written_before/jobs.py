@@ -138,7 +138,12 @@ def train(rank: int, action: str, case: str, root: str, report: str) -> None:
     random.seed(rank)
     job = BUILDERS[case](1 if action == "write" else 2)
     reported: dict[str, Any] = {}
-    with ckpt.StateManager(root, **job.objects, timeout=120, background=False, follow=False) as manager:
+    options: dict[str, Any]
+    if hasattr(ckpt, "RankOptions"):
+        options = {"ranks": ckpt.RankOptions(timeout=120), "saving": ckpt.SaveOptions(background=False)}
+    else:  # the first commits
+        options = {"timeout": 120, "background": False}
+    with ckpt.StateManager(root, **job.objects, **options, follow=False) as manager:
         manager.register(**job.registered)
         if action == "read":
             manager.load_state(NAME)
