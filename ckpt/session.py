@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.data import loader_hook
 from ckpt.data.loop import Loop
 from ckpt.data.metrics import as_numbers
-from ckpt.errors import StorageError
+from ckpt.errors import DamagedError, StorageError
 from ckpt.load.load_state import LiveObjects, StateLoader
 from ckpt.load.locations import Locations
 from ckpt.load.restored import Restored
@@ -233,8 +233,9 @@ class Session:
         trained = self.saved_at is not None or self.loop.progress.step > 0
         try:
             restored = self.loader.load(name, strict=strict, verify_before_overwrite=trained)
-        except StorageError as error:
-            self.saver.root.failed_load = str(error)  # what could not be listed must not be overtaken by a save
+        except (StorageError, DamagedError) as error:
+            if name is None or isinstance(error, StorageError):
+                self.saver.root.failed_load = str(error)  # what could not be read must not be overtaken by a save
             raise
         if self.memory is not None:
             note_load(self.memory, restored)

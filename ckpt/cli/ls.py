@@ -1,4 +1,4 @@
-"""`ckpt ls`: which checkpoints there are below a root, and whether they are intact."""
+"""`ckpt ls`: which checkpoints there are below a root, and in which state they are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -16,17 +17,17 @@ from ckpt.cli.roots import roots_below, show_roots
 from ckpt.errors import MissingError
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.root import catalog
-from ckpt.root.condition import UNCOMMITTED, Condition, condition
+from ckpt.root.condition import COMPLETE, Condition, condition
 from ckpt.root.foreign_kind import reads_instead
 from ckpt.root.history import History
 from ckpt.root.overview import Outline, Overview
 from ckpt.root.summary import Summary
-from ckpt.root.verify import DAMAGED, INTACT, REMOVED
+from ckpt.root.verify import INTACT, REMOVED
 from ckpt.shown import shown
 from ckpt.storage import open_storage
 from ckpt.util.console import format_age, format_number, format_size, format_table
 
-_COLUMNS = ("name", "step", "age", "size", "metrics", "world", "intact")
+_COLUMNS = ("name", "step", "age", "size", "metrics", "world", "state")
 _RIGHT_ALIGNED = ("step", "age", "size", "world")
 
 
@@ -81,10 +82,12 @@ def _overview(root: str) -> Overview:
 
 
 def _row(found: Overview, checkpoint: Outline, *, verify: bool) -> list[str]:
-    summary = checkpoint.summary
+    summary, is_now = checkpoint.summary, condition(found, checkpoint, verify=verify)
     if summary is None:
-        return [checkpoint.name, *"-----", f"no: {_short_reason(checkpoint)}"]
-    return [*_fields(summary), _intact(found, summary, verify=verify)]
+        (why,) = is_now.problems
+        short = replace(is_now, problems=(why.partition(": ")[0],))  # without the details
+        return [checkpoint.name, *"-----", _said(checkpoint.name, short)]
+    return [*_fields(summary), _said(checkpoint.name, is_now)]
 
 
 def _fields(summary: Summary) -> list[str]:
@@ -100,11 +103,9 @@ def _fields(summary: Summary) -> list[str]:
 
 def _record(found: Overview, checkpoint: Outline, *, verify: bool) -> dict[str, Any]:
     """A checkpoint for other programs."""
-    if checkpoint.summary is None:
-        state = DAMAGED.lower() if checkpoint.was_committed else UNCOMMITTED
-        return {"name": checkpoint.name, "state": state, "problems": [str(checkpoint.problem)]}
-    is_now = _condition(found, checkpoint.summary, verify=verify)
-    return {**_facts(checkpoint.summary), "state": is_now.state.lower(), "problems": list(is_now.problems)}
+    is_now = condition(found, checkpoint, verify=verify)
+    facts = _facts(checkpoint.summary) if checkpoint.summary else {"name": checkpoint.name}
+    return {**facts, "state": is_now.state.lower(), "problems": list(is_now.problems)}
 
 
 def _facts(summary: Summary) -> dict[str, Any]:
@@ -119,24 +120,17 @@ def _facts(summary: Summary) -> dict[str, Any]:
     }
 
 
-def _intact(found: Overview, summary: Summary, *, verify: bool) -> str:
-    is_now = _condition(found, summary, verify=verify)
-    if is_now.state != INTACT:
-        return f"{'no' if is_now.state == DAMAGED else 'not known'}: {'; '.join(is_now.problems)}"
-    return f"yes, but for the files of {listed_hosts(is_now.other_hosts)}" if is_now.other_hosts else "yes"
-
-
-def _condition(found: Overview, summary: Summary, *, verify: bool) -> Condition:
-    return condition(found.storage, summary, found.sizes(summary.name), verify=verify)
+def _said(name: str, is_now: Condition) -> str:
+    """The state of a checkpoint, and what is wrong with it."""
+    if not is_now.is_sound:
+        return f"{is_now.state}: {without_name('; '.join(is_now.problems), name)}"
+    others = is_now.other_hosts
+    return f"{is_now.state}, but for the files of {listed_hosts(others)}" if others else is_now.state
 
 
 def listed_hosts(others: Mapping[str, str]) -> str:
     """The hosts of files that are not here, as text; `others` has the host of each file."""
     return ", ".join(sorted(set(others.values())))
-
-
-def _short_reason(checkpoint: Outline) -> str:
-    return without_name(str(checkpoint.problem), checkpoint.name).partition(":")[0]
 
 
 def _show_table(rows: Sequence[Sequence[str]]) -> None:
@@ -158,13 +152,15 @@ def _show_on_terminal(rows: Sequence[Sequence[str]]) -> None:
         table.add_column(
             name,
             justify="right" if name in _RIGHT_ALIGNED else "left",
-            no_wrap=name not in ("metrics", "intact"),
+            no_wrap=name not in ("metrics", "state"),
             overflow="fold",
         )
     for row in rows:
-        *cells, intact = (Text(shown(cell)) for cell in row)
-        intact.stylize("green" if intact.plain.startswith("yes") else "red")
-        table.add_row(*cells, intact)
+        *cells, state = (Text(shown(cell)) for cell in row)
+        # green says that bytes were read: a file of the right size may have any content
+        plain = state.plain.startswith((COMPLETE, REMOVED))
+        state.stylize("green" if state.plain.startswith(INTACT) else "" if plain else "red")
+        table.add_row(*cells, state)
     Console().print(table)
 
 

@@ -25,11 +25,13 @@ from ckpt.formats.foreign.weight_index import read_weight_map, tensors_of
 from ckpt.formats.foreign.wrapper_prefixes import unwrapped
 from ckpt.formats.native.documents import STATE
 from ckpt.formats.native.header import SUFFIX
-from ckpt.formats.native.manifest import FILE_NAME
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME
 from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.pieces import PiecedTensor, check_complete
-from ckpt.root.catalog import MARKER, UncommittedError, scan
+from ckpt.root.catalog import scan
 from ckpt.root.folder import Folder, open_url
+from ckpt.root.manifest_files import without_manifest
+from ckpt.root.save_marker import MARKER
 from ckpt.root.trust import BELIEVES_ALL, Trust
 from ckpt.util.option_values import path_text, said
 
@@ -69,7 +71,7 @@ def open_source(
         yield _of_file(*alone, part)
         return
     found = Folder.at(source, options)
-    if FILE_NAME in found.files:
+    if {FILE_NAME, COPY_NAME} & found.files.keys():
         with open_checkpoint(source, part, options, trust) as opened:
             yield opened
         return
@@ -81,9 +83,7 @@ def open_source(
     elif folder is not None:
         yield TensorSource(_distributed(folder, part))
     elif {MARKER, STATE} & found.files.keys():
-        raise UncommittedError(
-            f"{found.where} was never committed: its save was cut off before the manifest was written. Take another."
-        )
+        raise without_manifest(found.where, found.files)
     elif accelerate.is_accelerate(found.files):
         yield TensorSource(_of_accelerate(found, part))
     elif any(path.endswith(SUFFIX) and "/" not in path for path in found.files):

@@ -41,12 +41,14 @@ class Listed(TypedDict):
 class Candidates(TypedDict):
     """The checkpoints to try, each as tier and name, the newest first; and those that need no trying, with reasons.
 
+    `lost`: those of them that were committed, and whose manifest is whole nowhere: with them there is no fresh start.
     `root_step`: the step of the newest that is not in memory; None if there is none. `unseen`: whether the mirror was
     not looked at, because it was away, and the root has something to load.
     """
 
     order: list[tuple[int, str]]
     passed_over: dict[str, str]
+    lost: list[str]
     root_step: int | None
     unseen: bool
 
@@ -120,10 +122,14 @@ def join_listings(
     if name is not None:
         if not order:
             read_any(root, name)  # another tool wrote it; or there is none, which is raised
-        return {"order": order or [(0, name)], "passed_over": {}, "root_step": None, "unseen": unseen}
+        return {"order": order or [(0, name)], "passed_over": {}, "lost": [], "root_step": None, "unseen": unseen}
+    unusable = _unusable(listed, order)
+    lost = {found["name"] for found in unusable if found["was_committed"] and found["tier"] != MEMORY}
+    in_mirror = {} if any(tier != MEMORY for tier, _ in order) else _problems(unusable, 1)
     return {
         "order": order or [(0, folder) for folder in (foreign_names(root) if foreign else [])],
-        "passed_over": _unusable(listed, order) | strays,
+        "passed_over": in_mirror | _problems(unusable, 0) | _problems(unusable, MEMORY) | strays,
+        "lost": sorted(lost - {checkpoint for tier, checkpoint in order if tier == 0}),
         "root_step": next((found["step"] for found in committed if found["tier"] != MEMORY), None),
         "unseen": unseen,
     }
@@ -153,14 +159,15 @@ def _committed(listed: list[Listed]) -> list[Listed]:
     return [checkpoint for checkpoint in listed if checkpoint["problem"] is None]
 
 
-def _unusable(listed: list[Listed], order: list[tuple[int, str]]) -> dict[str, str]:
-    """What is not committed in the root, and what has a damaged manifest in memory, unless another host has it."""
-    found = ((checkpoint["tier"], checkpoint["name"], checkpoint["problem"]) for checkpoint in listed)
-    return {
-        in_memory(name) if tier == MEMORY else name: problem
-        for tier, name, problem in found
-        if tier <= 0 and problem is not None and (tier, name) not in order
-    }
+def _unusable(listed: list[Listed], order: list[tuple[int, str]]) -> list[Listed]:
+    """What is not committed or has a damaged manifest, unless another host has it."""
+    return [found for found in listed if found["problem"] is not None and (found["tier"], found["name"]) not in order]
+
+
+def _problems(unusable: list[Listed], tier: int) -> dict[str, str]:
+    """What is wrong in one tier, by name."""
+    there = (found for found in unusable if found["tier"] == tier)
+    return {in_memory(one["name"]) if tier == MEMORY else one["name"]: str(one["problem"]) for one in there}
 
 
 def _root_unreadable(tiers: Sequence[Storage], listed: list[Listed], unreadable: Mapping[int, StorageError]) -> str:

@@ -27,11 +27,10 @@ from ckpt.load.accelerate_reader import read_any
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import Hosts
-from ckpt.root import catalog
+from ckpt.root.manifest_files import manifest_bytes
 from ckpt.root.trust import Trust
 from ckpt.root.verify import size_problems
 from ckpt.storage import Storage
-from ckpt.storage.base import read_document
 
 
 class Verdict(TypedDict):
@@ -133,8 +132,7 @@ def _joined(verdicts: list[Verdict | None]) -> Verdict | None:
 def _manifest_text(root: Storage, name: str) -> str | None:
     """The bytes of the manifest in this host's root, as text; None if there is none, or a damaged one."""
     try:
-        catalog.read_manifest(root, name)
-        return read_document(root, f"{name}/{FILE_NAME}").decode()
+        return manifest_bytes(root, name).decode()
     except (CheckpointError, AbsentError):
         return None
 

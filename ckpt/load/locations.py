@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import ConfigError
-from ckpt.formats.native.manifest import FILE_NAME
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME
 from ckpt.load.select import MemoryTier
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
-from ckpt.root.catalog import MARKER, check_name
+from ckpt.root.catalog import check_name
 from ckpt.root.folder import ROOT, is_foreign, open_url
 from ckpt.root.mirror_wait import MirrorPatience
 from ckpt.root.overview import Overview
+from ckpt.root.save_marker import MARKER
 from ckpt.storage import LocalStorage, Storage, place_of
 from ckpt.storage.local.one_folder import OneFolder
 
@@ -73,6 +74,6 @@ class Locations:
 
 def _kind(folder: Storage) -> str:
     """Whose checkpoint a folder is."""
-    if any(folder.version(path) is not None for path in (FILE_NAME, MARKER)):
+    if any(folder.version(path) is not None for path in (FILE_NAME, COPY_NAME, MARKER)):
         return _OURS
     return _THEIRS if is_foreign(folder, ROOT) else _NOBODYS

@@ -110,6 +110,7 @@ class Selection(Generic[T]):
 def choose(selection: Selection[T], held: ExitStack) -> Choice[T] | None:
     """The checkpoint to load, the same on every rank; None if none was ever committed.
 
+    What was committed and cannot be used is an error, though nothing may be left of it but files without a manifest.
     An unreadable checkpoint is not damaged: the error is raised, or a lost permission or a failing mount would silently
     rewind the run. The same holds for a root that cannot be listed. The lock on the checkpoint, and what `prepare` has
     put into its candidate's `held`, is kept until `held` is closed.
@@ -118,14 +119,14 @@ def choose(selection: Selection[T], held: ExitStack) -> Choice[T] | None:
     patient = False
     while rescans < _RESCANS:
         candidates = selection.candidates(patient=patient)
-        search = _Search(selection, held, candidates["passed_over"], candidates["root_step"])
+        search = _Search(selection, held, candidates)
         choice = search.first_intact(candidates["order"], only_newest=candidates["unseen"])
         if choice is not None:
             return choice
         if search.needs_mirror:  # it may have what the root has lost
             patient = True
             continue
-        if all(tier == MEMORY for tier, _ in candidates["order"]):
+        if all(tier == MEMORY for tier, _ in candidates["order"]) and not candidates["lost"]:
             search.warn_of_memory()
             return None
         if search.busy is not None:
@@ -155,17 +156,15 @@ def _nothing_intact(selection: Selection[T], passed_over: Mapping[str, str]) -> 
 class _Search(Generic[T]):
     """Tries candidates until one is intact on every rank."""
 
-    def __init__(
-        self, selection: Selection[T], held: ExitStack, passed_over: dict[str, str], root_step: int | None
-    ) -> None:
+    def __init__(self, selection: Selection[T], held: ExitStack, candidates: Candidates) -> None:
         self.inspection = Inspection(selection.ranks, selection.call, selection.trust)
-        self.passed_over = passed_over
+        self.passed_over = candidates["passed_over"]
         self.busy: LockedError | None = None  # another process is removing or cleaning the next candidate
         self._selection = selection
         self._held = held
-        self._root_step = root_step
+        self._root_step = candidates["root_step"]
         self._unreached: dict[str, StorageError] = {}
-        self._damaged: set[str] = set()
+        self._damaged = set(candidates["lost"])
         self._untrusted: set[str] = set()
         self._only_newest = False
 

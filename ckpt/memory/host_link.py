@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ckpt.errors import StorageError
 from ckpt.formats.layout import Members
-from ckpt.formats.native.manifest import FILE_NAME, Manifest
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
 from ckpt.memory.replica_plan import files_in
 from ckpt.ranks.group import Ranks
 from ckpt.root.catalog import find
@@ -143,8 +143,8 @@ class HostLink:
 
 
 def remove_files(storage: Storage, name: str) -> None:
-    """Remove a snapshot, its manifest first. Nobody may be reading it."""
-    storage.delete([f"{name}/{FILE_NAME}"])
+    """Remove a snapshot, its manifest and the copy of that first. Nobody may be reading it."""
+    storage.delete([f"{name}/{FILE_NAME}", f"{name}/{COPY_NAME}"])
     storage.delete([entry.key for entry in storage.list(name)])
 
 

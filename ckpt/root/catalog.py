@@ -10,34 +10,25 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ckpt.errors import AbsentError, CheckpointError, ConfigError, DamagedError, MissingError
-from ckpt.formats.native.manifest import FILE_NAME, Manifest
+from ckpt.errors import AbsentError, CheckpointError, ConfigError, MissingError
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
+from ckpt.root.manifest_files import find_manifest, is_checkpoint, was_committed, without_manifest
+from ckpt.root.save_marker import MARKER
 from ckpt.storage import Entry, HubStorage, Storage, open_storage
-from ckpt.storage.base import ROOT_LOCK, read_document
+from ckpt.storage.base import ROOT_LOCK
 from ckpt.storage.read_only import ReadOnlyStorage
-from ckpt.util.checked_json import is_key
 from ckpt.util.console import format_age, format_number, format_size
 from ckpt.util.html import html_table
 from ckpt.util.option_values import path_text, settings
 from ckpt.util.threads import in_parallel
 
 LOCK = ROOT_LOCK  # in a root: locked by the run that writes to it
-MARKER = ".saving"  # in a checkpoint's folder while it is being saved or removed
 STATE = "state.json"
 _READERS = 32  # threads that read manifests from an object store
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,199}")
-
-
-class UncommittedError(DamagedError):
-    """There are files of a checkpoint, and no manifest."""
-
-
-def was_committed(problem: CheckpointError | None) -> bool:
-    """Whether a checkpoint with that problem has a manifest, though it may not be readable."""
-    return not isinstance(problem, MissingError | UncommittedError)
 
 
 @dataclass(frozen=True)
@@ -49,12 +40,14 @@ class Checkpoint:
         url: Where it is.
         manifest: What it says of itself: step, metrics, files. None if it is not committed, or not readable.
         problem: Why there is no manifest.
+        flaw: What is wrong with `manifest.json`, if its copy was read in its place.
     """
 
     name: str
     url: str
     manifest: Manifest | None = None
     problem: CheckpointError | None = None
+    flaw: str = ""
 
     @property
     def committed(self) -> bool:
@@ -62,7 +55,7 @@ class Checkpoint:
 
     @property
     def was_committed(self) -> bool:
-        """Whether it has a manifest, though it may not be readable."""
+        """Whether it was committed, though its manifest may be damaged or lost."""
         return was_committed(self.problem)
 
     @property
@@ -113,7 +106,7 @@ def check_name(name: str) -> str:
 def scan(storage: Storage) -> list[Checkpoint]:
     """Every checkpoint of the root, newest commit first; those without a readable manifest come last.
 
-    A folder is a checkpoint if it has a manifest, a save marker or a `state.json`.
+    A folder is a checkpoint if it has a manifest or a copy of one, a save marker, or other files of a checkpoint.
     """
     listed = {name: inside for name, inside in by_folder(storage.list()).items() if is_checkpoint(name, inside)}
     found = find_listed(storage, listed)
@@ -129,21 +122,15 @@ def by_folder(entries: Iterable[Entry]) -> dict[str, dict[str, Entry]]:
     return files
 
 
-def is_checkpoint(name: str, inside: Mapping[str, Entry]) -> bool:
-    """Whether a folder with these files is a checkpoint, committed or not."""
-    return any(file in inside for file in (FILE_NAME, MARKER, STATE)) and is_key(name)
-
-
 def find_listed(storage: Storage, folders: Mapping[str, Mapping[str, Entry]]) -> list[Checkpoint]:
     """The checkpoints of folders that were just listed. Manifests are read several at a time, unless they are local."""
-    committed = [name for name, inside in folders.items() if FILE_NAME in inside]
-    cut_off = [
-        Checkpoint(name, f"{storage.url}/{name}", problem=_uncommitted(name))
-        for name, inside in folders.items()
-        if FILE_NAME not in inside
+    committed = [name for name, inside in folders.items() if FILE_NAME in inside or COPY_NAME in inside]
+    others = [
+        Checkpoint(name, f"{storage.url}/{name}", problem=without_manifest(name, folders[name]))
+        for name in folders.keys() - set(committed)
     ]
     threads = 1 if storage.is_local else _READERS
-    return [*in_parallel(lambda name: _find_listed(storage, name), committed, threads, "ckpt-list"), *cut_off]
+    return [*in_parallel(lambda name: _find_listed(storage, name), committed, threads, "ckpt-list"), *others]
 
 
 def _find_listed(storage: Storage, name: str) -> Checkpoint:
@@ -164,37 +151,21 @@ def find(storage: Storage, name: str) -> Checkpoint:
 def _found(storage: Storage, name: str, known: Callable[[], str]) -> Checkpoint:
     url = f"{storage.url}/{name}"
     try:
-        return Checkpoint(name, url, _read_manifest(storage, name, known))
+        found = find_manifest(storage, name, known)
     except CheckpointError as error:
         # its traceback would keep the caller's frames alive: a manager, and with it the lock on its root
         return Checkpoint(name, url, problem=error.with_traceback(None))
+    return Checkpoint(name, url, found.manifest, flaw=found.flaw)
 
 
 def read_manifest(storage: Storage, name: str) -> Manifest:
-    return _read_manifest(storage, name, known=lambda: _known(storage))
+    """The manifest of a checkpoint, or, with a warning, what its copy says where it is damaged or missing."""
+    return find_manifest(storage, name, lambda: _known(storage)).manifest
 
 
 def _known(storage: Storage) -> str:
     names = ", ".join(checkpoint.name for checkpoint in scan(storage) if checkpoint.committed)
     return f" There are: {names or 'none'}."
-
-
-def _read_manifest(storage: Storage, name: str, known: Callable[[], str]) -> Manifest:
-    where = f"{name}/{FILE_NAME}"
-    try:
-        manifest = Manifest.from_bytes(read_document(storage, where), where)
-    except AbsentError:
-        pass
-    else:
-        return replace(manifest, name=name)  # the folder's name counts: a user may have renamed or copied it
-    if not any(True for _ in storage.list(name)):
-        newest = " Without a name, the newest is loaded." if name in ("latest", "last", "newest") else ""
-        raise MissingError(f"there is no checkpoint {name!r} in {storage.url}.{known()}{newest}")
-    raise _uncommitted(name)
-
-
-def _uncommitted(name: str) -> UncommittedError:
-    return UncommittedError(f"{name} was never committed: its save was cut off before the manifest was written.")
 
 
 class _Committed(Protocol):
@@ -247,7 +218,7 @@ def resolve(
     text = path_text(url, "the root")
     if any(True for _ in storage.list()):
         names = [checkpoint.name for checkpoint in scan(storage)]
-        if not any(entry.key in (FILE_NAME, MARKER, STATE) for entry in storage.list()):
+        if not any(entry.key in (FILE_NAME, COPY_NAME, MARKER, STATE) for entry in storage.list()):
             return storage, names, False
         if isinstance(storage, ReadOnlyStorage):
             above, name = storage.parent

@@ -11,10 +11,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ckpt.errors import DamagedError, NotDurableError, StorageError
-from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, FileRecord, Manifest
 from ckpt.root.catalog import find
 from ckpt.root.deletion import remove_uncommitted
 from ckpt.root.file_hashes import FileHasher, hashed
+from ckpt.root.manifest_files import delete_copy, write_copy
 from ckpt.root.save_marker import mark_save
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.storage import Buffer, Grouping, StablePieces, Staging, Storage
@@ -99,15 +100,23 @@ class Attempt:
         After a `NotDurableError` it exists too; the replaced files are kept, as a crash may restore the old manifest.
         """
         if isinstance(storage, Staging):
-            receipt = storage.stage(f"{self.name}/{FILE_NAME}", [manifest.to_bytes()])
-            staged = {**receipts, FILE_NAME: receipt}
-            keyed = {f"{self.name}/{path}": receipt for path, receipt in staged.items()}
+            data = manifest.to_bytes()
+            keyed = {f"{self.name}/{path}": receipt for path, receipt in receipts.items()}
+            for key in (f"{self.name}/{COPY_NAME}", f"{self.name}/{FILE_NAME}"):
+                keyed[key] = storage.stage(key, [data])
             storage.publish(keyed, gone=[f"{self.name}/{path}" for path in self.replaces])
             return None
         if not storage.is_local:
             self._require_files(storage, manifest)
+        if self.expected_version is not None:
+            with suppress(StorageError):  # where nothing can be deleted, it is overwritten after the commit
+                delete_copy(storage, self.name)
         version = self._put_manifest(storage, manifest)
-        with suppress(StorageError):  # it is committed: what could not be removed is removed before a later save
+        with suppress(
+            StorageError
+        ):  # it is committed: what could not be written or removed now is left to a later save
+            write_copy(storage, self.name, manifest.to_bytes())
+        with suppress(StorageError):
             remove_uncommitted(storage, self.name, manifest)
         return version
 

@@ -1,14 +1,15 @@
-"""The condition of a committed checkpoint, as `ckpt ls` and `ckpt report` say it. Imports no torch."""
+"""The condition of a checkpoint, as `ckpt ls` and `ckpt report` say it: one verdict, by what was read. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 from ckpt.errors import CheckpointError, StorageError, shows_damage
+from ckpt.formats.native.manifest import Manifest
 from ckpt.root import catalog
-from ckpt.root.summary import Summary
+from ckpt.root.manifest_files import COPY_IS_USED, copy_problems
+from ckpt.root.overview import Outline, Overview
 from ckpt.root.verify import (
     DAMAGED,
     INTACT,
@@ -22,25 +23,38 @@ from ckpt.storage import Storage
 from ckpt.util.console import one_line
 
 UNCOMMITTED = "uncommitted"
+COMPLETE = "complete"  # all files are there, by size: no byte of them was read
 
 
 @dataclass(frozen=True)
 class Condition:
-    """`intact`, `DAMAGED` or `UNREADABLE`, what is wrong, and the files that other hosts keep, with their hosts."""
+    """`intact` where every byte was read, `complete` where sizes were compared, `DAMAGED`, `UNREADABLE` or
+    `uncommitted`; what is wrong; and the files that other hosts keep, with their hosts."""
 
     state: str
     problems: tuple[str, ...] = ()
     other_hosts: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing is wrong, as far as it was read."""
+        return self.state in (COMPLETE, INTACT)
 
-def condition(storage: Storage, summary: Summary, sizes: Mapping[str, int], *, verify: bool = False) -> Condition:
-    """What the listing says (`sizes`), if it has just the files of the checkpoint; else what the manifest says.
+
+def condition(found: Overview, checkpoint: Outline, *, verify: bool = False) -> Condition:
+    """What the listing says, if it has just the files of the checkpoint; else what the manifest says.
 
     With `verify` every byte is read.
     """
-    if not verify and summary.has_all_of(sizes):
-        return Condition(INTACT)
-    find_problems = partial(problems, show=True) if verify else size_problems
+    storage, summary = found.storage, checkpoint.summary
+    if summary is None:
+        state = DAMAGED if checkpoint.was_committed else UNCOMMITTED
+        return Condition(state, (one_line(str(checkpoint.problem)),))
+    if checkpoint.flaw and not verify:
+        return Condition(DAMAGED, (f"{one_line(checkpoint.flaw)} {COPY_IS_USED}",))
+    if not verify and summary.has_all_of(found.sizes(summary.name)):
+        return Condition(COMPLETE)
+    find_problems = _every_byte if verify else size_problems
     try:
         manifest = catalog.read_manifest(storage, summary.name)
         others = files_on_other_hosts(storage, manifest)
@@ -48,4 +62,8 @@ def condition(storage: Storage, summary: Summary, sizes: Mapping[str, int], *, v
     except (StorageError, CheckpointError) as error:
         gone = isinstance(error, CheckpointError) or shows_damage(error)
         return Condition(DAMAGED if gone else UNREADABLE, (one_line(str(error)),))
-    return Condition(DAMAGED if wrong else INTACT, tuple(wrong), others)
+    return Condition(DAMAGED if wrong else INTACT if verify else COMPLETE, tuple(wrong), others)
+
+
+def _every_byte(storage: Storage, manifest: Manifest) -> list[str]:
+    return copy_problems(storage, manifest.name) + problems(storage, manifest, show=True)

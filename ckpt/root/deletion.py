@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
 from ckpt.errors import ConflictError, FullError, LockedError, StorageError, VersionError
-from ckpt.formats.native.manifest import FILE_NAME, Manifest
-from ckpt.root.catalog import MARKER, Checkpoint, find, was_committed
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
+from ckpt.root.catalog import Checkpoint, find
 from ckpt.root.history import History
+from ckpt.root.manifest_files import are_alike, mend, was_committed
 from ckpt.root.overview import Overview
 from ckpt.root.retention import Keep
-from ckpt.root.save_marker import mark_removal, marked_names, marker_and_version, read_marker
+from ckpt.root.save_marker import MARKER, mark_removal, marked_names, marker_and_version, read_marker
 from ckpt.root.summary import Summary
 from ckpt.storage import Entry, Staging, Storage
 from ckpt.storage.retry import within
@@ -51,8 +52,32 @@ def sweep(
             remove_uncommitted(storage, name)
     storage.sweep(age=age)
     if marked:
-        return Overview.of(storage, known=listed.index if listed else None)
-    return listed or Overview.of(storage, entries)
+        found = Overview.of(storage, known=listed.index if listed else None)
+    else:
+        found = listed or Overview.of(storage, entries)
+    _mend_manifests(storage, found.to_mend, [summary.name for summary in found.committed])
+    return found
+
+
+def _mend_manifests(storage: Storage, to_mend: Collection[str], committed: Iterable[str]) -> None:
+    """Write manifests that are damaged from their copies, and copies that are missing or altered from their manifests.
+
+    Elsewhere than on a disk, a copy is compared by its size alone: to read all of them would take a request for each.
+    """
+    names = {*to_mend, *(name for name in committed if storage.is_local and not are_alike(storage, name))}
+
+    def mend_one(name: str) -> None:
+        try:
+            with storage.lock(name, shared=True):
+                written = mend(storage, name)
+        except StorageError as error:
+            _log.debug("%s/%s is not repaired now: %s", storage.url, name, error)
+        else:
+            if FILE_NAME in written:
+                _log.warning("%s/%s/%s is repaired: it was written again from its copy.", storage.url, name, FILE_NAME)
+
+    threads = 1 if storage.is_local or isinstance(storage, Staging) else _REMOVERS
+    in_parallel(mend_one, sorted(names), threads, "ckpt-mend")
 
 
 def remove_uncommitted(storage: Storage, name: str, committed: Manifest | None = None) -> None:
@@ -66,10 +91,12 @@ def remove_uncommitted(storage: Storage, name: str, committed: Manifest | None =
     if isinstance(storage, Staging) or _is_empty(storage, name):
         return
     checkpoint = find(storage, name) if committed is None else Checkpoint(name, storage.url, committed)
+    if checkpoint.manifest is None and was_committed(checkpoint.problem):
+        return
     listed = {FILE_NAME, *(file.path for file in (checkpoint.manifest.files if checkpoint.manifest else ()))}
     stray = [path for path in _marked_files(storage, name) if path not in listed]
-    if checkpoint.manifest is None and _has_manifest(storage, name):
-        return
+    if checkpoint.manifest is None:  # of a removal that was cut off
+        stray.insert(0, COPY_NAME)
     try:
         with storage.lock(name):
             storage.delete([f"{name}/{path}" for path in stray])
@@ -88,10 +115,6 @@ def clean_up_failed(storage: Storage, name: str) -> None:
 def _is_empty(storage: Storage, name: str) -> bool:
     """True if a save failed before it wrote its marker: there is nothing to delete, and no folder to lock."""
     return not any(True for _ in storage.list(name)) and not any(True for _ in storage.unfinished(name))
-
-
-def _has_manifest(storage: Storage, name: str) -> bool:
-    return any(entry.key == f"{name}/{FILE_NAME}" for entry in storage.list(name))
 
 
 def _marked_files(storage: Storage, name: str) -> tuple[str, ...]:
@@ -127,7 +150,7 @@ def remove_or_explain(storage: Storage, checkpoint: Manifest | Summary) -> str:
     """Remove a checkpoint and return "", or return why it is kept: somebody reads it, or replaces it with a new save.
 
     The manifest is deleted first: no reader ever finds a manifest without its files. If the removal is cut off, its
-    marker lists the files that are still to be deleted.
+    marker lists the files that are still to be deleted, and says that the copy of the manifest counts no more.
     """
     name = checkpoint.name
     if not any(True for _ in storage.list(name)):
@@ -147,7 +170,7 @@ def remove_or_explain(storage: Storage, checkpoint: Manifest | Summary) -> str:
                 if why_kept:
                     return why_kept
                 paths = list(dict.fromkeys([*paths, *left]))
-            storage.delete([f"{name}/{path}" for path in (FILE_NAME, *paths, MARKER)])
+            storage.delete([f"{name}/{path}" for path in (FILE_NAME, COPY_NAME, *paths, MARKER)])
     except LockedError:
         return "is being read"
     return ""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import DamagedError
-from ckpt.formats.native.manifest import FILE_NAME
-from ckpt.root.catalog import MARKER
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME
+from ckpt.root.save_marker import MARKER
 from ckpt.root.verified_file import StoredFile
 from ckpt.storage import Storage, open_storage
 from ckpt.storage.base import LARGEST_DOCUMENT, read_document
@@ -100,4 +100,4 @@ def is_foreign(storage: Storage, name: str) -> bool:
 def written_by_accelerate(files: Iterable[str]) -> bool:
     from ckpt.formats.foreign import accelerate  # imports torch, which the command `ckpt` starts without
 
-    return not {FILE_NAME, MARKER}.intersection(files) and accelerate.is_accelerate(files)
+    return not {FILE_NAME, COPY_NAME, MARKER}.intersection(files) and accelerate.is_accelerate(files)

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from ckpt.errors import AbsentError, CheckpointError, DamagedError, StorageError, shows_damage
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.root import catalog
+from ckpt.root.manifest_files import manifest_bytes, mend
 from ckpt.root.trust import BELIEVES_ALL, Trust
 from ckpt.root.verified_file import StoredFile, VerifiedFile
 from ckpt.root.verify import altered_blocks, header_problems, lock_patiently, without_other_hosts
 from ckpt.storage import Staging, Storage
-from ckpt.storage.base import read_document
 from ckpt.util.console import progress_bar
 
 
@@ -89,7 +89,9 @@ def repair(storage: Storage, name: str, others: Sequence[Storage] = (), trust: T
         whole = find_whole_files(homes, name, trust, show=True)
         if whole.lost:
             return Repaired(name, {}, whole.lost)
-        written = _write_back(homes, whole)
+        written = _write_back(homes, whole) | mend(storage, name, proven=True)
+    if isinstance(storage, Staging) and written:
+        storage.settle()
     return Repaired(name, written)
 
 
@@ -108,7 +110,7 @@ def _write_back(homes: Sequence[Storage], whole: WholeFiles) -> dict[str, str]:
         written[path] = f"{source.url}/{place.key}"
     if whole.manifest_home:
         key, source = f"{name}/{FILE_NAME}", homes[whole.manifest_home]
-        data = [read_document(source, key)]
+        data = [manifest_bytes(source, name)]
         if isinstance(storage, Staging):
             staged[key] = storage.stage(key, data)
         else:
@@ -116,7 +118,6 @@ def _write_back(homes: Sequence[Storage], whole: WholeFiles) -> dict[str, str]:
         written[FILE_NAME] = f"{source.url}/{key}"
     if isinstance(storage, Staging) and staged:
         storage.publish(staged)
-        storage.settle()
     return written
 
 

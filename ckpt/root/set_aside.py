@@ -9,11 +9,12 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 
 from ckpt.errors import LockedError
-from ckpt.formats.native.manifest import FILE_NAME
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME
 from ckpt.root import deletion
-from ckpt.root.catalog import by_folder, find, is_checkpoint, scan, was_committed
+from ckpt.root.catalog import by_folder, find, scan
 from ckpt.root.folder import written_by_accelerate
 from ckpt.root.lock import lock_root
+from ckpt.root.manifest_files import is_checkpoint, was_committed
 from ckpt.storage import LocalStorage, Storage
 
 _log = logging.getLogger("ckpt")
@@ -55,14 +56,14 @@ def was_cut_off(storage: Storage, name: str) -> bool:
     inside = by_folder(storage.list(name)).get(name, {})
     aside = isinstance(storage, LocalStorage) and os.path.isdir(os.path.join(storage.place, _aside(name)))
     there = bool(inside) or (isinstance(storage, LocalStorage) and os.path.isdir(os.path.join(storage.place, name)))
-    if FILE_NAME in inside or not (there or aside) or written_by_accelerate(inside):
+    if {FILE_NAME, COPY_NAME} & inside.keys() or not (there or aside) or written_by_accelerate(inside):
         return False
     kinds = {_kind(found.name) for found in scan(storage) if found.committed} - {None}
     return aside or is_checkpoint(name, inside) or _kind(name) in kinds
 
 
 def _cut_off(storage: Storage, folders: Iterable[str], files: dict[str, set[str]]) -> list[str]:
-    marked = {name for name in folders if is_checkpoint(name, dict.fromkeys(files[name]))}  # type: ignore[arg-type]
+    marked = {name for name in folders if is_checkpoint(name, files[name])}
     left = {name for name in marked if not was_committed(find(storage, name).problem)}
     kinds = {_kind(name) for name in marked} - {None}
     alike = {name for name in files if name not in marked and _kind(name) in kinds}

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ckpt.formats.native.block_hash import digest
-from ckpt.formats.native.manifest import FILE_NAME, Manifest
-from ckpt.root.catalog import MARKER
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
+from ckpt.root.save_marker import MARKER
 from ckpt.util.checked_json import Rule, broken_rules, is_count, is_finite, is_mapping, is_moment, is_text
 
 _NOT_JSON = ("nan", "inf", "-inf")  # numbers that JSON has not
@@ -84,6 +84,6 @@ class Summary:
 
 
 def contents_digest(sizes: Mapping[str, int]) -> str:
-    """A digest of the paths and sizes of a checkpoint's files; neither the manifest nor a save marker is one."""
-    files = sorted((path, size) for path, size in sizes.items() if path not in (FILE_NAME, MARKER))
+    """A digest of the paths and sizes of a checkpoint's files; the manifest, its copy and a save marker are none."""
+    files = sorted((path, size) for path, size in sizes.items() if path not in (FILE_NAME, COPY_NAME, MARKER))
     return digest(json.dumps(files).encode())

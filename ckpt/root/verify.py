@@ -28,6 +28,7 @@ from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Host, Manifest
 from ckpt.root import catalog
 from ckpt.root.file_names import rank_of
 from ckpt.root.keys import KeySource
+from ckpt.root.manifest_files import copy_problems
 from ckpt.root.save_marker import read_marker
 from ckpt.root.trust import BELIEVES_ALL, Trust, open_trust
 from ckpt.root.verified_file import WINDOW, VerifiedFile
@@ -119,7 +120,7 @@ def _verify_once(storage: Storage, name: str, trust: Trust) -> tuple[Verificatio
         with storage.lock(name, shared=True):  # or a run could remove it while it is being read
             manifest = catalog.read_manifest(storage, name)
             manifest = trust.checked(manifest)
-            wrong = problems(storage, without_other_hosts(storage, manifest), show=True)
+            wrong = copy_problems(storage, name) + problems(storage, without_other_hosts(storage, manifest), show=True)
         if not wrong:
             return Verification(name, INTACT, (), manifest), True
         return _diagnose(storage, name, manifest, tuple(wrong))
@@ -142,10 +143,10 @@ def _diagnose(
     present = {entry.key.removeprefix(f"{name}/") for entry in storage.list(name)}
     if not present:
         return Verification(name, REMOVED, problems), True
-    current = catalog.find(storage, name).manifest if FILE_NAME in present else None
+    current = catalog.find(storage, name).manifest
     if current is not None and (manifest is None or current.id != manifest.id):
         return Verification(name, DAMAGED, problems, current), False  # committed meanwhile: verify that one
-    marker = read_marker(storage, name) if FILE_NAME not in present else None
+    marker = read_marker(storage, name) if current is None and FILE_NAME not in present else None
     if marker is not None and marker.under_way:
         return Verification(name, UNDER_WAY, problems), True
     gone_since = manifest is not None and current is None and FILE_NAME not in present

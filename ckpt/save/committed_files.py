@@ -12,7 +12,7 @@ from ckpt.errors import AbsentError, DamagedError, NotDurableError, StorageError
 from ckpt.formats.native.block_hash import BLOCK_SIZE, BlockHasher
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.formats.state import FilePlan
-from ckpt.root.catalog import MARKER, find
+from ckpt.root.catalog import find
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import lock_patiently
 from ckpt.storage.base import PageCached
@@ -69,11 +69,9 @@ class CommittedFiles:
     def key(self, record: FileRecord) -> str:
         return f"{self.checkpoint}/{record.path}"
 
-    def is_current(self, storage: PageCached, lost: FileRecord | None = None) -> bool:
-        """Whether the checkpoint is still this one. Where its manifest was altered it is: nobody else writes there.
-
-        `lost`: a file that cannot be read. If that is a missing manifest, the checkpoint is known by its other files.
-        """
+    def is_current(self, storage: PageCached) -> bool:
+        """Whether the checkpoint is still this one, by its manifest or the copy of it. Where both were altered it is:
+        nobody else writes there."""
         try:
             found = find(storage, self.checkpoint)
         except StorageError as error:
@@ -82,17 +80,10 @@ class CommittedFiles:
             return self._has(storage, FILE_NAME)
         if found.manifest is not None:
             return found.manifest.id == self.id
-        if lost is not None and lost.name == FILE_NAME and not self._has(storage, FILE_NAME):
-            return self._lacks_only_manifest(storage)
         return self._has(storage, FILE_NAME) and isinstance(found.problem, DamagedError)
 
     def _has(self, storage: PageCached, path: str) -> bool:
         return storage.version(f"{self.checkpoint}/{path}") is not None
-
-    def _lacks_only_manifest(self, storage: PageCached) -> bool:
-        """Whether neither a save nor a removal is under way, and all other files are there."""
-        others = (record.path for record in self.records if record.name != FILE_NAME)
-        return not self._has(storage, MARKER) and all(self._has(storage, path) for path in others)
 
     def problem(
         self, storage: PageCached, record: FileRecord, buffer: memoryview, advance: Callable[[float], None]
@@ -125,7 +116,7 @@ class CommittedFiles:
         try:
             with ExitStack() as held:
                 self._lock(storage, held)
-                if not self.is_current(storage, record):
+                if not self.is_current(storage):
                     raise GoneError
                 pieces = list(plan.pieces()) if plan.in_memory else plan.pieces()
                 storage.write(self.key(record), pieces, over=storage.version(self.key(record)))

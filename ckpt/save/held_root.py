@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from ckpt.errors import VersionError
+from ckpt.errors import CheckpointError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root import deletion
 from ckpt.root.catalog import find
@@ -35,7 +35,7 @@ class HeldRoot:
     storage: Storage
     lock: ExitStack
     committed: list[Summary]
-    unreadable: Mapping[str, VersionError]  # by name: manifests of a newer version of ckpt
+    lost: Mapping[str, CheckpointError]  # by name: committed, with no manifest that this ckpt can read
     index: Index
     newest: Manifest | None = None  # that this run has committed
     staged: dict[str, Manifest] = field(default_factory=dict)  # by name: to read one would publish what waits for it
@@ -64,13 +64,11 @@ class HeldRoot:
                 lock_root(storage, lock)
             found = deletion.sweep(storage, listed=early.listed if early else None)
             found.index.update(storage, {summary.name for summary in found.committed})
-            problems = {checkpoint.name: checkpoint.problem for checkpoint in found.checkpoints}
-            unreadable = {name: problem for name, problem in problems.items() if isinstance(problem, VersionError)}
             if mirror is not None:
                 mirror.start([summary for summary in found.committed if summary.name not in damaged])
             if on_hold is not None:
                 on_hold()
-            return cls(storage, lock.pop_all(), found.committed, unreadable, found.index)
+            return cls(storage, lock.pop_all(), found.committed, found.lost, found.index)
 
     def find(self, name: str) -> Manifest | None:
         """The committed manifest of that name, if there is one. Any but the newest is read."""

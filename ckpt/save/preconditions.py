@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ckpt.errors import ConfigError, ConflictError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root.catalog import find
@@ -11,8 +13,8 @@ from ckpt.root.summary import Summary
 from ckpt.storage import Storage
 
 
-def refuse_to_overtake(url: str, newest: Summary | None, failed_load: str) -> None:
-    """For a run that has not resumed: refused if there are checkpoints, or may be since a load failed."""
+def refuse_to_overtake(url: str, newest: Summary | None, lost: Mapping[str, object], failed_load: str) -> None:
+    """For a run that has not resumed: refused if there are checkpoints, whole or not, or may be since a load failed."""
     if failed_load:
         raise ConfigError(
             f"nothing is saved, because the load before it failed: {failed_load} There may be newer checkpoints, and "
@@ -23,6 +25,12 @@ def refuse_to_overtake(url: str, newest: Summary | None, failed_load: str) -> No
         raise ConfigError(
             f"{url} has checkpoints ({newest.name} is the newest) that this run has not resumed from: saving now would "
             "put a fresh start before them. Call resume() or load_state() first, or give this run another root."
+        )
+    if lost:
+        raise ConfigError(
+            f"{url} has checkpoints that were committed and cannot be read, so nothing is saved before them: "
+            f"{' '.join(map(str, lost.values()))} Restore one from a backup, move them away, or give this run another "
+            "root."
         )
 
 

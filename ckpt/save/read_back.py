@@ -210,7 +210,7 @@ class _Reading:
         """Raise if the checkpoint was removed or replaced. A removal deletes the manifest first, unless by hand."""
         missing = self._storage.version(self._files.key(record)) is None
         deadline = time.monotonic() + (_REMOVAL if missing else 0.0)
-        while self._files.is_current(self._storage, record):
+        while self._files.is_current(self._storage):
             if time.monotonic() > deadline or self._stopped.wait(_PAUSE):
                 return
         raise GoneError
@@ -262,7 +262,7 @@ class _Reading:
             linkable.pop(record.name, None)
         if repair.is_damage:
             root.damaged.add(name)
-            if not self._files.is_current(self._storage, record):  # a save has replaced it: that one is not damaged
+            if not self._files.is_current(self._storage):  # a save has replaced it: that one is not damaged
                 root.damaged.discard(name)
 
     def _mirror_again(self) -> None:

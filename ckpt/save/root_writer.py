@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from ckpt.errors import NotDurableError, StorageError
+from ckpt.errors import NotDurableError, StorageError, VersionError
 from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import Ranks
@@ -218,11 +218,12 @@ class RootWriter:
     def _refuse_unsafe(self, name: str) -> None:
         """Raise if a save under that name would overtake, overwrite or mix with what this run does not know."""
         self._resolve_unsure()
+        lost = self.held.lost if self.held is not None else {}
+        if isinstance(newer := lost.get(name), VersionError):
+            raise newer
         if not self.has_resumed:
-            refuse_to_overtake(self.storage.url, self._newest, self.failed_load)
+            refuse_to_overtake(self.storage.url, self._newest, lost, self.failed_load)
         self.has_resumed = True
-        if self.held is not None and name in self.held.unreadable:
-            raise self.held.unreadable[name]
         refuse_foreign(self.storage, name, has_checkpoints=bool(self._committed))
 
     def _begin(self, attempt: Attempt, paths: list[str]) -> Attempt:

@@ -12,9 +12,9 @@ from ckpt.export.source import KNOWN, OLD_WEIGHTS, is_safetensors, single_file
 from ckpt.formats.foreign import accelerate, dcp, deepspeed, lightning, megatron, torch_files, trainer
 from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX
 from ckpt.formats.native.header import SUFFIX
-from ckpt.formats.native.manifest import FILE_NAME
-from ckpt.root.catalog import MARKER
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME
 from ckpt.root.folder import Folder
+from ckpt.root.save_marker import MARKER
 from ckpt.tools.import_folders import from_dcp, from_model, from_saved_dict, from_trainer
 from ckpt.tools.import_foreign import from_accelerate, from_deepspeed, from_megatron
 from ckpt.tools.import_native import open_native
@@ -35,7 +35,7 @@ def open_state(source: str | os.PathLike[str]) -> Iterator[PortableState]:
     folder = Folder.at(where)
     if not folder.files:
         raise MissingError(f"there is nothing at {folder.where}. What can be converted is {KNOWN}.")
-    if FILE_NAME in folder.files or (MARKER in folder.files) or any(_is_manifest(path) for path in folder.files):
+    if {FILE_NAME, COPY_NAME, MARKER} & folder.files.keys() or any(_is_manifest(path) for path in folder.files):
         with open_native(where) as found:
             yield found
         return

@@ -8,14 +8,14 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from ckpt.errors import ConfigError, DamagedError
-from ckpt.formats.native.manifest import FILE_NAME, Manifest
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
 from ckpt.root import catalog
 from ckpt.root.lock import lock_root
+from ckpt.root.manifest_files import manifest_bytes
 from ckpt.root.trust import Trust
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import reading
 from ckpt.storage import HubStorage, Storage
-from ckpt.storage.base import read_document
 from ckpt.util.console import one_line, progress_bar, say
 
 
@@ -62,8 +62,9 @@ def _published(source: Storage, target: HubStorage, name: str, trust: Trust) -> 
                 key = f"{name}/{file.path}"
                 receipts[key] = target.stage(key, verified.pieces())
                 advance(file.size)
-        key = f"{name}/{FILE_NAME}"
-        receipts[key] = target.stage(key, [read_document(source, key)])
+        data = manifest_bytes(source, name)
+        for key in (f"{name}/{COPY_NAME}", f"{name}/{FILE_NAME}"):
+            receipts[key] = target.stage(key, [data])
     target.publish(receipts)
     return True
 

@@ -26,6 +26,7 @@ from ckpt.formats.native.signature import Signature, split_signature
 from ckpt.util.checked_json import is_count, joined, parse_json, shown
 
 FILE_NAME = "manifest.json"
+COPY_NAME = "manifest.copy.json"  # the same bytes, written right after the commit
 FORMAT = "ckpt"
 VERSION = 1
 

@@ -8,16 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpt import verify
+from ckpt import DamagedError, verify
+from ckpt.formats.native.manifest import Manifest
 from tests.campaign import kills
 from tests.campaign.children import Child, Voice
 from tests.campaign.jobs import Job
 from tests.campaign.training import Training
 from tests.campaign.trials import Trial, save_steps
-from tests.campaign.verdicts import BROKEN, LOST, WRONG, Found
+from tests.campaign.verdicts import BROKEN, FRESH, LOST, STUCK, WRONG, Found
 
 STEPS = 3
-MANIFEST = "manifest.json"
+MANIFEST, COPY = "manifest.json", "manifest.copy.json"
 Contents = dict[str, bytes]
 
 
@@ -65,7 +66,7 @@ def _stale(path: Path, others: list[Path], choice: random.Random) -> None:
 def _stale_but_for_manifest(path: Path, others: list[Path], choice: random.Random) -> None:
     """All files of another checkpoint under this one's manifest."""
     for one in others:
-        if one.name != MANIFEST:
+        if one.name not in (MANIFEST, COPY):
             _stale(one, others, choice)
 
 
@@ -95,7 +96,8 @@ def damage(trial: Trial) -> None:
     done = [_do_one(trial) for _ in range(trial.random.choice((1, 1, 2, 3)))]
     trial.scenario = f"{spread}: {', '.join(done)}"
     intact = {name: _step_of(found, originals) for name, found in _contents(trial.root).items()}
-    newest = max(intact.values(), default=0)
+    now = _contents(trial.root)
+    newest = max((_step_of(found, originals, usable=True) for found in now.values()), default=0)
     _check_verify(trial, intact)
     if newest == 0:
         _check_refused(trial)
@@ -103,7 +105,7 @@ def damage(trial: Trial) -> None:
     step = trial.check(newest, untouched=False)
     if step > newest and spread == "one":  # of two ranks' files one process does not need all
         raise Found(WRONG, f"step {newest} is the newest intact one, and step {step} was loaded")
-    left = [one for one in _contents(trial.root).values() if _step_of(one, originals) == newest]
+    left = [one for one in _contents(trial.root).values() if _step_of(one, originals, usable=True) == newest]
     moved = any(what.startswith("move") for what in done)  # then the next save may have replaced it by its name
     if not left and not moved and step == newest:
         raise Found(LOST, f"Keep(last=2) has removed the intact checkpoint of step {newest}")
@@ -128,12 +130,28 @@ def _contents(root: Path) -> dict[str, Contents]:
     return {one.name: {path.name: path.read_bytes() for path in one.iterdir() if path.is_file()} for one in folders}
 
 
-def _step_of(found: Contents, originals: dict[str, Contents]) -> int:
-    """The step of the checkpoint whose every byte this is; 0 if it is none."""
+def _step_of(found: Contents, originals: dict[str, Contents], *, usable: bool = False) -> int:
+    """The step of the checkpoint whose every byte this is; 0 if it is none.
+
+    `usable`: a manifest that cannot be read counts for its copy, and a copy for nothing.
+    """
     for name, original in originals.items():
-        if all(found.get(file) == data for file, data in original.items()):
+        wanted = dict(original)
+        if usable:
+            copy, manifest = wanted.pop(COPY), found.get(MANIFEST, b"")
+            if manifest != copy and found.get(COPY) == copy and not _is_manifest(manifest):
+                del wanted[MANIFEST]
+        if all(found.get(file) == data for file, data in wanted.items()):
             return int(name.removeprefix("step-"))
     return 0
+
+
+def _is_manifest(data: bytes) -> bool:
+    try:
+        Manifest.from_bytes(data, MANIFEST)
+    except DamagedError:
+        return False
+    return True
 
 
 def _check_verify(trial: Trial, intact: dict[str, int]) -> None:
@@ -155,8 +173,13 @@ def _check_refused(trial: Trial) -> None:
     """Nothing is intact: that must be said, and no fresh start be made."""
     ended = trial.run("a resume of damaged checkpoints", _only_resume, str(trial.root))
     if ended.failure is None:
-        raise Found(WRONG, f"no checkpoint is intact, and a resume gave step {ended.value}")
+        fault = WRONG if ended.value else FRESH
+        raise Found(fault, f"no checkpoint is intact, and a resume gave step {ended.value}")
     ended.failure.check("a resume of damaged checkpoints")
+    saved = trial.run("a save over damaged checkpoints", _only_save, str(trial.root))
+    if saved.failure is None:
+        raise Found(FRESH, "no checkpoint is intact, and a run that did not resume could save")
+    saved.failure.check("a save over damaged checkpoints")
 
 
 def _verify(voice: Voice, root: str) -> dict[str, list[str]]:
@@ -167,6 +190,49 @@ def _only_resume(voice: Voice, root: str) -> int:
     with Training().manager(root) as manager:
         restored = manager.resume()
         return restored.step if restored else 0
+
+
+def _only_save(voice: Voice, root: str) -> None:
+    with Training().manager(root) as manager:
+        manager.save_state("another", wait=True)
+
+
+GROUPS: dict[str, Callable[[str], bool]] = {
+    "manifests": lambda name: name == MANIFEST,
+    "copies": lambda name: name == COPY,
+    "manifests and copies": lambda name: name in (MANIFEST, COPY),
+    "weights": lambda name: name.endswith(".safetensors"),
+    "documents": lambda name: name.endswith(".json") and name not in (MANIFEST, COPY),
+    "all but manifests and copies": lambda name: name not in (MANIFEST, COPY),
+    "files": lambda name: True,
+}
+WAYS = {"flipped": _flip, "cut": _truncate, "removed": _remove, "overwritten by zeros": _zero}
+
+
+def strike(root: Path, group: str, way: str, choice: random.Random) -> None:
+    """Damage every file of a group, in every checkpoint of a root."""
+    files = sorted(path for path in root.glob("[!.]*/**/*") if path.is_file() and path.stat().st_size)
+    for path in files:
+        if GROUPS[group](path.name):
+            WAYS[way](path, files, choice)
+
+
+def everything(trial: Trial) -> None:
+    """Every file of a group, in every checkpoint, all at once: what is whole is loaded, or it is an error."""
+    plan = [(group, way) for group in GROUPS for way in WAYS if (group, way) != ("files", "removed")]
+    spread = "fsdp" if trial.index % 5 == 4 else "one"
+    group, way = plan[trial.index % len(plan)]
+    trial.scenario = f"{spread}: all {group} {way}"
+    template = trial.shared / f"template-damage-{spread}"
+    shutil.copytree(template, trial.root)
+    strike(trial.root, group, way, trial.random)
+    if group in ("manifests", "copies"):
+        trial.check(STEPS, untouched=False)
+        ended = trial.run("verify", _verify, str(trial.root))
+        if ended.failure is not None or any(ended.value.values()):
+            raise Found(STUCK, f"the next run has not repaired it: {ended.value or ended.failure}")
+        return
+    _check_refused(trial)
 
 
 def prepare(folder: Path, run: Callable[..., Child], trial: Trial) -> None:

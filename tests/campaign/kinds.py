@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.campaign import beside, damage, failing_calls, kills, lost_ranks, power_loss, signals
+from tests.campaign import beside, damage, failing_calls, hub, kills, lost_ranks, power_loss, signals, tiers
 from tests.campaign.calls import Call
 from tests.campaign.children import Child
 from tests.campaign.failing_calls import RESUMES, SAVES, Scenario, Strike
@@ -64,6 +64,11 @@ KINDS = {
         Kind("rank-call", "a system call of one rank fails", 20, _plain(lost_ranks.rank_call), shim=True),
         Kind("power", "power failure, what was not synced is dropped", 120, _plain(power_loss.power_loss), shim=True),
         Kind("damage", "flipped, cut, swapped, stale, missing files", 80, _plain(damage.damage)),
+        Kind("damage-all", "every file of a kind, in every checkpoint at once", 60, _plain(damage.everything)),
+        Kind("memory", "SIGKILL with snapshots in memory, then damage", 50, _plain(tiers.memory)),
+        Kind("keeper", "the keeper is frozen or killed", 30, _plain(tiers.keeper)),
+        Kind("mirror", "SIGKILL with a mirror, then damage of every file", 50, _plain(tiers.mirror)),
+        Kind("hub", "SIGKILL with a root on the Hub, then altered or cut answers", 30, _plain(hub.hub)),
         Kind(
             "rank-killed", "a rank is killed", 20, _plain(functools.partial(lost_ranks.rank_lost, signal.SIGKILL))
         ),
@@ -107,6 +112,6 @@ def prepare(names: set[str], seed: int, folder: Path, trial: Trial) -> Prepared:
             if kind == "kill-call":
                 prepared.killed = [(one, call) for one, calls in of_kind.items() for call in calls]
                 random.Random(f"{seed}/killed").shuffle(prepared.killed)
-    if "damage" in names:
+    if names & {"damage", "damage-all"}:
         damage.prepare(folder, run, trial)
     return prepared

@@ -15,9 +15,10 @@ import torch
 
 from tests.campaign.failing_calls import Scenario
 from tests.campaign.kinds import KINDS, Prepared
-from tests.campaign.verdicts import BROKEN, FAULTS, Verdict
+from tests.campaign.verdicts import BROKEN, FAULTS, FRESH, HANG, STALL, UNCLEAR, Verdict
 
 _SHOWN = 40  # findings in the appendix
+_PLURALS = {FRESH: "fresh starts", HANG: "hangs", UNCLEAR: "unclear errors", STALL: "stalls"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Report:
         return [one for one in self.verdicts if one.fault]
 
     def table(self) -> str:
-        heads = ["kind of fault", "trials", "lost", "silently wrong", "hangs", "unclear errors", "cannot go on"]
+        heads = ["kind of fault", "trials", *(_PLURALS.get(fault, fault) for fault in FAULTS)]
         lines = [f"| {' | '.join(heads)} |", f"|---|{'---:|' * (len(heads) - 1)}"]
         for name, kind in KINDS.items():
             found = [one for one in self.verdicts if one.kind == name]

@@ -12,7 +12,7 @@ from typing import Any
 from ckpt import Keep, RankOptions, SaveOptions, StateManager, list_checkpoints, verify
 from tests.campaign.children import DEADLINE, Child, Voice
 from tests.campaign.training import Training
-from tests.campaign.verdicts import LOST, STUCK, WRONG, Ended, Found
+from tests.campaign.verdicts import FRESH, LOST, STUCK, WRONG, Ended, Found
 
 SAME = "latest"
 NAMINGS = ("keep", "same name")
@@ -77,6 +77,8 @@ class Trial:
         found = ended.value
         if found["wrong"]:
             raise Found(WRONG, f"resumed step {found['step']}, but {'; '.join(found['wrong'])}")
+        if durable and not found["step"]:
+            raise Found(FRESH, f"step {durable} was durable, and the run began anew")
         if found["step"] < durable:
             why = "; ".join(found["passed_over"].values())
             raise Found(LOST, f"step {durable} was durable, resumed was step {found['step']}. {why}")

@@ -9,12 +9,14 @@ from typing import Any
 from ckpt.errors import CkptError
 
 LOST = "lost"  # what was reported durable does not come back
+FRESH = "fresh start"  # a run begins anew, though something was committed
 WRONG = "silently wrong"  # a load or a verification succeeds on content that is not what was saved
 HANG = "hang"  # a process did not end in time
 UNCLEAR = "unclear error"  # not one of ours, without words, or longer than ten lines
 STUCK = "cannot go on"  # once the fault is over, the run can still not save
+STALL = "stall"  # the memory tier has kept the training thread waiting for more than a second
 BROKEN = "broken trial"  # the campaign itself failed: says nothing about the library
-FAULTS = (LOST, WRONG, HANG, UNCLEAR, STUCK)
+FAULTS = (LOST, FRESH, WRONG, HANG, UNCLEAR, STUCK, STALL)
 
 LONGEST = 10  # lines of a clear error
 

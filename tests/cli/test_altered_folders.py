@@ -20,7 +20,7 @@ from ckpt.cli.main import FAULT, main
 from ckpt.formats.native.block_hash import ALGORITHM, digest
 from ckpt.formats.native.documents import STATE, rank_document
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
-from tests.helpers.forgery import alter_json
+from tests.helpers.forgery import alter_json, write_manifest
 
 SHARDED = Path(__file__).parents[1] / "guarantees" / "written_before" / "fsdp2"
 Change = Callable[[dict[str, Any]], Any]
@@ -150,7 +150,7 @@ def test_no_value_of_a_manifest_is_too_much_for_a_command_or_a_load(saved: Path,
     manifest = replace(Manifest.from_bytes((saved / FILE_NAME).read_bytes(), "it"), metrics={"loss": 1.0})
     text = {**json.loads(manifest.to_bytes()), **fields}
     lines = json.dumps({key: value for key, value in text.items() if key != "digest"}, indent=1).encode()[2:]
-    (saved / FILE_NAME).write_bytes(manifest.to_bytes().partition(b":")[0] + sealed(lines))
+    write_manifest(saved, manifest.to_bytes().partition(b":")[0] + sealed(lines))
     for command in (["ls"], ["show"], ["show", "--json"], ["report"], ["verify"], ["prune", "--dry-run"]):
         assert run(*command, saved.parent).exit_code in (0, 1), command
     model = nn.Linear(2, 2)

@@ -42,7 +42,7 @@ def test_a_killed_and_resumed_run_ends_bit_identical(done: subprocess.CompletedP
 
 @pytest.mark.slow
 def test_the_demo_shows_the_checkpoint_that_was_cut_off(done: subprocess.CompletedProcess[str]) -> None:
-    assert re.search(r"^step-00000030 .* no: was never committed$", done.stdout, re.MULTILINE)
+    assert re.search(r"^step-00000030 .* uncommitted: was never committed$", done.stdout, re.MULTILINE)
     assert re.search(r"kB  \.model\.safetensors\.\w+\.ckpt-tmp$", done.stdout, re.MULTILINE)
     assert re.search(r"bytes  \.optimizer\.safetensors\.\w+\.ckpt-tmp$", done.stdout, re.MULTILINE)
 

@@ -20,6 +20,7 @@ from ckpt.cli.main import main
 from ckpt.export.card import Training, known_fields, render
 from ckpt.export.metric_plot import draw
 from ckpt.formats.native.manifest import FILE_NAME, Host, Manifest
+from tests.helpers.forgery import write_manifest
 
 EVIL = "\x1b[2J\x1b]0;owned\x07\u202e\n![x](http://evil.example/p.png)|<img src=x>"
 ACTS = ("\x1b", "\x07", "\u202e", "\udcff")
@@ -57,7 +58,7 @@ def rewrite(path: Path, **fields: Any) -> None:
     manifest = Manifest.from_bytes(path.read_bytes(), "it")
     evil = {"run": EVIL, "versions": {EVIL: EVIL}, "hardware": EVIL, "origin": EVIL}
     hosts = (Host(EVIL, tuple(range(manifest.world_size))),)
-    path.write_bytes(replace(manifest, **evil, hosts=hosts, **fields).to_bytes())  # type: ignore[arg-type]
+    write_manifest(path.parent, replace(manifest, **evil, hosts=hosts, **fields).to_bytes())  # type: ignore[arg-type]
 
 
 COMMANDS: list[tuple[str, ...]] = [

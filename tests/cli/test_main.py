@@ -20,7 +20,7 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import COMMANDS, main
-from ckpt.root.catalog import MARKER
+from ckpt.root.save_marker import MARKER
 from ckpt.util.console import format_age
 
 Invoke = Callable[..., Result]
@@ -115,9 +115,9 @@ def test_the_command_answers_without_importing_torch(root: Path, arguments: list
 def test_ls_shows_what_is_known_of_each_checkpoint_the_newest_first(root: Path, invoke: Invoke) -> None:
     result = invoke("ls", root)
     header, *rows, footer = result.output.splitlines()
-    assert header.split() == ["name", "step", "age", "size", "metrics", "world", "intact"]
+    assert header.split() == ["name", "step", "age", "size", "metrics", "world", "state"]
     assert [row.split()[0] for row in rows] == ["last", "step-00000002", "step-00000001"]
-    assert re.fullmatch(r"step-00000001 +1 +\d+ s +\d+\.\d kB +loss=0\.5 +1 +yes", rows[2])
+    assert re.fullmatch(r"step-00000001 +1 +\d+ s +\d+\.\d kB +loss=0\.5 +1 +complete", rows[2])
     assert "accuracy=0.875" in rows[0]
     assert footer == "sizes checked; --verify reads every byte"
     assert result.exit_code == 0
@@ -127,33 +127,36 @@ def test_a_truncated_file_shows_in_ls(root: Path, invoke: Invoke) -> None:
     truncate(root / "step-00000002" / "optimizer.safetensors")
     result = invoke("ls", root)
     lines = lines_of(result.output)
-    assert re.search(r"no: optimizer\.safetensors is \d+\.\d kB of \d+\.\d kB", lines["step-00000002"])
-    assert lines["step-00000001"].endswith("yes")
+    assert re.search(r"DAMAGED: optimizer\.safetensors is \d+\.\d kB of \d+\.\d kB", lines["step-00000002"])
+    assert lines["step-00000001"].endswith("complete")
     assert result.exit_code == 0
 
 
 def test_a_missing_file_shows_in_ls(root: Path, invoke: Invoke) -> None:
     (root / "last" / "model.safetensors").unlink()
-    assert lines_of(invoke("ls", root).output)["last"].endswith("no: model.safetensors is missing")
+    assert lines_of(invoke("ls", root).output)["last"].endswith("DAMAGED: model.safetensors is missing")
 
 
 def test_a_flipped_bit_shows_only_where_every_byte_is_read(root: Path, invoke: Invoke) -> None:
     flip_a_bit(root / "step-00000002" / "model.safetensors")
-    assert lines_of(invoke("ls", root).output)["step-00000002"].endswith("yes")
+    assert lines_of(invoke("ls", root).output)["step-00000002"].endswith("complete")
     verified = invoke("ls", root, "--verify").output
-    assert "no: model.safetensors was altered (bytes 0 to " in lines_of(verified)["step-00000002"]
+    assert "DAMAGED: model.safetensors was altered (bytes 0 to " in lines_of(verified)["step-00000002"]
     assert verified.endswith("every byte checked\n")
 
 
 def test_a_checkpoint_that_was_never_committed_comes_last_in_ls(root: Path, invoke: Invoke) -> None:
     leave_uncommitted(root, "step-00000003")
     *_, row, _footer = invoke("ls", root).output.splitlines()
-    assert re.fullmatch(r"step-00000003 .* no: was never committed", row)
+    assert re.fullmatch(r"step-00000003 .* uncommitted: was never committed", row)
 
 
 def test_an_altered_manifest_shows_in_ls(root: Path, invoke: Invoke) -> None:
     flip_a_bit(root / "last" / "manifest.json")
-    assert lines_of(invoke("ls", root).output)["last"].endswith("no: manifest.json was altered")
+    said = "DAMAGED: manifest.json was altered: its bytes do not match its digest. Its copy manifest.copy.json is used."
+    assert said in lines_of(invoke("ls", root).output)["last"]
+    flip_a_bit(root / "last" / "manifest.copy.json")
+    assert lines_of(invoke("ls", root).output)["last"].endswith("DAMAGED: manifest.json was altered")
 
 
 def test_ls_of_one_checkpoint_shows_that_one(root: Path, invoke: Invoke) -> None:
@@ -181,8 +184,10 @@ def test_ls_in_a_pipe_is_plain_however_long_its_lines_are(root: Path) -> None:
 def test_ls_on_a_terminal_has_colours_and_a_rule(root: Path) -> None:
     truncate(root / "last" / "model.safetensors")
     shown = on_a_terminal("ls", root)
-    assert "\x1b[32myes" in shown
-    assert "\x1b[31mno: " in shown
+    assert " complete" in shown
+    assert "\x1b[32m" not in shown  # green is for bytes that were read
+    assert "\x1b[31mDAMAGED: " in shown
+    assert "\x1b[32mintact" in on_a_terminal("ls", "--verify", root)
     assert "─" in shown
 
 
@@ -260,7 +265,7 @@ class TestForOtherPrograms:
         flip_a_bit(root / "a" / "model.safetensors")
         truncate(root / "b" / "model.safetensors")
         listed = json.loads(invoke("ls", root, "--json").stdout)
-        assert [(found["name"], found["state"]) for found in listed] == [("b", "damaged"), ("a", "intact")]
+        assert [(found["name"], found["state"]) for found in listed] == [("b", "damaged"), ("a", "complete")]
         assert listed[1]["metrics"] == {"loss": 0.5}
         assert listed[1]["bytes"] > 0
         done = invoke("verify", root, "--json")

@@ -23,7 +23,7 @@ from ckpt.formats.native.shard_table import ShardSpec, ShardTable, refuse_overla
 from ckpt.formats.native.tensor_file_plan import plan_file
 from ckpt.formats.state import Shard
 from ckpt.formats.tiling import find_fault
-from tests.helpers.forgery import alter_header, alter_json, reseal
+from tests.helpers.forgery import alter_header, alter_json, reseal, write_manifest
 
 ROWS = 6
 LAYOUT = {"mesh": [2], "ranks": [0, 1], "placements": ["S0"]}
@@ -50,7 +50,7 @@ def sharded(tmp_path: Path) -> Path:
     manifest = Manifest.from_bytes((folder / FILE_NAME).read_bytes(), "manifest")
     names = ("state.json", *(f"{start}0000{rank}{end}" for rank in (0, 1) for start, end in _RANK_FILES))
     files = tuple(FileRecord(name=name, path=name, size=0, blocks=()) for name in names)
-    (folder / FILE_NAME).write_bytes(replace(manifest, files=files, world_size=2).to_bytes())
+    write_manifest(folder, replace(manifest, files=files, world_size=2).to_bytes())
     reseal(folder)
     return folder
 

@@ -11,6 +11,7 @@ from tests.fuzz.mutate import alter_json, json_text
 from tests.fuzz.tree import Tree
 
 _MANIFEST = "manifest.json"
+_COPY = "manifest.copy.json"
 
 
 def manifests(tree: Tree) -> list[str]:
@@ -25,6 +26,8 @@ def reseal(tree: Tree) -> Tree:
         if fields is not None:
             _fit(fields, tree, path.removesuffix(_MANIFEST))
             sealed[path] = _with_digest(json.dumps(fields, indent=1).encode())
+            if (copy := f"{path.removesuffix(_MANIFEST)}{_COPY}") in tree:
+                sealed[copy] = sealed[path]
     return sealed
 
 

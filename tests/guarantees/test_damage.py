@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import random
+import re
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 
 import ckpt
-from tests.helpers.places import Place
+from ckpt.cli.main import main
+from tests.helpers.places import Folder, Place
+
+MANIFESTS = ("manifest.json", "manifest.copy.json")
 
 
 @pytest.fixture
@@ -39,7 +46,7 @@ def _load(root: Place, name: str | None = None) -> tuple[ckpt.Restored, nn.Linea
 def test_a_hundred_random_flips_and_truncations_are_all_noticed(run: Place) -> None:
     chance = random.Random(7)
     files = sorted((run / "step-00000002").files())
-    assert len(files) == 5
+    assert len(files) == 6
     for _ in range(100):
         hurt = run / "step-00000002" / chance.choice(files)
         whole = hurt.read_bytes()
@@ -51,9 +58,13 @@ def test_a_hundred_random_flips_and_truncations_are_all_noticed(run: Place) -> N
         else:
             hurt.write_bytes(data[: chance.randrange(len(data))])
         restored, model = _load(run)
-        assert restored.name == "step-00000001", hurt.name
-        assert hurt.name in restored.passed_over["step-00000002"]
-        assert torch.equal(model.weight, torch.ones(40, 40))
+        if hurt.name in MANIFESTS:  # each is the copy of the other
+            assert restored.name == "step-00000002", hurt.name
+            assert hurt.name in ckpt.verify(run / "step-00000002")["step-00000002"][0]
+        else:
+            assert restored.name == "step-00000001", hurt.name
+            assert hurt.name in restored.passed_over["step-00000002"]
+        assert torch.equal(model.weight, torch.full((40, 40), float(restored.step)))
         hurt.write_bytes(whole)
     assert _load(run)[0].name == "step-00000002"
 
@@ -67,11 +78,113 @@ def test_a_missing_file_is_named_and_the_checkpoint_before_is_taken(run: Place, 
     assert "passed over" in str(restored)
 
 
-def test_without_its_manifest_a_checkpoint_does_not_exist(run: Place) -> None:
-    (run / "step-00000002" / "manifest.json").unlink()
+def test_without_its_manifest_and_the_copy_of_it_a_checkpoint_is_passed_over_and_named(run: Place) -> None:
+    for name in MANIFESTS:
+        (run / "step-00000002" / name).unlink()
     restored, _ = _load(run)
     assert restored.name == "step-00000001"
-    assert "never committed" in restored.passed_over["step-00000002"]
+    assert "has lost manifest.json and manifest.copy.json" in restored.passed_over["step-00000002"]
+
+
+def _flip(file: Place) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+def _cut(file: Place) -> None:
+    file.write_bytes(file.read_bytes()[:-9])
+
+
+HARM: dict[str, Callable[[Place], object]] = {
+    "flipped": _flip,
+    "cut": _cut,
+    "removed": lambda file: file.unlink(),
+    "empty": lambda file: file.write_bytes(b""),
+}
+
+
+class TestTheManifestOfTheOnlyCheckpoint:
+    """One bit may cost neither the checkpoint nor the run."""
+
+    @pytest.fixture
+    def only(self, root: Place) -> Place:
+        model = nn.Linear(4, 4)
+        nn.init.constant_(model.weight, 7)
+        with ckpt.StateManager(root, model=model, keep=ckpt.Keep(last=1), follow=False) as manager:
+            manager.resume()
+            for _ in range(2):
+                manager.step()
+                manager.save_state()
+        return root / "step-00000002"
+
+    @pytest.mark.also_on_s3
+    @pytest.mark.parametrize("harm", HARM)
+    def test_is_read_from_its_copy_named_and_repaired_by_the_next_run(
+        self, only: Place, harm: str, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        whole = (only / "manifest.json").read_bytes()
+        assert (only / "manifest.copy.json").read_bytes() == whole
+        HARM[harm](only / "manifest.json")
+        model = nn.Linear(4, 4)
+        with ckpt.StateManager(only.parent, model=model, follow=False) as manager:
+            restored = manager.resume()
+        assert restored is not None
+        assert restored.step == 2
+        assert torch.equal(model.weight, torch.full((4, 4), 7.0))
+        assert "manifest.json" in caplog.text
+        assert "Its copy manifest.copy.json is used" in caplog.text
+        assert "is repaired" in caplog.text
+        assert (only / "manifest.json").read_bytes() == whole
+        assert ckpt.verify(only.parent) == {only.name: []}
+
+    @pytest.mark.parametrize("harm", ["cut", "removed"])
+    def test_has_its_copy_written_again_by_the_next_run(self, only: Place, harm: str) -> None:
+        HARM[harm](only / "manifest.copy.json")
+        with ckpt.StateManager(only.parent, model=nn.Linear(4, 4), follow=False) as manager:
+            assert manager.resume() is not None
+        assert (only / "manifest.copy.json").read_bytes() == (only / "manifest.json").read_bytes()
+
+    @pytest.mark.also_on_s3
+    @pytest.mark.parametrize("harm", HARM)
+    def test_damaged_with_its_copy_is_an_error_and_never_a_fresh_start(self, only: Place, harm: str) -> None:
+        for name in MANIFESTS:
+            HARM[harm](only / name)
+        before = (only.parent).files()
+        with ckpt.StateManager(only.parent, model=nn.Linear(4, 4), follow=False) as manager:
+            with pytest.raises(ckpt.DamagedError, match=r"(?s)no checkpoint .* is intact.*step-00000002.*backup"):
+                manager.resume()
+            with pytest.raises(ckpt.ConfigError, match="nothing is saved, because the load before it failed"):
+                manager.save_state("another", wait=True)
+        with (
+            ckpt.StateManager(only.parent, model=nn.Linear(4, 4), follow=False) as manager,
+            pytest.raises(ckpt.ConfigError, match="committed and cannot be read"),
+        ):
+            manager.save_state("another", wait=True)
+        assert only.parent.files() == before
+
+    def test_flipped_in_the_root_and_in_the_mirror_with_their_copies_is_an_error(self, tmp_path: Path) -> None:
+        root, mirror = tmp_path / "root", tmp_path / "mirror"
+        with ckpt.StateManager(root, model=nn.Linear(4, 4), mirror=mirror) as manager:
+            manager.save_state("a", wait=True)
+        for name in MANIFESTS:
+            _flip(Folder(mirror / "a" / name))
+        shutil.rmtree(root / "a")
+        with (
+            ckpt.StateManager(root, model=nn.Linear(4, 4), mirror=mirror) as manager,
+            pytest.raises(ckpt.DamagedError, match="its bytes do not match its digest"),
+        ):
+            manager.resume()
+
+
+def test_weights_without_a_manifest_are_named_by_ls_and_kept(run: Place) -> None:
+    for name in (*MANIFESTS, "state.json", "rank-00000.json"):
+        (run / "step-00000002" / name).unlink()
+    before = run.files()
+    assert _load(run)[0].name == "step-00000001"
+    shown = CliRunner().invoke(main, ["ls", str(run)]).output
+    assert re.search(r"step-00000002 .*has lost manifest\.json", shown), shown
+    assert run.files() == before
 
 
 def test_a_damaged_checkpoint_asked_for_by_name_is_refused(run: Place) -> None:

@@ -19,7 +19,8 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import main
-from ckpt.formats.native.manifest import FILE_NAME, Manifest
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
+from tests.helpers.forgery import write_manifest
 from tests.helpers.time_limit import time_limit
 
 Harm = Callable[[Path], None]
@@ -39,7 +40,7 @@ def reseal_file(folder: Path, **fields: Any) -> None:
 
 def seal(folder: Path, lines: bytes) -> None:
     digest = xxhash.xxh3_128_hexdigest(lines).encode()
-    (folder / FILE_NAME).write_bytes(b'{\n "digest": "xxh3-128:' + digest + b'",\n' + lines)
+    write_manifest(folder, b'{\n "digest": "xxh3-128:' + digest + b'",\n' + lines)
 
 
 def mark(folder: Path, **fields: Any) -> None:
@@ -198,6 +199,14 @@ def test_a_save_marker_that_somebody_has_written(tmp_path: Path, kind: str) -> N
 def test_something_that_is_no_file_in_place_of_a_file(tmp_path: Path, name: str, kind: str) -> None:
     root = Root(tmp_path)
     replace_by(NO_FILES[kind], name)(root.path / "new")
+    root.check(tmp_path, usable="new" if name == FILE_NAME else "old")  # the manifest has a copy
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_something_that_is_no_file_in_place_of_a_manifest_and_of_its_copy(tmp_path: Path, kind: str) -> None:
+    root = Root(tmp_path)
+    for name in (FILE_NAME, COPY_NAME):
+        replace_by(NO_FILES[kind], name)(root.path / "new")
     root.check(tmp_path)
 
 
@@ -231,8 +240,9 @@ def test_names_that_no_checkpoint_has(tmp_path: Path, name: str) -> None:
 
 def test_of_a_manifest_with_too_many_bytes_a_bounded_part_is_read(tmp_path: Path) -> None:
     root = Root(tmp_path)
-    with open(root.path / "new" / FILE_NAME, "r+b") as file:
-        file.truncate(1 << 40)  # a hole
+    for name in (FILE_NAME, COPY_NAME):
+        with open(root.path / "new" / name, "r+b") as file:
+            file.truncate(1 << 40)  # a hole
     assert [found.name for found in ckpt.list_checkpoints(root.path) if found.committed] == ["old"]
 
 

@@ -29,6 +29,7 @@ from ckpt.ranks import hosts as host_names
 from ckpt.root.catalog import read_manifest
 from ckpt.root.keys import find_signing_key, new_key
 from ckpt.storage import LocalStorage
+from tests.helpers.forgery import write_manifest
 from tests.helpers.places import Place
 from tests.helpers.processes import run_ranks
 from tests.helpers.sharded import MODELS, step
@@ -100,7 +101,7 @@ def reseal(root: Path, name: str, change: Callable[[dict[str, Any]], None]) -> N
     fields = json.loads(b"{" + rest)
     change(fields)
     lines = signature + b"\n" + json.dumps(fields, indent=1).encode().removeprefix(b"{\n")
-    path.write_bytes(with_digest(lines))
+    write_manifest(path.parent, with_digest(lines))
 
 
 def with_digest(lines: bytes) -> bytes:
@@ -127,7 +128,7 @@ def tamper_with_weights(root: Path, name: str) -> None:
 
 def strip_signature(root: Path, name: str) -> None:
     manifest = replace(read_manifest(LocalStorage(root), name), signature=None)
-    (root / name / FILE_NAME).write_bytes(manifest.to_bytes())
+    write_manifest(root / name, manifest.to_bytes())
 
 
 class TestWhatIsSigned:
@@ -268,7 +269,7 @@ class TestTampering:
         assert load(run, verify_key=f"{key}.pub", require_signed=True)[0].name == "a"
 
     def test_a_manifest_in_another_checkpoints_folder_is_refused(self, run: Path, key: str) -> None:
-        shutil.copyfile(run / "a" / FILE_NAME, run / "b" / FILE_NAME)
+        write_manifest(run / "b", (run / "a" / FILE_NAME).read_bytes())
         assert load(run, verify_key=f"{key}.pub", require_signed=True)[0].name == "a"
 
     def test_where_nothing_is_signed_a_resume_does_not_begin_afresh(self, tmp_path: Path, key: str) -> None:
@@ -319,7 +320,7 @@ def collision(run: Path, key: str) -> Path:
     signing = find_signing_key(key)
     assert signing is not None
     altered = replace(manifest, files=tuple(map(collided, manifest.files)), signature=None)
-    (run / "b" / FILE_NAME).write_bytes(signing.sign(altered).to_bytes())
+    write_manifest(run / "b", signing.sign(altered).to_bytes())
     (run / "b" / WEIGHTS).write_bytes(data)
     return run
 
@@ -452,7 +453,7 @@ class TestSha256:
         assert ckpt.verify(root) == {"a": []}
         manifest = read_manifest(LocalStorage(root), "a")
         files = tuple(replace(file, sha256=("0" * 64,)) for file in manifest.files)
-        (root / "a" / FILE_NAME).write_bytes(replace(manifest, files=files).to_bytes())
+        write_manifest(root / "a", replace(manifest, files=files).to_bytes())
         assert all("was altered" in problem for problem in ckpt.verify(root)["a"])
         assert len(ckpt.verify(root)["a"]) == len(files)
 
@@ -464,7 +465,7 @@ class TestSha256:
         fields["files"][0]["sha256"] = wrong
         del fields["digest"]
         lines = json.dumps(fields, indent=1).encode().removeprefix(b"{\n")
-        path.write_bytes(with_digest(lines))
+        write_manifest(path.parent, with_digest(lines))
         with pytest.raises(ckpt.DamagedError):
             load(tmp_path / "run", "a")
 
@@ -529,7 +530,7 @@ def _collide_weights(root: Path, key: str) -> None:
         return replace(file, blocks=(digest(path.read_bytes()),))
 
     altered = replace(manifest, files=tuple(map(collided, manifest.files)), signature=None)
-    (root / "b" / FILE_NAME).write_bytes(signing.sign(altered).to_bytes())
+    write_manifest(root / "b", signing.sign(altered).to_bytes())
 
 
 @pytest.fixture

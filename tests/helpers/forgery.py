@@ -11,14 +11,20 @@ from typing import Any
 
 from ckpt.formats.native.block_hash import BlockHasher, digest
 from ckpt.formats.native.header import SUFFIX
-from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, FileRecord, Manifest
+
+
+def write_manifest(checkpoint: Path, data: bytes) -> None:
+    """Write the manifest, and its copy."""
+    for name in (FILE_NAME, COPY_NAME):
+        (checkpoint / name).write_bytes(data)
 
 
 def reseal(checkpoint: Path) -> None:
     """Write a manifest that goes with the files as they are now."""
     manifest = Manifest.from_bytes((checkpoint / FILE_NAME).read_bytes(), "manifest")
     files = tuple(_sealed(checkpoint, file) for file in manifest.files)
-    (checkpoint / FILE_NAME).write_bytes(replace(manifest, files=files).to_bytes())
+    write_manifest(checkpoint, replace(manifest, files=files).to_bytes())
 
 
 def _sealed(checkpoint: Path, file: FileRecord) -> FileRecord:

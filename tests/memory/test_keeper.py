@@ -224,7 +224,9 @@ class TestKilledRuns:
         kill(job)
         storage = slot_storage(place)
         assert storage.url.startswith("memfd://")
-        assert keys(storage) == {f"step-{step}/{name}" for step in (8, 9) for name in (*FILES, "manifest.json")}
+        assert keys(storage) == {
+            f"step-{step}/{name}" for step in (8, 9) for name in (*FILES, "manifest.json", "manifest.copy.json")
+        }
         assert storage.read("step-9/model.safetensors") == FILES["model.safetensors"]
         os.kill(found.process, signal.SIGKILL)
         assert found.wait(10.0)

@@ -287,7 +287,8 @@ class TestWhatIsFoundButCannotBeUsed:
 
 def test_a_manifest_of_the_root_that_is_damaged_does_not_make_strays(tmp_path: Path, straight: str) -> None:
     Training(tmp_path / "root").to(24)
-    (tmp_path / "root" / "step-00000020" / "manifest.json").write_text("{")
+    for name in ("manifest.json", "manifest.copy.json"):
+        (tmp_path / "root" / "step-00000020" / name).write_text("{")
     again = Training(tmp_path / "root")
     assert again.to(25) == straight
     assert (again.restored.from_memory, again.restored.step) == (True, 24)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ckpt.errors import ConfigError, LockedError, StorageError
-from ckpt.formats.native.manifest import FILE_NAME, Host, Manifest
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Host, Manifest
 from ckpt.memory import keeper, rescue
 from ckpt.memory.keeper_process import last_log_line, start_keeper
 from ckpt.memory.place import MemoryPlace
@@ -77,7 +77,7 @@ def steps(root: Path | str) -> list[str]:
 
 
 def _paths(manifest: Manifest) -> list[str]:
-    return [FILE_NAME, *(file.path for file in manifest.files)]
+    return [FILE_NAME, COPY_NAME, *(file.path for file in manifest.files)]
 
 
 class TestRescue:
@@ -208,7 +208,8 @@ class TestRescue:
         storage = slot_storage(place)
         manifest = replace(read_manifest(storage, "step-9"), parent=last.id)
         storage.write(f"step-9/{FILE_NAME}", [manifest.to_bytes()])
-        (folder / "step-5" / FILE_NAME).write_text("{")
+        for name in (FILE_NAME, COPY_NAME):
+            (folder / "step-5" / name).write_text("{")
         assert run(place).startswith("rescued step-9 ")
         assert problems(root, read_manifest(root, "step-9")) == []
 
@@ -324,7 +325,7 @@ class TestHosts:
         root = LocalStorage(folder)
         assert read_manifest(root, "step-9") == read_manifest(slot_storage(place), "step-9")
         assert keys(root, "step-9") == {
-            f"step-9/{name}" for name in (FILE_NAME, "model.safetensors", "optimizer/00000.safetensors")
+            f"step-9/{name}" for name in (FILE_NAME, COPY_NAME, "model.safetensors", "optimizer/00000.safetensors")
         }
 
     def test_a_host_with_all_files_saves_them_to_a_shared_root(self, folder: Path) -> None:

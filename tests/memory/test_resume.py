@@ -26,6 +26,7 @@ from ckpt.root.keys import new_key
 from ckpt.storage import LocalStorage
 from ckpt.tools.report.facts import gather
 from ckpt.tools.report.markdown import render_markdown
+from tests.helpers.forgery import write_manifest
 
 
 class DiedError(Exception):
@@ -92,11 +93,11 @@ def snapshots(memory: Path) -> list[str]:
 
 
 def damage(folder: Path, name: str = "model.safetensors") -> None:
-    """Flip one bit in the tensors of a checkpoint, or in another of its files."""
-    file = folder / name
-    data = bytearray(file.read_bytes())
-    data[-3] ^= 4
-    file.write_bytes(data)
+    """Flip one bit in the tensors of a checkpoint, or in another of its files; of a manifest, in its copy too."""
+    for file in [folder / name, *([folder / "manifest.copy.json"] if name == "manifest.json" else [])]:
+        data = bytearray(file.read_bytes())
+        data[-3] ^= 4
+        file.write_bytes(data)
 
 
 def frozen(root: Path) -> Training:
@@ -131,7 +132,8 @@ def test_snapshots_of_a_run_that_signs_are_signed(tmp_path: Path, memory: Path, 
     Training(tmp_path / "root", **signed).to(17)
     newest = slot(memory, "step-00000015") / "manifest.json"
     found = Manifest.from_bytes(newest.read_bytes(), "newest")
-    newest.write_bytes(dataclasses.replace(found, signature=None).to_bytes())  # somebody else's, for all one knows
+    unsigned = dataclasses.replace(found, signature=None)  # somebody else's, for all one knows
+    write_manifest(newest.parent, unsigned.to_bytes())
     again = Training(tmp_path / "root", **signed)
     assert again.to(25) == straight
     assert (again.restored.from_memory, again.restored.step) == (True, 12)
@@ -269,7 +271,7 @@ class TestDamage:
         assert again.manager.restored is None
         assert "step-00000006 in memory is passed over: " in caplog.text
 
-    @pytest.mark.parametrize("name", ["manifest.json", "model.safetensors", "state.json", "rank-00000.json"])
+    @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "rank-00000.json"])
     def test_so_does_a_file_that_is_gone(self, tmp_path: Path, memory: Path, straight: str, name: str) -> None:
         Training(tmp_path / "root").to(17)
         (slot(memory, "step-00000015") / name).unlink()

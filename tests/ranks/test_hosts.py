@@ -138,7 +138,7 @@ def test_on_one_host_what_is_there_is_verified_and_who_has_the_rest_is_said(fold
     root = folder / "a" / "fsdp2"
     assert ckpt.verify(root) == {"step-00000001": [], "step-00000002": []}
     listed, verified, shown = (CliRunner().invoke(main, [command, str(root)]) for command in ("ls", "verify", "show"))
-    assert listed.output.count("yes, but for the files of host-b") == 2
+    assert listed.output.count("complete, but for the files of host-b") == 2
     assert verified.output.count("; the rest is on host-b") == 2
     assert re.search(r"(?m)^  host +host-a: ranks 0, 1$", shown.output)
     assert re.search(r"(?m)^  host +host-b: ranks 2, 3, has its files itself$", shown.output)

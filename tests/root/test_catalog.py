@@ -12,8 +12,9 @@ import pytest
 import ckpt
 from ckpt.errors import ConfigError, DamagedError, MissingError, TransientError, VersionError
 from ckpt.formats.native import manifest as manifest_format
-from ckpt.formats.native.manifest import FILE_NAME
-from ckpt.root.catalog import MARKER, check_name, find, list_checkpoints, locate, read_manifest, resolve, scan
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME
+from ckpt.root.catalog import check_name, find, list_checkpoints, locate, read_manifest, resolve, scan
+from ckpt.root.save_marker import MARKER
 from ckpt.storage import LocalStorage, Storage
 from tests.helpers.byte_checkpoints import attempt_at, begin_and_write, keys, save
 from tests.helpers.places import PassedOn
@@ -47,8 +48,8 @@ class TestListing:
         assert isinstance(cut_off.problem, DamagedError)
         assert "was never committed: its save was cut off before the manifest was written" in str(cut_off.problem)
 
-    @pytest.mark.parametrize("file", [FILE_NAME, MARKER, "state.json"])
-    def test_a_folder_with_any_of_three_files_is_a_checkpoint(self, storage: Storage, file: str) -> None:
+    @pytest.mark.parametrize("file", [FILE_NAME, COPY_NAME, MARKER, "state.json", "rank-00000.json"])
+    def test_a_folder_with_any_of_these_files_is_a_checkpoint(self, storage: Storage, file: str) -> None:
         storage.write(f"a/{file}", [b"x"])
         assert names(storage) == ["a"]
 
@@ -62,7 +63,8 @@ class TestListing:
         save(storage, "damaged", sequence=2)
         altered = bytearray(storage.read(f"damaged/{FILE_NAME}"))
         altered[-10] ^= 1
-        storage.write(f"damaged/{FILE_NAME}", [altered])
+        for file in (FILE_NAME, COPY_NAME):
+            storage.write(f"damaged/{file}", [altered])
         intact, damaged = scan(storage)
         assert (intact.name, damaged.name) == ("intact", "damaged")
         assert isinstance(damaged.problem, DamagedError)

@@ -9,12 +9,12 @@ import pytest
 
 import ckpt
 from ckpt.errors import ConflictError, NotDurableError, StorageError, TransientError
-from ckpt.formats.native.manifest import FILE_NAME, Manifest
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
 from ckpt.formats.state import FilePlan
-from ckpt.root.catalog import MARKER, find, scan
+from ckpt.root.catalog import find, scan
 from ckpt.root.commit import Attempt
 from ckpt.root.deletion import sweep
-from ckpt.root.save_marker import read_marker
+from ckpt.root.save_marker import MARKER, read_marker
 from ckpt.root.verify import problems
 from ckpt.storage import ANY, Buffer, Storage
 from tests.helpers.byte_checkpoints import (
@@ -31,16 +31,16 @@ from tests.helpers.byte_checkpoints import (
 from tests.helpers.places import PassedOn
 
 NEWER = {"model.safetensors": tensor_file(b"newer" * 50), "state.json": b"[]"}
-KEYS = {f"a/{path}" for path in (*FILES, FILE_NAME)}
+KEYS = {f"a/{path}" for path in (*FILES, FILE_NAME, COPY_NAME)}
 
 
 class TestOrder:
-    def test_the_marker_is_written_first_the_manifest_last_and_the_marker_deleted_after_it(
+    def test_the_marker_is_written_first_the_manifest_last_then_its_copy_and_the_marker_is_deleted(
         self, storage: Storage
     ) -> None:
         recorded = _Recorded(storage.url)
         save(recorded, "a")
-        writes = [f"write a/{path}" for path in (MARKER, *FILES, FILE_NAME)]
+        writes = [f"write a/{path}" for path in (MARKER, *FILES, FILE_NAME, COPY_NAME)]
         assert recorded.calls == [*writes, f"delete a/{MARKER}"]
 
     def test_the_marker_lists_every_file_before_the_first_is_written(self, storage: Storage) -> None:
@@ -85,7 +85,9 @@ class TestOrder:
             assert manifest is not None
             assert is_whole(storage, manifest)
             sweep(storage)
-            assert keys(storage) == {f"a/{path}" for path in (*(file.path for file in manifest.files), FILE_NAME)}
+            assert keys(storage) == {
+                f"a/{path}" for path in (*(file.path for file in manifest.files), FILE_NAME, COPY_NAME)
+            }
             found.add(manifest.id == old[storage.url].id)
         assert found == {True, False}
 
@@ -108,7 +110,9 @@ class TestPaths:
         save(storage, "a")
         storage.write("a/notes.txt", [b"mine"])
         new = save(storage, "a", NEWER, sequence=2)
-        assert keys(storage) == {f"a/{path}" for path in (*(file.path for file in new.files), FILE_NAME, "notes.txt")}
+        assert keys(storage) == {
+            f"a/{path}" for path in (*(file.path for file in new.files), FILE_NAME, COPY_NAME, "notes.txt")
+        }
         assert is_whole(storage, new)
 
     def test_a_streamed_file_is_recorded_with_the_hashes_of_one_in_memory(self, storage: Storage) -> None:
@@ -180,9 +184,9 @@ class TestLostAnswers:
         save(storage, "a")
         new = save(_CannotDelete(storage.url), "a", NEWER, sequence=2)
         assert is_whole(storage, new)
-        assert keys(storage) > KEYS
+        assert keys(storage) > KEYS - {f"a/{COPY_NAME}"}
         sweep(storage)
-        assert keys(storage) == {f"a/{path}" for path in (*(file.path for file in new.files), FILE_NAME)}
+        assert keys(storage) == {f"a/{path}" for path in (*(file.path for file in new.files), FILE_NAME, COPY_NAME)}
 
 
 class TestDurability:
@@ -200,7 +204,7 @@ class TestDurability:
         assert current is not None
         assert is_whole(storage, current)
         assert current.sequence == 2
-        assert keys(storage) > KEYS
+        assert keys(storage) > KEYS - {f"a/{COPY_NAME}"}
 
     def test_another_runs_manifest_is_not_overwritten_by_the_second_write(self, storage: Storage) -> None:
         theirs: list[Manifest] = []
@@ -232,7 +236,9 @@ class TestStaging:
         manifest = manifest_of(attempt, written, sequence=2)
         attempt.commit(staged, manifest, {file.file.path: file.receipt or "" for file in written})
         assert is_whole(storage, manifest)
-        assert keys(storage) == {f"a/{path}" for path in (*(file.path for file in manifest.files), FILE_NAME)}
+        assert keys(storage) == {
+            f"a/{path}" for path in (*(file.path for file in manifest.files), FILE_NAME, COPY_NAME)
+        }
         assert staged.published == 1
 
 

@@ -9,11 +9,10 @@ import pytest
 import ckpt
 from ckpt.errors import FullError
 from ckpt.formats.native import manifest as manifest_format
-from ckpt.formats.native.manifest import FILE_NAME, Manifest
-from ckpt.root.catalog import MARKER
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
 from ckpt.root.deletion import apply_retention, remove, remove_or_explain, remove_uncommitted, sweep
 from ckpt.root.history import HISTORY
-from ckpt.root.save_marker import DAY, mark_save, read_marker
+from ckpt.root.save_marker import DAY, MARKER, mark_save, read_marker
 from ckpt.storage import ANY, Buffer, Storage
 from tests.helpers.byte_checkpoints import (
     FILES,
@@ -50,7 +49,7 @@ class TestRemoval:
             committed = f"a/{FILE_NAME}" in keys(storage)
             assert committed == is_whole(storage, manifest)
             sweep(storage)
-            assert keys(storage) == ({f"a/{path}" for path in (*FILES, FILE_NAME)} if committed else set())
+            assert keys(storage) == ({f"a/{path}" for path in (*FILES, FILE_NAME, COPY_NAME)} if committed else set())
             found.add(committed)
         assert found == {True, False}
 
@@ -126,7 +125,7 @@ class TestLeftovers:
         for key in (*others, *PROBES):
             storage.write(key, [b"x"])
         found = sweep(storage)
-        assert keys(storage) == {*others, *(f"committed/{path}" for path in (*FILES, FILE_NAME))}
+        assert keys(storage) == {*others, *(f"committed/{path}" for path in (*FILES, FILE_NAME, COPY_NAME))}
         assert [checkpoint.name for checkpoint in found.checkpoints] == ["committed"]
         assert is_whole(storage, manifest)
 
@@ -209,7 +208,7 @@ class TestLeftovers:
 
         for storage in cut_off_at_every_call(prepare, lambda storage: _swept(storage)):
             sweep(storage)
-            assert keys(storage) == {f"a/{path}" for path in (*FILES, FILE_NAME)}
+            assert keys(storage) == {f"a/{path}" for path in (*FILES, FILE_NAME, COPY_NAME)}
 
 
 class TestRetention:

@@ -9,10 +9,10 @@ import torch
 
 import ckpt
 from benchmarks.shared.counted_objects import CountedObjects
-from ckpt.formats.native.manifest import FILE_NAME
-from ckpt.root.catalog import MARKER
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME
 from ckpt.root.index import INDEX, UNINDEXED
 from ckpt.root.overview import Overview
+from ckpt.root.save_marker import MARKER
 from ckpt.root.summary import Summary
 from ckpt.storage.object_storage import ObjectStorage
 from ckpt.storage.s3.connection import Connection
@@ -91,12 +91,13 @@ class TestIndex:
         assert names[0] == f"step-{MANY - 1:04d}"
         assert set(names[-5:-3]) == {"step-0003", "zz-copy"}
 
-    def test_a_checkpoint_that_is_gone_is_not_listed(self, objects: CountedObjects) -> None:
+    def test_a_manifest_that_is_gone_is_noticed(self, objects: CountedObjects) -> None:
         save(objects_root(objects), 0, MANY)
-        objects.content.pop(f"step-0007/{FILE_NAME}")
+        for name in (FILE_NAME, COPY_NAME):
+            objects.content.pop(f"step-0007/{name}")
         found = {outline.name: outline for outline in overview(objects).checkpoints}
         assert found["step-0007"].summary is None
-        assert not found["step-0007"].was_committed
+        assert found["step-0007"].was_committed
 
     @pytest.mark.parametrize("at", [0, 40, -10])
     def test_a_flipped_bit_makes_it_useless_and_the_listing_right(self, objects: CountedObjects, at: int) -> None:
@@ -124,7 +125,7 @@ class TestIndex:
         save(objects_root(objects), 0, MANY)
         with manager(objects_root(objects), keep=ckpt.Keep(last=MANY - 1)) as run:
             run.resume()
-            objects.content[f"step-0000/{FILE_NAME}"] = b"x"
+            objects.content[f"step-0000/{FILE_NAME}"] = objects.content[f"step-0000/{COPY_NAME}"] = b"x"
             run.save_state("newest", wait=True)
         assert f"step-0000/{FILE_NAME}" in objects.content
         assert f"step-0001/{FILE_NAME}" not in objects.content

@@ -19,7 +19,7 @@ from torch import nn
 import ckpt
 from ckpt.cli.main import main
 from ckpt.root import save_marker
-from ckpt.root.catalog import MARKER
+from ckpt.root.save_marker import MARKER
 from ckpt.storage import ANY, Buffer, Storage
 from tests.helpers.places import PassedOn, Place, at, committed
 from tests.helpers.processes import DEADLINE, start_alone

@@ -137,7 +137,7 @@ class TestCopies:
         assert resumed(tmp_path / "root", mirror)[1] == 4.0
         [copied] = ckpt.list_checkpoints(mirror)
         assert copied.manifest is not None
-        listed = {"manifest.json", *(file.path for file in copied.manifest.files)}
+        listed = {"manifest.json", "manifest.copy.json", *(file.path for file in copied.manifest.files)}
         assert {entry.key for entry in open_storage(mirror).list("best")} == {f"best/{path}" for path in listed}
 
 

@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 
 import ckpt
-from ckpt.root.catalog import MARKER
 from ckpt.root.copy import Copies
+from ckpt.root.save_marker import MARKER
 from ckpt.storage import ANY, Buffer, Entry, LocalStorage
 from tests.root.test_mirror import intact, managed, resumed, run, steps, weights
 

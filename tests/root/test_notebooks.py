@@ -54,7 +54,8 @@ def test_a_list_of_checkpoints_is_a_table(root: Path) -> None:
 
 
 def test_a_checkpoint_that_is_not_committed_says_why(root: Path) -> None:
-    (root / "b" / "manifest.json").unlink()
+    for name in ("manifest.json", "manifest.copy.json"):
+        (root / "b" / name).unlink()
     assert any("manifest" in text for text in cells(ckpt.list_checkpoints(root)[-1]))
 
 

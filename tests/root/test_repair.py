@@ -102,7 +102,8 @@ class TestLoading:
 def test_a_damaged_manifest_in_the_root_and_a_damaged_file_in_the_mirror(urls: tuple[str, str]) -> None:
     root, mirror = urls
     saved = train(root, mirror)
-    cut(open_storage(root), f"{NAME}/manifest.json")
+    for name in ("manifest.json", "manifest.copy.json"):
+        cut(open_storage(root), f"{NAME}/{name}")
     flip(open_storage(mirror), OPTIMIZER)
     restored, found = resume(root, mirror)
     assert (restored.step, found) == (2, saved)
@@ -150,9 +151,10 @@ class TestVerifyRepair:
         root, mirror = urls
         train(root, mirror)
         flip(open_storage(mirror), MODEL)
-        cut(open_storage(mirror), f"{NAME}/manifest.json")
+        for name in ("manifest.json", "manifest.copy.json"):
+            cut(open_storage(mirror), f"{NAME}/{name}")
         done = repair(open_storage(mirror), NAME, [open_storage(root)])
-        assert set(done.written) == {"model.safetensors", "manifest.json"}
+        assert set(done.written) == {"model.safetensors", "manifest.json", "manifest.copy.json"}
         assert all(not wrong for wrong in ckpt.verify(mirror).values())
 
     @pytest.mark.slow

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +26,7 @@ from torch import nn
 
 import ckpt
 from ckpt.formats.native.manifest import FileRecord, Manifest
+from ckpt.root.save_marker import mark_removal
 from ckpt.save import read_back
 from ckpt.save.committed_files import CommittedFiles
 from ckpt.storage import ANY, Buffer, LocalStorage
@@ -384,16 +386,16 @@ class TestAManifestThatTheDiskDoesNotReturn:
         assert f"{root}/{MANIFEST} was written again, and is intact now" in caplog.text
         assert ckpt.verify(root) == {"a": []}
 
-    @pytest.mark.parametrize("happens", ["removal begun", "another file gone"])
+    @pytest.mark.parametrize("happens", ["removal begun", "its copy gone"])
     def test_is_no_false_alarm_where_its_checkpoint_is_removed(
         self, root: Folder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, happens: str
     ) -> None:
         def remove(path: Path) -> None:
             path.unlink()
             if happens == "removal begun":
-                (path.parent / ".saving").touch()
+                mark_removal(LocalStorage(root), "a", [], "", over=None)
             else:
-                (path.parent / "model.safetensors").unlink()
+                (path.parent / "manifest.copy.json").unlink()
 
         monkeypatch.setattr(read_back, "_REMOVAL", 0.0)
         disk = disk_after_a_save(root, MANIFEST, remove)
@@ -797,14 +799,16 @@ def test_a_forked_child_has_none(root: Folder) -> None:
 
 def remove_manifest_first(path: Path) -> None:
     """As retention does."""
-    (path.parent / "manifest.json").unlink()
+    for name in ("manifest.json", "manifest.copy.json"):
+        (path.parent / name).unlink()
     path.unlink()
 
 
 def remove_manifest_last(path: Path) -> None:
     """As a person may."""
     path.unlink()
-    threading.Timer(0.05, (path.parent / "manifest.json").unlink).start()
+    manifests = [path.parent / name for name in ("manifest.json", "manifest.copy.json")]
+    threading.Timer(0.05, lambda: deque(map(Path.unlink, manifests), 0)).start()
 
 
 def replace_checkpoint(path: Path) -> None:

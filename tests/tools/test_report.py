@@ -38,9 +38,9 @@ def test_a_page_tells_of_checkpoints_metrics_and_time(tmp_path: Path) -> None:
         r"\| checkpoints \| 3, \d+\.\d kB \|",
         r"\| training waited \| \d+\.\d\d s for these, at most \d+\.\d\d s for one \|",
         r"\| loss \| █ ▁ \| 4 \| 1 \| 1 \| 4 \| 1 at step 3 \|",
-        r"\| step-00000003 \| 3 \| \S+ \| \d+\.\d kB \| [\d.]+ \w+ \| loss 1 \| \d+\.\d\d s \| \d+\.\d\d s \| yes \|",
-        r"\| step-00000001 \| 1 \| .* \| no: model\.safetensors is .* \|",
-        r"\| step-00000009 \| - \| .* \| no: step-00000009 was never committed.*",
+        r"\| step-00000003 \| 3 \| \S+ \| .* \| loss 1 \| \d+\.\d\d s \| \d+\.\d\d s \| complete \|",
+        r"\| step-00000001 \| 1 \| .* \| damaged: model\.safetensors is .* \|",
+        r"\| step-00000009 \| - \| .* \| uncommitted: step-00000009 was never committed.*",
     ):
         assert re.search(rf"(?m)^{line}$", text), line
     assert "Went back" not in text

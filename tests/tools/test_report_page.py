@@ -233,8 +233,28 @@ def test_without_changes_nothing_but_manifests_is_read(run: Path, tmp_path: Path
     assert "Change of each module" not in text
     said = "".join(Page(page_of(tmp_path / "run", tmp_path)).text)
     assert "step-00000008 to step-00000010: step-00000008 is damaged: model.safetensors was altered" in said
-    assert "Found when models were read: step-00000008 is damaged: model.safetensors was altered" in said
-    assert "not intactby the sizes of files; more was found in models" in said
+    count = len(list((tmp_path / "run").glob("step-*")))
+    assert f"{count} with problemsby the sizes of files, and by the models that were read" in said
+    assert "step-00000008damaged" in said  # in the table of problems, and in that of all checkpoints
+    assert "Complete: " not in said
+
+
+def test_one_checkpoint_with_a_flipped_bit_is_damaged_on_the_card_in_the_text_and_in_the_tables(
+    run: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    flip_a_bit(tmp_path / "run" / "step-00000008" / "model.safetensors")
+    by_size = "".join(Page(page_of(tmp_path / "run", tmp_path, "--no-changes")).text)
+    assert "completeby the sizes of files" in by_size
+    assert "intact" not in by_size
+    page = Page(page_of(tmp_path / "run", tmp_path))
+    said = "".join(page.text)
+    assert "1 with problemsby the sizes of files, and by the models that were read" in said
+    assert said.count("step-00000008damaged") == 2  # of what is wrong, and of all checkpoints
+    assert "step-00000010damaged" not in said
+    assert "intact" not in said
+    markdown = CliRunner().invoke(main, ["report", str(tmp_path / "run"), "--changes"]).output
+    assert re.search(r"(?m)^\| step-00000008 \|.*\| damaged: model\.safetensors was altered", markdown)
 
 
 def test_a_damaged_checkpoint_is_in_the_health_section_and_not_compared(run: Path, tmp_path: Path) -> None:
@@ -244,7 +264,7 @@ def test_a_damaged_checkpoint_is_in_the_health_section_and_not_compared(run: Pat
     (tmp_path / "run" / "step-00000099").mkdir()
     (tmp_path / "run" / "step-00000099" / ".saving").write_text("{}")
     text = " ".join("".join(Page(page_of(tmp_path / "run", tmp_path)).text).split())
-    assert "2 not intact" in text
+    assert "2 with problems" in text
     assert "step-00000020damagedmodel.safetensors is " in text
     assert "step-00000099uncommittedstep-00000099 was never committed" in text
     assert "step-00000018 to step-00000022" in text

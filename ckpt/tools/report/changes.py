@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, DamagedError, shows_damage
 from ckpt.export.source import open_source
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.root import catalog
 from ckpt.root.file_names import part_of
+from ckpt.root.verify import DAMAGED, verify_checkpoint
 from ckpt.storage import Storage, open_storage
 from ckpt.tools.report.facts import RunFacts, Save
 from ckpt.tools.tensor_change import Squares, squares_between
@@ -61,13 +62,15 @@ class Step:
 class Changes:
     """All steps, and the modules in the order of their names.
 
-    `left_out`: checkpoints between those that were compared. `hidden`: modules for which there is no row.
+    `left_out`: checkpoints between those that were compared. `hidden`: modules for which there is no row. `damage`: by
+    name, what was found to be wrong with a checkpoint when its model was read, though sizes were right.
     """
 
     steps: list[Step]
     modules: list[str]
     left_out: int = 0
     hidden: int = 0
+    damage: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     @property
     def relatives(self) -> list[float]:
@@ -75,21 +78,17 @@ class Changes:
         found = (cell.relative for step in self.steps for cell in step.cells.values())
         return [value for value in found if value is not None and math.isfinite(value) and value > 0]
 
-    @property
-    def problems(self) -> list[str]:
-        """What was found to be wrong when models were read, though the sizes of files were right."""
-        return list(dict.fromkeys(step.problem for step in self.steps if step.problem))
-
 
 def measure_changes(facts: RunFacts, options: Mapping[str, Any] | None = None) -> Changes:
     """Compare the models of the checkpoints that are there, each with the one before. Every file is verified."""
-    here = [save for save in facts.present if save.is_intact]
+    here = [save for save in facts.present if save.is_sound]
     chosen = _spread(here)
     steps = [Step(older, newer) for older, newer in pairwise(chosen)]
-    _Comparison(facts.url, options).compare(steps)
+    comparison = _Comparison(facts.url, options)
+    comparison.compare(steps)
     modules = _group(steps)
     rows = modules[:MOST_ROWS]
-    return Changes(steps, rows, len(here) - len(chosen), len(modules) - len(rows))
+    return Changes(steps, rows, len(here) - len(chosen), len(modules) - len(rows), comparison.damage)
 
 
 def _spread(saves: Sequence[Save]) -> list[Save]:
@@ -115,6 +114,8 @@ class _Comparison:
         self._storage: Storage = open_storage(root, **settings(options))
         self._contents: dict[tuple[Any, ...], int] = {}  # numbers of files, the same for the same name and hashes
         self._norms: dict[tuple[str, frozenset[int]], Squares] = {}  # of tensors in files that do not change
+        self.damage: dict[str, Sequence[str]] = {}
+        self._verified: set[str] = set()
 
     def compare(self, steps: Sequence[Step]) -> None:
         size = sum(step.newer.summary.size for step in steps)
@@ -135,8 +136,19 @@ class _Comparison:
             self._compare(step, older, newer)
         except CkptError as error:  # the report says it in place of the cells
             step.problem, step.tensors = one_line(str(error)), {}
+            if isinstance(error, DamagedError) or shows_damage(error):
+                self._find_damage(step)
             return None
         return newer
+
+    def _find_damage(self, step: Step) -> None:
+        """Which of the two is damaged: all of both is read, once."""
+        for save in (step.older, step.newer):
+            if save.name not in self._verified:
+                self._verified.add(save.name)
+                found = verify_checkpoint(self._storage, save.name)
+                if found.state == DAMAGED:
+                    self.damage[save.name] = found.problems
 
     def _opened(self, save: Save, held: ExitStack) -> _Opened:
         manifest = catalog.read_manifest(self._storage, save.name)

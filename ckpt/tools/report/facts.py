@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt.errors import MissingError
 from ckpt.export.card import curves
 from ckpt.formats.native.manifest import Manifest
 from ckpt.memory.statistics import Statistics, saving_of
-from ckpt.root import catalog
-from ckpt.root.catalog import Checkpoint
-from ckpt.root.condition import UNCOMMITTED, Condition, condition
+from ckpt.root.condition import COMPLETE, Condition, condition
 from ckpt.root.history import History, PastSave
+from ckpt.root.index import Index
+from ckpt.root.overview import Overview
 from ckpt.root.summary import Summary
 from ckpt.root.verify import DAMAGED, INTACT, REMOVED
-from ckpt.storage import Entry, Storage, open_storage
+from ckpt.storage import open_storage
 from ckpt.util.option_values import settings
 
 
@@ -63,8 +63,9 @@ class Save:
         return self.state != REMOVED
 
     @property
-    def is_intact(self) -> bool:
-        return self.state == INTACT
+    def is_sound(self) -> bool:
+        """Whether nothing is wrong with it, as far as it was read."""
+        return self.state in (COMPLETE, INTACT)
 
     @property
     def cured(self) -> str:
@@ -109,32 +110,37 @@ class RunFacts:
 
     @property
     def problems(self) -> list[tuple[str, str, str]]:
-        """Name, state and problem of each checkpoint that is not intact."""
-        found = [(save.name, save.state, "; ".join(save.problems)) for save in self.present if not save.is_intact]
+        """Name, state and problem of each checkpoint with which something is wrong."""
+        found = [(save.name, save.state, "; ".join(save.problems)) for save in self.present if not save.is_sound]
         return [*found, *((one.name, one.state, one.problem) for one in self.unread)]
+
+    def with_damage(self, damage: Mapping[str, Sequence[str]]) -> RunFacts:
+        """The same, with what was found to be wrong, by name, when files were read: the sizes had been right."""
+        saves = (
+            replace(save, state=DAMAGED.lower(), problems=(*save.problems, *damage[save.name]))
+            if save.is_here and save.name in damage
+            else save
+            for save in self.saves
+        )
+        return replace(self, saves=tuple(saves))
 
 
 def gather(root: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> RunFacts:
     """The facts of the run below a root. Reads manifests and the sizes of files, no tensor."""
     storage = open_storage(root, **settings(options))
-    files = catalog.by_folder(storage.list())
-    listed = {name: inside for name, inside in files.items() if catalog.is_checkpoint(name, inside)}
-    found = sorted(catalog.find_listed(storage, listed), key=lambda one: catalog.commit_order(one.name, one.manifest))
-    manifests = [checkpoint.manifest for checkpoint in found if checkpoint.manifest is not None]
+    found = Overview.of(storage, known=Index())
+    manifests = [found.manifests[summary.name] for summary in reversed(found.committed)]
     if not manifests:
         raise MissingError(f"there are no checkpoints in {storage.url}.")
     history = History.of(storage)
     by_id = {manifest.id: manifest for manifest in manifests}
-    saves = [_present(storage, manifest, by_id, listed[manifest.name]) for manifest in manifests]
+    conditions = {checkpoint.name: condition(found, checkpoint) for checkpoint in found.checkpoints}
+    saves = [_save(PastSave.of(one), conditions[one.name], _shared(one, by_id)) for one in manifests]
     saves += [_save(past, Condition(REMOVED)) for past in history.without(manifests)]
     saves.sort(key=lambda save: (save.summary.sequence, save.summary.created))
-    unread = tuple(_unread(checkpoint) for checkpoint in found if checkpoint.manifest is None)
+    lacking = (checkpoint.name for checkpoint in reversed(found.checkpoints) if checkpoint.summary is None)
+    unread = tuple(Unread(name, conditions[name].state.lower(), conditions[name].problems[0]) for name in lacking)
     return RunFacts(storage.url, tuple(saves), unread, manifests[-1], history.left_out)
-
-
-def _present(storage: Storage, manifest: Manifest, by_id: Mapping[str, Manifest], files: Mapping[str, Entry]) -> Save:
-    past, sizes = PastSave.of(manifest), {path: entry.size for path, entry in files.items()}
-    return _save(past, condition(storage, past.summary, sizes), _shared(manifest, by_id))
 
 
 def _save(past: PastSave, is_now: Condition, shared: int | None = None) -> Save:
@@ -159,11 +165,6 @@ def _shared(manifest: Manifest, by_id: Mapping[str, Manifest]) -> int | None:
     before = {(file.name, file.size, file.block_size, file.blocks) for file in parent.files}
     same = (file for file in manifest.files if (file.name, file.size, file.block_size, file.blocks) in before)
     return sum(file.size for file in same)
-
-
-def _unread(checkpoint: Checkpoint) -> Unread:
-    state = DAMAGED.lower() if catalog.was_committed(checkpoint.problem) else UNCOMMITTED
-    return Unread(checkpoint.name, state, str(checkpoint.problem))
 
 
 def waits(saves: Sequence[Save]) -> tuple[list[float], list[float]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from ckpt.root.condition import COMPLETE
 from ckpt.tools.report.best import Best, best_of
 from ckpt.tools.report.facts import RunFacts, Save, memory_spent, waits
 from ckpt.tools.report.heat_section import changes_section
@@ -50,18 +51,18 @@ _COLUMNS = ("name", "state", "step", "saved (UTC)", "size", "shared", "training 
 
 def render_html(facts: RunFacts, changes: Changes | None = None, modes: Mapping[str, str] | None = None) -> str:
     """The page. `changes`: as `measure_changes` returns them, or none. `modes`: "min" or "max" by metric."""
+    facts = facts.with_damage(changes.damage if changes is not None else {})
     found = attempts(facts.saves)
     best = {name: best_of(name, points, modes or {}) for name, points in facts.curves.items()}
-    read = changes.problems if changes is not None else []
     title = facts.url.rstrip("/").rpartition("/")[2] or facts.url
     body = [
         f"<h1>{text(title)}</h1>",
         f'<p class="where">{text(facts.url)}</p>',
-        f'<div class="tiles">{"".join(_tiles(facts, found, read))}</div>',
+        f'<div class="tiles">{"".join(_tiles(facts, found, changes))}</div>',
         _metrics(facts, best),
         _saves(facts, found),
         _lineage(found),
-        _health(facts, read),
+        _health(facts, changes),
         changes_section(changes),
         _checkpoints(facts, best),
         _about(facts),
@@ -87,7 +88,7 @@ def _page(title: str, body: Sequence[str]) -> str:
     )
 
 
-def _tiles(facts: RunFacts, found: Sequence[Attempt], read: Sequence[str]) -> Iterator[str]:
+def _tiles(facts: RunFacts, found: Sequence[Attempt], changes: Changes | None) -> Iterator[str]:
     here, newest = facts.present, facts.saves[-1]
     gone = f"{len(facts.removed):,} more were removed" if facts.removed else "none was removed"
     yield tile("checkpoints", data(len(here), f"{len(here):,}"), text(gone))
@@ -108,9 +109,9 @@ def _tiles(facts: RunFacts, found: Sequence[Attempt], read: Sequence[str]) -> It
     said = f"{fallbacks} passed over a checkpoint" if fallbacks else "none passed a checkpoint over"
     yield tile("restarts", data(len(again), f"{len(again)}"), text(said if again else ""))
     wrong = len(facts.problems)
-    said = f"{wrong:,} not intact" if wrong else "not intact" if read else "intact"
-    how = "by the sizes of files" + ("; more was found in models" if read else "")
-    yield tile("health", said, text(how), "bad" if wrong or read else "good")
+    yield tile(
+        "health", f"{wrong:,} with problems" if wrong else COMPLETE, text(_how_read(changes)), "bad" if wrong else ""
+    )
 
 
 def _metrics(facts: RunFacts, best: Mapping[str, Best | None]) -> str:
@@ -133,8 +134,8 @@ def _saves(facts: RunFacts, found: Sequence[Attempt]) -> str:
     entries = [("var(--line)", "bytes of its own"), ("var(--third)", "shared: the same files as the checkpoint before")]
     if facts.removed:
         entries.append(("color-mix(in srgb,var(--line) 40%,var(--surface))", "removed since"))
-    if any(not save.is_intact for save in facts.present):
-        entries.append(("var(--bad)", "not intact"))
+    if any(not save.is_sound for save in facts.present):
+        entries.append(("var(--bad)", "damaged"))
     if len(found) > 1:
         entries.append(("var(--second)", "a restart (dashed)"))
     more = len(facts.saves) - MOST_SAVES
@@ -151,7 +152,7 @@ def _lineage(found: Sequence[Attempt]) -> str:
     cut = f'<p class="muted">The picture has the newest {MOST_ATTEMPTS} of {len(found)}.</p>' if more > 0 else ""
     entries = [
         ("var(--line)", "a checkpoint (a ring: removed since)"),
-        ("var(--bad)", "passed over or not intact (a cross)"),
+        ("var(--bad)", "passed over or damaged (a cross)"),
         ("var(--second)", "continued from (dashed)"),
     ]
     note = '<p class="muted">A restart that saved nothing has left no trace here.</p>'
@@ -171,18 +172,21 @@ def said_of(attempt: Attempt, number: int) -> str:
     return f"Continued from <b>{text(load.name)}</b> (step {load.step:,}{where}){how}, {saved}.{skipped}{more}"
 
 
-def _health(facts: RunFacts, read: Sequence[str]) -> str:
+def _how_read(changes: Changes | None) -> str:
+    return "by the sizes of files" + (", and by the models that were read" if changes is not None else "")
+
+
+def _health(facts: RunFacts, changes: Changes | None) -> str:
     problems = [("", (cell(name), cell(state, "bad"), cell(why, "long"))) for name, state, why in facts.problems]
     count = f"{len(facts.present):,}"
-    fine = f'<p><span class="good">Intact:</span> all {count} checkpoints have all their files, by size.</p>'
-    unsound = [f'<li><span class="bad">Found when models were read:</span> {text(why)}</li>' for why in read]
+    fine = f"<p>Complete: nothing is wrong with any of the {count} checkpoints, {_how_read(changes)}.</p>"
     found = table(("checkpoint", "state", "problem"), problems) if problems else fine
     remarks = [f"<li>{text(remark)}</li>" for remark in _remarks(facts)]
     return section(
         "Health",
         found,
-        f"<ul>{''.join([*unsound, *remarks])}</ul>" if unsound or remarks else "",
-        '<p class="muted">Sizes were compared; <code>ckpt verify</code> reads every byte.</p>',
+        f"<ul>{''.join(remarks)}</ul>" if remarks else "",
+        '<p class="muted"><code>ckpt verify</code> reads every byte.</p>',
     )
 
 
@@ -223,7 +227,7 @@ def _row(
     if has_metrics and not split:
         said = ", ".join(f"{name} {format_number(value)}" for name, value in summary.metrics.items())
         measured = [cell(said, "long")]
-    state = "good" if save.is_intact else "" if not save.is_here else "bad"
+    state = "bad" if save.is_here and not save.is_sound else ""
     return "" if save.is_here else "gone", [
         cell(save.name),
         cell(save.state, state),

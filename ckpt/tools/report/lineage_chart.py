@@ -64,7 +64,7 @@ def title_of(attempt: Attempt, number: int) -> str:
 def _dots(saves: Sequence[Save], y: float, across: Scale, skipped: set[str]) -> Iterator[str]:
     for save in saves if len(saves) <= _FEW else (saves[0], saves[-1]):
         x = across(save.step)
-        if save.summary.id in skipped or (save.is_here and not save.is_intact):
+        if save.summary.id in skipped or (save.is_here and not save.is_sound):
             why = "passed over by a later attempt" if save.summary.id in skipped else save.state
             cross = f"M{x - 5:.1f} {y - 5:.1f}l10 10m0 -10l-10 10"
             yield path(cross, f"{save.name}: {why}", stroke=THEMED.bad, stroke_width=2.5)

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 _LEVELS = "▁▂▃▄▅▆▇█"
 _MAX_POINTS = 60  # of a curve
 _METRICS = ("metric", "by step", "first", "last", "lowest", "highest", "best")
-_CHECKPOINTS = ("name", "step", "saved", "size", "shared", "metrics", "training waited", "durable after", "intact")
+_CHECKPOINTS = ("name", "step", "saved", "size", "shared", "metrics", "training waited", "durable after", "state")
 
 
 def render_markdown(facts: RunFacts, changes: Changes | None = None, modes: Mapping[str, str] | None = None) -> str:
     """The page. `changes`: as `measure_changes` returns them, or none. `modes`: "min" or "max" by metric."""
+    facts = facts.with_damage(changes.damage if changes is not None else {})
     rows = [*map(_row, reversed(facts.present)), *map(_unread_row, facts.unread), *map(_row, reversed(facts.removed))]
     sections = (
         ("", _table(("", ""), _summary(facts))),
@@ -96,12 +97,12 @@ def _sparkline(values: Sequence[float]) -> str:
 
 
 def _unread_row(found: Unread) -> tuple[str, ...]:
-    return (found.name, *("-",) * 7, f"no: {found.problem}")
+    return (found.name, *("-",) * 7, f"{found.state}: {found.problem}")
 
 
 def _row(save: Save) -> tuple[str, ...]:
     summary = save.summary
-    state = "yes" if save.is_intact else "removed" if not save.is_here else f"no: {'; '.join(save.problems)}"
+    state = f"{save.state}: {'; '.join(save.problems)}" if save.is_here and not save.is_sound else save.state
     return (
         summary.name,
         f"{summary.step:,}",

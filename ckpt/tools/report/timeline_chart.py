@@ -45,7 +45,7 @@ def timeline(attempts: Sequence[Attempt]) -> str:
         if save.waited is not None:
             body.append(waits.bar(x, width, 0.0, save.waited, title, fill=THEMED.lines[0], **pale))
         shared = float(save.shared or 0)
-        is_sound = save.is_intact or not save.is_here
+        is_sound = save.is_sound or not save.is_here
         own, same = (THEMED.lines[0], THEMED.lines[2]) if is_sound else (THEMED.bad, THEMED.bad)
         body.append(sizes.bar(x, width, shared, float(save.summary.size), title, fill=own, **pale))
         if shared:
@@ -89,7 +89,7 @@ def _labels(saves: Sequence[Save], slot: float, y: float) -> Iterator[str]:
 def _title(save: Save) -> str:
     waited = "not known how long training waited" if save.waited is None else f"training waited {_seconds(save.waited)}"
     shared = f", {format_size(save.shared)} of it shared" if save.shared else ""
-    state = "" if save.is_intact else f", {save.state}"
+    state = "" if save.is_sound else f", {save.state}"
     return f"{save.name}: {waited}, {format_size(save.summary.size)}{shared}{state}"
 
 
