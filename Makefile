@@ -147,6 +147,7 @@ $(VERSIONED)/%/.ready: pyproject.toml constraints-%.txt | $(READY)  # one after 
 .PHONY: $(TESTED)
 $(TESTED): $(VERSIONED)/%/.tested: $(VERSIONED)/%/.ready
 	$(VERSIONED)/$*/bin/python -m pytest -n $(JOBS) --dist worksteal -m '$(FAST)' $(SLICE) $(SLICE_OF_$*)
+	$(if $(filter newest,$*),$(VERSIONED)/$*/bin/python -m pytest tests/storage/test_hub_downloads.py)  # a model of 200 MB
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .coverage*

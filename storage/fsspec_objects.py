@@ -1,4 +1,4 @@
-"""Object stores through fsspec's filesystems: hf://, oss:// and others."""
+"""Object stores through fsspec's filesystems: oss:// and others."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakValueDictionary
 
 from ckpt.errors import AbsentError, ConfigError, DeniedError, StorageError, TransientError, TruncatedError
 from ckpt.storage.base import ANY, Buffer, Entry, StablePieces, Unfinished, changed
 from ckpt.storage.multipart import PART_SIZE, split_into_parts
 from ckpt.storage.option_names import unknown_options
+from ckpt.storage.retry import UnreachedError
 
 _turns: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
 _guard = threading.Lock()
-_COMPLETE = ("hf", "local")  # filesystems that take no options but those of their signatures
 _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
@@ -124,8 +124,7 @@ class FilesystemObjects:
             )
         except NotImplementedError:
             raise DeniedError(
-                f"{self.url} can only be read: fsspec cannot make a complete object appear there. To write to the "
-                "Hub, use hub://."
+                f"{self.url} can only be read: fsspec cannot make a complete object appear there."
             ) from None
         try:
             for part in split_into_parts(pieces):
@@ -178,6 +177,8 @@ def _turn(name: str) -> threading.Lock:
 
 def _problem(error: Exception, what: str, where: str) -> StorageError | None:
     """The `StorageError` for an error of a filesystem, whose class differs between clients; None for other errors."""
+    if isinstance(error, FileNotFoundError) and _is_of_network(error.__cause__):
+        error = error.__cause__  # fsspec says of a web server that did not answer that the file is missing
     status = _status(error)
     begin = f"could not {what} {where}"
     if isinstance(error, _NOTHING_THERE):
@@ -189,13 +190,19 @@ def _problem(error: Exception, what: str, where: str) -> StorageError | None:
     if status >= 500 or status == 429:
         return TransientError(f"{begin}: the server says {status}.")
     if isinstance(error, _network()):
-        return TransientError(f"{begin}: the connection failed ({type(error).__name__}). Look at the network.")
+        kind = UnreachedError if isinstance(error, _never_connected()) else TransientError
+        return kind(f"{begin}: the connection failed ({type(error).__name__}). Look at the network.")
     if isinstance(error, OSError) or status:
         return StorageError(f"{begin}: {getattr(error, 'strerror', '') or type(error).__name__}.")
     return None
 
 
-def _status(error: Exception) -> int:
+def _is_of_network(error: BaseException | None) -> TypeGuard[Exception]:
+    """Whether nothing is known, as the connection failed or the server did."""
+    return isinstance(error, _network()) and _status(error) not in (404, 410)
+
+
+def _status(error: BaseException) -> int:
     """The HTTP status of an error, under any name that clients use; 0 if it has none."""
     said = (error, getattr(error, "response", None))
     found = (getattr(one, name, None) for one in said for name in ("status_code", "status", "code"))
@@ -211,16 +218,24 @@ def _archives() -> tuple[type[Exception], ...]:
 def _network() -> tuple[type[Exception], ...]:
     import asyncio  # only here: local roots do without it, and the command starts faster
 
-    named = (("aiohttp", "ClientError"), ("httpx", "TransportError"), ("httpx2", "TransportError"))
-    used = [getattr(sys.modules[module], name) for module, name in named if module in sys.modules]
-    return (ConnectionError, TimeoutError, asyncio.TimeoutError, *used)
+    return (ConnectionError, TimeoutError, asyncio.TimeoutError, *_of_clients("ClientError", "TransportError"))
+
+
+def _never_connected() -> tuple[type[Exception], ...]:
+    return (ConnectionRefusedError, *_of_clients("ClientConnectorError", "ConnectError"))
+
+
+def _of_clients(of_aiohttp: str, of_httpx: str) -> list[type[Exception]]:
+    """Errors of the clients that filesystems use, of those that were imported."""
+    named = (("aiohttp", of_aiohttp), ("httpx", of_httpx), ("httpx2", of_httpx))
+    return [getattr(sys.modules[module], name) for module, name in named if module in sys.modules]
 
 
 def _open(scheme: str, options: Mapping[str, Any]) -> Any:
     from fsspec import filesystem, get_filesystem_class
 
     try:
-        unknown = unknown_options(options, get_filesystem_class(scheme)) if scheme in _COMPLETE else []
+        unknown = unknown_options(options, get_filesystem_class(scheme)) if scheme == "local" else []
         if unknown:
             raise ConfigError(f"{scheme}:// does not take the storage_options {', '.join(unknown)}.")
         return filesystem(scheme, **{"use_listings_cache": False, **options})

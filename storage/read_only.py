@@ -1,6 +1,7 @@
-"""Places that are only read from: web servers, archives, SFTP. fsspec knows how to list and to read them.
+"""Places that are only read from: web servers, archives, SFTP, hf://. fsspec knows how to list and to read them.
 
-Nothing can be locked there, and nobody is kept from changing what is read: hashes notice it.
+That is known before anything is asked for: nothing is written there to find out. Nothing can be locked there, and
+nobody is kept from changing what is read: hashes notice it.
 """
 
 from __future__ import annotations
@@ -8,16 +9,18 @@ from __future__ import annotations
 import inspect
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, TypeVar
 
 from ckpt.errors import AbsentError, ConfigError, DeniedError, StorageError, TruncatedError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished, below, check_key
 from ckpt.storage.fsspec_objects import translated_errors
 from ckpt.storage.option_names import unknown_options
+from ckpt.storage.retry import Requests, RetryPolicy
 from ckpt.util.checked_json import is_relative
 
+_T = TypeVar("_T")
 _MOST_COPIED = 64 << 20  # bytes of a piece while a file is copied that cannot be read in ranges
 
 
@@ -30,7 +33,10 @@ class ReadOnlyStorage:
         self.url = url
         self._options = dict(options)
         self._known: tuple[str, ...] = ()
-        self._fs, path = _opened(url, options)
+        given = dict(options)
+        policy = RetryPolicy.taken_from(given)
+        self._requests = Requests(policy)
+        self._fs, path = _opened(url, given, policy)
         self._prefix = path.rstrip("/")
         self._whole: dict[str, IO[bytes]] = {}  # copies of files that the server does not send in parts
         self._sizes: dict[str, int] = {}
@@ -72,20 +78,32 @@ class ReadOnlyStorage:
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         top = prefix and check_key(prefix)
-        with self._turn, translated_errors("list", f"{self.url}/{top}".rstrip("/")):
-            try:
-                found = self._fs.find(self._path(top), detail=True)
-            except FileNotFoundError:
-                found = {}
+        try:
+            found = self._asked("list", f"{self.url}/{top}".rstrip("/"), lambda: self._found(self._path(top)))
+        except AbsentError:
+            found = {}
         keys = [str(path).removeprefix(self._prefix).strip("/") for path in found]
         for key in keys or self._known:
             if is_relative(key) and below(key, top):
                 with suppress(AbsentError):
                     yield Entry(key, self._size(key))
 
+    def _found(self, path: str) -> dict[str, Any]:
+        """All files below a path. fsspec leaves out a folder that it cannot list, unless it is told not to."""
+        self._fs.invalidate_cache()
+        told = {"on_error": _raise_unless_absent} if self._fs.async_impl else {}
+        return dict(self._fs.find(path, detail=True, **told))
+
     def version(self, key: str) -> str | None:
-        with self._turn, translated_errors("read", self._where(key)):
-            return str(self._fs.ukey(self._path(key))) if self._fs.exists(self._path(key)) else None
+        path = self._path(check_key(key))
+
+        def ask() -> str | None:
+            return None if self._fs.info(path)["type"] == "directory" else str(self._fs.ukey(path))
+
+        try:
+            return self._asked("read", self._where(key), ask)
+        except AbsentError:
+            return None
 
     def lock(self, key: str, *, shared: bool = False, note: str = "") -> AbstractContextManager[None]:
         check_key(key)
@@ -111,8 +129,17 @@ class ReadOnlyStorage:
     def _refuse(self) -> NoReturn:
         raise DeniedError(
             f"{self.url} can only be read: load, verify, show, merge and pull take it. To save there, give a root that "
-            "can be written to: a folder, s3://, gs://, az:// or hub://."
+            "can be written to: a folder, s3://, gs://, az:// or, for the Hub, hub://."
         )
+
+    def _asked(self, what: str, where: str, ask: Callable[[], _T]) -> _T:
+        """What the server says. It is asked again if it did not answer."""
+
+        def attempt() -> _T:
+            with self._turn, translated_errors(what, where):
+                return ask()
+
+        return self._requests.make(attempt)
 
     def _path(self, key: str) -> str:
         return f"{self._prefix}/{key}".strip("/") if not self._prefix else f"{self._prefix}/{key}".rstrip("/")
@@ -122,8 +149,7 @@ class ReadOnlyStorage:
 
     def _size(self, key: str) -> int:
         if key not in self._sizes:
-            with self._turn, translated_errors("read", self._where(key)):
-                facts = self._fs.info(self._path(key))
+            facts = self._asked("read", self._where(key), lambda: self._fs.info(self._path(key)))
             if facts.get("type") == "directory":
                 raise AbsentError(f"{self._where(key)} does not exist.")
             if facts.get("size") is None or facts.get("partial") is False:
@@ -134,8 +160,7 @@ class ReadOnlyStorage:
 
     def _range(self, key: str, start: int, stop: int) -> bytes:
         if key not in self._whole:
-            with self._turn, translated_errors("read", self._where(key)):
-                data = bytes(self._fs.cat_file(self._path(key), start=start, end=stop))
+            data = self._asked("read", self._where(key), lambda: self._part(key, start, stop))
             if len(data) == stop - start:
                 return data
             if len(data) != self._size(key):
@@ -154,24 +179,39 @@ class ReadOnlyStorage:
         with self._guard:
             if key in self._whole:
                 return
-            copy = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the storage
-            with (
-                self._turn,
-                translated_errors("read", self._where(key)),
-                self._fs.open(self._path(key), "rb", block_size=0) as file,
-            ):
-                while piece := file.read(_MOST_COPIED):
-                    copy.write(piece)
-            copy.flush()
+            copy = self._asked("read", self._where(key), lambda: self._received(key))
             self._sizes[key] = copy.tell()
             self._whole[key] = copy
 
+    def _part(self, key: str, start: int, stop: int) -> bytes:
+        return bytes(self._fs.cat_file(self._path(key), start=start, end=stop))
 
-def _opened(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    def _received(self, key: str) -> IO[bytes]:
+        copy = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the storage
+        with self._fs.open(self._path(key), "rb", block_size=0) as file:
+            while piece := file.read(_MOST_COPIED):
+                copy.write(piece)
+        copy.flush()
+        return copy
+
+
+def _raise_unless_absent(error: Exception) -> None:
+    """A link of an index that leads nowhere is no file."""
+    if not isinstance(error, FileNotFoundError) or error.__cause__ is not None:
+        raise error
+
+
+def _opened(url: str, options: Mapping[str, Any], policy: RetryPolicy) -> tuple[Any, str]:
+    from fsspec import get_filesystem_class
     from fsspec.core import url_to_fs
 
-    if url.lower().startswith("http") and (unknown := _unknown_of_http(options)):
-        raise ConfigError(f"{url.partition(':')[0]}:// does not take the storage_options {', '.join(unknown)}.")
+    scheme = url.lower().partition(":")[0]
+    if scheme.startswith("http"):
+        unknown, options = _unknown_of_http(options), _with_timeout(options, policy)
+    else:
+        unknown = unknown_options(options, get_filesystem_class("hf")) if scheme == "hf" else []
+    if unknown:
+        raise ConfigError(f"{scheme}:// does not take the storage_options {', '.join(unknown)}.")
     try:
         filesystem, path = url_to_fs(url, **options)
         return filesystem, str(path)
@@ -185,6 +225,14 @@ def _opened(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         kind = type(error).__name__
         given = f" with the storage_options {', '.join(options)}" if options else ""
         raise StorageError(f"{url} cannot be opened{given} ({kind}): {str(error).rstrip('.')}.") from None
+
+
+def _with_timeout(options: Mapping[str, Any], policy: RetryPolicy) -> dict[str, Any]:
+    """The options, with an end to how long a server is waited for, unless the user has set one."""
+    from aiohttp import ClientTimeout
+
+    limit = ClientTimeout(total=None, sock_connect=min(10.0, policy.stall), sock_read=policy.stall)
+    return {**options, "client_kwargs": {"timeout": limit, **options.get("client_kwargs", {})}}
 
 
 def _unknown_of_http(options: Mapping[str, Any]) -> list[str]:

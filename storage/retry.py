@@ -1,7 +1,7 @@
 """Retries of failed requests: exponential backoff with jitter until a deadline.
 
 A backend decides which of its failures may pass, makes the request again, and asks `Retries` when. That holds for
-requests of S3 and of the Hub, and for commits that others forestall.
+requests of S3 and of the Hub, and for commits that others forestall. `Requests` does all of it for clients that block.
 """
 
 from __future__ import annotations
@@ -9,18 +9,25 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from ckpt.errors import ConfigError
+from ckpt.errors import ConfigError, TransientError
 from ckpt.util.option_values import is_seconds, said
 
+_T = TypeVar("_T")
 FIRST_CONTACT = 10.0  # seconds: a server that was never reached is more likely misspelt than restarting
 _random = random.SystemRandom()  # the global generator belongs to the training
 _end: ContextVar[float] = ContextVar("ckpt-requests-end", default=math.inf)  # by the monotonic clock
+
+
+class UnreachedError(TransientError):
+    """No server has answered, so that the address may be wrong."""
 
 
 @contextmanager
@@ -53,6 +60,11 @@ class RetryPolicy:
         wrong += [] if is_seconds(self.stall) else [f"stall={said(self.stall)}"]
         if wrong:
             raise ConfigError(f"storage_options: {' and '.join(wrong)} must be a number of seconds.")
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> RetryPolicy:
+        """The policy, whose options are taken out of those of a store."""
+        return cls(**{name: options.pop(name) for name in ("deadline", "stall") if name in options})
 
     def start(self) -> Retries:
         """The deadline of a request runs from now on."""
@@ -94,3 +106,27 @@ class Retries:
             return None
         self.tries += 1
         return asked or pause
+
+
+class Requests:
+    """Requests to one server, each made again while it fails with a `TransientError`, until its deadline."""
+
+    def __init__(self, policy: RetryPolicy) -> None:
+        self._policy = policy
+        self._reached = False
+
+    def make(self, attempt: Callable[[], _T], stopped: threading.Event | None = None) -> _T:
+        """Its result. No further try is made when `stopped` is set."""
+        retries, stopped = self._policy.start(), stopped or threading.Event()
+        while True:
+            try:
+                result = attempt()
+            except TransientError as error:
+                problem = error
+            else:
+                self._reached = True
+                return result
+            self._reached = self._reached or not isinstance(problem, UnreachedError)
+            tries, pause = retries.tries, retries.next_pause(reached=self._reached)
+            if pause is None or stopped.wait(pause):
+                raise TransientError(f"{problem} Tried {tries} times.")

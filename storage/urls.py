@@ -38,8 +38,8 @@ def open_storage(root: str | os.PathLike[str] | Storage, **options: Any) -> Stor
     `options` are passed to the backend, under the names of its fsspec filesystem: `endpoint_url`, `profile`, `key` or
     `secret` for `s3://`, for instance. Three are ckpt's own: `deadline`, the seconds for which a failing request is
     retried, `stall`, the seconds without a byte moved after which it has failed, and `allow_unconditional`, for a store
-    that ignores the conditions of a write and has a single writer. `hub://` takes `token`, `deadline`, and `interval`:
-    the seconds between two commits.
+    that ignores the conditions of a write and has a single writer. `hub://` takes `token`, `deadline`, `stall`, and
+    `interval`: the seconds between two commits.
     """
     if isinstance(root, Storage):
         return root
@@ -144,7 +144,7 @@ def _open_memory(rest: str, **options: Any) -> Storage:
 
 
 def _open_hub(rest: str, **options: Any) -> Storage:
-    known = {"token", "interval", "deadline"}
+    known = {"token", "interval", "deadline", "stall"}
     if options.keys() - known:
         wrong = ", ".join(sorted(options.keys() - known))
         raise ConfigError(f"hub:// takes the storage_options {', '.join(sorted(known))}; not {wrong}.")
@@ -207,9 +207,9 @@ _BUILT_IN: dict[str, Callable[..., Storage]] = {
     "memory": _open_memory,
     "s3": _open_s3,
     "s3a": _open_s3,
-    **{scheme: _read_only(scheme) for scheme in ("http", "https", "sftp", "ssh")},
+    **{scheme: _read_only(scheme) for scheme in ("hf", "http", "https", "sftp", "ssh")},
     # the fsspec filesystems where an object appears only when it is complete: not ftp, for instance
-    **{scheme: _open_filesystem(scheme) for scheme in ("hf", "local", "oci", "oss")},
+    **{scheme: _open_filesystem(scheme) for scheme in ("local", "oci", "oss")},
     **{scheme: _open_azure(scheme) for scheme in ("abfs", "abfss", "az")},
     **{scheme: _open_gcs(scheme) for scheme in ("gcs", "gs")},
 }

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import StorageError
+from ckpt.storage.clouds.errors import CutError
 
+_WITHOUT_BODY = (204, 304)
+_HTTP_1_1 = 11
 LARGEST = 64 << 20  # bytes of an answer that describes objects; a page of a listing has one
 
 
@@ -31,17 +34,37 @@ class Answer:
     body: bytes
 
     def fields(self) -> dict[str, Any]:
-        """The JSON object that it is; a `ValueError` if it is none."""
-        return dict(json.loads(self.body))
+        """The JSON object that it is; a `CutError` if it is the beginning of one, a `ValueError` if it is none."""
+        try:
+            return dict(json.loads(self.body))
+        except json.JSONDecodeError:
+            if self.body.lstrip()[:1] in (b"", b"{"):
+                raise CutError from None
+            raise
 
 
 def receive(response: Any, most: int | None = LARGEST) -> Answer:
-    """Read an answer whose body is still to come. A longer one than `most` bytes is an error, and is not read."""
+    """Read an answer whose body is still to come. A longer one than `most` bytes is an error, and is not read.
+
+    A server that closes the connection in the middle is noticed by the length that it announced: the client takes what
+    has come for all of it.
+    """
     with response:
         body = response.raw.read(None if most is None else most + 1)
     if most is not None and len(body) > most:
         raise StorageError(f"the server sends more than the {most:,} bytes that were asked for. Check the endpoint.")
+    if _is_cut(response, len(body)):
+        raise CutError
     return Answer(response.status_code, response.headers, body)
+
+
+def _is_cut(response: Any, received: int) -> bool:
+    """Whether bytes are missing: of the body, or of the headers, if they name no end that HTTP/1.1 knows."""
+    headers = response.headers
+    if announced := headers.get("Content-Length"):
+        return received < int(announced)
+    has_end = "Transfer-Encoding" in headers or headers.get("Connection") == "close"
+    return response.raw.version == _HTTP_1_1 and response.status_code not in _WITHOUT_BODY and not has_end
 
 
 def successful(answer: Answer) -> Answer:
@@ -49,6 +72,6 @@ def successful(answer: Answer) -> Answer:
     if answer.status < 300:
         return answer
     code = ""
-    with suppress(ValueError, KeyError, IndexError, TypeError):
+    with suppress(CutError, ValueError, KeyError, IndexError, TypeError):
         code = str(answer.fields()["error"]["errors"][0]["reason"])
     raise AnswerError(answer.status, code)

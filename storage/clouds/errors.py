@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ckpt.errors import AbsentError, DeniedError, FullError, StorageError, TransientError
 from ckpt.storage.base import changed
+from ckpt.storage.retry import UnreachedError
 
 _CODE = re.compile(r"\w{1,64}", re.ASCII)  # of whatever else a server sends, nothing is quoted
 _CONFLICT = {"ConditionNotMet", "TargetConditionNotMet", "BlobAlreadyExists", "InvalidBlockList", "conditionNotMet"}
@@ -16,8 +17,8 @@ _TRANSIENT = {"ServerBusy", "OperationTimedOut", "InternalError", "backendError"
 _FULL = {"AccountQuotaExceeded", "InsufficientAccountPermissionsQuota", "storageQuotaExceeded"}
 
 
-class UnreachedError(TransientError):
-    """No server has answered, so that the address may be wrong."""
+class CutError(ConnectionError):
+    """An answer that ends before its end: the same request may bring all of it."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ckpt.errors import ConfigError, StorageError
 from ckpt.storage.base import ANY, Entry, changed
 from ckpt.storage.clouds import errors
 from ckpt.storage.clouds.answers import LARGEST, Answer, AnswerError, receive, successful
-from ckpt.storage.clouds.objects import AT_ONCE, WRITE, CloudObjects, Head, Retried, refuse_unknown, take_policy
+from ckpt.storage.clouds.objects import AT_ONCE, WRITE, CloudObjects, Head, Retried, refuse_unknown
 from ckpt.storage.clouds.resumable import Part
 from ckpt.storage.multipart import Body, Uncounted
 from ckpt.storage.retry import RetryPolicy
@@ -47,7 +47,7 @@ def open_gcs(scheme: str, rest: str, options: Mapping[str, Any]) -> CloudObjects
     if not bucket:
         raise ConfigError(f"{url} names no bucket: write {scheme}://bucket/folder.")
     refuse_unknown(scheme, given, _TAKEN, _WITHOUT_EFFECT, _INSTEAD)
-    policy = take_policy(given)
+    policy = RetryPolicy.taken_from(given)
     return CloudObjects(url, prefix.strip("/"), _client(scheme, bucket, given, policy), policy)
 
 

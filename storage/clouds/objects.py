@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ckpt.errors import AbsentError, ConfigError, DeniedError, StorageError, TransientError
 from ckpt.storage.base import ANY, Buffer, Entry, Unfinished
-from ckpt.storage.clouds.errors import UnreachedError, strange_answer
+from ckpt.storage.clouds.errors import strange_answer
 from ckpt.storage.multipart import scatter, split_into_parts
-from ckpt.storage.retry import Retries, RetryPolicy
+from ckpt.storage.retry import Requests, RetryPolicy
 from ckpt.util.threads import in_parallel
 
 _T = TypeVar("_T")
@@ -75,9 +75,8 @@ class CloudObjects:
         self._url = url
         self._prefix = f"{prefix}/" if prefix else ""
         self._client = client
-        self._policy = policy
+        self._requests = Requests(policy)
         self._at_once = at_once
-        self._reached = False
 
     @property
     def url(self) -> str:
@@ -175,24 +174,18 @@ class CloudObjects:
 
     def _retried(self, what: str, key: str) -> Retried:
         def retried(attempt: Callable[[], _T], *, stopped: threading.Event | None = None) -> _T:
-            return self._with_retries(what, key, attempt, stopped or threading.Event())
+            return self._requests.make(lambda: self._translated(what, key, attempt), stopped)
 
         return retried
 
-    def _with_retries(self, what: str, key: str, attempt: Callable[[], _T], stopped: threading.Event) -> _T:
-        """The result of an attempt. Transient failures are retried until the deadline, others raised at once."""
-        retries = self._policy.start()
-        while True:
-            try:
-                result = attempt()
-            except Exception as error:
-                problem = self._problem(error, what, key)
-                if problem is None:
-                    raise
-            else:
-                self._reached = True
-                return result
-            self._pause(problem, retries, stopped)  # not where it was caught: what is chained might quote a secret
+    def _translated(self, what: str, key: str, attempt: Callable[[], _T]) -> _T:
+        try:
+            return attempt()
+        except Exception as error:
+            problem = self._problem(error, what, key)
+            if problem is None:
+                raise
+        raise problem  # not where it was caught: what is chained might quote a secret
 
     def _problem(self, error: Exception, what: str, key: str) -> StorageError | ConfigError | None:
         if type(error) is StorageError:  # of an answer, which does not say where
@@ -200,20 +193,6 @@ class CloudObjects:
         if isinstance(error, StorageError | ConfigError):
             return error
         return self._client.translate(error, what, self._where(key))
-
-    def _pause(self, problem: StorageError | ConfigError, retries: Retries, stopped: threading.Event) -> None:
-        """Wait before the next try, or raise the problem if there is none."""
-        if not isinstance(problem, TransientError):
-            raise problem
-        self._reached = self._reached or not isinstance(problem, UnreachedError)
-        tries, pause = retries.tries, retries.next_pause(reached=self._reached)
-        if pause is None or stopped.wait(pause):
-            raise TransientError(f"{problem} Tried {tries} times.")
-
-
-def take_policy(options: dict[str, Any]) -> RetryPolicy:
-    """The retry policy, whose options are taken out of those of the store."""
-    return RetryPolicy(**{name: options.pop(name) for name in ("deadline", "stall") if name in options})
 
 
 def refuse_unknown(

@@ -41,13 +41,25 @@ class Part:
                 raise StorageError("the server has lost a part of an upload. Save again.")
             views = _after(views, at - self._start)
         self._is_sent = True
-        answer = self._client.send(self._session, views, f"{at}-{self._stop - 1}/{self._total}")
+        answer = self._sent(views, at)
         if answer.status != 308:
             return answer.fields()
         arrived = _arrived(answer)
         if arrived < self._stop:  # the server may take less than it was sent
             raise AnswerError(503, "")
         return None
+
+    def _sent(self, views: list[memoryview], at: int) -> Answer:
+        """The answer to the part. Sent twice on its way, the second is refused, and the server has the first."""
+        try:
+            return self._client.send(self._session, views, f"{at}-{self._stop - 1}/{self._total}")
+        except AnswerError as error:
+            if error.status != 400:
+                raise
+            answer = self._client.send(self._session, [], f"*/{self._total}")
+            if answer.status == 308 and _arrived(answer) < self._stop:
+                raise
+            return answer
 
 
 def _arrived(answer: Answer) -> int:

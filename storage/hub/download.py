@@ -10,20 +10,24 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ckpt.errors import DamagedError, TransientError
 from ckpt.storage.hub.errors import translated_errors
-from ckpt.storage.hub.guard import bounded_progress, guarded_lists
-from ckpt.storage.hub.repo import HubRepo, client_bars
+from ckpt.storage.hub.guard import bounded_answers
+from ckpt.storage.hub.repo import HubFile, HubRepo, client_bars
 from ckpt.util.checked_json import is_relative
 from ckpt.util.console import progress_bar
-
-_log = logging.getLogger("ckpt")
+from ckpt.util.threads import in_parallel
 
 _HASHED = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # the names of blobs: git's hash, or sha256 of large files
+_SHA256 = 64  # digits
 _PIECE = 8 << 20
+_AT_ONCE = 8
+_AGAIN = 2  # as often a file is received, where a connection failed in the middle and the server knows no ranges
+_SLACK = 16 << 20  # bytes of answers that are no files
+_log = logging.getLogger("ckpt")
 
 
 def unreachable(repo: HubRepo) -> TransientError | None:
@@ -36,47 +40,66 @@ def unreachable(repo: HubRepo) -> TransientError | None:
 
 
 def fetched(repo: HubRepo, patterns: Sequence[str] | None, offline: TransientError | None) -> Path:
-    """The folder in the cache with the files that match, all of them intact.
+    """The folder in the cache with the files that match, all of them intact. If none match, it may not exist.
 
     Missing files are downloaded. If the Hub cannot be reached, the cached files are used, with a message.
     """
     if offline is None:
-        folder = _downloaded(repo, patterns)
-    else:
-        folder = _cached(repo, patterns, offline)
-        _log.warning(
-            "the Hub cannot be reached: %s is taken from the cache, as it was at commit %s", repo.url, folder.name[:8]
-        )
-    verify(folder, patterns)
+        return _downloaded(repo, patterns)
+    folder = _cached(repo, patterns, offline)
+    _log.warning(
+        "the Hub cannot be reached: %s is taken from the cache, as it was at commit %s", repo.url, folder.name[:8]
+    )
+    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    _verify({folder / name: _named_hash(folder / name) for name in _matching(names, patterns)}, folder.name)
     return folder
 
 
 def _downloaded(repo: HubRepo, patterns: Sequence[str] | None) -> Path:
-    from huggingface_hub import snapshot_download
+    """Files of one commit: the first is asked for by the branch, so that the cache knows where that stands."""
+    from huggingface_hub import constants
 
-    listed = _listed(repo, patterns)
-    with translated_errors("download", repo.url), client_bars(show=sys.stderr.isatty()), guarded_lists():
-        endpoint = repo.api.endpoint
-        found = snapshot_download(
-            repo.id,
-            revision=repo.revision,
-            allow_patterns=None if patterns is None else [*patterns],
-            token=repo.token,
-            endpoint=endpoint,
-            tqdm_class=bounded_progress(sum(listed.values()), repo.url),
-        )
-    return Path(found)
+    while True:
+        commit = repo.head()
+        files = repo.files(commit)
+        if odd := [path for path in files if not is_relative(path)]:
+            raise DamagedError(f"{repo.url} has files whose names lead out of it, and is not read: {odd[0]!r}.")
+        chosen = [files[path] for path in _matching(files, patterns)]
+        with client_bars(show=sys.stderr.isatty()):
+            found = [_download(repo, file, repo.revision) for file in chosen[:1]]
+            folder = _snapshot(found[0], chosen[0].path) if chosen else Path(constants.HF_HUB_CACHE, commit)
+            if folder.name == commit:
+                rest = [(file, commit) for file in chosen[1:]]
+                found += in_parallel(lambda one: _download(repo, *one), rest, _AT_ONCE, "ckpt-download")
+                break  # or somebody has committed meanwhile
+    _verify(dict(zip(found, chosen, strict=True)), commit)
+    return folder
 
 
-def _listed(repo: HubRepo, patterns: Sequence[str] | None) -> dict[str, int]:
-    """The sizes of the files that match, as the Hub lists them. Paths that lead out of a folder are refused."""
+def _download(repo: HubRepo, file: HubFile, revision: str) -> Path:
+    """A file in the cache; not asked for again if it is there.
+
+    The Hub cannot fill the disk with more than it has listed. Xet checks what it gets by a hash of its own.
+    """
+    from huggingface_hub import hf_hub_download
+
+    def ask() -> str:
+        with bounded_answers(_AGAIN * file.size + _SLACK):
+            return hf_hub_download(repo.id, file.path, revision=revision, token=repo.token, endpoint=repo.api.endpoint)
+
+    with translated_errors("download", f"{repo.url}/{file.path}"):
+        return Path(repo.hub.with_retries(ask))
+
+
+def _snapshot(path: Path, name: str) -> Path:
+    """The folder of a commit in the cache that has a file by this name."""
+    return path.parents[name.count("/")]
+
+
+def _matching(names: Iterable[str], patterns: Sequence[str] | None) -> list[str]:
     from huggingface_hub.utils import filter_repo_objects
 
-    files = repo.files(repo.head())
-    if odd := [path for path in files if not is_relative(path)]:
-        raise DamagedError(f"{repo.url} has files whose names lead out of it, and is not read: {odd[0]!r}.")
-    chosen = filter_repo_objects(files, allow_patterns=None if patterns is None else [*patterns])
-    return {path: files[path].size for path in chosen}
+    return list(filter_repo_objects(names, allow_patterns=None if patterns is None else [*patterns]))
 
 
 def _cached(repo: HubRepo, patterns: Sequence[str] | None, unreachable: TransientError) -> Path:
@@ -95,28 +118,33 @@ def _cached(repo: HubRepo, patterns: Sequence[str] | None, unreachable: Transien
     return Path(found)
 
 
-def verify(folder: Path, patterns: Sequence[str] | None = None) -> None:
-    """Compare the matching files of a snapshot with the hashes in the names of their blobs."""
-    from huggingface_hub.utils import filter_repo_objects
+def _named_hash(path: Path) -> HubFile | None:
+    """What the cache itself says about a file: it links to a blob that is named by the hash that the Hub lists.
 
-    files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
-    chosen = filter_repo_objects(files, allow_patterns=None if patterns is None else [*patterns])
-    blobs = dict.fromkeys(Path(os.path.realpath(folder / path)) for path in chosen)
-    hashed = [blob for blob in blobs if _HASHED.fullmatch(blob.name)]
-    with progress_bar(
-        f"verifying {folder.name[:8]}", sum(blob.stat().st_size for blob in hashed), in_bytes=True
-    ) as advance:
-        altered = [blob for blob in hashed if _hash(blob, advance) != blob.name]
+    That blob may link further, to where repositories share large files, by names of another kind.
+    """
+    name = os.path.basename(os.readlink(path)) if path.is_symlink() else ""
+    return HubFile(path.name, path.stat().st_size, name) if _HASHED.fullmatch(name) else None
+
+
+def _verify(files: Mapping[Path, HubFile | None], commit: str) -> None:
+    """Compare files with their sizes and hashes on the Hub; those that have none are named."""
+    known = {path: file for path, file in files.items() if file is not None}
+    with progress_bar(f"verifying {commit[:8]}", sum(file.size for file in known.values()), in_bytes=True) as advance:
+        altered = [path for path, file in known.items() if not _is_intact(path, file, advance)]
     if altered:
-        names = "; ".join(str(blob) for blob in altered)
+        names = "; ".join(os.path.realpath(path) for path in altered)
         raise DamagedError(f"these files do not match their hashes: {names}. Remove them, and they are fetched again.")
+    if unknown := [str(path) for path in files if path not in known]:
+        _log.warning("not verified, as the cache does not tell their hashes: %s", ", ".join(unknown))
 
 
-def _hash(blob: Path, advance: Callable[[float], None]) -> str:
-    size = blob.stat().st_size
-    hasher = hashlib.sha256() if len(blob.name) == 64 else hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-    with open(blob, "rb") as file:
-        while piece := file.read(_PIECE):
+def _is_intact(path: Path, file: HubFile, advance: Callable[[float], None]) -> bool:
+    size = path.stat().st_size
+    is_large = len(file.oid) == _SHA256
+    hasher = hashlib.sha256() if is_large else hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    with open(path, "rb") as opened:
+        while piece := opened.read(_PIECE):
             hasher.update(piece)
             advance(len(piece))
-    return hasher.hexdigest()
+    return size == file.size and hasher.hexdigest() == file.oid

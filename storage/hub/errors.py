@@ -99,8 +99,10 @@ def _by_status(status: int, error: BaseException, what: str) -> Exception:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The original error: the client wraps that of a single file among many."""
-    while isinstance(error, RuntimeError) and error.__cause__ is not None:
+    """The original error: the client wraps that of a file among many, and that of one which is not in its cache."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    while isinstance(error, RuntimeError | LocalEntryNotFoundError) and error.__cause__ is not None:
         error = error.__cause__
     return error
 

@@ -17,41 +17,57 @@ from ckpt.errors import StorageError
 
 MOST_PAGES = 2000  # of a thousand files each: whoever lists more does not end
 LONGEST_LIST = 256 << 20  # bytes of all answers of one list
-_SLACK = 16 << 20  # bytes that are received more than once, where a connection failed
 _NAMES = ("ETag", "X-Linked-Etag", "X-Repo-Commit")
 _PLAIN = re.compile(r"[\w.:+=-]{0,200}", re.ASCII)
 
 
-class _Room(threading.local):
-    """What lists that this thread asks for may still bring; without a bound outside `guarded_lists`."""
+class _Asking(threading.local):
+    """What this thread asks of the Hub through ckpt: others in the process are left alone."""
 
-    pages: int | None = None
-    bytes: int = 0
+    stall: float | None = None  # seconds without a byte, after which a request has failed: the client has no limit
+    pages: int | None = None  # that may still come; without a bound outside `bounded_answers`
+    bytes: int = 0  # the same, of their bodies
+    most: int = 0
 
 
-_room = _Room()
+_asking = _Asking()
 
 
-def check_answers() -> None:
-    """Let every answer that the client gets in this process be checked."""
+@contextmanager
+def guarded_requests(stall: float) -> Iterator[None]:
+    """Check the answers to what this thread asks for in this context, and do not wait for them forever."""
     from huggingface_hub.utils import get_session
 
     client = get_session()
     hooks = client.event_hooks
-    if _check not in hooks.get("response", ()):
-        client.event_hooks = {**hooks, "response": [*hooks.get("response", ()), _check]}
-
-
-@contextmanager
-def guarded_lists() -> Iterator[None]:
-    """Check answers, and bound what this thread reads into memory in this context."""
-    check_answers()
-    outer = _room.pages, _room.bytes
-    _room.pages, _room.bytes = MOST_PAGES, LONGEST_LIST
+    for kind, hook in (("request", _limit_wait), ("response", _check)):
+        if hook not in hooks.get(kind, ()):
+            client.event_hooks = {**client.event_hooks, kind: [*hooks.get(kind, ()), hook]}
+    outer, _asking.stall = _asking.stall, stall
     try:
         yield
     finally:
-        _room.pages, _room.bytes = outer
+        _asking.stall = outer
+
+
+@contextmanager
+def bounded_answers(most: int | None = None) -> Iterator[None]:
+    """Bound the bytes of all answers that this thread reads in this context: of lists into memory, unless told."""
+    outer = _asking.pages, _asking.bytes, _asking.most
+    _asking.most = LONGEST_LIST if most is None else most
+    _asking.pages, _asking.bytes = MOST_PAGES, _asking.most
+    try:
+        yield
+    finally:
+        _asking.pages, _asking.bytes, _asking.most = outer
+
+
+def _limit_wait(request: Any) -> None:
+    if _asking.stall is not None:
+        limits = request.extensions.get("timeout") or dict.fromkeys(("connect", "read", "write", "pool"))
+        request.extensions["timeout"] = {
+            kind: _asking.stall if given is None else min(given, _asking.stall) for kind, given in limits.items()
+        }
 
 
 def _check(response: Any) -> None:
@@ -64,9 +80,9 @@ def _check(response: Any) -> None:
     following = response.links.get("next", {}).get("url")
     if following and _origin(following) != _origin(url):
         raise strange_answer(where, "continues on another host")
-    if _room.pages is not None and response.request.method == "GET":
-        _room.pages -= 1
-        if _room.pages < 0:
+    if _asking.pages is not None and response.request.method == "GET":
+        _asking.pages -= 1
+        if _asking.pages < 0:
             raise strange_answer(where, f"has more than {MOST_PAGES:,} pages")
         response.stream = _bounded(response.stream, where)
 
@@ -96,9 +112,9 @@ class _Bounded:
 
     def __iter__(self) -> Iterator[bytes]:
         for piece in self._stream:
-            _room.bytes -= len(piece)
-            if _room.pages is not None and _room.bytes < 0:
-                raise strange_answer(self._where, f"has more than {LONGEST_LIST >> 20} MB")
+            _asking.bytes -= len(piece)
+            if _asking.pages is not None and _asking.bytes < 0:
+                raise strange_answer(self._where, f"has more than {_asking.most:,} bytes")
             yield piece
 
     def close(self) -> None:
@@ -109,21 +125,3 @@ def _bounded(stream: Any, where: str) -> Any:
     """A stream of the client's own kind: it takes no other."""
     kind = next((base for base in type(stream).__mro__ if base.__name__ == "SyncByteStream"), object)
     return type("BoundedStream", (_Bounded, kind), {})(stream, where)
-
-
-def bounded_progress(most: int, where: str) -> Any:
-    """A class of progress bars for the client, which end a download of more bytes than the files have by the list."""
-    from huggingface_hub.utils import tqdm
-
-    received = [0.0]
-
-    class Bounded(tqdm):
-        def update(self, n: float | None = 1) -> Any:
-            received[0] += n or 0
-            if received[0] > most + _SLACK:
-                raise StorageError(
-                    f"could not download {where}: the Hub sends more than the {most} bytes that it listed."
-                )
-            return super().update(n)
-
-    return Bounded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import logging
 import threading
@@ -35,6 +36,14 @@ class Receipt:
     @classmethod
     def from_text(cls, text: str) -> Receipt:
         return cls(**json.loads(text))
+
+    @property
+    def hash(self) -> str:
+        """As the Hub lists it: sha256 of a large file, git's of a small one."""
+        if self.oid:
+            return self.oid
+        content = base64.b64decode(self.content)
+        return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
     def addition(self, path: str) -> CommitOperationAdd:
         from huggingface_hub import CommitOperationAdd
@@ -129,12 +138,17 @@ class Pending:
         self._committed()
 
     def _operations(self, head: str) -> list[CommitOperationAdd | CommitOperationDelete]:
+        """What is to change. Nothing, if a commit that seemed to fail was made after all: there is no second one."""
         from huggingface_hub import CommitOperationDelete
 
-        gone = [path for path, receipt in self._changes.items() if receipt is None]
-        there = self._repo.files(head) if gone else {}
-        added = [receipt.addition(path) for path, receipt in self._changes.items() if receipt is not None]
-        return [*added, *(CommitOperationDelete(path) for path in gone if path in there)]
+        there = self._repo.files(head)
+        added = [
+            receipt.addition(path)
+            for path, receipt in self._changes.items()
+            if receipt is not None and (path not in there or there[path].oid != receipt.hash)
+        ]
+        gone = [path for path, receipt in self._changes.items() if receipt is None and path in there]
+        return [*added, *(CommitOperationDelete(path) for path in gone)]
 
     def _message(self) -> str:
         added = sum(receipt is not None for receipt in self._changes.values())

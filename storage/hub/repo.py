@@ -19,7 +19,7 @@ from ckpt.shown import remember_secrets
 from ckpt.storage.base import LARGEST_DOCUMENT
 from ckpt.storage.hub.client import require_client
 from ckpt.storage.hub.errors import MovedError, asked_to_wait, cause_of, is_transient, status_of, translated_errors
-from ckpt.storage.hub.guard import guarded_lists, strange_answer
+from ckpt.storage.hub.guard import bounded_answers, guarded_requests, strange_answer
 from ckpt.storage.retry import Retries, RetryPolicy
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ class Hub:
         retries = self.retry_policy.start()
         while True:
             try:
-                result = call()
+                with guarded_requests(self.retry_policy.stall):
+                    result = call()
             except Exception as error:
                 pause = self._pause_after(cause_of(error), retries)
                 if pause is None:
@@ -148,7 +149,7 @@ class HubRepo:
 
     def head(self) -> str:
         """The commit that the branch stands at."""
-        with guarded_lists():
+        with bounded_answers():
             found = str(self._ask("look at", lambda: self.api.repo_info(self.id, revision=self.revision)).sha)
         if not _COMMIT.fullmatch(found):
             raise strange_answer(self.url, "names no commit")
@@ -164,7 +165,7 @@ class HubRepo:
             except EntryNotFoundError:
                 return []
 
-        with guarded_lists():
+        with bounded_answers():
             entries = self._ask("list", listed)
         return {entry.path: _file(entry, self.url) for entry in entries if hasattr(entry, "blob_id")}
 
@@ -226,34 +227,47 @@ class HubRepo:
     def _commit(self, operations: Sequence[Operation], message: str, parent: str) -> str:
         """A commit on top of `parent`. If the branch has another head, raises `MovedError`, and nothing has changed.
 
-        If the answer to a commit was lost, the mark in its description tells whether it was made.
+        A try whose answer was lost may have made it. So the branch is looked at before it is sent again: the mark in
+        the description of a commit tells whose it is.
         """
-        mark = f"ckpt {secrets.token_hex(8)}"
+        mark, tries = f"ckpt {secrets.token_hex(8)}", 0
 
-        def send() -> Any:
-            return self.api.create_commit(
-                self.id,
-                operations,
-                commit_message=message,
-                commit_description=mark,
-                revision=self.revision,
-                parent_commit=parent,
-            )
-
-        with translated_errors("commit to", self.url), client_bars(show=sys.stderr.isatty()):
+        def send() -> str:
+            nonlocal tries
+            tries += 1
+            if tries > 1 and (made := self._marked(mark, parent)):
+                return made
             try:
-                return str(self.hub.with_retries(send).oid)
+                answer = self.api.create_commit(
+                    self.id,
+                    operations,
+                    commit_message=message,
+                    commit_description=mark,
+                    revision=self.revision,
+                    parent_commit=parent,
+                )
             except OSError as error:
                 if status_of(error) not in _CONFLICTS:
                     raise
-            made = self._marked(mark)
-        if made is None:
-            raise MovedError(f"{self.url} has moved on from {parent[:8]}: somebody else has committed.")
+            else:
+                return str(answer.oid)
+            if made := self._marked(mark, parent):  # it was sent twice on its way
+                return made
+            raise self._moved(parent)
+
+        with translated_errors("commit to", self.url), client_bars(show=sys.stderr.isatty()):
+            return self.hub.with_retries(send)
+
+    def _marked(self, mark: str, parent: str) -> str | None:
+        """The commit with this mark. None while the branch is at `parent`; if others have moved it, a `MovedError`."""
+        commits = self.api.list_repo_commits(self.id, revision=self.revision)
+        made = next((commit.commit_id for commit in commits if mark in commit.message), None)
+        if made is None and (not commits or commits[0].commit_id != parent):
+            raise self._moved(parent)
         return made
 
-    def _marked(self, mark: str) -> str | None:
-        commits = self.hub.with_retries(lambda: self.api.list_repo_commits(self.id, revision=self.revision))
-        return next((commit.commit_id for commit in commits if mark in commit.message), None)
+    def _moved(self, parent: str) -> MovedError:
+        return MovedError(f"{self.url} has moved on from {parent[:8]}: somebody else has committed.")
 
     def _ask(self, verb: str, call: Callable[[], Result], where: str = "") -> Result:
         with translated_errors(verb, where or self.url):
@@ -276,11 +290,16 @@ def client_bars(*, show: bool) -> Iterator[None]:
 
 
 def _received(url: str, headers: Mapping[str, str], most: int) -> bytes:
-    """The body of an answer; of one that is longer than `most` a little more than that."""
-    from huggingface_hub.utils import hf_raise_for_status, http_stream_backoff
+    """The body of an answer; of one that is longer than `most` a little more than that.
+
+    Without the client's own retries: they cannot begin again once a body was begun, and hide why it ended.
+    """
+    from huggingface_hub.utils import get_session, hf_raise_for_status
 
     body = bytearray()
-    with http_stream_backoff("GET", url, headers=headers) as response:
+    with get_session().stream("GET", url, headers=headers) as response:
+        if response.status_code >= 400:
+            response.read()  # or its message could not be told
         hf_raise_for_status(response)
         for piece in response.iter_bytes():
             body += piece

@@ -28,6 +28,7 @@ _REST = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.*))?")
 _SMALL = 1 << 20  # bytes: larger objects go through a temporary file instead of memory
 INTERVAL = 60.0  # seconds between commits: the Hub limits them to about a hundred an hour
 DEADLINE = 300.0  # seconds for which a failing request is retried
+STALL = 60.0  # seconds without a byte moved, after which it has failed
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class HubStorage:
 
     The Hub limits the number of commits: changes by `publish` and `delete` within `interval` seconds of a commit go
     into the next one. `write` and `settle` do not wait. When another writer has committed in between, the commit is
-    made again on top of theirs. Failing requests are retried for `deadline` seconds.
+    made again on top of theirs. Failing requests are retried for `deadline` seconds, and
+    have failed after `stall` seconds without a byte.
 
     Large files are read in ranges, at the commit that was last listed. The Hub has no locks: `lock` excludes others in
     this process only.
@@ -52,7 +54,13 @@ class HubStorage:
     is_local = False
 
     def __init__(
-        self, rest: str, *, token: str | None = None, interval: float = INTERVAL, deadline: float = DEADLINE
+        self,
+        rest: str,
+        *,
+        token: str | None = None,
+        interval: float = INTERVAL,
+        deadline: float = DEADLINE,
+        stall: float = STALL,
     ) -> None:
         match = _REST.fullmatch(rest.rstrip("/"))
         if match is None:
@@ -62,7 +70,7 @@ class HubStorage:
         repo, revision, path = match.groups()
         if interval != 0 and not is_seconds(interval):
             raise ConfigError(f"interval={said(interval)} must be a number of seconds between two commits.")
-        hub = Hub(RetryPolicy(deadline=deadline, first_pause=1.0))
+        hub = Hub(RetryPolicy(deadline=deadline, stall=stall, first_pause=1.0))
         self._repo = HubRepo(repo, unquote(revision or MAIN_BRANCH), token, hub)
         self._top = check_key(path) + "/" if path else ""
         self._pending = Pending(self._repo, interval, self._forget)

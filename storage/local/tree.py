@@ -14,7 +14,7 @@ from ckpt.errors import AbsentError, ConfigError
 from ckpt.storage.base import ROOT_LOCK, check_key
 from ckpt.storage.local.system_errors import is_nothing_there
 
-_SNAPSHOT = re.compile(r"(.*/models--[^/]+)/snapshots/[0-9a-f]{40}(?:/.*)?")
+_SNAPSHOT = re.compile(r"((.*)/models--[^/]+)/snapshots/[0-9a-f]{40}(?:/.*)?")
 
 
 class OutsideError(AbsentError, ConfigError):
@@ -27,9 +27,9 @@ class Tree:
     def __init__(self, root: Path, shown: str) -> None:
         self._root = root
         self._shown = shown
-        # a snapshot in Hugging Face's cache is made of links to the blobs of its repository
+        # a snapshot in Hugging Face's cache is made of links to the blobs of its repository, or to those that all share
         snapshot = _SNAPSHOT.fullmatch(str(root))
-        self._bounds = snapshot.group(1) if snapshot else str(root)
+        self._bounds = (snapshot.group(1), f"{snapshot.group(2)}/blobs") if snapshot else (str(root),)
         self._follows = snapshot is not None
 
     def path(self, key: str, *, followed: bool = False) -> Path:
@@ -76,8 +76,8 @@ class Tree:
         return any(os.path.islink(path) for path in accumulate(words, "{}/{}".format, initial=str(self._root)))
 
     def _is_below(self, real: str) -> bool:
-        root = os.path.realpath(self._bounds)
-        return os.path.commonpath([root, real]) == root
+        roots = map(os.path.realpath, self._bounds)
+        return any(os.path.commonpath([root, real]) == root for root in roots)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

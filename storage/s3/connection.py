@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt.errors import ConfigError, StorageError, TransientError
 from ckpt.storage.option_names import unknown_options
-from ckpt.storage.retry import Retries, RetryPolicy, time_left
-from ckpt.storage.s3.errors import UnreachedError, translate_error
+from ckpt.storage.retry import Retries, RetryPolicy, UnreachedError, time_left
+from ckpt.storage.s3.errors import translate_error
 from ckpt.storage.s3.http_session import session_class
 from ckpt.storage.s3.timestamps import session_with_fast_timestamps
 from ckpt.util.option_values import is_settings
@@ -64,7 +64,7 @@ class Connection:
 
     def __init__(self, bucket: str, options: Mapping[str, Any]) -> None:
         given = dict(options)
-        self._retry_policy = RetryPolicy(**{name: given.pop(name) for name in ("deadline", "stall") if name in given})
+        self._retry_policy = RetryPolicy.taken_from(given)
         self.bucket = bucket
         self.fs = _open(given, self._retry_policy)
         self.at_once: int = self.fs.max_concurrency

@@ -16,6 +16,7 @@ from ckpt.errors import (
     TransientError,
 )
 from ckpt.storage.base import changed
+from ckpt.storage.retry import UnreachedError
 from ckpt.storage.s3.http_session import EndlessError
 
 _TRANSIENT = {
@@ -47,10 +48,6 @@ _CHECK_CREDENTIALS = (
     "Check the credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or storage_options), and that "
     "they may list, read, write and delete there."
 )
-
-
-class UnreachedError(TransientError):
-    """No server has answered, so that the address may be wrong."""
 
 
 def code_of(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""A proxy in front of an S3 server that does to requests whatever networks and servers do."""
+"""A proxy in front of a store over HTTP that does to requests whatever networks and servers do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
 
-FAULTS = ("error", "slow down", "reset", "answer lost", "stall", "truncated", "altered", "repeated")
+FAULTS = ("error", "slow down", "reset", "answer lost", "stall", "truncated", "cut", "altered", "repeated")
 _REFUSALS = {
     "error": (500, "InternalError"),
     "slow down": (503, "SlowDown"),
@@ -73,6 +73,22 @@ class FaultyProxy:
         self._thread.join()
 
 
+class EachOnce:
+    """The plan that every request goes wrong when it is made for the first time."""
+
+    def __init__(self, proxy: FaultyProxy, fault: str) -> None:
+        self._proxy = proxy
+        self._fault = fault
+        self.met: list[str] = []
+
+    def __call__(self, method: str, path: str) -> str | None:
+        request = f"{method} {path} {self._proxy.asked[-1][1].get('content-range', '')}"
+        if request in self.met:
+            return None
+        self.met.append(request)
+        return self._fault
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     wbufsize = 0
@@ -117,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._reset()
         if fault == "altered" and not size and self.command == "GET":
             answer = _altered(answer)
-        self._answer(status, headers, answer, cut=fault == "truncated")
+        self._answer(status, headers, answer, cut=fault if fault in ("truncated", "cut") else "")
         return None
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve  # noqa: N815
@@ -136,7 +152,11 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             upstream.close()
 
-    def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes, *, cut: bool = False) -> None:
+    def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes, *, cut: str = "") -> None:
+        """Send an answer, or half of it. The connection then ends as with a server that has ended: reset, or closed."""
+        if cut == "cut" and (self.command == "HEAD" or not body):  # no body to cut
+            self.wfile.write(f"HTTP/1.1 {status} Some\r\nContent-Le".encode())
+            return self._close()
         self.send_response_only(status)
         for name, value in headers:
             if name.lower() not in _NOT_PASSED_ON or (self.command == "HEAD" and name.lower() == "content-length"):
@@ -146,11 +166,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body[: len(body) // 2] if cut else body)
         if cut:
-            self._reset()
+            self._reset() if cut == "truncated" else self._close()
+        return None
 
     def _refuse(self, status: int, code: str) -> None:
         body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>later</Message></Error>".encode()
         self._answer(status, _XML, b"" if self.command == "HEAD" else body)
+
+    def _close(self) -> None:
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
 
     def _reset(self) -> None:
         self.close_connection = True

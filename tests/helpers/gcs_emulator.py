@@ -1,5 +1,7 @@
 """gcp-storage-emulator as a process, with the one condition that it lacks: `ifGenerationMatch` of a write.
 
+Of an upload of which nothing has arrived it says that it has the first byte; Google then names none, and so does this.
+
 python -m tests.helpers.gcs_emulator PORT BUCKET [conditions]
 """
 
@@ -12,6 +14,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 from gcp_storage_emulator.exceptions import NotFound
+from gcp_storage_emulator.handlers import objects
 from gcp_storage_emulator.handlers.buckets import create_bucket
 from gcp_storage_emulator.server import RequestHandler
 from gcp_storage_emulator.storage import Storage
@@ -59,8 +62,15 @@ class Handler(RequestHandler):  # type: ignore[misc]
             self.end_headers()
 
 
+def _incomplete(response: Any, storage: Any, upload_id: str, fallback_end: int = 0) -> None:
+    response.status = objects.GoogleHTTPStatus.RESUME_INCOMPLETE
+    if received := storage.get_resumable_byte_count(upload_id):
+        response["Range"] = f"bytes=0-{received - 1}"
+
+
 def main(port: int, bucket: str, *how: str) -> None:
     conditions = "conditions" in how
+    objects._resumable_incomplete = _incomplete
     storage = (ConditionalStorage if conditions else Storage)(use_memory_fs=True)
     create_bucket(bucket, storage)
     HTTPServer(("127.0.0.1", port), partial(Handler if conditions else RequestHandler, storage)).serve_forever()

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.helpers.faulty_proxy import FaultyProxy
 from tests.helpers.hostile_bucket import Reply, send
 from tests.helpers.hub_routes import Answer, respond
 from tests.helpers.hub_store import HubStore
@@ -57,6 +58,7 @@ class HubServer:
         self.faults: list[Fault] = []
         self.connections: set[socket.socket] = set()
         self.token: str | None = None  # asked for, if set
+        self.front = ""  # the URL of a proxy, if its clients reach it by one
         self.page = 1000
         self.part_size = 0  # bytes of a part, where large files come in parts
         self.bend: Callable[[str, str, Reply], Reply] = lambda method, path, reply: reply  # what it answers instead
@@ -68,7 +70,11 @@ class HubServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
+        return self.front or f"http://127.0.0.1:{self.port}"
+
+    @property
+    def port(self) -> int:
+        return self._server.server_port
 
     def close(self) -> None:
         """Stop, and leave no connection open that a client could go on with."""
@@ -185,11 +191,15 @@ def connect(url: str, home: str, token: str = "", **others: str) -> None:
 
 
 @contextmanager
-def serving(folder: Path, monkeypatch: pytest.MonkeyPatch, *, xet: bool = False) -> Iterator[HubServer]:
+def serving(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, xet: bool = False, proxy: FaultyProxy | None = None
+) -> Iterator[HubServer]:
     """A server, and this process and its children as its clients: no other Hub can be reached by mistake."""
     from huggingface_hub import constants
 
     server = HubServer(folder / "hub")
+    if proxy is not None:
+        proxy.upstream, server.front = server.port, proxy.url
     cache = folder / "hf-cache"
     known = {"HF_ENDPOINT": server.url, "HF_HUB_CACHE": str(cache), "HF_XET_CACHE": str(folder / "xet-cache")}
     for name, value in known.items():

@@ -202,7 +202,8 @@ def test_a_server_that_does_not_answer_is_said(url: str) -> None:
 
 
 def test_the_hub_without_a_network_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = open_storage("hf://me/repository/run", endpoint="http://127.0.0.1:9", skip_instance_cache=True)
+    nobody = {"endpoint": "http://127.0.0.1:9", "skip_instance_cache": True, "deadline": 0.3}
+    storage = open_storage("hf://me/repository/run", **nobody)
     with pytest.raises(ckpt.TransientError, match=r"could not read hf://me/repository/run/object: the connection"):
         storage.read("object")
     with pytest.raises(ckpt.TransientError, match="could not list"):
@@ -211,6 +212,8 @@ def test_the_hub_without_a_network_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 
 class Raw:
     """A body that does not end."""
+
+    version = 10
 
     def read(self, most: int | None) -> bytes:
         return bytes(most or 0)

@@ -19,7 +19,7 @@ from ckpt.storage import Storage, leases, open_storage
 from tests.guarantees.test_resume_matrix import compare
 from tests.helpers import clouds
 from tests.helpers.clouds import BUCKET
-from tests.helpers.faulty_proxy import FaultyProxy, random_faults
+from tests.helpers.faulty_proxy import EachOnce, FaultyProxy, random_faults
 from tests.helpers.storage_contract import StorageContract, sizes
 
 MB = 1 << 20
@@ -211,6 +211,20 @@ class TestFaults:
         assert proxy.done["answer lost"] == 1
         assert version == storage.version("object")
         assert sizes(storage) == {"object": size}
+
+    def test_answers_that_are_cut_off_neither_end_a_save_nor_make_a_resume_take_an_older_checkpoint(
+        self, root: str, proxy: FaultyProxy
+    ) -> None:
+        options = {"deadline": 60.0}
+        with ckpt.StateManager(root, model=nn.Linear(4, 4), follow=False, storage_options=options) as manager:
+            for name in ("a", "b"):
+                proxy.plan = EachOnce(proxy, "cut")
+                manager.save_state(name, wait=True)
+        proxy.plan = EachOnce(proxy, "cut")
+        with ckpt.StateManager(root, model=nn.Linear(4, 4), follow=False, storage_options=options) as manager:
+            restored = manager.load_state()
+        assert restored.name == "b"
+        assert not restored.passed_over
 
     def test_random_faults_lose_nothing(self, root: str, proxy: FaultyProxy) -> None:
         storage = open_storage(root, deadline=60.0, stall=2.0)

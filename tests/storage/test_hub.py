@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import ckpt
 from ckpt.cli.main import main
 from ckpt.root.keys import new_key
 from ckpt.storage import HubStorage, Storage, open_storage
+from tests.helpers.hostile_bucket import Reply
 from tests.helpers.hub_server import HubServer, connect
 from tests.helpers.processes import DEADLINE, run_alone, run_ranks, start_alone
 from tests.helpers.sharded import fsdp2, plain, whole
@@ -126,7 +129,9 @@ def test_options_are_checked_and_a_token_is_one() -> None:
     storage = open_storage("hub://me/runs", token="hf_x", interval=5)
     assert isinstance(storage, HubStorage)
     assert storage.repo.token == "hf_x"
-    with pytest.raises(ckpt.ConfigError, match="takes the storage_options deadline, interval, token; not profile"):
+    with pytest.raises(
+        ckpt.ConfigError, match="takes the storage_options deadline, interval, stall, token; not profile"
+    ):
         open_storage("hub://me/runs", token="hf_x", profile="me")
     with pytest.raises(ckpt.ConfigError, match="interval=-1 must be a number of seconds"):
         open_storage("hub://me/runs", interval=-1)
@@ -305,6 +310,20 @@ class TestCommits:
             hub.fail("/commit/", cut="after")
             manager.save_state("a", wait=True)
         assert len(hub.commits(REPO)) == 1
+
+    @pytest.mark.usefixtures("impatient")
+    def test_a_commit_that_was_made_while_nobody_could_be_asked_is_not_made_again(self, hub: HubServer) -> None:
+        storage = HubStorage(REPO, interval=3600)
+        storage.write("a", [b"a"])
+        storage.publish({"b": storage.stage("b", [b"b"]), "c.bin": storage.stage("c.bin", [b"c"])}, gone=["a"])
+        hub.fail("/commit/", cut="after")
+        hub.fail("/commits/", 503, times=99)
+        with pytest.raises(ckpt.TransientError):
+            storage.settle()
+        hub.faults.clear()
+        storage.settle()
+        assert len(hub.commits(REPO)) == 2
+        assert hub.files(REPO) == {"b": b"b", "c.bin": b"c"}
 
     def test_a_commit_that_fails_is_told_and_made_up_for_by_the_next(self, hub: HubServer) -> None:
         with manager_for(ROOT, model_of(1.0)) as manager:
@@ -551,7 +570,7 @@ def test_a_model_that_does_not_fit_stays_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_on_the_hub_is_read_through_fsspec_too_but_not_written(hub: HubServer) -> None:
+def test_what_is_on_the_hub_is_read_through_fsspec_too_but_not_written(hub: HubServer, tmp_path: Path) -> None:
     model, other = nn.Linear(3, 3), nn.Linear(3, 3)
     with ckpt.StateManager(ROOT, model=model) as manager:
         manager.save_state("a", wait=True)
@@ -560,8 +579,35 @@ def test_what_is_on_the_hub_is_read_through_fsspec_too_but_not_written(hub: HubS
     assert ckpt.verify(root) == {"a": []}
     ckpt.load_model(f"{root}/a", other)
     assert torch.equal(model.weight, other.weight)
-    with pytest.raises(ckpt.DeniedError, match=r"can only be read.*use hub://"):
+    before, requests = hub.commits(REPO), len(hub.requests)
+    with pytest.raises(ckpt.DeniedError, match=r"can only be read.*for the Hub, hub://"):
         ckpt.StateManager(root, model=model)
+    with pytest.raises(ckpt.DeniedError, match=r"can only be read"):
+        ckpt.StateManager(tmp_path / "run", model=model, mirror=root)
+    gc.collect()  # a file of fsspec's would be completed now
+    assert hub.commits(REPO) == before
+    assert {request.method for request in hub.requests[requests:]} <= {"GET", "HEAD"}
+
+
+@pytest.mark.usefixtures("impatient")
+def test_an_answer_that_is_cut_off_ends_neither_a_resume_nor_verify(hub: HubServer) -> None:
+    with manager_for(ROOT, model_of(1.0)) as manager:
+        manager.save_state("a", wait=True)
+    cut: set[str] = set()
+
+    def bend(method: str, path: str, reply: Reply) -> Reply:
+        if method != "GET" or path in cut or not reply.body:
+            return reply
+        cut.add(path)
+        return replace(reply, body=reply.body[: len(reply.body) // 2], announced=len(reply.body))
+
+    hub.bend = bend
+    assert ckpt.verify(ROOT) == {"a": []}
+    assert any("/resolve/" in path for path in cut)
+    cut.clear()
+    with manager_for(ROOT, model := model_of(0.0)) as manager:
+        assert manager.load_state().name == "a"
+    assert torch.equal(model.weight, model_of(1.0).weight)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import main
-from ckpt.storage import open_storage
+from ckpt.storage import open_storage, retry
 
 NAME = "step-00000002"
 
@@ -158,7 +158,8 @@ def test_a_checkpoint_on_a_server_without_an_index_is_found_by_its_manifest(run:
     assert ckpt.verify(tmp_path / "back") == {NAME: []}
 
 
-def test_a_server_that_is_away_is_said_in_one_line() -> None:
+def test_a_server_that_is_away_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "FIRST_CONTACT", 0.2)
     with pytest.raises(ckpt.CkptError, match=r"http://127\.0\.0\.1:9/run"):
         ckpt.verify("http://127.0.0.1:9/run")
 
