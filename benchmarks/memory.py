@@ -202,7 +202,7 @@ def watched(tier: MemoryTier) -> Iterator[Watch]:
 def manager_of(state: State, root: Path, every: int | None) -> tuple[ckpt.StateManager, Any]:
     """A manager of this state, and its memory tier, if any."""
     both = {"model": state.model, "optimizer": state.optimizer}
-    manager = ckpt.StateManager(root, **both, memory_every=every, follow=False)
+    manager = ckpt.StateManager(root, **both, memory_every=every)
     return manager, manager.session.memory
 
 

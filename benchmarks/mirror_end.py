@@ -29,7 +29,7 @@ NOTES = ("Bounds: at_end for close(), 5 s after SIGTERM, at_start for resume(); 
 def ended(root: str, how: str, pid: int, at_end: float, *, told: bool) -> float:
     """In a process of its own: save, take the mirror away, save the last, and end."""
     mirror = ckpt.Mirror(f"s3://{BUCKET}/{os.path.basename(root)}", at_end=at_end)
-    manager = ckpt.StateManager(root, model=nn.Linear(64, 64), mirror=mirror, follow=False)
+    manager = ckpt.StateManager(root, model=nn.Linear(64, 64), mirror=mirror)
     manager.resume()
     manager.step()
     manager.save_state("first", wait=True)
@@ -50,7 +50,7 @@ def ended(root: str, how: str, pid: int, at_end: float, *, told: bool) -> float:
 
 def resumed(root: str, at_start: float) -> float:
     mirror = ckpt.Mirror(f"s3://{BUCKET}/{os.path.basename(root)}", at_start=at_start, at_end=0.1)
-    manager = ckpt.StateManager(root, model=nn.Linear(64, 64), mirror=mirror, follow=False)
+    manager = ckpt.StateManager(root, model=nn.Linear(64, 64), mirror=mirror)
     began = time.perf_counter()
     restored = manager.resume()
     took = time.perf_counter() - began

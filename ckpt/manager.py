@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from ckpt.config import read_config
-from ckpt.data.batches import Batches
-from ckpt.data.metrics import checked_metrics
+from ckpt.data.loop import Batches
 from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError, MissingError, Preempted
 from ckpt.export.options import SHARD_SIZE, ExportOptions
@@ -60,7 +59,8 @@ class StateManager:
         optimizer: What trains the model.
         scheduler: Of the learning rate.
         scaler: A GradScaler.
-        dataloader: Only for loaders that neither `batches` nor a plain `for` goes through.
+        dataloader: What the loop trains from. A plain `for` over it then continues where the checkpoint was, after
+            `resume`; loaders that go through `batches` need not be given.
         save_every: Steps between saves, or the time, as `"10min"`, by rank 0's clock: all save after the same step.
         save_at_epoch_end: Save the end of every epoch of `epochs`, too.
         save_on_exception: Save the last complete step when an exception leaves the `with` block, if nothing has changed
@@ -71,7 +71,6 @@ class StateManager:
         storage_options: Credentials, endpoint and the like for a URL, as its fsspec filesystem takes them.
         saving: How checkpoints are captured and written.
         ranks: How the ranks of a job meet, and stop.
-        follow: A plain `for` over a DataLoader that is trained on continues where it stopped, after `resume`.
         memory_every: Steps between snapshots in the hosts' memory, from which a restart on the same machines resumes.
         memory_rescue: Save the newest of these to the root when nobody restarts the run.
         memory_replicas: 1: the next host keeps a copy of them, with which the loss of a machine is cured, too.
@@ -86,7 +85,7 @@ class StateManager:
         save_every: int | str | None = None, save_at_epoch_end: bool = False, save_on_exception: bool = False,
         keep: Keep | None = None, mirror: str | os.PathLike[str] | Storage | Mirror | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        saving: SaveOptions | None = None, ranks: RankOptions | None = None, follow: bool = True,
+        saving: SaveOptions | None = None, ranks: RankOptions | None = None,
         memory_every: int | None = None, memory_rescue: bool = False, memory_replicas: int = 0,
         sign: str | os.PathLike[str] | bool | None = None, verify_key: str | os.PathLike[str] | None = None,
         require_signed: bool = False, **unknown: Any,
@@ -96,13 +95,13 @@ class StateManager:
         memory = {"memory_every": memory_every, "memory_rescue": memory_rescue, "memory_replicas": memory_replicas}
         keys = {"sign": sign, "verify_key": verify_key, "require_signed": require_signed}
         given |= {"save_at_epoch_end": save_at_epoch_end, "save_on_exception": save_on_exception}
-        others = {"saving": saving, "ranks": ranks, "follow": follow, **memory, **keys, **unknown}
+        others = {"saving": saving, "ranks": ranks, **memory, **keys, **unknown}
         objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
         objects["dataloader"] = dataloader
         options = resolve_options({**given, **others}, root=root, objects=("root", "accelerator", *objects))
         source = find_source(accelerator, **objects)
         where = required_root(source.root if root is None else root)
-        self._session = session = Session(where, source, options, accelerated=accelerator is not None)
+        self._session = session = Session(where, source, options)
         weakref.finalize(self, lambda *each: [one.close() for one in each], session.preemption, session.schedule)
 
     @classmethod
@@ -130,6 +129,7 @@ class StateManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            self._session.end_loop(error)
             if error is not None and not isinstance(error, SystemExit | GeneratorExit):
                 self._session.save_boundary(error)
         finally:
@@ -156,7 +156,7 @@ class StateManager:
     @property
     def progress(self) -> Progress:
         """Epoch, batch, step and samples so far."""
-        self._session.loop.patterns.note_asked()
+        self._session.loop.note_asked()
         return self._session.loop.progress
 
     @property
@@ -173,6 +173,7 @@ class StateManager:
     @property
     def values(self) -> PlainValues:
         """Numbers, text, lists and dicts of the script's (`manager.values["best_loss"] = 0.3`), saved and loaded."""
+        self._session.loop.note_asked()  # its epoch may be among them
         return self._session.registry.values
 
     @property
@@ -237,44 +238,26 @@ class StateManager:
         A loop that was left with `break` is not done: the next run continues with the batch after. Whatever reads ahead
         belongs inside: `batches(Prefetcher(loader))`, or the batches that it has read are lost at every resume.
         """
-        return self._session.loop.batches(loader, self._start, lambda number, batch: batch)
+        return self._session.loop.batches(loader, self._start)
 
     def enumerate(self, loader: Iterable[T], start: int = 0) -> Batches[tuple[int, T]]:
         """The same, each with its number in the epoch: after a resume it counts on from where it stopped."""
-        return self._session.loop.batches(loader, self._start, lambda number, batch: (start + number, batch))
+        return self._session.loop.batches(loader, self._start, start)
 
     def step(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """A step of training is done: count it, save when that is due, and stop if the process was told to.
+        """A step of training is done: count it, and find out whether a save is due, or the process was told to stop.
+
+        Both wait for the boundary of the iteration: when the loop asks for its next batch, or the epoch, the loop or
+        the manager ends. So it doesn't matter what else you do in the iteration, before or after this call. Only in a
+        loop without a loader that ckpt follows does this call save at once: let it come last there.
 
         Tensors among the metrics are looked at only when a checkpoint is saved.
 
         Raises:
-            Preempted: The process was told to terminate, and the state has been saved.
+            Preempted: The process was told to terminate, and the state has been saved. With a followed loader it is
+                raised where the loop asks for the next batch.
         """
-        session = self._session
-        session.require_usable("step()")
-        if not session.started:  # loading now would undo the step that was just made
-            raise ConfigError(
-                "step() came before the state was resumed. Go through manager.epochs(...) or manager.batches(...), or "
-                "call manager.resume() before the loop."
-            )
-        if session.ranks.world_size == 1:  # ranks would learn of it at different steps: they are told where they meet
-            session.saver.check()
-        session.registry.refresh()
-        session.prefault()
-        session.saver.reports.deliver()
-        session.loop.stepped()
-        session.unmanaged.stepped()
-        if session.memory is not None:
-            session.memory.stepped(session.loop.progress.step)
-        session.metrics = checked_metrics(metrics)
-        stop = self.told_to_stop()  # from the first step on: only then is there somebody to answer it
-        saved = self.save_state(wait=True if stop else None) if stop or session.is_save_due() else None
-        if saved is None and session.is_snapshot_due:  # also where a save was left out
-            session.save_to_memory()
-        session.note_boundary()
-        if stop:
-            self._stop(saved)
+        self._session.step(metrics)
 
     def every(self, steps: int) -> bool:
         """Whether the step that was counted last is one of every so many: the same after a resume, and on all ranks."""
@@ -288,9 +271,7 @@ class StateManager:
 
         `progress.step` must have been set to that step. All ranks are told at the same one, where they save and stop.
         """
-        if self._session.options.ranks.handle_sigterm:
-            self._session.preemption.listen()
-        return self._session.preemption.due(self._session.loop.progress.step)
+        return self._session.told_to_stop()
 
     def save_state(
         self, name: str | None = None, *, metrics: Mapping[str, Any] | None = None, wait: bool | None = None
@@ -300,8 +281,10 @@ class StateManager:
         When it returns the state has been copied, and training may go on while it is written. What goes wrong meanwhile
         is raised by the next call. A checkpoint of the same name is replaced, and stands until the new one is there.
 
-        Inside `batches` the next run continues with the batch after this one: save when it has been used. After the
-        inner loop the next run begins with the next epoch: let the save be the last thing in the epoch.
+        It saves at once, in the middle of an iteration too: a resume continues with the next batch, and what follows
+        this call in the iteration is not done again. So let it come last in the iteration, or use `save_every`, which
+        waits for the boundary. After the inner loop the next run begins with the next epoch: let the save be the last
+        thing in the epoch.
 
         Args:
             name: `step-00001000` if none is given.
@@ -390,7 +373,9 @@ class StateManager:
         it, are left for a restart. A manager that is used as a context does this itself. In a forked child it does
         nothing: all is the parent's.
         """
-        self._session.close(for_restart=_is_failure(sys.exc_info()[1]))
+        error = sys.exc_info()[1]
+        self._session.end_loop(error)
+        self._session.close(for_restart=_is_failure(error))
 
     def save_model(
         self,
@@ -450,13 +435,6 @@ class StateManager:
         self._session.loop.refuse_released("epochs() or batches()")
         if not self._session.started:
             self.resume()
-
-    def _stop(self, saved: str | None) -> None:
-        if self._session.ranks.rank == MAIN:
-            done = "saved step" if saved is not None else "did not save step"
-            say(f"told to terminate: {done} {self._session.loop.progress.step} in {self.url}, stopping")
-        self._session.preemption.saved()
-        raise Preempted(self._session.preemption.exit_status)
 
 
 def _is_failure(error: BaseException | None) -> bool:

@@ -59,7 +59,6 @@ MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
     "save_on_exception": _FLAG,
     "keep": _KEEP,
     "storage_options": (check.optional(check.is_settings), "a dict of what the storage of a URL takes"),
-    "follow": _FLAG,
     "memory_every": _STEPS,
     "memory_rescue": _FLAG,
     "sign": (

@@ -169,7 +169,6 @@ class ManagerOptions:
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     saving: SaveOptions = field(default_factory=SaveOptions)
     ranks: RankOptions = field(default_factory=RankOptions)
-    follow: bool = True
     memory_every: int | None = None
     memory_rescue: bool = False
     sign: str | os.PathLike[str] | bool | None = field(default=None, repr=False)
@@ -210,7 +209,7 @@ def resolve_options(
     `objects`: what else may be given by name, for the error that names what may not.
     """
     check.refuse_unknown(what, options, known_options() | {*objects}, _inside())
-    given = {name: value for name, value in options.items() if value is not None or name == "follow"}
+    given = {name: value for name, value in options.items() if value is not None}
     if is_place(given.get("mirror")):
         given["mirror"] = Mirror(given["mirror"])
     refuse(what, problems({"root": root, **given}))

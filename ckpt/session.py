@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from ckpt.data import loader_hook
 from ckpt.data.loop import Loop
-from ckpt.data.metrics import as_numbers
-from ckpt.errors import DamagedError, StorageError
+from ckpt.data.metrics import as_numbers, checked_metrics
+from ckpt.errors import ConfigError, DamagedError, Preempted, StorageError
 from ckpt.load.load_state import LiveObjects, StateLoader
 from ckpt.load.locations import Locations
 from ckpt.load.restored import Restored
@@ -22,6 +21,7 @@ from ckpt.memory.resume import find_snapshots, memory_facts, note_load
 from ckpt.memory.source_state import has_save_hooks, without_this_save
 from ckpt.options import ManagerOptions
 from ckpt.ranks.consensus import run_on_all_ranks
+from ckpt.ranks.group import MAIN
 from ckpt.ranks.hosts import Hosts
 from ckpt.ranks.save_schedule import SaveSchedule
 from ckpt.root.catalog import check_name, manifests_of_run
@@ -35,11 +35,12 @@ from ckpt.save.root_writer import RootWriter
 from ckpt.save.saver import Saver
 from ckpt.save.snapshot import Snapshots
 from ckpt.save.transaction import SaveRequest
-from ckpt.session_parts import build_mirror, build_preemption, build_registry, follow_loaders, meet_ranks
+from ckpt.session_parts import build_mirror, build_preemption, build_registry, connect_loop, meet_ranks
 from ckpt.state import rng
 from ckpt.state.objects import ObjectSource
 from ckpt.state.unmanaged import UnmanagedWatch, weakly
 from ckpt.state.unwrap import walked_once
+from ckpt.util.console import say
 
 if TYPE_CHECKING:
     from ckpt.export.card import Training
@@ -52,7 +53,7 @@ _Root = RootWriter | None
 class Session:
     """The parts of one manager: storages, ranks, saver, loader, training loop and managed objects."""
 
-    def __init__(self, root: Any, source: ObjectSource, options: ManagerOptions, *, accelerated: bool) -> None:
+    def __init__(self, root: Any, source: ObjectSource, options: ManagerOptions) -> None:
         self.options = options
         self.source = source
         self.keep = source.keep if options.keep is None else options.keep
@@ -68,18 +69,20 @@ class Session:
         self.memory = build_tier(self.saver, **options.memory)
         self.preemption = build_preemption(options.ranks, self.ranks, self.patience)
         self.schedule = SaveSchedule(self.ranks, options.save_every, on_sigusr1=options.ranks.save_on_sigusr1)
-        self.loop = Loop(self.ranks, source.loaders, follow=options.follow, others=not accelerated)
+        self.loop = Loop(self.ranks, source.loaders)
         self.registry = build_registry(source, options.saving.gradients, self.loop, self.ranks)
         self.guard = FiniteGuard(self.ranks, self.registry, options.saving.on_nan)
         kept = options.save_on_exception
         self.boundary = LastBoundary(self.ranks, self.registry, self.guard.problem_here) if kept else None
         self.loader = self._build_loader(hosts)
         self.registry.refresh()
-        follow_loaders(self.loop, self.registry, hook=options.follow)
-        self.unmanaged = UnmanagedWatch(self.registry, self.loop.patterns.caveats, options.save_every)
+        connect_loop(self.loop, self.registry, source)
+        self.loop.at_boundary = weakly(self.take_due)
+        self.unmanaged = UnmanagedWatch(self.registry, self.loop.caveats, options.save_every)
         self.loop.on_training = weakly(self.unmanaged.trained)
         self.metrics: dict[str, Any] = {}
         self.restored: Restored | None = None
+        self._due: set[str] = set()  # what the next boundary of the loop is to take: save, snapshot, stop
         self.started = False
         self.saved_at: tuple[int, int] | None = None  # step and epoch
         self._reserve_staging()
@@ -116,13 +119,87 @@ class Session:
         self.schedule.restart()
         self.schedule.listen()
         self.preemption.listen_early()
-        loader_hook.patch()
         self.loop.start()
 
     @property
     def position(self) -> tuple[int, int]:
         """Step and epoch."""
         return self.loop.progress.step, self.loop.progress.epoch
+
+    def step(self, metrics: _Metrics = None) -> None:
+        """Count a step of training, and find out what is due: it is taken at the boundary of the iteration, or now if
+        the loop shows none."""
+        self.require_usable("step()")
+        if not self.started:  # loading now would undo the step that was just made
+            raise ConfigError(
+                "step() came before the state was resumed. Go through manager.epochs(...) or manager.batches(...), or "
+                "call manager.resume() before the loop."
+            )
+        self.loop.refuse_released("step()")
+        if self.ranks.world_size == 1:  # ranks would learn of it at different steps: they are told where they meet
+            self.saver.check()
+        self.registry.refresh()
+        self.prefault()
+        self.saver.reports.deliver()
+        has_boundary = self.loop.stepped()
+        self.unmanaged.stepped()
+        if self.memory is not None:
+            self.memory.stepped(self.loop.progress.step)
+        self.metrics = checked_metrics(metrics)
+        self._find_due()
+        if not has_boundary:
+            self.take_due()
+
+    def _find_due(self) -> None:
+        """Every rank asks after every step, so that all of them find the same."""
+        if self.told_to_stop():  # from the first step on: only then is there somebody to answer it
+            self._due.add("stop")
+        if self.is_save_due():
+            self._due.add("save")
+        if self.is_snapshot_due:
+            self._due.add("snapshot")
+        self.loop.is_due = bool(self._due) or self.boundary is not None
+
+    def told_to_stop(self) -> bool:
+        """Whether all ranks are to stop after this step."""
+        if self.options.ranks.handle_sigterm:
+            self.preemption.listen()
+        return self.preemption.due(self.loop.progress.step)
+
+    def take_due(self) -> None:
+        """An iteration of the loop is over: save what is due, and stop if the process was told to.
+
+        Raises:
+            Preempted: The process was told to terminate.
+        """
+        due, self._due, self.loop.is_due = self._due, set(), False
+        stop, saved = "stop" in due, None
+        if stop or "save" in due:
+            busy = self.options.saving.when_busy
+            saved = self.save(None, wait=True if stop else None, when_busy=busy)
+        if saved is None and "snapshot" in due and self.saved_at != self.position:  # also where a save was left out
+            self.save_to_memory()
+        self.note_boundary()
+        if stop:
+            self._stop(saved)
+
+    def _stop(self, saved: str | None) -> None:
+        if self.ranks.rank == MAIN:
+            done = "saved step" if saved is not None else "did not save step"
+            say(f"told to terminate: {done} {self.loop.progress.step} in {self.storage.url}, stopping")
+        self.preemption.saved()
+        raise Preempted(self.preemption.exit_status)
+
+    def end_loop(self, error: BaseException | None) -> None:
+        """The loop is over: take what is due. After an exception the iteration is not complete, so nothing is."""
+        if not self._due or not self.saver.owner.is_here or self.loop.is_released:
+            return
+        if error is None:
+            self._due.discard("stop")  # the run ends anyway
+            self.take_due()
+        elif "save" in self._due and self.boundary is None:
+            what = f"step {self.loop.progress.step} was due to be saved at the end of its iteration"
+            self.loop.caveats.tell("cut short", f"{what}, which {type(error).__name__} has cut short: it is not saved.")
 
     def is_save_due(self) -> bool:
         """Whether this step is one to save, and has not been: attached, several batches may make one step."""
@@ -195,10 +272,12 @@ class Session:
         self.source.before_save(f"{root.storage.url}/{name}")
         self.registry.refresh()  # hooks may have taken models over
         self.unmanaged.saving()
-        self.loop.patterns.caveats.tell_lasting()
+        self.loop.caveats.tell_lasting()
         request = SaveRequest(name, lambda: self._capture(name, numbers), facts | memory_facts(self.memory), True)
         self.saver.save(request, wait=wait, replace=when_busy == "replace", root=root)
         self.source.after_save()
+        if self.source.name() is not None:
+            self._due.discard("save")  # numbered by its source: it would be another checkpoint
         self.set_started()
         self.saved_at = self.position if at is None else self.saved_at
         return name
@@ -214,7 +293,7 @@ class Session:
         with walked_once():
             own, lacking = self.registry.own_parts_to_save(self.ranks.rank)
             for what, why in lacking.items():
-                self.loop.patterns.caveats.tell(f"lacking/{what}", why, what=f"checkpoints lack {what}: ")
+                self.loop.caveats.tell(f"lacking/{what}", why, what=f"checkpoints lack {what}: ")
             rank_state = {
                 "rng": rng.capture(),
                 "generators": {key: rng.capture_one(found) for key, found in self.registry.generators.items()},
@@ -240,6 +319,7 @@ class Session:
         if self.memory is not None:
             note_load(self.memory, restored)
         if restored is not None:
+            self._due -= {"save", "snapshot"}  # of the state that this one has replaced
             self.set_started()
             self.saved_at = None if restored.from_memory else self.position
             self.restored = restored
@@ -290,8 +370,8 @@ class Session:
         finally:
             if self.memory is not None:
                 self.memory.close(keep=for_restart)
-            loader_hook.end(self.loop)
             self.loop.release()
+            self.source.release()
             self.registry.release()
             self.unmanaged.close()
             if self.boundary is not None:

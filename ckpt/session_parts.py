@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 
-from ckpt.data import loader_hook
 from ckpt.data.loop import Loop
 from ckpt.errors import ConfigError
 from ckpt.options import ManagerOptions, RankOptions
@@ -17,7 +16,7 @@ from ckpt.root.mirror import MirrorWorker
 from ckpt.root.mirror_wait import MirrorPatience
 from ckpt.root.open import refuse_checkpoint, try_out_tiers
 from ckpt.root.retention import Keep
-from ckpt.state.objects import ObjectSource
+from ckpt.state.objects import GivenObjects, ObjectSource
 from ckpt.state.registry import StateRegistry
 from ckpt.state.unmanaged import weakly
 from ckpt.storage import MemoryStorage, Storage, place_of
@@ -68,11 +67,12 @@ def build_registry(source: ObjectSource, gradients: bool | None, loop: Loop, ran
     return StateRegistry(source.find, (loop.watch,), gradients=gradients, members=ranks.members)
 
 
-def follow_loaders(loop: Loop, registry: StateRegistry, *, hook: bool) -> None:
-    """Let the loop watch DataLoaders. They may outlive the manager, so nothing of it is held by them."""
+def connect_loop(loop: Loop, registry: StateRegistry, source: ObjectSource) -> None:
+    """Let the loop follow the loaders that it was given. They may outlive the manager, so nothing of it is held by
+    them."""
     reference = weakref.ref(registry)
-    loop.models = lambda: found.models.values() if (found := reference()) is not None else ()
     loop.has_data = lambda: bool((found := reference()) is not None and found.generators)
-    if hook:
-        loop.before_pass = weakly(registry.refresh)
-        loader_hook.begin(loop)
+    loop.before_pass = weakly(registry.refresh)
+    loop.sets_iteration = isinstance(source, GivenObjects)
+    loop.follow_named()
+    source.on_loader(weakly(loop.follow_named))

@@ -48,7 +48,7 @@ ARROWS = {
     "options": "errors util storage root option_checks",
     "config": "errors util root options",
     "session_parts": "errors storage root ranks state data options",
-    "session": "errors root ranks state data save load export memory options session_parts",
+    "session": "errors util root ranks state data save load export memory options session_parts",
     "tools": "shown errors version util formats storage root ranks state data save load export memory",
     "manager": "errors util storage root ranks state data load export options config session",
     "integrations": "*",

@@ -29,7 +29,7 @@ class Script:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
 
     def manager(self, root: Path, **options: Any) -> ckpt.StateManager:
-        return ckpt.StateManager(root / "run", model=self.model, optimizer=self.optimizer, follow=False, **options)
+        return ckpt.StateManager(root / "run", model=self.model, optimizer=self.optimizer, **options)
 
     def trained(self, root: Path, steps: int = 1) -> ckpt.StateManager:
         manager = self.manager(root)
@@ -58,9 +58,9 @@ def on(call: Callable[[ckpt.StateManager], Any], *, closed: bool = False) -> Att
 
 def of_other_objects(model: nn.Module, saved: nn.Module) -> Attempted:
     def attempt(root: Path) -> Any:
-        with ckpt.StateManager(root / "run", model=saved, follow=False) as manager:
+        with ckpt.StateManager(root / "run", model=saved) as manager:
             manager.save_state("a")
-        with ckpt.StateManager(root / "run", model=model, follow=False) as manager:
+        with ckpt.StateManager(root / "run", model=model) as manager:
             return manager.load_state()
 
     return attempt
@@ -85,7 +85,7 @@ def scheduler() -> Any:
 def of_another_optimizer(root: Path) -> Any:
     model = nn.Linear(2, 2)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ckpt.StateManager(root / "run", model=model, optimizer=sgd, follow=False) as manager:
+    with ckpt.StateManager(root / "run", model=model, optimizer=sgd) as manager:
         manager.save_state("a", wait=True)
     with Script().manager(root) as manager:
         return manager.load_state()
@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
         "begin with 'inner.' in the checkpoint",
     ),
     "a second manager on a root that is held": (
-        on(lambda manager: ckpt.StateManager(manager.url, model=nn.Linear(2, 2), follow=False).resume()),
+        on(lambda manager: ckpt.StateManager(manager.url, model=nn.Linear(2, 2)).resume()),
         "a StateManager of this process: close() it first",
     ),
     "a root that is nothing": (make_at(None), "needs a root"),

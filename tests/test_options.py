@@ -28,7 +28,6 @@ NONSENSE: dict[str, Any] = {
     "storage_options": "key",
     "saving": {"layout": "full"},
     "ranks": 30.0,
-    "follow": None,
     "memory_every": 0,
     "memory_rescue": "yes",
     "memory_replicas": 2,

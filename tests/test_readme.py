@@ -70,8 +70,10 @@ def test_the_loop_trains_saves_and_has_nothing_left_to_do_when_it_is_run_again()
 def test_a_loop_that_is_there_stays_as_it_is() -> None:
     for began in (0, 3):
         script = Script()
-        with ckpt.StateManager("runs/plain", model=script.model, optimizer=script.optimizer) as manager:
-            space = script.run(block("# a DataLoader that is trained on"), manager=manager)
+        with ckpt.StateManager(
+            "runs/plain", model=script.model, optimizer=script.optimizer, dataloader=script.train_loader
+        ) as manager:
+            space = script.run(block("# a loader that was given continues"), manager=manager)
             assert (space["restored"].epoch if space["restored"] else 0) == began
             manager.save_state()
 
@@ -90,7 +92,7 @@ def test_an_accelerator_is_attached() -> None:
 
 def saved() -> Script:
     script = Script()
-    with ckpt.StateManager("runs/mrpc", model=script.model, optimizer=script.optimizer, follow=False) as manager:
+    with ckpt.StateManager("runs/mrpc", model=script.model, optimizer=script.optimizer) as manager:
         manager.save_state("step-00001000")
     return script
 

@@ -10,7 +10,16 @@ from dataclasses import asdict
 from typing import Any
 
 from ckpt.data.epoch_layout import batcher_of, layout_of
-from ckpt.data.loader_info import Loader, Stateful, goes_by_index, keeper_of, size_of, splits, stateful_samplers
+from ckpt.data.loader_info import (
+    Loader,
+    Stateful,
+    batches_skipped,
+    goes_by_index,
+    keeper_of,
+    size_of,
+    splits,
+    stateful_samplers,
+)
 from ckpt.data.position import Position
 from ckpt.data.prefetch import reads_per_batch
 from ckpt.errors import StateError
@@ -35,7 +44,7 @@ class Cursor:
         self.reader: Any = samplers.reader(loader)
         self.reads_ahead = self.reader is not loader
         self.reads = reads_per_batch(loader, rank) if self.reads_ahead else 1
-        self.position = Position(world_size=world_size, split=splits(loader))
+        self.position = Position(world_size=world_size, split=splits(loader), skipped=batches_skipped(loader))
         self.has_saved_position = False  # `position` is where the loader was saved, not where it is
         self.on_arrival: OnArrival = lambda done, before: None
         self.warn: Callable[[str], None] = lambda text: None
@@ -157,6 +166,6 @@ def _refuse_state_of_others(keeper: Stateful, state: Any) -> None:
         saved = ", ".join(str(key) for key in state if key != "world_size")
         raise StateError(
             f"{type(keeper).__name__} has the data of {mine}, and this rank saved that of {saved}: the ranks are "
-            "divided over the mesh in another way. Resume with the dimensions that saved it, or leave dataloader= out "
-            "and use follow=False: the data then begins anew."
+            "divided over the mesh in another way. Resume with the dimensions that saved it, or leave dataloader= out: "
+            "the data then starts over."
         )

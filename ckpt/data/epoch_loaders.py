@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sized
@@ -13,13 +12,12 @@ from torch.utils.data import DataLoader
 
 from ckpt.data import sampling
 from ckpt.data.loader_info import Loader, size_of
-from ckpt.data.loader_matching import description
 from ckpt.data.tracked_loader import TrackedLoader
 from ckpt.ranks.group import Ranks
-from ckpt.state import rng, samplers
+from ckpt.state import rng
 
 _log = logging.getLogger("ckpt")
-PLAIN = "plain"  # the key of loaders in a plain `for` that the manager was not given
+_PLAIN = "plain."  # begins the keys of loaders that the manager was not given, in checkpoints of earlier versions
 
 
 @dataclass
@@ -38,7 +36,8 @@ class UnclaimedPositions:
 
     def claim(self, key: str, tracked: TrackedLoader) -> dict[str, Any] | None:
         """Give a loader its saved position, if there is one, and return that."""
-        saved: dict[str, Any] | None = self.positions.pop(key, None)
+        found = self.key_of(key)
+        saved: dict[str, Any] | None = None if found is None else self.positions.pop(found)
         if saved is not None:
             changes = tracked.go_back(saved, self._arrive, self._warn)
             self.approximated.update({f"{key}.{what}": why for what, why in changes.items()})
@@ -51,10 +50,10 @@ class UnclaimedPositions:
         self.positions[key] = saved
         self._arrived = False
 
-    def like(self, loader: Loader) -> str | None:
-        """The key of a position that was saved for such a loader in a plain `for`."""
-        plain = ((key, saved) for key, saved in self.positions.items() if key.startswith(PLAIN))
-        return next((key for key, saved in plain if saved.get("likeness") == description(loader)), None)
+    def key_of(self, key: str) -> str | None:
+        """The key under which the position of a loader was saved."""
+        plain = [found for found in self.positions if found.startswith(_PLAIN)]
+        return key if key in self.positions else plain[0] if len(plain) == 1 else None
 
     def _arrive(self, done: bool, before: dict[str, Any]) -> None:
         """A loader has reached its position. Of loaders side by side, the first sees the generators as they were saved;
@@ -74,7 +73,7 @@ class EpochLoaders:
     """The tracked loaders of this epoch by key, and the saved positions that no loader has claimed yet.
 
     The key is the loader's name, or its number in the epoch: the first, the second. So a loader may be made anew for
-    every epoch, and be iterated over twice in one. Loaders in a plain `for` are matched by what they are.
+    every epoch, and be iterated over twice in one.
     """
 
     def __init__(self, ranks: Ranks, named: Callable[[], Mapping[str, Loader]]) -> None:
@@ -89,11 +88,6 @@ class EpochLoaders:
     def open(self) -> list[TrackedLoader]:
         """Those that the loop is in the middle of."""
         return [tracked for tracked in self.by_key.values() if tracked.is_open]
-
-    @property
-    def begun(self) -> bool:
-        """Whether any loader was read in this epoch."""
-        return any(not tracked.has_saved_position for tracked in self.by_key.values())
 
     @property
     def done(self) -> bool:
@@ -119,23 +113,23 @@ class EpochLoaders:
         resumed = (tracked for tracked in self.by_key.values() if tracked.has_saved_position)
         return next((tracked.batches_handed_out for tracked in resumed if tracked.loader is loader), None)
 
-    def left(self, loader: Loader, *, announced: bool) -> int:
+    def left(self, loader: Loader) -> int:
         """How many batches the next pass through a loader hands out."""
         claimed = self.saved_batches(loader)
-        saved = self.unclaimed.positions.get(self._key(loader, announced=announced), {})
+        found = self.unclaimed.key_of(self._key(loader))
+        saved = {} if found is None else self.unclaimed.positions[found]
         return len(cast(Sized, loader)) - (saved.get("batches", 0) if claimed is None else claimed)
 
     def is_used_up(self, loader: Loader) -> bool:
-        """Whether the position that was saved for a loader in a plain `for` is the end of its epoch."""
-        key = self._key(loader, announced=False)
-        saved = self._claimed.get(key) or self.unclaimed.positions.get(key) or {}
+        """Whether the position that was saved for a loader is the end of its epoch."""
+        saved = self._claimed.get(self._key(loader)) or {}
         size = size_of(loader)
         ended = saved.get("done") or saved.get("exhausted")
         return bool(ended or (size is not None and saved.get("batches", 0) >= size > 0))
 
-    def next(self, loader: Loader, *, announced: bool) -> tuple[str, TrackedLoader, dict[str, Any] | None]:
+    def next(self, loader: Loader) -> tuple[str, TrackedLoader, dict[str, Any] | None]:
         """The key and the loader of the next pass, and the saved position that it begins at, if any."""
-        key = self._key(loader, announced=announced)
+        key = self._key(loader)
         tracked = self.by_key[key] if key in self.by_key else self.add(key, loader)
         return key, tracked, self._claimed.pop(key, None)
 
@@ -155,27 +149,26 @@ class EpochLoaders:
         if self.is_named(tracked.loader):
             self.add(key, tracked.loader)
 
-    def give_up(self, skipping: Loader) -> None:
-        """A loader that skips by itself is read: another one with the same data does not continue from its position,
-        but begins at the start of a later epoch."""
-        data = getattr(samplers.reader(skipping), "dataset", None)
-        resumed = [tracked for tracked in self.by_key.values() if tracked.has_saved_position]
-        self.drop(*(tracked for tracked in resumed if samplers.reader(tracked.loader).dataset is data))
+    def drop_unread(self) -> dict[str, Loader | None]:
+        """Drop the saved positions that no pass has gone to yet: their keys, and the loaders that had claimed them."""
+        claimed = {key: tracked for key, tracked in self.by_key.items() if tracked.has_saved_position}
+        dropped: dict[str, Loader | None] = {**dict.fromkeys(self.unclaimed.positions)}
+        dropped |= {key: tracked.loader for key, tracked in claimed.items()}
+        self.drop(*claimed.values())
+        self.unclaimed.positions.clear()
+        self._claimed.clear()
+        return dropped
 
-    def state(self, usage: Callable[[TrackedLoader], dict[str, int]]) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """The position of each loader that was read in this epoch, and those that are unclaimed."""
-        now = {
-            key: {**tracked.state(), "likeness": description(tracked.loader), **usage(tracked)}
-            for key, tracked in self.by_key.items()
-        }
-        return {**self.unclaimed.positions, **now}
+        return {**self.unclaimed.positions, **{key: tracked.state() for key, tracked in self.by_key.items()}}
 
-    def go_back(self, unclaimed: UnclaimedPositions, *, named: bool) -> None:
-        """Let loaders continue from saved positions: `named` ones claim theirs at once, others when they are read."""
+    def go_back(self, unclaimed: UnclaimedPositions) -> None:
+        """Let loaders continue from saved positions: named ones claim theirs at once, others when they are read."""
         self.clear()
         self.unclaimed = unclaimed
-        for key, loader in self._named().items() if named else ():
-            if key in unclaimed.positions:
+        for key, loader in self._named().items():
+            if unclaimed.key_of(key) is not None:
                 self.add(key, loader)
 
     def begins_at(self) -> str:
@@ -194,16 +187,12 @@ class EpochLoaders:
         for loader in self._wrapped:
             sampling.uninstall(loader)
 
-    def _key(self, loader: Loader, *, announced: bool) -> str:
+    def _key(self, loader: Loader) -> str:
         """The key of the next pass through a loader."""
-        name = next((key for key, named in self._named().items() if named is loader), "loader" if announced else PLAIN)
-        if name == PLAIN:
-            taken = (*self.by_key, *self.unclaimed.positions)
-            free = (key for number in itertools.count() if (key := f"{PLAIN}.{number}") not in taken)
-            return self.unclaimed.like(loader) or next(free)
-        again = 0 if name == "loader" else 1
-        key = name if again else f"{name}.0"
+        name = next((key for key, named in self._named().items() if named is loader), None)
+        again = 0 if name is None else 1
+        key = name or "loader.0"
         while key in self.by_key and not self.by_key[key].has_saved_position:
             again += 1
-            key = f"{name}.{again}"
+            key = f"{name or 'loader'}.{again}"
         return key

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeGuard
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from ckpt.state import samplers
 from ckpt.state.parts import has_state
@@ -88,6 +88,21 @@ def splits(loader: Any) -> bool:
     """Whether Accelerate gives every rank a piece of each batch."""
     splitters = (loader, getattr(loader, "batch_sampler", None))
     return any(getattr(splitter, "split_batches", False) is True for splitter in splitters)
+
+
+def batches_skipped(loader: Any) -> int:
+    """How many batches a loader skips that `accelerate.skip_first_batches` made; 0 for any other."""
+    found = (getattr(part, "skip_batches", 0) for part in (loader, *samplers.samplers(loader)))
+    return next((number for number in found if isinstance(number, int) and number > 0), 0)
+
+
+def keeps_order(loader: Any) -> bool:
+    """Whether every epoch has an order that needs no generator: in sequence, or Accelerate's by seed and epoch."""
+    return all(_is_ordered(sampler) for sampler in samplers.samplers(loader))
+
+
+def _is_ordered(sampler: Any) -> bool:
+    return type(sampler) in (SequentialSampler, BatchSampler) or type(sampler).__module__.startswith("accelerate.")
 
 
 def size_of(dataset: Any) -> int | None:

@@ -1,208 +1,454 @@
-"""The training loop: its epochs and counts, the plain `for` over a loader, and what of both is saved and restored."""
+"""The training loop: its epochs, passes through loaders and steps, and the boundaries between its iterations.
+
+A boundary is where the loop asks the pass that leads it for the next batch, begins the next epoch, or ends. Whatever
+the script does in an iteration, in whatever order, is done by then: so what `manager.step` finds due is taken there.
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ckpt.data.batches import Batches
-from ckpt.data.epoch_loaders import PLAIN, EpochLoaders, UnclaimedPositions
-from ckpt.data.loader_hook import MakeIterator
-from ckpt.data.loader_info import Loader
-from ckpt.data.loader_matching import epoch_variable, skips_by_itself
-from ckpt.data.loop_patterns import LoopPatterns
-from ckpt.data.passes import FindIterator, Passes
+from ckpt.data import following
+from ckpt.data.epoch_loaders import EpochLoaders, UnclaimedPositions
+from ckpt.data.following import MakeIterator
+from ckpt.data.loader_info import Loader, keeps_order
 from ckpt.data.progress import Progress
-from ckpt.data.training_thread import TrainingThread
+from ckpt.data.tracked_loader import TrackedLoader
 from ckpt.errors import ConfigError
 from ckpt.ranks.group import MAIN, Ranks
+from ckpt.state import samplers
 from ckpt.state.caveats import Caveats
+from ckpt.state.parts import has_state
 
 T = TypeVar("T")
-Handout = TypeVar("Handout")
+_PATIENCE = 64  # steps on one batch: so many may pass before a save that is due is taken between two of them
+_ONE_SHOT = (
+    zip, map, filter, enumerate, reversed,
+    itertools.chain, itertools.cycle, itertools.islice, itertools.zip_longest, itertools.starmap,
+)  # fmt: skip
+
+NOT_FOLLOWED = (
+    "ckpt can't see where this loop's batches come from. It saves no position for them, and a resume finds its place "
+    "only if your script does. Pass the loader: StateManager(dataloader=loader); or iterate over manager.batches(...), "
+    "which takes any iterable. Otherwise manager.step() saves at once: call it last in the iteration, and fetch the "
+    "next batch after it."
+)
+IN_STEP = (
+    "this loop reads no loader that ckpt follows, so manager.step() saves at once. Call it last in the iteration, and "
+    "fetch the next batch after it: a resume loses whatever comes later."
+)
+EPOCH_STEPS = (
+    "the epoch begins again: {0} steps of it were made without a loader. Write `for i in manager.batches(range(n))`, "
+    "and a resume continues in its middle."
+)
+ONE_STEP = "taken for finished: one step of it was made, without a loader"
+READ_AHEAD = (
+    "something reads batches ahead of the loop, and those are lost at every resume. Let it read inside: "
+    "manager.batches(Prefetcher(loader)), not Prefetcher(manager.batches(loader))."
+)
+CYCLED = (
+    "training continued without asking the loader for more batches. itertools.cycle does that: it repeats the batches "
+    "of the first pass from memory, which a resume cannot. Write `while True:` around `for batch in loader:`."
+)
+IN_TURN = (
+    "two loaders feed this loop in turn, or one inside the other. ckpt knows where each is, but not which comes next, "
+    "so a resume may lose batches. Follow the outer one alone, or read both in every iteration: "
+    "zip(manager.batches(a), manager.batches(b))."
+)
+ONE_BATCH = (
+    f"more than {_PATIENCE} steps were made on one batch, so manager.step() saved between two of them. A resume "
+    "continues with the next batch."
+)
+SKIPPED = (
+    "{0} batches were handed out after the resume before the first step. The loader had continued at batch {0}: "
+    "if your script skips batches by hand, they are lost. Remove the skipping."
+)
+NO_TRAINING = (
+    "a loop read the rest of the epoch after batch {0}, and trained on none of it. The next loop over it begins at "
+    "batch {0} again. Evaluate under torch.no_grad(), and don't skip batches by hand."
+)
+REPEATED = (
+    "batch {0} of this epoch is trained on again. accelerator.load_state() begins the epoch at its start, as "
+    "Accelerate does: call accelerator.skip_first_batches(loader, {1}), or manager.resume(), which continues there."
+)
+USED_UP = "all batches of epoch {0} were used before the checkpoint, so this pass hands out none."
+UNCLAIMED = "the checkpoint was saved in the middle of {0}, and training went on without it: that position is not used."
+ANOTHER_ORDER = (
+    "the script finds its place in the data itself, and {0} draws another order than before the resume. Use "
+    "accelerator.skip_first_batches(loader, n), the method, which ckpt answers."
+)
+COUNTS_AGAIN = (
+    "the run is in epoch {0}, and your script has not asked for it: a loop that counts its epochs from 0 trains more. "
+    "Write `for epoch in manager.epochs(n)`, or `range(manager.progress.epoch, n)`."
+)
+
+
+class Pass:
+    """One pass through a loader, from the loop's side."""
+
+    def __init__(self, loader: Loader, own: MakeIterator | None) -> None:
+        self.loader = loader
+        self.own = own  # makes the loader's iterator, in a plain `for`
+        self.key = ""
+        self.tracked: TrackedLoader | None = None  # once it has begun
+        self.saved: dict[str, Any] | None = None  # the position that it began at
+        self.around: dict[int, int] = {}  # the batches that each open loader had handed out when it began
+        self.batch = 0  # the loop's count when it began
+        self.samples = 0
+        self.fresh = 0  # batches that it has handed out since the last step
+        self.first = 0  # batches before its first step, and between the last two
+        self.per_step = 0
+        self.trained = False  # since it began
+        self.leads = False  # the loop's iterations begin with its batches
+        self.asked = False  # for a batch, since the last step
+        self.again = 0  # batches that are handed out again, where the script skips them
+
+    @property
+    def announced(self) -> bool:
+        """By `manager.batches`, not by a plain `for` over a loader that the manager was given."""
+        return self.own is None
+
+
+class Batches(Generic[T]):
+    """An iterator over the batches that are left of an epoch, with a length: how many it hands out in all."""
+
+    def __init__(self, loop: Loop, current: Pass, begin: Callable[[], None], start: int | None = None) -> None:
+        self._loop = loop
+        self._pass = current
+        self._begin: Callable[[], None] | None = begin
+        self._start = start
+        self._batches = loop._through(current)
+
+    def __iter__(self) -> Batches[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            begin()
+        self._loop.ask(self._pass)
+        number, batch = next(self._batches)
+        result: T = batch if self._start is None else (self._start + number, batch)  # type: ignore[assignment]
+        return result
+
+    def __len__(self) -> int:
+        if self._begin is not None:
+            self._begin()
+        return self._loop.left(self._pass.loader)
+
+    def close(self) -> None:
+        """Leave the loop, as `break` does."""
+        self._batches.close()
 
 
 class Loop:
-    """Counts epochs, batches and steps, and hands out the batches of loaders so that their positions are known.
+    """Counts epochs, batches and steps, hands out the batches of loaders, and knows the loop's boundaries.
 
-    A save inside `batches` belongs to the middle of its epoch. A save made when all loaders of the epoch are at their
-    end belongs to the end of the epoch: the next run begins with the next one. So does a save in an epoch without a
-    loader, when it has made as many steps as the epoch before.
+    A save inside a pass belongs to the middle of its epoch. A save made when all loaders of the epoch are at their end
+    belongs to the end of the epoch: the next run begins with the next one.
     """
 
-    def __init__(
-        self, ranks: Ranks, named: Callable[[], Mapping[str, Loader]], *, follow: bool = True, others: bool = False
-    ) -> None:
-        """`follow`: whether a plain `for` over the named loaders is followed; with `others`, over any DataLoader."""
-        self.before_pass: Callable[[], None] = lambda: None  # before a plain `for` reads a loader
-        self.before_fetch: Callable[[], object] = lambda: None  # before each batch of a named one that it reads
+    def __init__(self, ranks: Ranks, named: Callable[[], Mapping[str, Loader]]) -> None:
+        self.progress = Progress()
+        self.caveats = Caveats(aloud=ranks.rank == MAIN)
+        self.quiet = False  # an integration answers for the data
+        self.at_boundary: Callable[[], None] = lambda: None  # takes what is due
+        self.is_due = False
+        self.before_pass: Callable[[], None] = lambda: None
+        self.before_fetch: Callable[[], object] | None = None  # before each batch of a loader that has a name
+        self.sets_iteration = False  # of Accelerate's loaders, which count their epochs: from 0 in a new process
         self.counts_updates = False  # a step is one of the first optimizer, and not a call of `manager.step`
-        self.models: Callable[[], Iterable[nn.Module]] = lambda: ()
-        self.on_training: Callable[[int], None] = lambda epoch: None  # after every step, given the epoch
+        self.on_training: Callable[[int], None] = lambda epoch: None  # at the first step of an epoch, given its number
         self.has_data: Callable[[], bool] = lambda: False  # generators of the script's own, from which it may make data
-        self.patterns = LoopPatterns(Caveats(aloud=ranks.rank == MAIN), quiet=not follow)
-        self.follows = follow
-        self._others = follow and others
-        self._thread = TrainingThread()
-        self._announces = False  # the loop uses `batches`, which counts its epochs
+        self._named = named
+        self._followed: weakref.WeakSet[Any] = weakref.WeakSet()
         self._loaders = EpochLoaders(ranks, named)
-        self._passes = Passes(self._loaders, self.patterns, ranks.world_size)
+        self._world_size = ranks.world_size
+        self._process = os.getpid()
+        self._thread: int | None = None  # that the training loop runs in
+        self._reads = False  # a loader is being read: loaders inside it are not the loop's
+        self._open: list[Pass] = []
+        self._ended: Pass | None = None  # at its end, before any step
+        self._leader: Pass | None = None  # the last one that led the loop
+        self._first_asked: Pass | None = None  # since the last step
+        self._fed = False  # a followed batch was handed out since the last step
+        self._idle = 0  # steps since a leading pass was asked for a batch
+        self._unfed = 0  # steps in a row without a followed batch, after a pass has ended
+        self._in_epochs = False  # inside `manager.epochs`
+        self._left_epoch = False  # `manager.epochs` was left in an epoch
+        self._outside_epochs = 0  # counted for passes outside of `manager.epochs`
+        self._steps = 0  # of this epoch: calls of `manager.step`
+        self._updates = 0  # of this epoch: steps of the first optimizer
+        self._per_epoch: int | None = None  # steps of the epoch before
+        self._trained_epoch: int | None = None  # the last one in which there was a step
+        self._sees_steps = False
+        self._asked_epoch = True  # the script has read the progress of the checkpoint, or there is none
+        self._is_resumed = False  # and nothing has been trained on since
+        self._by_script = False  # the script finds its place in the data, after Accelerate's own `load_state`
+        self._saved_rhythm: Mapping[str, Any] = {}
         self._restores = 0
         self._hooks: list[RemovableHandle] = []
-        self._is_released = False
+        self.is_released = False
         self._first_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
-
-    @property
-    def progress(self) -> Progress:
-        return self._passes.progress
 
     def start(self) -> None:
         """The state has been resumed, in this thread: from now on, what is stepped is training."""
-        self._thread.start()
+        self._thread = threading.get_ident()
+        self.follow_named()
+
+    # --- loaders that the manager was given: a plain `for` over them is followed
+
+    def follow_named(self) -> None:
+        """Follow the loaders that have a name by now."""
+        for loader in () if self.is_released else self._named().values():
+            if following.follow(loader, self):
+                self._followed.add(loader)
+
+    def takes(self, loader: Loader) -> bool:
+        """Whether this `for` is the training loop's. Where gradients are disabled it is evaluation; what another thread
+        or another loader reads is ahead of the loop by an unknown number of batches."""
+        here = self._process == os.getpid() and self._thread in (None, threading.get_ident())
+        return here and not self._reads and torch.is_grad_enabled()
+
+    def follow(self, loader: Loader, own: MakeIterator) -> Iterator[Any]:
+        """A plain `for` over a loader: the rest of the epoch, if a position was saved for it, or all of it."""
+        return Batches(self, Pass(loader, own), self.before_pass)
 
     # --- epochs and batches
 
     def epochs(self, total: int) -> Iterator[int]:
         if not isinstance(total, int) or total < 0:
             raise ConfigError(f"epochs() takes the number of epochs in all, not {total!r}.")
-        self._passes.in_epochs = True
-        if not any(key.startswith(PLAIN) for key in self._loaders.unclaimed.positions):
-            self.progress.epoch -= self.patterns.plain_epochs  # of a loop before this one
-            self.patterns.plain_epochs = 0
+        self._in_epochs = self._asked_epoch = True
+        self._left_epoch = False
+        self.progress.epoch -= self._outside_epochs  # of a loop before this one
+        self._outside_epochs = 0
+        ended = False
         try:
             while self.progress.epoch < total:
                 yield self.progress.epoch
                 self._next_epoch()
+                self.boundary()
+            ended = True
         finally:
-            self._passes.in_epochs = False
+            self._in_epochs, self._left_epoch = False, not ended
 
-    def batches(
-        self, loader: Iterable[T], begin: Callable[[], None], each: Callable[[int, T], Handout]
-    ) -> Batches[Handout]:
-        """The rest of the epoch, as `each` makes it of a number and a batch. `begin` is called before the first. After
-        a `go_back` in the middle, it continues from there.
-        """
+    def batches(self, loader: Iterable[T], begin: Callable[[], None], start: int | None = None) -> Batches[Any]:
+        """The rest of the epoch; with `start`, each with its number. `begin` is called before the first. After a
+        `go_back` in the middle, it continues from there."""
         if not isinstance(loader, Iterable):
             raise ConfigError(f"batches() takes a loader, and a {type(loader).__name__} cannot be iterated over.")
+        if isinstance(loader, _ONE_SHOT):
+            name = type(loader).__name__
+            raise ConfigError(
+                f"batches() cannot resume a {name} object: it has begun to iterate over the loaders inside before a "
+                "resume can take them to their positions. Put batches() around each loader instead: "
+                f"{_rewritten(name)}."
+            )
+        return Batches(self, Pass(loader, None), begin, start)
 
-        def through(found: FindIterator) -> Iterator[Handout]:
-            begin()
-            self._announces = True
-            for number, batch in self._through(loader, found):
-                yield each(number, batch)
-            if not self._passes.in_epochs and not self._loaders.open:
-                self._next_epoch()
+    def left(self, loader: Loader) -> int:
+        """How many batches the next pass through a loader hands out."""
+        return self._loaders.left(loader)
 
-        def length() -> int:
-            begin()
-            return self._loaders.left(loader, announced=True)
-
-        return Batches.made(through, length)
-
-    def _next_epoch(self, *, plain: bool = False) -> None:
+    def _next_epoch(self) -> None:
+        self._judge_ended()
+        self._name_unclaimed()
         self.progress.epoch += 1
         self.progress.batch = 0
-        self.patterns.ends_epoch(plain=plain)
+        self._outside_epochs += not self._in_epochs
+        self._per_epoch = (self._steps or self._updates) or self._per_epoch
+        self._steps = self._updates = 0
         self._loaders.clear()
 
     def saved_batches(self, loader: Loader) -> int | None:
         """How many batches the next pass through a loader skips; none if no position was saved for it."""
         return self._loaders.saved_batches(loader)
 
-    def skip(self, loader: Loader, batches: int, *, announced: bool = False) -> None:
-        """Let the next pass through a loader begin after so many batches."""
-        self._passes.next_loader(loader, announced=announced)[1].skip(batches)
-        self.progress.batch = batches
+    def owns(self, loader: Loader) -> bool:
+        """Whether the loader has a name, and is followed."""
+        return self._loaders.is_named(loader)
+
+    def skip(self, loader: Loader, batches: int | None) -> None:
+        """Let the next pass through a loader begin after so many batches, or at its saved position."""
+        self._by_script = False
+        if batches is not None:
+            self._loaders.next(loader)[1].skip(batches)
+            self.progress.batch = batches
+
+    def leave_place_to_script(self) -> None:
+        """A checkpoint was loaded as Accelerate does: the next pass begins at the start of the epoch, whose batches up
+        to the saved position are for the script to skip. A loader with a state of its own continues, as there, and so
+        does a pass that the loop is in."""
+        self._by_script, self._asked_epoch = not self._open, True
+
+    def _is_left_to_script(self, loader: Loader) -> bool:
+        return self._by_script and not has_state(samplers.reader(loader))
 
     def forget_positions(self) -> None:
         """Drop what was saved of loaders: the next pass through each begins with its first batch."""
         self._loaders.clear()
 
-    # --- a plain `for` over a loader (see `loader_hook.Follower`)
+    # --- passes
 
-    def owns(self, loader: Loader) -> bool:
-        """Whether a plain `for` over a loader is to be followed, because the loader has a name."""
-        if self._thread.may_be_here() and skips_by_itself(loader):
-            self._loaders.give_up(loader)
-        return self.follows and self._thread.may_be_here() and self._loaders.is_named(loader)
+    def ask(self, current: Pass) -> None:
+        """The script asks a pass for its next batch: the boundary of an iteration, if the pass leads the loop."""
+        if self._thread not in (None, threading.get_ident()):
+            self.caveats.note("prefetching", READ_AHEAD)
+            return
+        if self.before_fetch is not None and self._loaders.is_named(current.loader):
+            self.before_fetch()
+        if current.tracked is None:
+            self._catch_up(current)
+        elif current.leads:
+            self._idle = 0
+            if self.is_due:
+                self.at_boundary()
+        current.asked = True
+        if self._first_asked is None:
+            self._first_asked = current
 
-    def takes(self, loader: Loader) -> bool:
-        """Whether a plain `for` over a loader without a name may be training, and can be followed."""
-        safe = self._others and self._thread.is_known and self._thread.may_be_here()
-        return safe and getattr(loader, "in_order", True) and not skips_by_itself(loader)
+    def boundary(self) -> None:
+        """An epoch, the loop or the manager ends."""
+        if self.is_due:
+            self.at_boundary()
 
-    def follow(self, loader: Loader, own: MakeIterator) -> Iterator[Any]:
-        """A plain `for` over a loader: the rest of the epoch, if a position was saved for it, or all of it."""
-        length = lambda: self._loaders.left(loader, announced=False)  # noqa: E731
-        named = self._loaders.is_named(loader)
-        before = (lambda: self.before_fetch()) if named else None  # it may be set later
-        return Batches.made(lambda found: self._follow_through(loader, own, found), length, before)
-
-    def _follow_through(self, loader: Loader, own: MakeIterator, found: FindIterator) -> Iterator[Any]:
-        """Outside of `epochs` this is an epoch: until its end or, where it is left, until the loop iterates over the
-        loader again. But if no optimizer was stepped meanwhile it was no training, and is not counted.
-        """
-        self.before_pass()
-        counts = not self._passes.in_epochs and not self._announces
-        plain = not self._loaders.is_named(loader)
-        self._catch_up(loader, own, found, counts=counts, plain=plain)
-        restores, batch = self._restores, self.progress.batch
-        try:
-            for _, handed_out in self._through(loader, found, own=own):
-                yield handed_out
-        finally:
-            over = self._loaders.over(loader).values()
-            if not any(tracked.trained for tracked in over) and restores == self._restores:
-                self._loaders.drop(*over)
-                self.progress.batch = batch
-            elif all(tracked.done for tracked in over) and counts and not self._loaders.open:
-                self._next_epoch(plain=plain)
-
-    def _catch_up(self, loader: Loader, own: MakeIterator, found: FindIterator, *, counts: bool, plain: bool) -> None:
-        """Bring the count of epochs to that of the pass that begins: one that was left is over, and so is a saved one
-        of which nothing is left."""
-        if self._loaders.over(loader) and counts and not self._loaders.open:
-            self._next_epoch(plain=plain)
-        if counts and self._loaders.is_used_up(loader) and self.patterns.is_ahead(self.progress, epoch_variable()):
-            for _ in self._through(loader, found, own=own):  # no batch: it takes the generators to where they were
+    def _catch_up(self, current: Pass) -> None:
+        """A pass begins. Outside of `epochs`, a loader that is read again begins the next epoch: the one before has
+        ended, or was left. So it does where the script finds its place, and nothing is left of the saved epoch."""
+        loader = current.loader
+        alone = not self._open
+        self._judge_ended()
+        if alone and not self._in_epochs:
+            if any(over.trained for over in self._loaders.over(loader).values()):
+                self._next_epoch()
+            if self._leader is not None and self._leader.loader is loader:
+                self.boundary()
+        if alone and self._is_left_to_script(loader) and self._loaders.is_used_up(loader):
+            for _ in self._through(Pass(loader, current.own)):  # no batch: it takes the generators to the epoch's end
                 pass
-            self._next_epoch(plain=plain)
-        if plain and counts and self.patterns.resumed and hasattr(loader, "iteration"):
-            loader.iteration = self.progress.epoch  # Accelerate's loaders count their epochs, from 0 in a new process
+            self._next_epoch()
 
-    def _through(
-        self, loader: Loader, found: FindIterator, own: MakeIterator | None = None
-    ) -> Iterator[tuple[int, Any]]:
-        """Each batch with its number in the epoch. `own` makes the iterator of a loader in a plain `for`."""
-        restores, handed = -1, None
+    def _through(self, current: Pass) -> Generator[tuple[int, Any], None, None]:
+        """Each batch with its number in the epoch."""
+        restores = -1
         while restores != self._restores:
             restores = self._restores
-            around = {id(tracked): tracked.batches_handed_out for tracked in self._loaders.open}
-            current = self._passes.begin(loader, found, handed, self.models, announced=own is None)
-            again = False
+            tracked = self._begin(current)
+            ended = False
             try:
-                # no variable for the iterator: where the loop is left, it must be closed before the pass ends
-                for batch, samples in self._thread.read(
-                    current.tracked.take(self.progress.epoch, announced=current.announced, make_iterator=own)
-                ):
-                    self.patterns.hands_out()
-                    self._passes.count(current, samples, nested=bool(around))
-                    current.handed.hand_out(batch)
-                    yield current.tracked.batches_handed_out - 1, batch
-                    again = current.may_go_back and current.handed.goes_back()
-                    if restores != self._restores or again:
-                        break
-                else:
-                    again = current.may_go_back and current.handed.goes_back(exhausted=True)
+                if current.again:
+                    with closing(self._read(current, tracked.from_start(current.saved or {}))) as again:
+                        yield from enumerate(again)
+                    current.again = 0
+                with closing(self._read(current, tracked)) as batches:
+                    for batch in batches:
+                        yield tracked.batches_handed_out - 1, batch
+                        del batch
+                        if restores != self._restores:
+                            break
+                    else:
+                        ended = True
             finally:
-                self._passes.end(current, around, again=again, restored=restores != self._restores)
-            if again:
-                restores, handed = -1, current.handed
+                self._end(current, restored=restores != self._restores)
+            is_training = current.trained or not self._sees_steps
+            if ended and is_training and not self._in_epochs and not self._open:
+                self._next_epoch()
+
+    def _begin(self, current: Pass) -> TrackedLoader:
+        current.key, tracked, current.saved = self._loaders.next(current.loader)
+        if not tracked.has_saved_position and not self._open:
+            self.progress.batch = 0
+        current.tracked, current.batch = tracked, self.progress.batch
+        current.fresh = current.samples = current.first = 0
+        current.trained = False
+        current.around = {id(other): other.batches_handed_out for other in self._loaders.open}
+        if current.saved is not None and not tracked.is_over and self._is_left_to_script(current.loader):
+            current.again = tracked.batches_handed_out
+        self._open.append(current)
+        if self._is_resumed and self.sets_iteration and hasattr(current.loader, "iteration"):
+            current.loader.iteration = self.progress.epoch
+        return tracked
+
+    def _read(self, current: Pass, tracked: TrackedLoader) -> Generator[Any, None, None]:
+        """The batches of a tracked loader, counted. Those that it hands out again are neither counted nor kept."""
+        taken = tracked.take(self.progress.epoch, announced=current.announced, make_iterator=current.own)
+        left = current.again if tracked is not current.tracked else None
+        nested = bool(current.around)
+        try:
+            while left is None or left > 0:
+                self._reads, before = True, self._reads
+                try:
+                    found = next(taken, None)
+                finally:
+                    self._reads = before
+                if found is None:
+                    break
+                batch, samples = found
+                del found  # or it would live as long as the next batch takes
+                current.fresh += 1
+                self._fed = True
+                if left is None:
+                    self.progress.batch += not nested
+                    current.samples += samples * self._world_size
+                    self.progress.samples += samples * self._world_size
+                else:
+                    left -= 1
+                yield batch
+                del batch
+        finally:
+            taken.close()
+
+    def _end(self, ended: Pass, *, restored: bool) -> None:
+        """A pass has ended, or was left. `restored`: because a checkpoint was loaded meanwhile."""
+        tracked = ended.tracked
+        assert tracked is not None
+        self._open = [other for other in self._open if other is not ended]
+        if self._first_asked is ended:  # it leads no more: the pass that comes next does
+            self._first_asked = None
+        self._drop_if_nested(ended, tracked)
+        ended.tracked = ended.tracked if not restored else None
+        if restored or ended.trained or not self._sees_steps:
+            return
+        self.progress.samples -= ended.samples  # of no training
+        if ended.fresh and tracked.done and not ended.around:
+            self._ended = ended  # its last batches may be trained on yet
+        else:
+            self._end_untrained(ended, tracked)
+
+    def _judge_ended(self) -> None:
+        """Another pass begins, or another epoch: a pass that has ended by now without a step was no training."""
+        ended, self._ended = self._ended, None
+        if ended is not None and ended.tracked is not None and not ended.trained:
+            self._end_untrained(ended, ended.tracked)
+
+    def _end_untrained(self, ended: Pass, tracked: TrackedLoader) -> None:
+        if ended.saved is not None and (ended.samples or ended.again) and not ended.announced:
+            self._loaders.put_back(ended.key, tracked, ended.saved)
+            self.progress.batch = ended.batch
+            self.caveats.differs("data", NO_TRAINING.format(ended.batch))
+        elif ended.saved is not None and tracked.done and not ended.samples and not self._by_script:
+            self.caveats.tell("used up", USED_UP.format(self.progress.epoch))
+        elif not ended.announced and not tracked.has_saved_position and ended.saved is None:
+            self._loaders.drop(tracked)
+            self.progress.batch = ended.batch
+
+    def _drop_if_nested(self, ended: Pass, tracked: TrackedLoader) -> None:
+        """A pass inside one step of another, as for validation, is over with that step: its position is not kept.
+
+        Loaders that are read side by side are another thing: each moves on while the other is open.
+        """
+        if any(ended.around.get(id(other)) == other.batches_handed_out for other in self._loaders.open):
+            self._loaders.drop(tracked)
 
     # --- steps
 
@@ -216,63 +462,207 @@ class Loop:
                 found(optimizer)
 
         for optimizer in optimizers:
-            self._passes.sees_steps = True
+            self._sees_steps = True
             self._first_optimizer = self._first_optimizer or weakref.ref(optimizer)
             self._hooks.append(optimizer.register_step_post_hook(after_step))
 
-    def stepped(self) -> None:
-        """`manager.step` was called."""
-        self.refuse_released("step()")
-        self._passes.sees_steps = True
+    def stepped(self) -> bool:
+        """`manager.step` was called. Returns whether a boundary follows, at which to take what is due; otherwise it
+        must be taken now."""
+        self._sees_steps = True
+        self._thread = threading.get_ident()
         self._mark_training()
-        self.progress.step += 0 if self.counts_updates else 1
-        self.patterns.stepped(fed=self._loaders.begun, in_epochs=self._passes.in_epochs, has_data=self.has_data())
+        self._steps += 1
+        if not self.counts_updates:
+            self.progress.step += 1
+        fed, self._fed = self._fed, False
+        led = self._is_led()
+        if not (fed or led):
+            return self._stepped_alone()
+        self._unfed = 0
+        self._idle += 1
+        if led and self._idle > _PATIENCE:
+            self.caveats.note("data", ONE_BATCH)
+            return False
+        return True
+
+    def _is_led(self) -> bool:
+        """Whether an open pass leads the loop: its iterations begin with a batch of that pass, the first that it asks
+        for after a step."""
+        asked, self._first_asked = self._first_asked, None
+        led = still = False
+        for current in self._open:
+            if current.leads:
+                led, still = True, still or current.asked
+            current.asked = False
+        if asked is not None and not still and asked.tracked is not None and asked in self._open:
+            if led and self._leader is not asked:
+                self.caveats.note("data", IN_TURN)
+            asked.leads, self._leader, led = True, asked, True
+        return led
+
+    def _stepped_alone(self) -> bool:
+        """A step without a batch of any followed loader. In `epochs` the first step of an epoch without one waits for
+        the end of the epoch, which it may be all of."""
+        ended, self._unfed = self._leader, self._unfed + 1
+        if self._in_epochs and self._steps == 1 and not self._loaders.by_key:
+            return True
+        if ended is None:
+            self._note_unfollowed()
+        elif ended.first > ended.per_step > 0 and ended.tracked is not None and ended.tracked.done:
+            self.caveats.note("prefetching", READ_AHEAD)
+        elif self._unfed > 1 and not self.quiet:
+            self.caveats.note("data", CYCLED)
+            if self._restores:
+                self.caveats.differs("data", CYCLED)
+        return False
+
+    def _note_unfollowed(self) -> None:
+        if self._by_script or self.quiet:
+            return
+        if self._in_epochs or self.has_data():
+            self.caveats.tell("in step", IN_STEP)
+        else:
+            self.caveats.note("data", NOT_FOLLOWED)
 
     def _updated(self, optimizer: torch.optim.Optimizer) -> None:
+        first = self._first_optimizer is not None and self._first_optimizer() is optimizer
+        if first:
+            self._updates += 1
+            self.progress.step += self.counts_updates
         self._mark_training()
-        if self._first_optimizer is not None and self._first_optimizer() is optimizer:
-            self.progress.step += 1 if self.counts_updates else 0
-            if self._thread.is_known:
-                fed, in_epochs = self._loaders.begun, self._passes.in_epochs
-                self.patterns.updated(fed=fed, in_epochs=in_epochs, has_data=self.has_data())
+        if first and self._thread is not None and self._leader is None and not (self._fed or self._in_epochs):
+            self._note_unfollowed()
 
     def _mark_training(self) -> None:
-        self._passes.mark_training()
-        if self._thread.is_known:
-            self.on_training(self.progress.epoch)
-            self._passes.mark_training_outside()
+        """An optimizer was stepped: on what every open pass has handed out since the last step."""
+        fed = False
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            self.progress.samples += ended.samples
+        for current in (*self._open, ended) if ended is not None else self._open:
+            if current.fresh:
+                fed = True
+                self._mark(current)
+        if self._thread is not None:
+            if self.progress.epoch != self._trained_epoch:
+                self._trained_epoch = self.progress.epoch
+                self.on_training(self.progress.epoch)
+            if not (fed or self._fed or self._open):
+                self._drop_unread()
+
+    def _mark(self, current: Pass) -> None:
+        fresh, current.fresh = current.fresh, 0
+        assert current.tracked is not None
+        if current.again:
+            text = REPEATED.format(fresh - 1, current.tracked.batches_handed_out)
+            self.caveats.differs("data", text)
+        current.tracked.trained = True
+        if current.trained:
+            current.per_step = fresh
+            return
+        current.trained, current.first, self._is_resumed = True, fresh, False
+        self._compare_rhythm(current)
+        if self._asked_epoch or self._in_epochs or self.quiet or not self.progress.epoch:
+            return
+        self._asked_epoch = True
+        self.caveats.differs("epoch", COUNTS_AGAIN.format(self.progress.epoch))
+
+    def _compare_rhythm(self, current: Pass) -> None:
+        """The first step after a resume in the middle of a pass: batches that the loop did not train on may be lost."""
+        per_step, ahead = self._saved_rhythm.get("per_step"), self._saved_rhythm.get("ahead", 0)
+        self._saved_rhythm = {}
+        if current.saved is None or not per_step or self._by_script or self.quiet:
+            return
+        before = current.saved.get("before", 0) + current.saved.get("batches", 0)
+        unused = current.first - per_step
+        if unused > 0 and unused == before:
+            self.caveats.differs("data", SKIPPED.format(before))
+        elif unused > 0 and unused == ahead:
+            self.caveats.differs("data", READ_AHEAD)
+
+    # --- saved positions that nobody claims
+
+    def _drop_unread(self) -> None:
+        """Training continues with other data than the checkpoint was in the middle of: a position that was used later
+        would leave out batches of another epoch."""
+        for key, loader in self._loaders.drop_unread().items():
+            if self.quiet:
+                continue
+            if not self._by_script:
+                self.caveats.differs("data", UNCLAIMED.format(key))
+            elif loader is not None and not keeps_order(loader):
+                self.caveats.differs("data", ANOTHER_ORDER.format(type(loader).__name__))
+
+    def _name_unclaimed(self) -> None:
+        """An epoch is over: positions that were saved in it and that no loader has claimed are lost."""
+        for key in self._loaders.unclaimed.positions if self._steps or self._updates else ():
+            if not self.quiet:
+                self.caveats.differs("data", UNCLAIMED.format(key))
 
     # --- state
 
+    def note_asked(self) -> None:
+        """The script has asked where the checkpoint was."""
+        self._asked_epoch = True
+
     def saved_progress(self) -> Progress:
         """Where the next run will begin."""
+        self._judge_ended()
         if not self._loaders.unclaimed.positions and self._is_over():
             return Progress(self.progress.epoch + 1, 0, self.progress.step, self.progress.samples)
         return self.progress
 
     def _is_over(self) -> bool:
-        """Whether the loop is at the end of its epoch."""
+        """Whether the loop is at the end of its epoch: all its loaders are; without one, it has made as many steps as
+        the epoch before, or one."""
         if self._loaders.by_key:
             return self._loaders.done
-        return self._passes.in_epochs and self.patterns.is_over()
+        steps = self._steps or self._updates
+        known = self._per_epoch is not None or self._steps <= 1
+        return (self._in_epochs or self._left_epoch) and known and steps >= (self._per_epoch or 1)
 
     def state(self) -> dict[str, Any]:
         """The position of each loader that was read in this epoch, or for which one was restored."""
         if self.saved_progress() is not self.progress:
             return {}
-        return self._loaders.state(self._passes.usage)
+        return self._loaders.state()
 
     def seen(self) -> dict[str, Any]:
-        """The patterns of the loop, to be saved."""
-        without_loader = self._passes.in_epochs and not self._loaders.by_key
-        return self.patterns.state(without_loader=without_loader, over=self._is_over())
+        """What a run that resumes must know of the loop."""
+        leader = self._leader if self._leader is not None and self._leader.per_step else None
+        rhythm = {"per_step": leader.per_step, "ahead": max(0, leader.first - leader.per_step)} if leader else {}
+        return {
+            "remarks": {**self.caveats.lasting, **self._uncertain()},
+            "steps_per_epoch": self._per_epoch,
+            "plain_epochs": self._outside_epochs,
+            **rhythm,
+        }
+
+    def _uncertain(self) -> dict[str, str]:
+        """Of a save in an epoch without a loader: that it begins again, or that it may not have been over."""
+        steps = self._steps or self._updates
+        without_loader = (self._in_epochs or self._left_epoch) and not self._loaders.by_key
+        if not (without_loader and steps) or self.quiet:
+            return {}
+        if not self._is_over():
+            return {"epoch": EPOCH_STEPS.format(steps)}
+        return {"epoch": ONE_STEP} if self._per_epoch is None else {}
 
     def go_back(self, progress: Progress, unclaimed: UnclaimedPositions, seen: Mapping[str, Any]) -> None:
         """Continue from saved positions. A loader claims its own when it is iterated over."""
-        self._passes.progress = progress
+        self.progress = progress
         self._restores += 1
-        self.patterns.go_back(seen, unclaimed.approximated)
-        self._loaders.go_back(unclaimed, named=self.follows)
+        self.caveats.resumed(unclaimed.approximated)
+        unclaimed.approximated.update(seen.get("remarks", {}))
+        self._per_epoch, self._saved_rhythm = seen.get("steps_per_epoch"), seen
+        self._outside_epochs = seen.get("plain_epochs", 0)
+        self._asked_epoch = self._by_script = False
+        self._is_resumed = True
+        self._left_epoch = self._fed = False
+        self._steps = self._updates = self._unfed = 0
+        self._leader = self._ended = None
+        self._loaders.go_back(unclaimed)
 
     def begins_at(self) -> str:
         """Where the next pass through each loader begins, for the console."""
@@ -282,17 +672,28 @@ class Loop:
         self._loaders.unclaimed.rewind_rng()
 
     def release(self) -> None:
-        """Remove all hooks from loaders and optimizers."""
+        """Give loaders their classes and samplers back, and remove all hooks from optimizers."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        for loader in self._followed:
+            following.unfollow(loader, self)
         self._loaders.release()
-        self._is_released = True
+        self.is_released = True
 
     def refuse_released(self, call: str) -> None:
         """Raise if the manager was closed."""
-        if self._is_released:
+        if self.is_released:
             raise ConfigError(
                 f"{call} on a StateManager that is closed: it follows loaders and optimizers no more, so a save would "
                 "not know where the data is. Build a new one for the same objects and root, which resumes."
             )
+
+
+def _rewritten(name: str) -> str:
+    if name == "enumerate":
+        return "manager.enumerate(loader)"
+    if name == "cycle":
+        return "`while True:` around `for batch in manager.batches(loader):`"
+    given = {"zip": "manager.batches(a), manager.batches(b)", "map": "function, manager.batches(loader)"}
+    return f"{name}({given.get(name, 'manager.batches(loader), ...')})"

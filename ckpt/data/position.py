@@ -32,6 +32,7 @@ class Position:
     before: int = 0  # batches handed out in this epoch before `start`
     layout: dict[str, Any] = field(default_factory=dict)  # how the epoch was divided: `Layout`
     sampler_size: int | None = None  # how many samples the sampler gives one rank
+    skipped: int = 0  # batches that the loader itself leaves out, as `accelerate.skip_first_batches` makes it do
     contents: dict[str, str] = field(default_factory=dict)  # digests of what a stream handed out in this epoch
 
     @classmethod

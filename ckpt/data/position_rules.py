@@ -28,7 +28,7 @@ _START = Rule(_is_start, "the states of random generators", required=False)
 _LIST = Rule(is_list(lambda value: True), "a list", required=False)
 
 POSITION = {
-    **dict.fromkeys(("batches", "samples", "start", "ahead", "before", "unused", "window"), _COUNT),
+    **dict.fromkeys(("batches", "samples", "start", "ahead", "before", "skipped"), _COUNT),
     **dict.fromkeys(("dataset_size", "sampler_size"), _SIZE),
     **dict.fromkeys(("worn", "done", "exhausted", "trained", "split"), _FLAG),
     **dict.fromkeys(("digest", "indices"), _TEXT),

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt.data.batch_digest import Contents, extract
 from ckpt.data.cursor import Cursor
-from ckpt.data.loader_hook import MakeIterator
+from ckpt.data.following import MakeIterator
 from ckpt.data.loader_info import batch_size
 from ckpt.data.prefetch import Lookahead
 from ckpt.state import rng

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from ckpt.data import sampling
 from ckpt.data.cursor import Cursor
-from ckpt.data.loader_hook import MakeIterator
+from ckpt.data.following import MakeIterator
 from ckpt.data.remaining_order import RemainingIndices
 from ckpt.data.repartition import Repartition
 from ckpt.data.restore_base import RestoreStrategy
@@ -93,6 +93,7 @@ class ByIndex(RestoreStrategy):
             batched=self._loader.batch_sampler is not None,
             expected=position.indices,
             expected_batches=position.digest,
+            skips_inside=position.skipped > 0 and position.batches == 0 and self._cursor.has_saved_position,
         )
 
     def _begin(self) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt.data.cursor import Cursor
-from ckpt.data.loader_hook import MakeIterator
+from ckpt.data.following import MakeIterator
 from ckpt.data.loader_info import goes_by_index, only_counts
 from ckpt.data.repartition import Repartition
 from ckpt.data.restore_base import RestoreStrategy

@@ -35,6 +35,7 @@ class EpochPlan:
     samples: int | None = None
     rest: RemainingIndices | None = None
     batched: bool = True
+    skips_inside: bool = False  # what is skipped is skipped by the loader itself
     expected: str = ""
     expected_batches: str = ""
     digest: Any = field(default_factory=xxhash.xxh3_64)  # of the indices that have reached the training loop
@@ -48,6 +49,9 @@ class EpochPlan:
         if self.rest is not None:
             self.rest.advance()
         skipped, left = self._skip(iter(batches))
+        if self.skips_inside:  # the order is drawn with its first index: before the generators are those of the save
+            first = list(itertools.islice(left, 1))
+            left = itertools.chain(first, left)
         self.arrive()
         for count, batch in enumerate(left, skipped + 1):
             indices = self._indices(batch)

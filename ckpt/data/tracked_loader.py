@@ -19,12 +19,12 @@ The states of a `TrackedLoader`, which stands for one pass:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from ckpt.data.cursor import Cursor, OnArrival
-from ckpt.data.loader_hook import MakeIterator, unfollowed
-from ckpt.data.loader_info import Loader, goes_by_index, size_of
+from ckpt.data.following import MakeIterator, own_iterator
+from ckpt.data.loader_info import Loader, batches_skipped, goes_by_index, size_of
 from ckpt.data.position import Position
 from ckpt.data.repartition import Repartition
 from ckpt.data.restore_base import RestoreStrategy
@@ -41,7 +41,7 @@ class TrackedLoader:
         self._repartition = Repartition(loader, self._cursor.reads, rank, world_size)
         self._strategy: RestoreStrategy | None = None
         self._iterator: Iterator[Any] | None = None
-        self._make_iterator: MakeIterator = lambda: unfollowed(loader)
+        self._make_iterator: MakeIterator = lambda: own_iterator(loader)
 
     @property
     def has_saved_position(self) -> bool:
@@ -76,6 +76,22 @@ class TrackedLoader:
     def done(self) -> bool:
         return self._cursor.position.done and not self.has_saved_position
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left of the epoch, here or at the saved position."""
+        return self._cursor.position.done or self._cursor.position.exhausted
+
+    def from_start(self, saved: dict[str, Any]) -> TrackedLoader:
+        """The same epoch once more from its first batch, in the same order."""
+        again = TrackedLoader(self.loader, self._cursor.rank, self._cursor.position.world_size)
+        start = {"rng": saved.get("rng", {}), "generators": saved.get("generators", [])}
+        again._cursor.go_to(
+            {**start, "generators_now": start["generators"], "samplers": saved.get("samplers", [])},
+            lambda done, before: None,
+            self._cursor.warn,
+        )
+        return again
+
     def state(self) -> dict[str, Any]:
         """The position, to be saved."""
         if not self.has_saved_position:
@@ -86,7 +102,16 @@ class TrackedLoader:
     def go_back(self, saved: dict[str, Any], on_arrival: OnArrival, warn: Callable[[str], None]) -> dict[str, str]:
         """Let `take` continue from a saved position. Returns what will not be as it was, and why."""
         position = self._cursor.go_to(saved, on_arrival, warn)
+        self._leave_out_skipped(position)
         return self._repartition.carry_over(position) | self._changed_dataset(position) | self._new_workers(position)
+
+    def _leave_out_skipped(self, position: Position) -> None:
+        """A loader that `accelerate.skip_first_batches` made skips batches itself: they are not skipped twice."""
+        skipped = batches_skipped(self.loader)
+        if skipped != position.skipped:
+            position.batches = max(0, position.batches + position.skipped - skipped)
+            position.samples, position.digest, position.indices, position.contents = 0, "", "", {}
+            position.skipped = skipped
 
     def skip(self, batches: int) -> None:
         """Let `take` begin after so many batches of an epoch that begins then, with everything as it is."""
@@ -95,7 +120,7 @@ class TrackedLoader:
 
     def take(
         self, epoch: int, *, announced: bool = True, make_iterator: MakeIterator | None = None
-    ) -> Iterator[tuple[Any, int]]:
+    ) -> Generator[tuple[Any, int], None, None]:
         """The rest of the epoch: each batch with its number of samples. `set_epoch` is called if `announced`.
 
         `make_iterator` makes the loader's iterator, where that is not what its class says.

@@ -49,8 +49,6 @@ def attach(
     """
     if not isinstance(main_process_saves, bool):
         raise ConfigError(f"main_process_saves={main_process_saves!r} must be True or False.")
-    if main_process_saves and not options.get("follow", True):
-        raise ConfigError("main_process_saves=True needs the prepared loaders to be followed: leave follow=False out.")
     previous: _Attached | None = vars(accelerator).get(_ATTACHED)
     if previous is not None:
         previous.detach()
@@ -193,12 +191,13 @@ class _Attached:
             if self._manager.session.load(None, strict=True) is None:
                 raise
             self._say_instead(name)
+        self._manager.session.loop.leave_place_to_script()
 
     def _warn_of_unused(self, options: dict[str, Any]) -> None:
         given = [name for name, value in options.items() if value]
         if given:
             text = f"{', '.join(given)}: not used, because ckpt reads and writes checkpoints in its own format."
-            self._manager.session.loop.patterns.caveats.tell(f"unused/{given}", text)
+            self._manager.session.loop.caveats.tell(f"unused/{given}", text)
 
     def _was_cut_off(self, name: str) -> bool:
         session = self._manager.session
@@ -221,9 +220,8 @@ class _Attached:
         if not loop.owns(dataloader):
             return type(self.accelerator).skip_first_batches(self.accelerator, dataloader, num_batches)
         done = loop.saved_batches(dataloader)
-        if done is None:
-            loop.skip(dataloader, num_batches)
-        elif done != num_batches:
+        loop.skip(dataloader, num_batches if done is None else None)
+        if done not in (None, num_batches):
             _log.warning(
                 "skip_first_batches(%d): by the checkpoint %d batches of this loader are done, and those are skipped.",
                 num_batches, done,

@@ -15,7 +15,7 @@ from ckpt.state.objects import KINDS
 from ckpt.util.option_values import refuse_unknown
 
 _DECIDED_ELSEWHERE = {  # by the Trainer and its arguments
-    "self", "root", "save_every", "save_at_epoch_end", "save_on_exception", "accelerator", "follow", *KINDS,
+    "self", "root", "save_every", "save_at_epoch_end", "save_on_exception", "accelerator", *KINDS,
 }  # fmt: skip
 
 

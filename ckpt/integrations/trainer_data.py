@@ -2,30 +2,32 @@
 
 A Trainer saves no position: it skips as many batches as it has trained on. That draws what a sampler, a dataset or a
 collator takes from the global generators from other states than before, and reads the first batches after a resume
-with the wrong ones. So `iter()` of its loader is answered with `manager.batches`, whatever the version of Trainer.
+with the wrong ones. So `iter()` of its loader is answered with `manager.batches`, whatever the version of Trainer; and
+`skip_first_batches`, as the Trainer calls it while it trains, returns that same loader.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import Trainer
+from transformers import trainer as trainer_module
 
-from ckpt.data import loader_hook
-from ckpt.data.batches import Batches
-from ckpt.data.loader_hook import MakeIterator
+from ckpt.data import following
+from ckpt.data.following import MakeIterator
 from ckpt.data.loader_info import size_of
+from ckpt.data.loop import Batches
 from ckpt.manager import StateManager
-from ckpt.state import samplers
 
 _log = logging.getLogger("ckpt")
 
 
 class TrainerData:
-    """Follows the Trainer's training loader (see `loader_hook.Follower`); every pass through it is an epoch.
+    """Follows the Trainer's training loader (see `following.Follower`); every pass through it is an epoch.
 
     `is_exact`: the first pass was continued from a saved position, with the generators of that moment.
     """
@@ -40,7 +42,20 @@ class TrainerData:
         self._resumes = False
         self._same_steps = True
         self._warned = False
-        loader_hook.begin(self)
+        self._skips = 0  # batches, by the Trainer's count, before the next pass
+        self._followed: Any = None
+
+    def begin(self) -> None:
+        """The Trainer has prepared its loader."""
+        if following.follow(self._loader, self):
+            self._followed = self._loader
+
+    def skip(self, loader: Any, batches: int) -> bool:
+        """The Trainer skips batches of a loader: whether that is left to the next pass through it."""
+        if loader is not self._followed:
+            return False
+        self._skips = batches
+        return True
 
     def resumes(self, *, same_steps: bool) -> None:
         """A checkpoint of the root was loaded. `same_steps`: a step of it has as many samples as one has now."""
@@ -63,21 +78,15 @@ class TrainerData:
             )
 
     def release(self) -> None:
-        loader_hook.end(self)
+        if self._followed is not None:
+            following.unfollow(self._followed, self)
         self._leave()
 
-    def owns(self, loader: Any) -> bool:
-        """Whether it is the training loader, or what `skip_first_batches` made of it."""
-        mine = self._loader
-        if loader is mine or mine is None:
-            return mine is not None
-        return _skipped(loader) > 0 and samplers.reader(loader).dataset is samplers.reader(mine).dataset
-
     def takes(self, loader: Any) -> bool:
-        return False
+        return loader is self._loader
 
     def follow(self, loader: Any, own: MakeIterator) -> Iterator[Any]:
-        mine, skipped = self._loader, _skipped(loader)
+        mine, skipped, self._skips = self._loader, self._skips, 0
         self._leave()
         if self._resumes and self._same_steps and self.has_position and (skipped or self._is_at_end):
             self.is_exact = skipped > 0
@@ -97,7 +106,7 @@ class TrainerData:
         loop.forget_positions()
         loop.progress.epoch = getattr(loader, "iteration", 0)
         if skipped:
-            loop.skip(self._loader, skipped, announced=True)
+            loop.skip(self._loader, skipped)
 
     @property
     def _loader(self) -> Any:
@@ -116,7 +125,22 @@ class TrainerData:
         self._pass = None
 
 
-def _skipped(loader: Any) -> int:
-    """How many batches a loader skips that `accelerate.skip_first_batches` made; 0 for any other."""
-    found = (getattr(part, "skip_batches", 0) for part in (loader, *samplers.samplers(loader)))
-    return next((number for number in found if number), 0)
+@contextmanager
+def skipping_answered(data: Callable[[], TrainerData | None]) -> Iterator[None]:
+    """While the Trainer trains, its `skip_first_batches` returns the loader that is followed, which skips by itself.
+
+    Accelerate's function builds another loader, in which positions and generators are unknown. The Trainer calls it by
+    the name that its module has imported, and no method of it is in between.
+    """
+    own = trainer_module.skip_first_batches
+
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        found = data()
+        ours = found is not None and found.skip(dataloader, num_batches)
+        return dataloader if ours else own(dataloader, num_batches)
+
+    trainer_module.skip_first_batches = skip_first_batches
+    try:
+        yield
+    finally:
+        trainer_module.skip_first_batches = own

@@ -17,7 +17,7 @@ from transformers.trainer_utils import TrainOutput
 from ckpt.errors import ConfigError, MissingError, Preempted
 from ckpt.export.load_model import load_checkpoint_model
 from ckpt.integrations.trainer_checks import calling_trainer, refuse_foreign_options, refuse_unsupported
-from ckpt.integrations.trainer_data import TrainerData
+from ckpt.integrations.trainer_data import TrainerData, skipping_answered
 from ckpt.integrations.trainer_engine import engine_loaded_elsewhere, managed_objects, trained_model
 from ckpt.integrations.trainer_push import TrainerPush
 from ckpt.integrations.trainer_resume import ResumeSource
@@ -112,6 +112,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             )
         elif self._part is not None:
             self._part.continue_logging()
+        assert self._data is not None
+        self._data.begin()
         self._saved = {found.name for found in catalog.scan(self._storage) if found.committed}
         self._name_the_best(state)
 
@@ -139,6 +141,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             stack.push(self._close)
             output_dir = self._trainer.args.output_dir
             resume = self._source.choose(resume_from_checkpoint or None, output_dir, stack)
+            stack.enter_context(skipping_answered(lambda: self._data))
             if self._source.name is not None and self._trainer.is_deepspeed_enabled:
                 stack.enter_context(engine_loaded_elsewhere(self._trainer))
             output = self._own["train"](resume, trial, *others, **named)
@@ -170,12 +173,12 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             storage_options=given.storage_options,
             saving=given.saving,
             ranks=given.ranks,
-            follow=False,  # but for the loader that `TrainerData` follows
             memory_every=given.memory_every,
             memory_rescue=given.memory_rescue,
             memory_replicas=given.memory_replicas,
         )
         self._manager.session.unmanaged.quiet = True  # what is saved, and when, is for its arguments to say
+        self._manager.session.loop.quiet = True  # `TrainerData` follows its loader
         self._part = TrainerPart(trainer)
         self._manager.register(**{PART: self._part}, **beside(trainer))
         self._data = TrainerData(trainer, self._manager)

@@ -25,7 +25,7 @@ _UNSAID = "what {origin} saved does not say where every loader was"
 
 
 def foreign_positions(
-    reader: CheckpointReader, loaders: Mapping[str, Any], ranks: Ranks, notes: Notes, *, follow: bool
+    reader: CheckpointReader, loaders: Mapping[str, Any], ranks: Ranks, notes: Notes
 ) -> dict[str, dict[str, Any]]:
     """The positions of loaders that another tool has saved; of the others, and of what is not exact, a note each."""
     positions = {}
@@ -33,7 +33,7 @@ def foreign_positions(
         notes.skipped.pop(key, None)
         state = _state(reader, key) if key in reader.parts else None
         done, finished = _progress(state, f"{reader.manifest.name}: {key}") if state is not None else (None, False)
-        why = _why_not(reader, loader, ranks, follow=follow, done=done)
+        why = _why_not(reader, loader, ranks, done=done)
         if why:
             skipped = "those that were done" if done is None else done
             notes.approximated[key] = (
@@ -65,12 +65,10 @@ def _progress(state: Any, where: str) -> tuple[int | None, bool]:
     return (done if is_count(done) else None), state.get("_iterator_finished") is True
 
 
-def _why_not(reader: CheckpointReader, loader: Any, ranks: Ranks, *, follow: bool, done: int | None) -> str | None:
+def _why_not(reader: CheckpointReader, loader: Any, ranks: Ranks, *, done: int | None) -> str | None:
     """Why a position cannot be taken over, if it cannot."""
     if done is None:
         return _UNSAID.format(origin=reader.manifest.origin)
-    if not follow:
-        return "follow=False leaves the place in the data to the script"
     if reader.manifest.world_size != ranks.world_size:
         return f"{reader.manifest.world_size} ranks saved it, and {ranks.world_size} load it"
     if ranks.world_size > 1 and reads_per_batch(loader, ranks.rank) != 1:

@@ -144,7 +144,7 @@ class StateLoader:
         rewind()
         positions, progress = reader.state["loaders"], Progress.from_json(reader.manifest.progress)
         if reader.manifest.origin:
-            found = foreign_positions(reader, source.loaders(), self.ranks, notes, follow=loop.follows)
+            found = foreign_positions(reader, source.loaders(), self.ranks, notes)
             positions = {**positions, **found}
             progress.batch = next((saved["batches"] for saved in found.values()), progress.batch)
         saved_by, values = reader.manifest.world_size, reader.state.get("values", {})
@@ -166,7 +166,7 @@ class StateLoader:
             choice,
             (*parts, *values, *generators, *(() if "rng" in lacking else ("rng",)), "progress"),
             begins_at=self.live.loop.begins_at(),
-            on_read=self.live.loop.patterns.note_asked,
+            on_read=self.live.loop.note_asked,
         )
         if self.ranks.rank == MAIN:
             restored.report()

@@ -32,8 +32,7 @@ _STATE = {
 _LOOP = {
     "remarks": _REMARKS,
     "steps_per_epoch": Rule(_is_number_or_none, "a number or null", required=False),
-    "epoch_offset": Rule(_is_number_or_none, "a number or null", required=False),
-    "plain_epochs": Rule(is_count, "a number, 0 or more", required=False),
+    **dict.fromkeys(("plain_epochs", "per_step", "ahead"), Rule(is_count, "a number, 0 or more", required=False)),
 }
 _ACCELERATOR = {
     "step": Rule(is_count, "a number, 0 or more"),

@@ -82,7 +82,7 @@ class Restored:
             lines = [f"resumed from memory: step {at.step:,} (root has {has})", f"  position      {position}"]
         lines.append(f"  restored      {', '.join(self.restored) or 'nothing'}")
         if self.begins_at:
-            lines.append(f"  continues     the next `for` begins at {self.begins_at}")
+            lines.append(f"  continues     the next `for` begins at {self.begins_at} (manager.enumerate counts on)")
         return lines + _table("resharded", self.resharded)
 
     def _inexact_lines(self) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ckpt.errors import StateError, UnsupportedError
@@ -14,6 +14,23 @@ from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.objects import ManagedObjects
 
 _log = logging.getLogger("ckpt")
+_PREPARE = "prepare_data_loader"
+
+
+class _Prepares:
+    """`prepare_data_loader` of one accelerator, after which `told` is called. Pickled, it is Accelerate's own."""
+
+    def __init__(self, accelerator: Any, told: Callable[[], None]) -> None:
+        self._accelerator = accelerator
+        self._told = told
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        prepared = type(self._accelerator).prepare_data_loader(self._accelerator, *args, **options)
+        self._told()
+        return prepared
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._accelerator, _PREPARE)  # of a copy that has no attributes yet
 
 
 class AcceleratorObjects:
@@ -27,6 +44,7 @@ class AcceleratorObjects:
         self.accelerator = accelerator
         self._seen: dict[int, tuple[str, Any]] = {}  # holds the objects, so that identities are not reused
         self._left_out: set[int] = set()
+        self._prepares: _Prepares | None = None
         _refuse_megatron(accelerator)
 
     @property
@@ -74,6 +92,13 @@ class AcceleratorObjects:
 
     def loaders(self) -> dict[str, Any]:
         return {f"dataloader.{index}": loader for index, loader in enumerate(self.accelerator._dataloaders)}
+
+    def on_loader(self, told: Callable[[], None]) -> None:
+        vars(self.accelerator)[_PREPARE] = self._prepares = _Prepares(self.accelerator, told)
+
+    def release(self) -> None:
+        if vars(self.accelerator).get(_PREPARE) is self._prepares:  # unless another manager has come since
+            vars(self.accelerator).pop(_PREPARE)
 
     def name(self) -> str | None:
         project = self._project

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -64,6 +64,12 @@ class ObjectSource(Protocol):
     def loaders(self) -> dict[str, Any]:
         """Data loaders by key."""
 
+    def on_loader(self, told: Callable[[], None]) -> None:
+        """Call a function whenever a loader has been added, until `release`."""
+
+    def release(self) -> None:
+        """The manager is closed."""
+
     def name(self) -> str | None:
         """The name of the next checkpoint; None for the manager's own naming."""
 
@@ -102,6 +108,10 @@ class GivenObjects:
 
     def loaders(self) -> dict[str, Any]:
         return self._loaders
+
+    def on_loader(self, told: Callable[[], None]) -> None: ...
+
+    def release(self) -> None: ...
 
     def name(self) -> str | None:
         return None

@@ -71,7 +71,7 @@ class StateRegistry:
     def refresh(self) -> None:
         """Rebuild the parts if the objects have changed, and tell the watchers about new optimizers."""
         found = self._find()
-        if found.identities() == self._found.identities():
+        if found is self._found or found.identities() == self._found.identities():
             return
         _refuse_unmanageable({**found.models, **found.optimizers, **found.others, **found.custom})
         engines = {key: self._engine_part(key, engine) for key, engine in engines_in(found.models).items()}

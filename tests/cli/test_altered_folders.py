@@ -39,7 +39,7 @@ def saved(tmp_path: Path) -> Path:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    with ckpt.StateManager(tmp_path / "run", model=model, optimizer=optimizer, follow=False) as manager:
+    with ckpt.StateManager(tmp_path / "run", model=model, optimizer=optimizer) as manager:
         manager.resume()
         manager.step()
         manager.save_state()

@@ -43,7 +43,7 @@ class Own:
 def root(tmp_path: Path) -> Path:
     """Two checkpoints, whose manifests were written anew with a hostile string wherever one fits."""
     root = tmp_path / "run\x1b[31m"
-    with ckpt.StateManager(root, model=nn.Linear(2, 2), follow=False) as manager:
+    with ckpt.StateManager(root, model=nn.Linear(2, 2)) as manager:
         manager.register(own=Own())
         manager.resume()
         for _ in range(2):

@@ -1,7 +1,9 @@
-"""Loops that say nothing of batches and epochs to the manager: a plain `for` over a DataLoader."""
+"""A plain `for` over a loader that the manager was given: it is followed, and nothing else is."""
 
 from __future__ import annotations
 
+import copy
+import gc
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -61,7 +63,7 @@ class Training:
         root: str,
         run: int = 0,
         make: Callable[[], Any] = LOADERS["shuffled"],
-        given: bool = False,
+        given: bool = True,
         **options: Any,
     ) -> None:
         torch.manual_seed(run)
@@ -124,8 +126,7 @@ def _approximated(training: Training) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", slow_where("workers", LOADERS))
-@pytest.mark.parametrize("given", [False, True], ids=["not given", "given"])
-def test_a_plain_loop_over_a_loader_goes_on_in_the_middle_of_the_epoch(anywhere: str, kind: str, given: bool) -> None:
+def test_a_plain_loop_over_a_loader_goes_on_in_the_middle_of_the_epoch(anywhere: str, kind: str) -> None:
     def run(training: Training, stop: int | None) -> None:
         restored = training.manager.resume()
         for _ in range(restored.epoch if restored else 0, 3):
@@ -135,7 +136,7 @@ def test_a_plain_loop_over_a_loader_goes_on_in_the_middle_of_the_epoch(anywhere:
                     training.manager.save_state()
                     return
 
-    resumed = _compare(anywhere, run, 3, 5, make=LOADERS[kind], given=given)
+    resumed = _compare(anywhere, run, 3, 5, make=LOADERS[kind])
     assert [_approximated(training) for training in resumed] == [{}, {}]
     assert resumed[-1].manager.progress.epoch == 3
     assert resumed[-1].manager.progress.samples == 3 * SIZE
@@ -220,135 +221,28 @@ def test_a_loop_that_counts_its_epochs_from_0_again_is_told_so(anywhere: str, ca
         run(second, None)
         text = _approximated(second)["epoch"]
     assert "in epoch 1" in text
-    assert "counts its epochs from 0" in text
+    assert "has not asked for it" in text
     assert "manager.epochs(n)" in text
     assert text in caplog.text
 
 
-def test_a_script_that_computes_its_first_epoch_itself_is_left_alone(anywhere: str) -> None:
-    def run(training: Training, stop: int | None) -> None:
-        training.manager.resume()
-        first = training.manager.session.loop.progress.step // len(training.loader)  # from the step, as many scripts do
-        for epoch in range(first + 1, 3):  # noqa: B007  # and counts from 1
+def test_a_loop_over_a_loader_that_was_not_given_is_told_at_the_save_and_after_the_resume(
+    anywhere: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(2):
+        training = Training(anywhere, number, given=False)
+        with training.manager as manager:
+            restored = manager.resume()
             for batch in training.loader:
                 training.on(batch)
-                if len(training.seen) == stop:
-                    training.manager.save_state()
-                    return
-
-    assert [_approximated(training) for training in _compare(anywhere, run, 8)] == [{}]
-
-
-def test_a_loop_over_what_nobody_follows_is_told_at_the_save_and_after_the_resume(
-    anywhere: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    batches = [Numbers()[index] for index in range(6)]
-    for number in range(2):
-        training = Training(anywhere, number)
-        with training.manager as manager:
-            restored = manager.resume()
-            for batch in batches[:4]:
-                training.on(batch)
             manager.save_state()
-        assert caplog.text.count("manager.batches(loader)") == 1  # a resume says it, and the save after it not again
+        assert (
+            caplog.text.count("StateManager(dataloader=loader)") == 1
+        )  # a resume says it, and the save after it not again
         caplog.clear()
     assert restored is not None
-    assert "begins anew" in restored.approximated["data"]
+    assert "StateManager(dataloader=loader)" in restored.approximated["data"]
     assert "data" in str(restored)
-
-
-def test_without_following_a_script_finds_its_place_itself_and_is_not_told(
-    anywhere: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    seen = []
-    for number in range(2):
-        training = Training(anywhere, number, make=lambda: DataLoader(Numbers(), 4), follow=False)
-        with training.manager as manager:
-            restored = manager.resume()
-            for place, batch in enumerate(training.loader):
-                if place < (restored.step if restored else 0):
-                    continue
-                training.on(batch)
-                if len(training.seen) == 2:
-                    manager.save_state()
-                    break
-        seen += [step[0] for step in training.seen]
-    assert [batch[0] for batch in seen] == [0, 4, 8, 12]
-    assert restored is not None
-    assert restored.approximated == {}
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("stop", [1, 3, 5, 7, 9, 10])
-def test_a_script_that_skips_by_hand_loses_no_batch(anywhere: str, caplog: pytest.LogCaptureFixture, stop: int) -> None:
-    def run(training: Training, stop: int | None) -> None:
-        restored = training.manager.resume()
-        for place, batch in enumerate(training.loader):
-            if restored and place < restored.step:
-                continue
-            training.on(batch)
-            if len(training.seen) == stop:
-                training.manager.save_state()
-                return
-
-    make = lambda: DataLoader(Numbers(), 2, shuffle=True)  # noqa: E731
-    resumed = _compare(anywhere, run, stop, make=make)
-    assert [_approximated(training) for training in resumed] == [{}]
-    assert f"skips the first {stop} batches by hand" in caplog.text
-
-
-def test_fewer_batches_than_the_checkpoint_says_skipped_by_hand_are_told(
-    anywhere: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    for number in range(2):
-        training = Training(anywhere, number)
-        with training.manager as manager:
-            restored = manager.resume()
-            for place, batch in enumerate(training.loader):
-                if restored and place < 2:
-                    continue
-                training.on(batch)
-                if len(training.seen) == 3:
-                    manager.save_state()
-                    break
-    assert "2 batches were handed out after the resume" in _approximated(training)["data"]
-    assert "2 batches were handed out after the resume" in caplog.text
-
-
-def test_a_loader_that_the_checkpoint_was_not_in_takes_no_position_and_is_told(anywhere: str) -> None:
-    first = Training(anywhere)
-    with first.manager as manager:
-        manager.resume()
-        for batch in first.loader:
-            first.on(batch)
-            if len(first.seen) == 3:
-                manager.save_state()
-                break
-    second = Training(anywhere, 1, make=lambda: DataLoader(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), 4))
-    with second.manager as manager:
-        manager.resume()
-        for batch in second.loader:
-            second.on(batch)
-    assert len(second.seen) == 2
-    assert "DataLoader of Numbers (22)" in _approximated(second)["data"]
-
-
-def test_loaders_that_are_trained_on_in_turn_are_told_that_epochs_cannot_be_counted(
-    anywhere: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    training = Training(anywhere)
-    other = DataLoader(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), 4)
-    with training.manager as manager:
-        manager.resume()
-        for epoch in range(2):
-            for loader in (training.loader, other):
-                for batch in loader:
-                    training.on(batch)
-            manager.save_state(f"epoch-{epoch}")
-    assert "manager.epochs(n)" in caplog.text
-    resumed = Training(anywhere, 1)
-    with resumed.manager as manager:
-        assert "manager.epochs(n)" in manager.load_state().approximated["epoch"]
 
 
 def test_a_warm_up_before_the_managers_epochs_is_none_of_them(anywhere: str) -> None:
@@ -358,23 +252,6 @@ def test_a_warm_up_before_the_managers_epochs_is_none_of_them(anywhere: str) -> 
         for batch in training.loader:
             training.on(batch)
         assert list(manager.epochs(2)) == [0, 1]
-
-
-def test_of_two_managers_the_last_one_follows_and_the_other_says_that_it_does_not(
-    anywhere: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    first, second = Training(f"{anywhere}/first"), Training(f"{anywhere}/second")
-    with first.manager, second.manager:
-        first.manager.resume()
-        second.manager.resume()
-        for batch in first.loader:
-            first.on(batch)
-            second.on(batch)
-        second.manager.save_state()
-        assert not caplog.records
-        first.manager.save_state()
-        assert "manager.batches(loader)" in caplog.text
-    assert (first.manager.progress.epoch, second.manager.progress.epoch) == (0, 1)
 
 
 @pytest.mark.parametrize("stop", [4, 8])
@@ -388,7 +265,9 @@ def test_a_plain_manager_follows_what_accelerate_has_prepared(
         model, optimizer, scheduler, loader = accelerator.prepare(*build(), DataLoader(Numbers(), 4, shuffle=True))
         reseed(0, run)
         seen: list[Any] = []
-        with ckpt.StateManager(root, model=model, optimizer=optimizer, scheduler=scheduler) as manager:
+        with ckpt.StateManager(
+            root, model=model, optimizer=optimizer, scheduler=scheduler, dataloader=loader
+        ) as manager:
             restored = manager.resume()
             for epoch in range(restored.epoch if restored else 0, 2):
                 for batch in loader:
@@ -408,3 +287,97 @@ def test_a_plain_manager_follows_what_accelerate_has_prepared(
     rest, approximated = train(f"{anywhere}/stopped", 1, None)
     assert seen + rest == straight
     assert approximated == {}
+
+
+def test_a_script_that_skips_by_hand_what_its_loader_has_skipped_is_told_what_it_loses(anywhere: str) -> None:
+    for number in range(2):
+        training = Training(anywhere, number, make=lambda: DataLoader(Numbers(), 2, shuffle=True))
+        with training.manager as manager:
+            restored = manager.resume()
+            for place, batch in enumerate(training.loader):
+                if restored and place < restored.step:
+                    continue
+                training.on(batch)
+                if len(training.seen) == 3 and not number:
+                    manager.save_state()
+                    break
+    assert "3 batches were handed out after the resume" in _approximated(training)["data"]
+
+
+def test_training_that_goes_on_with_other_data_does_not_use_the_position_later_and_is_told(anywhere: str) -> None:
+    first = Training(anywhere)
+    with first.manager as manager:
+        manager.resume()
+        for batch in first.loader:
+            first.on(batch)
+            if len(first.seen) == 3:
+                manager.save_state()
+                break
+    second = Training(anywhere, 1)
+    with second.manager as manager:
+        manager.resume()
+        for batch in DataLoader(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), 4):
+            second.on(batch)
+        for batch in second.loader:
+            second.on(batch)
+    assert len(second.seen) == 2 + 6
+    assert "in the middle of dataloader" in _approximated(second)["data"]
+
+
+def test_of_two_managers_with_one_loader_the_last_one_follows(anywhere: str) -> None:
+    first = Training(f"{anywhere}/first")
+    second = Training(f"{anywhere}/second", make=lambda: first.loader)
+    with first.manager, second.manager:
+        first.manager.resume()
+        second.manager.resume()
+        for batch in first.loader:
+            second.on(batch)
+    assert (first.manager.progress.batch, second.manager.progress.samples) == (0, SIZE)
+
+
+class TestTheObject:
+    """What is followed is one object: its class, and all other loaders, are left alone."""
+
+    def test_the_class_of_the_loader_is_not_touched_and_the_object_gets_it_back(self, anywhere: str) -> None:
+        methods = dict(vars(DataLoader))
+        training = Training(anywhere)
+        other = DataLoader(Numbers(), 4)
+        assert type(training.loader) is not DataLoader
+        assert isinstance(training.loader, DataLoader)
+        assert type(training.loader).__name__ == "DataLoader"
+        assert type(other) is DataLoader
+        assert dict(vars(DataLoader)) == methods
+        training.manager.close()
+        assert type(training.loader) is DataLoader
+
+    def test_without_close_it_gets_its_class_back_when_the_manager_is_collected(self, anywhere: str) -> None:
+        training = Training(anywhere)
+        loader = training.loader
+        del training
+        gc.collect()
+        assert type(loader) is DataLoader
+
+    def test_a_copy_of_it_is_a_loader_like_any_other(self, anywhere: str) -> None:
+        training = Training(anywhere, make=lambda: DataLoader(Numbers(), 4))
+        with training.manager:
+            assert type(copy.copy(training.loader)) is DataLoader
+            assert len(list(copy.copy(training.loader))) == 6
+
+    def test_a_list_is_followed_by_batches_alone(self, anywhere: str) -> None:
+        batches = list(DataLoader(Numbers(), 4))
+        training = Training(anywhere, make=lambda: batches)
+        with training.manager as manager:
+            for batch in manager.batches(batches):
+                training.on(batch)
+            assert manager.progress.samples == SIZE
+        assert type(batches) is list
+
+    def test_the_callers_variables_are_left_alone(self, anywhere: str) -> None:
+        training = Training(anywhere)
+        epoch = 7
+        configuration = locals()
+        with training.manager as manager:
+            manager.resume()
+            for batch in training.loader:
+                training.on(batch)
+        assert configuration["epoch"] == epoch == 7

@@ -111,7 +111,7 @@ class TestTheManifestOfTheOnlyCheckpoint:
     def only(self, root: Place) -> Place:
         model = nn.Linear(4, 4)
         nn.init.constant_(model.weight, 7)
-        with ckpt.StateManager(root, model=model, keep=ckpt.Keep(last=1), follow=False) as manager:
+        with ckpt.StateManager(root, model=model, keep=ckpt.Keep(last=1)) as manager:
             manager.resume()
             for _ in range(2):
                 manager.step()
@@ -127,7 +127,7 @@ class TestTheManifestOfTheOnlyCheckpoint:
         assert (only / "manifest.copy.json").read_bytes() == whole
         HARM[harm](only / "manifest.json")
         model = nn.Linear(4, 4)
-        with ckpt.StateManager(only.parent, model=model, follow=False) as manager:
+        with ckpt.StateManager(only.parent, model=model) as manager:
             restored = manager.resume()
         assert restored is not None
         assert restored.step == 2
@@ -141,7 +141,7 @@ class TestTheManifestOfTheOnlyCheckpoint:
     @pytest.mark.parametrize("harm", ["cut", "removed"])
     def test_has_its_copy_written_again_by_the_next_run(self, only: Place, harm: str) -> None:
         HARM[harm](only / "manifest.copy.json")
-        with ckpt.StateManager(only.parent, model=nn.Linear(4, 4), follow=False) as manager:
+        with ckpt.StateManager(only.parent, model=nn.Linear(4, 4)) as manager:
             assert manager.resume() is not None
         assert (only / "manifest.copy.json").read_bytes() == (only / "manifest.json").read_bytes()
 
@@ -151,13 +151,13 @@ class TestTheManifestOfTheOnlyCheckpoint:
         for name in MANIFESTS:
             HARM[harm](only / name)
         before = (only.parent).files()
-        with ckpt.StateManager(only.parent, model=nn.Linear(4, 4), follow=False) as manager:
+        with ckpt.StateManager(only.parent, model=nn.Linear(4, 4)) as manager:
             with pytest.raises(ckpt.DamagedError, match=r"(?s)no checkpoint .* is intact.*step-00000002.*backup"):
                 manager.resume()
             with pytest.raises(ckpt.ConfigError, match="nothing is saved, because the load before it failed"):
                 manager.save_state("another", wait=True)
         with (
-            ckpt.StateManager(only.parent, model=nn.Linear(4, 4), follow=False) as manager,
+            ckpt.StateManager(only.parent, model=nn.Linear(4, 4)) as manager,
             pytest.raises(ckpt.ConfigError, match="committed and cannot be read"),
         ):
             manager.save_state("another", wait=True)

@@ -46,7 +46,7 @@ class _Values:
 
 
 def _manager(root: Path, model: nn.Module, **more: Any) -> ckpt.StateManager:
-    return ckpt.StateManager(root, model=model, ranks=ckpt.RankOptions(timeout=60), follow=False, **more)
+    return ckpt.StateManager(root, model=model, ranks=ckpt.RankOptions(timeout=60), **more)
 
 
 def _saved(root: Path) -> None:

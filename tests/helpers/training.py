@@ -40,7 +40,7 @@ class Counter:
 
 @dataclass(frozen=True)
 class Job:
-    """What to train and when to die. `kill` is a step and where in it: `before` the optimizer, or `after` the save."""
+    """What to train and when to die. `kill` is a step and where in it: `before` the optimizer, or `after` its end."""
 
     root: str
     data: str = "shuffle"
@@ -105,6 +105,7 @@ def train(rank: int, job: Job) -> None:
         loader = loader_for(job.data)
         for epoch in manager.epochs(job.epochs):
             for inputs, indices in manager.batches(loader):
+                _die_if(job, manager.progress.step, "after", manager)
                 step = manager.progress.step + 1
                 loss = _forward(wrapped, inputs)
                 _backward(loss, scaler)
@@ -113,7 +114,6 @@ def train(rank: int, job: Job) -> None:
                     _update(optimizer, scheduler, scaler)
                 steps[step] = [epoch, indices.tolist(), float(loss).hex()]
                 manager.step(metrics={"loss": loss})
-                _die_if(job, step, "after", manager)
         if job.record:
             final = digest(model, optimizer, scheduler, scaler)
             approximated = dict(manager.restored.approximated) if manager.restored else {}

@@ -51,7 +51,7 @@ class Training:
         options = ckpt.SaveOptions(**{"gradients": False, "when_busy": "wait", **saving})
         model = self.wrapped or self.model
         manager = ckpt.StateManager(
-            root, model=model, optimizer=self.optimizers, saving=options, keep=ckpt.Keep(last=last), follow=False
+            root, model=model, optimizer=self.optimizers, saving=options, keep=ckpt.Keep(last=last)
         )
         if self.average is not None:
             manager.register(average=self.average)

@@ -128,9 +128,7 @@ def test_a_save_before_the_batch_is_used_is_refused_because_the_other_ranks_are_
     assert run_ranks(RANKS, _at_another_moment, str(tmp_path / "run")) == [0] * RANKS
 
 
-def test_it_needs_loaders_that_are_followed(tmp_path: Path) -> None:
+def test_it_is_true_or_false(tmp_path: Path) -> None:
     accelerator = new_accelerator()
-    with pytest.raises(ckpt.ConfigError, match="leave follow=False out"):
-        attach(accelerator, tmp_path, main_process_saves=True, follow=False)
     with pytest.raises(ckpt.ConfigError, match=r"main_process_saves='no' must be True or False"):
         attach(accelerator, tmp_path, main_process_saves="no")  # type: ignore[arg-type]

@@ -62,7 +62,7 @@ def random_batches(root: str, record: Record) -> None:
     ahead = nn.Module()
     ahead.register_buffer("x", x)
     ahead.register_buffer("y", y)
-    manager = ckpt.StateManager(root, model=model, optimizer=optimizer, save_every=3, saving=DURABLE, follow=False)
+    manager = ckpt.StateManager(root, model=model, optimizer=optimizer, save_every=3, saving=DURABLE)
     manager.register(ahead=ahead, best=1e9)
     iter_num, best = 0, 1e9
     if manager.resume():

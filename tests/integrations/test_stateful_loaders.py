@@ -174,17 +174,6 @@ def test_what_other_ranks_saved_or_one_reads_for_all_begins_anew_and_is_named(tm
     assert run_ranks(2, _dispatched, str(tmp_path / "two")) == [0, 0]
 
 
-def test_where_nothing_is_followed_the_script_is_told_how_many_batches_to_skip(tmp_path: Path) -> None:
-    accelerator, loader, parts = _prepared("in order", 0)
-    _trained(accelerator, loader, parts, range(1), 2)
-    accelerator.save_state(str(tmp_path / "step_2"))
-    accelerator, *_ = _prepared("in order", 1)
-    with attach(accelerator, tmp_path, follow=False) as manager:
-        restored = manager.resume()
-        assert restored is not None
-        assert "skip_first_batches(loader, 2)" in restored.approximated["dataloader.0"]
-
-
 def test_more_batches_than_the_loader_has_are_named_and_nothing_is_skipped(tmp_path: Path) -> None:
     accelerator, loader, parts = _prepared("in order", 0)
     _trained(accelerator, loader, parts, range(1), 2)

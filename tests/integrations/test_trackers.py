@@ -20,7 +20,7 @@ from tests.helpers.processes import run_ranks
 def manager(root: Path | str, **options: Any) -> ckpt.StateManager:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(600, 600).requires_grad_(False), nn.Linear(2, 2))
-    return ckpt.StateManager(root, model=model, follow=False, **options)
+    return ckpt.StateManager(root, model=model, **options)
 
 
 def steps(run: ckpt.StateManager, count: int) -> None:

@@ -44,9 +44,7 @@ def train(root: str, last: int, reached: str = "", **options: Any) -> str:
     torch.manual_seed(3)
     model = nn.Linear(40, 40)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with ckpt.StateManager(
-        root, model=model, optimizer=optimizer, save_every=10, memory_every=3, follow=False, **options
-    ) as manager:
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, save_every=10, memory_every=3, **options) as manager:
         manager.resume()
         while manager.progress.step < last:
             optimizer.zero_grad()
@@ -220,9 +218,7 @@ class TestAKeeperThatIsStopped:
         torch.manual_seed(3)
         model = nn.Linear(40, 40)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        manager = ckpt.StateManager(
-            tmp_path / "root", model=model, optimizer=optimizer, save_every=10, memory_every=3, follow=False
-        )
+        manager = ckpt.StateManager(tmp_path / "root", model=model, optimizer=optimizer, save_every=10, memory_every=3)
         tier = manager.session.memory
         assert tier is not None
 

@@ -64,7 +64,7 @@ class Run:
         self.model = nn.Linear(600, 600)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.manager = ckpt.StateManager(
-            root, model=self.model, optimizer=self.optimizer, save_every=1000, memory_every=1, follow=False
+            root, model=self.model, optimizer=self.optimizer, save_every=1000, memory_every=1
         )
         self.manager.resume()
 

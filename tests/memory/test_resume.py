@@ -48,7 +48,7 @@ class Training:
         torch.manual_seed(3)
         self.model = nn.Linear(40, 40)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        options = {"save_every": 10, "memory_every": 3, "follow": False, **options}
+        options = {"save_every": 10, "memory_every": 3, **options}
         self.manager = ckpt.StateManager(root, model=self.model, optimizer=self.optimizer, **options)
 
     def to(self, last: int, die: bool = True) -> str:
@@ -438,10 +438,10 @@ class TestLineage:
                 for _ in manager.epochs(1):
                     for _ in manager.batches(data):
                         manager.step()
-                        if manager.progress.step == die_at:
-                            assert manager.session.memory is not None
-                            manager.session.memory.wait()
-                            raise DiedError
+                    if manager.progress.step == die_at:
+                        assert manager.session.memory is not None
+                        manager.session.memory.wait()
+                        raise DiedError
 
         with pytest.raises(DiedError):
             run(12)

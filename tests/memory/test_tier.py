@@ -41,7 +41,7 @@ def manager(tmp_path: Path) -> Iterator[ckpt.StateManager]:
     model = nn.Linear(30, 30)
     optimizer = torch.optim.AdamW(model.parameters())
     with ckpt.StateManager(
-        tmp_path / "root", model=model, optimizer=optimizer, save_every=1000, memory_every=2, follow=False
+        tmp_path / "root", model=model, optimizer=optimizer, save_every=1000, memory_every=2
     ) as manager:
         manager.resume()
         yield manager
@@ -195,7 +195,7 @@ def test_a_directory_that_never_was_is_said_once_at_the_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "absent"))
-    with ckpt.StateManager(tmp_path / "root", model=nn.Linear(2, 2), memory_every=1, follow=False) as manager:
+    with ckpt.StateManager(tmp_path / "root", model=nn.Linear(2, 2), memory_every=1) as manager:
         manager.resume()
         for _ in range(3):
             manager.step()
@@ -207,7 +207,7 @@ def test_training_does_not_wait_where_there_is_no_memory_for_a_copy(
     tmp_path: Path, memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ckpt.StateManager(
-        tmp_path / "root", model=nn.Linear(30, 30), memory_every=2, saving=ckpt.SaveOptions(host_memory=1), follow=False
+        tmp_path / "root", model=nn.Linear(30, 30), memory_every=2, saving=ckpt.SaveOptions(host_memory=1)
     ) as manager:
         manager.resume()
         train(manager, 8)
@@ -222,7 +222,7 @@ def test_in_a_container_with_a_small_tmpfs_and_no_keeper_the_tier_is_off_with_on
     script = """
 import sys, torch, ckpt
 model = torch.nn.Linear(1200, 1200)
-with ckpt.StateManager(sys.argv[1], model=model, save_every=5, memory_every=2, follow=False) as manager:
+with ckpt.StateManager(sys.argv[1], model=model, save_every=5, memory_every=2) as manager:
     manager.resume()
     for _ in range(10):
         manager.step()
@@ -243,7 +243,7 @@ def test_a_run_that_is_told_to_stop_saves_to_the_root_and_leaves_nothing_in_memo
     tmp_path: Path, memory: Path
 ) -> None:
     def run() -> None:
-        with ckpt.StateManager(tmp_path / "root", model=nn.Linear(2, 2), memory_every=1, follow=False) as manager:
+        with ckpt.StateManager(tmp_path / "root", model=nn.Linear(2, 2), memory_every=1) as manager:
             manager.resume()
             for step in range(1, 10):
                 if step == 4:
@@ -289,9 +289,7 @@ def test_a_run_that_ends_with_its_last_step_in_the_root_says_nothing(
 
 def test_state_that_is_saved_whole_is_taken_in_shards(tmp_path: Path, memory: Path) -> None:
     saving_whole = ckpt.SaveOptions(layout="full", background=False)
-    with ckpt.StateManager(
-        tmp_path / "root", model=nn.Linear(2, 2), memory_every=1, saving=saving_whole, follow=False
-    ) as manager:
+    with ckpt.StateManager(tmp_path / "root", model=nn.Linear(2, 2), memory_every=1, saving=saving_whole) as manager:
         manager.resume()
         train(manager, 2)
         assert names(memory) == ["step-00000001", "step-00000002"]

@@ -98,7 +98,7 @@ def _asked_by_each_in_turn(rank: int, folder: str) -> None:
     ckpt.ranks.common_step._POLL = 0.0
     model, seen = nn.Linear(2, 2), list[int]()
     options = ckpt.RankOptions(save_on_sigusr1=True, timeout=60)
-    with ckpt.StateManager(f"{folder}/run", model=model, ranks=options, save_every=None, follow=False) as manager:
+    with ckpt.StateManager(f"{folder}/run", model=model, ranks=options, save_every=None) as manager:
         manager.resume()
         for step in range(1, 49):
             dist.barrier()

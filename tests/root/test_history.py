@@ -23,7 +23,7 @@ from ckpt.tools.prune import prune
 
 
 def save(root: object, first: int, last: int, **options: object) -> None:
-    with ckpt.StateManager(root, model=nn.Linear(2, 2), follow=False, save_every=1, **options) as manager:  # type: ignore[arg-type]
+    with ckpt.StateManager(root, model=nn.Linear(2, 2), save_every=1, **options) as manager:  # type: ignore[arg-type]
         manager.resume()
         for step in range(first, last):
             manager.step(metrics={"loss": 10.0 - step})
@@ -83,7 +83,7 @@ def test_a_model_card_has_the_whole_curve(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_saved_again_stays_known(tmp_path: Path) -> None:
-    with ckpt.StateManager(tmp_path, model=nn.Linear(2, 2), follow=False) as manager:
+    with ckpt.StateManager(tmp_path, model=nn.Linear(2, 2)) as manager:
         manager.resume()
         for step in range(1, 4):
             manager.step(metrics={"loss": 10.0 - step})
@@ -175,7 +175,7 @@ def test_one_that_cannot_be_read_now_is_not_written_over(
 
 
 def test_a_run_writes_metrics_that_json_has_no_number_for(tmp_path: Path) -> None:
-    with ckpt.StateManager(tmp_path, model=nn.Linear(2, 2), follow=False, save_every=1, keep=ckpt.Keep()) as manager:
+    with ckpt.StateManager(tmp_path, model=nn.Linear(2, 2), save_every=1, keep=ckpt.Keep()) as manager:
         manager.resume()
         for loss in (float("inf"), torch.tensor(float("nan")), 1.0):
             manager.step(metrics={"loss": float(loss)})

@@ -57,7 +57,7 @@ def _train(rank: int, root: str, url: str, is_away: str, at_end: float, *, told:
     """Save a step, wait until the mirror is away, and save another one, the last; `told`: because of SIGTERM."""
     model = weights(1)
     mirror = ckpt.Mirror(url, at_end=at_end)
-    with ckpt.StateManager(root, model=model, mirror=mirror, follow=False) as manager:
+    with ckpt.StateManager(root, model=model, mirror=mirror) as manager:
         manager.resume()
         manager.step()
         manager.save_state(wait=True)

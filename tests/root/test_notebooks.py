@@ -37,7 +37,7 @@ def cells(shown: Any) -> list[str]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    with ckpt.StateManager(tmp_path / "run", model=nn.Linear(2, 2), follow=False) as manager:
+    with ckpt.StateManager(tmp_path / "run", model=nn.Linear(2, 2)) as manager:
         manager.progress.step = 7
         manager.save_state("a", metrics={"loss": 0.5})
         manager.save_state("b")
@@ -60,7 +60,7 @@ def test_a_checkpoint_that_is_not_committed_says_why(root: Path) -> None:
 
 
 def test_what_was_restored_is_what_is_printed(root: Path) -> None:
-    with ckpt.StateManager(root, model=nn.Linear(2, 2), follow=False) as manager:
+    with ckpt.StateManager(root, model=nn.Linear(2, 2)) as manager:
         restored = manager.load_state("a")
         assert cells(restored)[:3] == [
             f"resumed from {root}/a: step 7, epoch 0, batch 0, 0 samples",

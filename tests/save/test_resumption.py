@@ -19,7 +19,7 @@ from tests.cli.test_main import flip_a_bit
 
 def train(root: Path, steps: int, **options: Any) -> None:
     """Load what is there, then save every step."""
-    with ckpt.StateManager(root, model=nn.Linear(3, 3), save_every=1, follow=False, **options) as manager:
+    with ckpt.StateManager(root, model=nn.Linear(3, 3), save_every=1, **options) as manager:
         manager.resume()
         for _ in range(steps):
             manager.step()
@@ -59,7 +59,7 @@ def test_it_says_that_the_mirror_had_it(tmp_path: Path) -> None:
 
 def test_a_save_that_fails_leaves_it_for_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(tmp_path, 1)
-    with ckpt.StateManager(tmp_path, model=nn.Linear(3, 3), follow=False) as manager:
+    with ckpt.StateManager(tmp_path, model=nn.Linear(3, 3)) as manager:
         manager.resume()
         with monkeypatch.context() as patched:
 

@@ -70,7 +70,7 @@ def _state(model: DistributedDataParallel) -> str:
 
 def _manager(root: str, model: nn.Module, optimizer: Any) -> ckpt.StateManager:
     ranks = ckpt.RankOptions(timeout=60)
-    return ckpt.StateManager(root, model=model, optimizer=optimizer, ranks=ranks, follow=False)
+    return ckpt.StateManager(root, model=model, optimizer=optimizer, ranks=ranks)
 
 
 def _straight(rank: int, folder: str, cases: Cases) -> None:
@@ -309,7 +309,7 @@ def test_a_layout_that_does_not_have_every_parameter_once_is_not_used() -> None:
 
 def test_hooks_are_not_registered_by_hand(tmp_path: Path) -> None:
     state: Any = powersgd.PowerSGDState(None)
-    with ckpt.StateManager(tmp_path, model=nn.Linear(2, 2), follow=False) as manager:
+    with ckpt.StateManager(tmp_path, model=nn.Linear(2, 2)) as manager:
         with pytest.raises(ckpt.ConfigError, match="is saved with the DistributedDataParallel model that has the hook"):
             manager.register(power=state)
         with pytest.raises(ckpt.ConfigError, match="is saved with the DistributedDataParallel model that has the hook"):

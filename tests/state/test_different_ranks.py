@@ -175,7 +175,7 @@ def _mine(objects: dict[str, Any]) -> str:
 def _save(rank: int, root: str, case: str, background: bool, layout: str) -> None:
     objects, step = CASES[case][1](1)
     with ckpt.StateManager(
-        root, **objects, saving=ckpt.SaveOptions(layout=layout), ranks=ckpt.RankOptions(timeout=60), follow=False
+        root, **objects, saving=ckpt.SaveOptions(layout=layout), ranks=ckpt.RankOptions(timeout=60)
     ) as manager:
         manager.save_state("before")  # what differs later may be the same now
         for number in range(2):
@@ -189,7 +189,7 @@ def _load(rank: int, root: str, case: str, layout: str) -> None:
     objects, step = CASES[case][1](2)
     step()
     with ckpt.StateManager(
-        root, **objects, saving=ckpt.SaveOptions(layout=layout), ranks=ckpt.RankOptions(timeout=60), follow=False
+        root, **objects, saving=ckpt.SaveOptions(layout=layout), ranks=ckpt.RankOptions(timeout=60)
     ) as manager:
         restored = manager.load_state("step-1")
         assert not restored.skipped, restored.skipped
@@ -272,7 +272,7 @@ def _save_statistics(rank: int, folder: str) -> None:
     for case, build in STATISTICS.items():
         objects, step = build(1)
         ranks = ckpt.RankOptions(timeout=60)
-        with ckpt.StateManager(f"{folder}/{case}", **objects, ranks=ranks, follow=False) as manager:
+        with ckpt.StateManager(f"{folder}/{case}", **objects, ranks=ranks) as manager:
             step()
             manager.save_state("a", wait=True)
         Path(folder, f"{case}-{rank}").write_text(_statistics(objects))
@@ -285,7 +285,7 @@ def _load_statistics(rank: int, folder: str, saved_by: int) -> None:
         else:
             objects = {"model": nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))}
         ranks = ckpt.RankOptions(timeout=60)
-        with ckpt.StateManager(f"{folder}/{case}", **objects, ranks=ranks, follow=False) as manager:
+        with ckpt.StateManager(f"{folder}/{case}", **objects, ranks=ranks) as manager:
             restored = manager.load_state("a", strict=False)
         named = restored.approximated["model"]
         assert named in str(restored)
@@ -366,7 +366,7 @@ def _with_a_renamed_parameter(rank: int, root: str, kind: str) -> None:
     if kind == "joined":
         model, optimizer = ckpt.Joined([model]), ckpt.Joined([optimizer])  # type: ignore[assignment]
     ranks = ckpt.RankOptions(timeout=60)
-    with ckpt.StateManager(root, model=model, optimizer=optimizer, ranks=ranks, follow=False) as manager:
+    with ckpt.StateManager(root, model=model, optimizer=optimizer, ranks=ranks) as manager:
         if kind == "joined":
             manager.save_state("a", wait=True)
             return
@@ -416,7 +416,7 @@ def _trained_replicas(kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Call
 def _replicas_that_drift_later(rank: int, root: str, kind: str, wait: bool) -> None:
     model, optimizer, drift = _trained_replicas(kind)
     objects: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    with ckpt.StateManager(root, **objects, ranks=ckpt.RankOptions(timeout=60), follow=False) as manager:
+    with ckpt.StateManager(root, **objects, ranks=ckpt.RankOptions(timeout=60)) as manager:
         manager.save_state("a", wait=True)
         manager.save_state("b", wait=True)
         drift()

@@ -143,7 +143,7 @@ def _mine(model: nn.Module) -> str:
 
 def _managed(folder: str, model: nn.Module, optimizer: Any) -> ckpt.StateManager:
     ranks = ckpt.RankOptions(timeout=60)
-    return ckpt.StateManager(f"{folder}/runs", model=model, optimizer=optimizer, ranks=ranks, follow=False)
+    return ckpt.StateManager(f"{folder}/runs", model=model, optimizer=optimizer, ranks=ranks)
 
 
 def _straight(rank: int, folder: str, case: str) -> None:
@@ -238,7 +238,7 @@ def test_optimizers_in_the_backward_pass_by_names_with_dots_continue_bit_for_bit
             optimizers = _in_backward(model)
             assert "0.weight" in optimizers
             given: Any = ckpt.Joined(list(optimizers.values())) if joined else optimizers
-            with ckpt.StateManager(tmp_path, model=model, optimizer=given, follow=False) as manager:
+            with ckpt.StateManager(tmp_path, model=model, optimizer=given) as manager:
                 if seed == 1:
                     _backward(model, range(3))
                     manager.save_state("middle")
@@ -275,7 +275,7 @@ def test_torchs_adafactor_does_not_run_under_fsdp() -> None:
 def _differs_in_mid_period(rank: int, folder: str) -> None:
     torch.manual_seed(1)
     model, optimizer = _local_sgd()
-    with ckpt.StateManager(f"{folder}/runs", model=model, optimizer=optimizer, follow=False) as manager:
+    with ckpt.StateManager(f"{folder}/runs", model=model, optimizer=optimizer) as manager:
         _train(model, optimizer, range(6))
         mine = _mine(model)
         gathered: list[Any] = [None, None]

@@ -31,7 +31,7 @@ def _manager(root: str) -> ckpt.StateManager:
     model = nn.Linear(2, 2)
     nn.init.ones_(model.weight)
     nn.init.ones_(model.bias)
-    return ckpt.StateManager(root, model=model, ranks=ckpt.RankOptions(timeout=60), follow=False)
+    return ckpt.StateManager(root, model=model, ranks=ckpt.RankOptions(timeout=60))
 
 
 def _save(rank: int, root: str) -> None:

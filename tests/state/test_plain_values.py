@@ -18,7 +18,7 @@ from tests.helpers.processes import run_ranks
 
 def manager(root: Path | str) -> ckpt.StateManager:
     torch.manual_seed(0)
-    return ckpt.StateManager(root, model=nn.Linear(2, 2), follow=False)
+    return ckpt.StateManager(root, model=nn.Linear(2, 2))
 
 
 def saved(root: Path, **values: Any) -> None:

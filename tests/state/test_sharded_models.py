@@ -551,15 +551,13 @@ def on_two_of_four(rank: int, seed: int) -> nn.Module | None:
 
 
 def save_on_two_of_four(rank: int, root: str) -> None:
-    with ckpt.StateManager(
-        root, model=on_two_of_four(rank, 1), ranks=ckpt.RankOptions(timeout=30), follow=False
-    ) as manager:
+    with ckpt.StateManager(root, model=on_two_of_four(rank, 1), ranks=ckpt.RankOptions(timeout=30)) as manager:
         manager.save_state("x", wait=True)
 
 
 def load_on_two_of_four(rank: int, root: str) -> None:
     saved, loaded = on_two_of_four(rank, 1), on_two_of_four(rank, 2)
-    with ckpt.StateManager(root, model=loaded, ranks=ckpt.RankOptions(timeout=30), follow=False) as manager:
+    with ckpt.StateManager(root, model=loaded, ranks=ckpt.RankOptions(timeout=30)) as manager:
         restored = manager.load_state("x")
     if saved is not None and loaded is not None:
         assert (restored.approximated, restored.skipped) == ({}, {}), restored

@@ -40,7 +40,7 @@ def _mine(model: nn.Module, optimizer: Any) -> str:
 
 def _managed(folder: str, model: nn.Module, optimizer: Any, scheduler: Any) -> ckpt.StateManager:
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    return ckpt.StateManager(f"{folder}/runs", **parts, ranks=ckpt.RankOptions(timeout=60), follow=False)
+    return ckpt.StateManager(f"{folder}/runs", **parts, ranks=ckpt.RankOptions(timeout=60))
 
 
 def _straight(rank: int, folder: str) -> None:
@@ -83,7 +83,7 @@ def _note(rank: int, folder: str) -> None:
 def _alone(rank: int, folder: str) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
     optimizer = torch.optim.AdamW(model.parameters())
-    with ckpt.StateManager(f"{folder}/runs", model=model, optimizer=optimizer, follow=False) as manager:
+    with ckpt.StateManager(f"{folder}/runs", model=model, optimizer=optimizer) as manager:
         manager.load_state("middle")
         assert _all_state(optimizer, model) == _noted(folder)
         manager.save_state("alone")
@@ -92,7 +92,7 @@ def _alone(rank: int, folder: str) -> None:
 def _three(rank: int, folder: str, name: str) -> None:
     model, optimizer, _ = _built(2)
     with ckpt.StateManager(
-        f"{folder}/runs", model=model, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=60), follow=False
+        f"{folder}/runs", model=model, optimizer=optimizer, ranks=ckpt.RankOptions(timeout=60)
     ) as manager:
         manager.load_state(name)
     mine = _all_state(optimizer, model)

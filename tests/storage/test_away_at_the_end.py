@@ -52,7 +52,7 @@ def test_a_root_that_is_away_at_the_end_is_waited_for_once(
     monkeypatch.setattr(deletion, "_TO_CLEAN_UP", 1.0)
     monkeypatch.setattr(leases, "_TO_REMOVE", 1.0)
     options = {"endpoint_url": proxied.url, "deadline": 8.0}
-    manager = ckpt.StateManager(s3, model=nn.Linear(2, 2), follow=False, storage_options=options)
+    manager = ckpt.StateManager(s3, model=nn.Linear(2, 2), storage_options=options)
     manager.save_state("first", wait=True)
     proxied.plan = lambda method, path: "slow down"
     began = time.monotonic()

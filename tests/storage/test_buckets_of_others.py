@@ -30,7 +30,7 @@ def proxied(server: Server) -> Iterator[FaultyProxy]:
 def save(url: str, **options: object) -> nn.Linear:
     torch.manual_seed(0)
     model = nn.Linear(40, 30)
-    with ckpt.StateManager(url, model=model, follow=False, storage_options=options or None) as manager:
+    with ckpt.StateManager(url, model=model, storage_options=options or None) as manager:
         for step in (1, 2):
             manager.progress.step = step
             manager.save_state(wait=True)

@@ -216,12 +216,12 @@ class TestFaults:
         self, root: str, proxy: FaultyProxy
     ) -> None:
         options = {"deadline": 60.0}
-        with ckpt.StateManager(root, model=nn.Linear(4, 4), follow=False, storage_options=options) as manager:
+        with ckpt.StateManager(root, model=nn.Linear(4, 4), storage_options=options) as manager:
             for name in ("a", "b"):
                 proxy.plan = EachOnce(proxy, "cut")
                 manager.save_state(name, wait=True)
         proxy.plan = EachOnce(proxy, "cut")
-        with ckpt.StateManager(root, model=nn.Linear(4, 4), follow=False, storage_options=options) as manager:
+        with ckpt.StateManager(root, model=nn.Linear(4, 4), storage_options=options) as manager:
             restored = manager.load_state()
         assert restored.name == "b"
         assert not restored.passed_over

@@ -135,7 +135,7 @@ def test_a_run_whose_every_request_is_repeated_holds_its_lock_saves_and_resumes(
     proxied.plan = lambda method, path: "repeated"
     options = reached_through(proxied)
     for step in (1, 2):
-        with ckpt.StateManager(s3, model=nn.Linear(4, 4), follow=False, storage_options=options) as manager:
+        with ckpt.StateManager(s3, model=nn.Linear(4, 4), storage_options=options) as manager:
             restored = manager.resume()
             assert (restored.step if restored else 0) == step - 1
             manager.step()
@@ -148,13 +148,13 @@ def test_a_run_whose_every_request_is_repeated_holds_its_lock_saves_and_resumes(
 def test_an_answer_that_was_altered_on_its_way_is_asked_for_again_and_no_older_checkpoint_is_taken(
     proxied: FaultyProxy, s3: str, file: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with ckpt.StateManager(s3, model=nn.Linear(64, 64), follow=False) as manager:
+    with ckpt.StateManager(s3, model=nn.Linear(64, 64)) as manager:
         for name in ("a", "b"):
             manager.save_state(name, wait=True)
     left = ["altered"]
     proxied.plan = lambda method, path: left.pop() if method == "GET" and f"b/{file}" in path and left else None
     options = reached_through(proxied)
-    with ckpt.StateManager(s3, model=nn.Linear(64, 64), follow=False, storage_options=options) as manager:
+    with ckpt.StateManager(s3, model=nn.Linear(64, 64), storage_options=options) as manager:
         restored = manager.load_state()
     assert not left
     assert restored.name == "b"

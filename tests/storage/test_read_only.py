@@ -81,7 +81,7 @@ def model(seed: int = 0) -> nn.Linear:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     root = tmp_path / "run"
-    with ckpt.StateManager(root, model=model(), follow=False) as manager:
+    with ckpt.StateManager(root, model=model()) as manager:
         for step in (1, 2):
             manager.progress.step = step
             manager.save_state(wait=True)

@@ -24,7 +24,7 @@ def bucket() -> Iterator[HostileBucket]:
 
 def manager(bucket: HostileBucket, **chosen: Any) -> ckpt.StateManager:
     given = {**options(bucket.url), "deadline": 30.0, **chosen}
-    return ckpt.StateManager(f"s3://{BUCKET}/run", model=nn.Linear(2, 2), follow=False, storage_options=given)
+    return ckpt.StateManager(f"s3://{BUCKET}/run", model=nn.Linear(2, 2), storage_options=given)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_server_that_honours_them_has_nothing_left_of_the_trial(bucket: Hostil
 def test_a_file_that_is_gone_before_the_manifest_is_written_is_noticed(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ckpt.StateManager(s3, model=nn.Linear(2, 2), follow=False) as run:
+    with ckpt.StateManager(s3, model=nn.Linear(2, 2)) as run:
         run.resume()
         run.save_state("a", wait=True)
         commit = run.session.saver.root.commit

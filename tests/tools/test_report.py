@@ -81,7 +81,7 @@ def test_a_long_curve_is_thinned_out_and_keeps_its_ends() -> None:
 
 
 def test_the_best_of_a_metric_is_what_the_user_says(tmp_path: Path) -> None:
-    with ckpt.StateManager(tmp_path, model=nn.Linear(3, 3), save_every=1, follow=False) as manager:
+    with ckpt.StateManager(tmp_path, model=nn.Linear(3, 3), save_every=1) as manager:
         manager.resume()
         for value in (1.0, 3.0, 2.0):
             manager.step(metrics={"gain": value})
@@ -109,7 +109,7 @@ def test_of_many_checkpoints_the_newest_are_drawn_and_some_are_compared(
 
 def test_what_old_manifests_do_not_say_is_concluded_from_the_parent(tmp_path: Path) -> None:
     save(tmp_path, [1.0, 1.0])
-    with ckpt.StateManager(tmp_path, model=nn.Linear(3, 3), follow=False) as manager:
+    with ckpt.StateManager(tmp_path, model=nn.Linear(3, 3)) as manager:
         manager.load_state("step-00000001")
         manager.save_state("again", wait=True)
     path = tmp_path / "again" / "manifest.json"

@@ -274,7 +274,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     root = tmp_path / "<b>run</b>"
     model = nn.Sequential()
     model.add_module(HOSTILE.replace(".", ""), nn.Linear(2, 2))
-    with ckpt.StateManager(root, model=model, follow=False) as manager:
+    with ckpt.StateManager(root, model=model) as manager:
         manager.resume()
         for _ in range(2):
             manager.step()

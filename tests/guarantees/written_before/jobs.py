@@ -143,7 +143,7 @@ def train(rank: int, action: str, case: str, root: str, report: str) -> None:
         options = {"ranks": ckpt.RankOptions(timeout=120), "saving": ckpt.SaveOptions(background=False)}
     else:  # the first commits
         options = {"timeout": 120, "background": False}
-    with ckpt.StateManager(root, **job.objects, **options, follow=False) as manager:
+    with ckpt.StateManager(root, **job.objects, **options) as manager:
         manager.register(**job.registered)
         if action == "read":
             manager.load_state(NAME)
