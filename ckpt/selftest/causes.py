@@ -7,6 +7,27 @@ from collections.abc import Callable, Sequence
 from ckpt.selftest.compare import Difference, Rank
 from ckpt.selftest.trace import Step, in_order
 
+_AFTER_STEP = (
+    "Code after manager.step() changes {what}, and a save inside step() comes too early for it. Call manager.step() "
+    "last in the iteration, after scheduler.step(), averages of weights and evaluation."
+)
+_FORGOTTEN = (
+    "{what} is not managed, so it starts over after a resume. Give it to the manager: scheduler=..., scaler=..., "
+    "model={{'model': model, 'average': average}}, or manager.register(name=...)."
+)
+_CYCLE = (
+    "The straight run repeats batches of an earlier pass without asking the loader, as itertools.cycle(loader) does. "
+    "It hands out the first pass from memory, which a resume cannot. Write `while True:` around `for batch in loader:`."
+)
+_AHEAD = (
+    "It belongs to step {there} of the straight run: {count} batches were fetched ahead of the step that uses them, "
+    "and a resume loses them. Fetch the next batch after manager.step(), or give the loader to manager.batches(loader)."
+)
+_UNANNOUNCED = (
+    "ckpt doesn't know where this loop's data comes from, so a resume starts it over. Pass the loader: "
+    "StateManager(dataloader=loader), or iterate over manager.batches(loader). If you draw batches from a generator, "
+    "register it: manager.register(generator=g)."
+)
 _AGAIN = (
     "It belongs to step {there} of the straight run: data that was consumed before the save is read again. The "
     "loop does not iterate over manager.batches(loader) and manager.epochs(n), resume() is called after the loader "
@@ -80,14 +101,57 @@ _NONDETERMINISTIC = (
 
 
 def cause(difference: Difference, rank: Rank) -> str:
-    """One or two sentences: the likely cause of a difference, and what to write instead."""
+    """One or two sentences: the likely cause of a difference, and what to write instead.
+
+    What was forgotten, or done after the save, is known from the traces. Only then the kind of difference decides.
+    """
+    if difference.what in _LATER:
+        if objects := _forgotten_objects(difference, rank):
+            return _FORGOTTEN.format(what=" and ".join(objects))
+        if lost := _done_after_save(difference, rank):
+            return _AFTER_STEP.format(what=" and ".join(lost))
+        if models := _forgotten_models(difference, rank):
+            return _FORGOTTEN.format(what=" and ".join(models))
     return _CAUSES[difference.what](difference, rank)
+
+
+def _forgotten_objects(difference: Difference, rank: Rank) -> list[str]:
+    """Schedulers that no manager has, where learning rates differ; scalers, where what they scale does."""
+    forgotten = rank.straight.saves[0].forgotten if rank.straight.saves else []
+    scalers = [name for name in forgotten if "Scaler" in name]
+    if difference.what == "rates":
+        return [name for name in forgotten if name not in scalers]
+    return scalers if difference.what in ("losses", "gradients", "parameters") else []
+
+
+def _forgotten_models(difference: Difference, rank: Rank) -> list[str]:
+    """Models that no manager has, and that change, where the data or the loss may come from one."""
+    made_by_models = difference.what in ("forgotten", "losses")
+    return rank.straight.end.changed if made_by_models and rank.straight.end is not None else []
+
+
+def _done_after_save(difference: Difference, rank: Rank) -> list[str]:
+    """What changed from the save to the first input of the next step in the straight run, not in the resumed one."""
+    saved = rank.saved(difference.process)
+    if saved is None or saved.inputs:  # in the middle of a step, which had started before the save
+        return []
+    expected = rank.expected.get(saved.number + 1)
+    step = next((step for step in rank.killed[difference.process].steps if step.number == saved.number + 1), None)
+    if expected is None or step is None or not (expected.start and step.start):
+        return []
+    start = saved.start
+    lost = [what for what in start if step.start.get(what) == start[what] != expected.start.get(what)]
+    if difference.what == "rates":  # a schedule in stairs: the step that was lost shows later
+        return ["learning rates"] if "learning rates" in lost or saved.schedulers else []
+    return lost
 
 
 def _data(difference: Difference, rank: Rank) -> str:
     """The cause of different inputs: the straight run's batches are searched for the first that is not expected."""
     expected, step = rank.expected[difference.step], _step(difference, rank)
     followed = any(straight.batches for straight in rank.straight.steps)
+    if followed and not expected.batches and _is_repeated(expected, rank):
+        return _CYCLE
     if followed and step.batches == expected.batches:
         return _MADE
     if len(step.batches) > max(len(step.inputs), len(expected.batches)):
@@ -108,10 +172,22 @@ def _order(difference: Difference, rank: Rank, what: str) -> str:
         return _GROUPED
     unexpected, wanted = found[same], begin + same
     later = next((index for index in range(wanted, len(digests)) if digests[index] == unexpected), None)
+    followed = what == "batches"
+    if not followed and unexpected == digests[0]:
+        return _UNANNOUNCED
     if later is not None:
-        return _LEFT_OUT.format(there=straight[later][0], count=later - wanted)
+        text = _LEFT_OUT if followed else _AHEAD
+        return text.format(there=straight[later][0], count=later - wanted)
     earlier = next((index for index in range(wanted) if digests[index] == unexpected), None)
+    if not followed and rank.straight.end is not None and rank.straight.end.loaders:
+        return _UNANNOUNCED
     return _NEW if earlier is None else _AGAIN.format(there=straight[earlier][0])
+
+
+def _is_repeated(step: Step, rank: Rank) -> bool:
+    """Whether all inputs of a step of the straight run were those of steps before it."""
+    before = {digest for each in rank.straight.steps if each.number < step.number for digest in each.inputs}
+    return bool(step.inputs) and before.issuperset(step.inputs)
 
 
 def _common_prefix(first: Sequence[str], second: Sequence[str]) -> int:
@@ -147,4 +223,6 @@ _CAUSES: dict[str, Callable[[Difference, Rank], str]] = {
     "extra steps": _fixed(_EXTRA),
     "missing steps": _fixed(_MISSING),
     "end": _fixed(_STATE),
+    "forgotten": _fixed(_STATE),
 }
+_LATER = ("inputs", "losses", "gradients", "rates", "parameters", "buffers", "end", "forgotten")  # of a resumed run

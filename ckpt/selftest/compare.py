@@ -13,7 +13,8 @@ class Difference:
     """The first value that differs, on a rank.
 
     `what` is one of: nondeterministic, fresh start, state, order (of optimizers), inputs, losses, gradients,
-    rates, parameters, buffers, extra steps, missing steps, end. `process` counts from 0; later ones have resumed.
+    rates, parameters, buffers, extra steps, missing steps, end, forgotten (models). `process` counts from 0; later ones
+    have resumed.
     """
 
     what: str
@@ -44,12 +45,12 @@ class Rank:
         for process, trace in enumerate(self.killed):
             if process and trace.resumed is None:
                 yield self._difference("fresh start", process, 0, "it loaded no checkpoint and started afresh")
-            elif process and (saved := self._saved(process)) is not None:
+            elif process and (saved := self.saved(process)) is not None:
                 yield from self._state(process, saved)
             yield from self._steps(process)
         yield from self._end()
 
-    def _saved(self, process: int) -> Saved | None:
+    def saved(self, process: int) -> Saved | None:
         """The save that a process has resumed from."""
         resumed = self.killed[process].resumed
         if resumed is None:
@@ -88,6 +89,9 @@ class Rank:
             yield self._difference("missing steps", process, last.number + 1, detail)
         elif names := _unequal(expected.tensors, last.tensors):
             yield self._difference("end", process, last.number, f"{_listed(names)} differ at the end", names)
+        elif names := tuple(name for name in expected.changed if expected.others[name] != last.others.get(name)):
+            detail = f"{_listed(names)}, which no manager has, differ at the end"
+            yield self._difference("forgotten", process, last.number, detail, names)
 
     def _difference(self, what: str, process: int, step: int, detail: str, names: tuple[str, ...] = ()) -> Difference:
         trace = self.killed[process]

@@ -8,6 +8,7 @@ process waits until its saves are committed, and kills itself with SIGKILL.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 import signal
@@ -19,7 +20,10 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
 
 from ckpt.data.loop import Loop
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
@@ -30,7 +34,9 @@ from ckpt.options import ManagerOptions
 from ckpt.selftest.plan import Plan
 from ckpt.selftest.trace import End, Resumed, Saved, Step, TraceWriter, read_trace, trace_file
 from ckpt.session import Session
+from ckpt.state import rng
 from ckpt.state.optimizer import OptimizerPart
+from ckpt.state.registry import StateRegistry
 from ckpt.state.unwrap import parameter_names, unwrap
 from ckpt.storage import Storage, open_storage
 
@@ -49,7 +55,9 @@ class Recorder:
         self._losses: list[str] = []
         self._gradients: dict[str, str] = {}
         self._warnings: list[str] = []
-        self._managers: weakref.WeakSet[StateManager] = weakref.WeakSet()
+        self._start: dict[str, str] = {}
+        self._managers: list[StateManager] = []  # held: what is compared at the end must outlive the program
+        self._found = FoundObjects()
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._unmanaged: weakref.WeakKeyDictionary[torch.optim.Optimizer, str] = weakref.WeakKeyDictionary()
 
@@ -62,7 +70,8 @@ class Recorder:
         logging.getLogger("ckpt").addHandler(_Collector(self._warnings))
 
     def finish(self) -> None:
-        self._writer.add(End(self._number, self._tensors()))
+        others, changed = self._found.others()
+        self._writer.add(End(self._number, self._tensors(), others, changed, self._found.read_loaders))
 
     # --- the manager
 
@@ -81,7 +90,7 @@ class Recorder:
             if self._plan.save_every is not None:
                 options["save_every"] = self._plan.save_every
             built(manager, *args, **options)
-            self._managers.add(manager)
+            self._managers.append(manager)
             self._watch_models()
 
         setattr(StateManager, "__init__", __init__)  # noqa: B010
@@ -93,11 +102,13 @@ class Recorder:
         def save(session: Session, *args: Any, **options: Any) -> str | None:
             self._watch_models()
             tensors, number = self._tensors(), self._number
+            self._found.look(self._managers)
             pending = list(self._batches), list(self._inputs), list(self._losses)
+            start, forgotten, has_scheduler = self._start_of_step(), self._found.forgotten, self._found.has_scheduler
             progress = session.loop.saved_progress().to_json()
             name = saved(session, *args, **options)
             if name is not None:
-                self._writer.add(Saved(number, name, progress, *pending, tensors))
+                self._writer.add(Saved(number, name, progress, *pending, tensors, start, forgotten, has_scheduler))
             return name
 
         setattr(Session, "save", save)  # noqa: B010
@@ -156,6 +167,7 @@ class Recorder:
 
     def _read(self, key: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
+            self._start = self._start or self._start_of_step()
             self._inputs.append(f"{key} {_digest(_tensors_in([args, kwargs]))}")
 
     def _watch_losses(self) -> None:
@@ -196,9 +208,10 @@ class Recorder:
                 {name: _digest([parameter]) for name, parameter in _parameters(optimizer, names)},
                 {name: _digest([buffer]) for name, buffer in self._buffers()},
                 self._named(),
+                self._start,
             )
         )
-        self._batches, self._inputs, self._losses, self._gradients = [], [], [], {}
+        self._batches, self._inputs, self._losses, self._gradients, self._start = [], [], [], {}, {}
         self._watch_models()
         if self._number == self._plan.kill_at:
             self._die()
@@ -221,10 +234,22 @@ class Recorder:
         """What ckpt says is not exact: the warnings in its log, and the notes of the last load."""
         restored = [manager.restored for manager in self._managers if manager.restored is not None]
         tables = [table for load in restored for table in (load.approximated, load.skipped)]
-        noted = [f"{what}: {why}" for table in tables for what, why in table.items() if why not in self._warnings]
+        warned = "\n".join(self._warnings)
+        noted = [f"{what}: {why}" for table in tables for what, why in table.items() if why not in warned]
         return [*self._warnings, *noted]
 
     # --- state
+
+    def _start_of_step(self) -> dict[str, str]:
+        """What a step starts from: if code after `manager.step()` changes one of these, a resume may lose it."""
+        models = {f"{key} {index}": model for index, (key, model) in enumerate(self._models())}
+        rates = [group.get("lr") for manager in self._managers for each in manager.session.registry.optimizers
+                 for group in each.param_groups]  # fmt: skip
+        return {
+            "random numbers": _digest(_tensors_in(rng.capture())),
+            "models": _digest(tensor for model in models.values() for tensor in unwrap(model).state_dict().values()),
+            "learning rates": str([float(rate or 0.0) for rate in rates]),
+        }
 
     def _names(self) -> dict[int, str]:
         return {
@@ -252,6 +277,77 @@ class Recorder:
                 rates = [group.get("lr", 0.0) for group in optimizer.param_groups]
                 found[f"learning rates of optimizer {index}"] = str([float(rate) for rate in rates])
         return found
+
+
+class FoundObjects:
+    """Objects of the program that no manager has, found among all that are alive when it saves.
+
+    They are held, or those of a function would be gone when the run is compared.
+    """
+
+    def __init__(self) -> None:
+        self.forgotten: list[str] = []
+        self.has_scheduler = False
+        self.read_loaders = False
+        self._others: dict[int, tuple[nn.Module, str]] = {}  # with the digest of when it was found
+        self._watch_loaders()
+
+    def look(self, managers: Iterable[StateManager]) -> None:
+        registries = [manager.session.registry for manager in managers]
+        kinds = (nn.Module, LRScheduler, GradScaler)
+        alive = [found for found in gc.get_objects() if issubclass(type(found), kinds)]
+        self._look_for_models([found for found in alive if isinstance(found, nn.Module)], registries)
+        schedulers = [found for found in alive if isinstance(found, LRScheduler)]
+        scalers = [found for found in alive if isinstance(found, GradScaler) and found.is_enabled()]
+        managed = list(_with_inner(value for registry in registries for value in registry.registered()))
+        inner = {id(part) for found in schedulers for part in getattr(found, "_schedulers", ())}
+        known = {id(value) for value in managed} | inner
+        optimizers = {id(optimizer) for registry in registries for optimizer in registry.optimizers}
+        ours = [found for found in schedulers if id(_innermost(getattr(found, "optimizer", None))) in optimizers]
+        self.has_scheduler = any(id(found) in known for found in schedulers)
+        self.forgotten = sorted(type(found).__name__ for found in (*ours, *scalers) if id(found) not in known)
+
+    def others(self) -> tuple[dict[str, str], list[str]]:
+        """Digests of models that no manager has, by class, and the names of those that have changed."""
+        digests: dict[str, list[str]] = {}
+        changed = set()
+        for model, first in self._others.values():
+            now = _digest(model.state_dict().values())
+            digests.setdefault(type(model).__name__, []).append(now)
+            changed |= {type(model).__name__} if now != first else set()
+        return {name: " ".join(sorted(found)) for name, found in digests.items()}, sorted(changed)
+
+    def _look_for_models(self, alive: list[nn.Module], registries: Iterable[StateRegistry]) -> None:
+        managed = [model for registry in registries for model in registry.models.values()]
+        known = {tensor.data_ptr() for model in managed for tensor in unwrap(model).state_dict().values()
+                 if isinstance(tensor, torch.Tensor)}  # fmt: skip
+        inner = {id(child) for model in alive for child in model.modules() if child is not model}
+        for model in alive:
+            tensors = [value for value in model.state_dict().values() if isinstance(value, torch.Tensor)]
+            is_new = id(model) not in inner and id(model) not in self._others
+            if is_new and tensors and not any(tensor.data_ptr() in known for tensor in tensors):
+                self._others[id(model)] = model, _digest(tensors)
+
+    def _watch_loaders(self) -> None:
+        iterate = DataLoader.__iter__
+
+        @functools.wraps(iterate)
+        def recorded(loader: DataLoader[Any]) -> Any:
+            self.read_loaders = True
+            return iterate(loader)
+
+        setattr(DataLoader, "__iter__", recorded)  # noqa: B010
+
+
+def _with_inner(values: Iterable[Any]) -> Iterator[Any]:
+    """Objects, and those that they are wrapped around, or consist of."""
+    for value in values:
+        yield value
+        yield from getattr(value, "__dict__", {}).values()
+
+
+def _innermost(optimizer: Any) -> Any:
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 class _Collector(logging.Handler):

@@ -32,11 +32,16 @@ class Step:
     parameters: dict[str, str]
     buffers: dict[str, str]
     named: list[str] = field(default_factory=list)  # what ckpt itself has warned of, or called approximated, so far
+    start: dict[str, str] = field(default_factory=dict)  # digests of what it starts from, at its first input
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A call of `save_state`: the state, and the batches, inputs and losses since the last step."""
+    """A call of `save_state`: the state, and the batches, inputs and losses since the last step.
+
+    `start` has what the next step would start from, if nothing else is done before it. `forgotten` are schedulers and
+    scalers of the program that no manager has; `schedulers` tells whether there is a managed one.
+    """
 
     number: int
     name: str
@@ -45,6 +50,9 @@ class Saved:
     inputs: list[str]
     losses: list[str]
     tensors: dict[str, str]
+    start: dict[str, str] = field(default_factory=dict)
+    forgotten: list[str] = field(default_factory=list)
+    schedulers: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,10 +67,13 @@ class Resumed:
 
 @dataclass(frozen=True)
 class End:
-    """The end of the program."""
+    """The end of the program. `others` are models that no manager has, `changed` those whose tensors changed."""
 
     number: int
     tensors: dict[str, str]
+    others: dict[str, str] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    loaders: bool = False  # a DataLoader was iterated over
 
 
 Record = Step | Saved | Resumed | End

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ckpt.selftest.runs import Program, kill_steps, last_lines
 from ckpt.selftest.trace import End, Saved, Step, Trace
 from ckpt.testing import InexactResumeError, assert_exact_resume
 from tests.helpers.processes import fork
+from tests.selftest_scripts.causes import SCRIPTS as SCRIPTS_BY_CAUSE
 from tests.selftest_scripts.habits import HABITS
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "selftest_scripts"
@@ -90,6 +92,15 @@ def test_a_planted_mistake_is_found_and_its_cause_is_named(script: str, trap: st
     assert report.difference is not None, str(report)
     assert (report.difference.what, likely in report.cause) == (what, True), str(report)
     assert likely in " ".join(str(report).split())
+
+
+@pytest.mark.parametrize("script", SCRIPTS_BY_CAUSE, ids=lambda script: script.__name__)
+def test_the_verdict_is_right_and_the_known_cause_is_named(script: Callable[[], None]) -> None:
+    known = SCRIPTS_BY_CAUSE[script]
+    report = run_script("causes.py", script.__name__)
+    assert not report.failure, str(report)
+    assert report.exact == (not known), str(report)
+    assert known in report.cause, str(report)
 
 
 def test_a_script_that_skips_by_hand_what_its_loader_left_out_already_is_handed_what_it_expects() -> None:
