@@ -17,7 +17,7 @@ from tests.docs.pages import DOCS
 REFERENCE = "".join(path.read_text() for path in sorted((DOCS / "reference").glob("*.md")))
 ENTRIES = re.findall(r"^::: (\S+)$", REFERENCE, re.MULTILINE)
 IN_PROSE = {"Converted", "Diff", "Difference"}  # which say it in sentences
-NOT_ARGUMENTS = {"self", "unnamed", "on_read"}
+NOT_ARGUMENTS = {"self", "unnamed", "unknown", "on_read"}
 
 
 def public() -> dict[str, Any]:

@@ -60,7 +60,7 @@ def test_ls_shows_what_was_removed_when_asked(tmp_path: Path) -> None:
     save(tmp_path, 1, 4, keep=ckpt.Keep(last=1))
     lines = listed(tmp_path).splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ["step-00000003", "step-00000002", "step-00000001"]
-    assert [line.split()[-1] for line in lines[1:4]] == ["yes", "removed", "removed"]
+    assert [line.split()[-1] for line in lines[1:4]] == ["complete", "removed", "removed"]
     assert "loss=9" in lines[3]
     assert "removed" not in CliRunner().invoke(main, ["ls", str(tmp_path)]).output
 
@@ -109,6 +109,7 @@ def test_so_does_the_retention_of_a_mirror(tmp_path: Path) -> None:
 
 def test_a_damaged_line_is_named_and_the_others_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(tmp_path, 1, 5, keep=ckpt.Keep(last=1))
+    caplog.clear()
     path = tmp_path / HISTORY
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], lines[2].replace(b"step-00000002", b"step-00000007"), *lines[3:]]))
