@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -185,9 +186,12 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
 
 
 def connect(url: str, home: str, token: str = "", **others: str) -> None:
-    """Make this process, which has not imported the client yet, one of the server's."""
+    """Make this process one of the server's clients. The client reads the environment when it is imported: the server
+    that tests are forked from has imported it already, so it is imported anew."""
     known = {"HF_ENDPOINT": url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": home, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     os.environ.update({**known, "HF_TOKEN": token, **others})
+    for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
+        del sys.modules[name]
 
 
 @contextmanager

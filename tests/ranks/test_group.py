@@ -54,6 +54,7 @@ def test_only_the_main_rank_writes(root: Place) -> None:
     assert run_ranks(2, _train_where_only_the_main_rank_may_write, job) == [0, 0]
     files = sorted((root / "step-00000003").files())
     assert files == [
+        "manifest.copy.json",
         "manifest.json",
         "model.safetensors",
         "optimizer.safetensors",

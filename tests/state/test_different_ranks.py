@@ -193,7 +193,7 @@ def _load(rank: int, root: str, case: str, layout: str) -> None:
     ) as manager:
         restored = manager.load_state("step-1")
         assert not restored.skipped, restored.skipped
-        assert not restored.approximated, restored.approximated
+        assert restored.approximated.keys() <= {"data"}, restored.approximated  # these steps read no loader
         assert layout == "full" or not restored.resharded, restored.resharded
         assert _mine(objects) == Path(f"{root}-{rank}").read_text()
         manager.save_state("again", wait=True)
