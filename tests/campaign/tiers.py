@@ -46,16 +46,12 @@ def keeper(trial: Trial) -> None:
     """The keeper is frozen or killed while a run trains: no step waits for it."""
     how, small = ("SIGSTOP", "SIGKILL")[trial.index % 2], trial.index % 4 >= 2
     trial.scenario = f"keeper, {'memfds' if small else 'files'}: {how}"
-    with _Keepers(trial):
+    with _Keepers(trial) as keepers:
         child = trial.start(_remembering, str(trial.root), _memory_of(trial), "on", small, 60)
         child.hear(f"step {_EVERY + 1}")
-        for process in _keepers():
-            with suppress(ProcessLookupError):
-                os.kill(process, getattr(signal, how))
+        keepers.send(getattr(signal, how))
         ended = child.wait("a run whose keeper is away")
-        for process in _keepers():
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGCONT)
+        keepers.send(signal.SIGCONT)
         if ended.failure is not None:
             ended.failure.check("a run whose keeper is away")
             raise Found(STUCK, f"a run whose keeper is away could not go on: {ended.failure}")
@@ -93,23 +89,24 @@ def _memory_of(trial: Trial) -> str:
 
 
 class _Keepers:
-    """While a trial looks for the keepers of its runs, and until it has ended them."""
+    """The keepers of a trial's runs, ended with it: also one that is stopped, and whose place the run has given up."""
 
     def __init__(self, trial: Trial) -> None:
         os.environ["CKPT_MEMORY_DIR"] = _memory_of(trial)
+        self._processes: set[int] = set()
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> _Keepers:
+        return self
 
     def __exit__(self, *_: object) -> None:
-        for process in _keepers():
+        self.send(signal.SIGKILL)
+
+    def send(self, number: int) -> None:
+        found = (living_keeper(place) for place in MemoryPlace.list_places())
+        self._processes |= {keeper.process for keeper in found if keeper is not None}
+        for process in self._processes:
             with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-
-
-def _keepers() -> list[int]:
-    found = [living_keeper(place) for place in MemoryPlace.list_places()]
-    return [one.process for one in found if one is not None]
+                os.kill(process, number)
 
 
 def _remembering(voice: Voice, root: str, place: str, keeper: str, small: bool, most: int) -> None:
