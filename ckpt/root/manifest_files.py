@@ -26,6 +26,7 @@ _log = logging.getLogger("ckpt")
 _DOCUMENT = re.compile(r"(?:state|rank-\d{5})(?:\.[0-9a-f]{8})?\.json")
 _STEP = re.compile(r"step-\d{8,}")
 _warned: set[tuple[str, str]] = set()
+_REPLACED = 5  # times in a row that a checkpoint may be replaced while its two manifests are compared
 _REPAIR = "The next run in this root repairs it, or: ckpt verify --repair."
 COPY_IS_USED = f"Its copy {COPY_NAME} is used. {_REPAIR}"
 
@@ -124,13 +125,17 @@ def delete_copy(storage: Storage, name: str) -> None:
 
 def copy_problems(storage: Storage, name: str) -> list[str]:
     """What is wrong with the two files. A checkpoint that has no copy was written before there were any: nothing is."""
-    first, second = (_readable(storage, name, file) for file in (FILE_NAME, COPY_NAME))
-    wrong = []
+    first, second = _both(storage, name)
+    for _ in range(_REPLACED):  # a save of the same name may have come between the two reads
+        if first == second or (again := _both(storage, name)) == (first, second):
+            break
+        first, second = again
     if first is None:
-        wrong.append(f"{FILE_NAME} was altered or is missing; its copy {COPY_NAME} is intact. {_REPAIR}")
-    elif second != first and storage.version(f"{name}/{COPY_NAME}") is not None:
-        wrong.append(f"{COPY_NAME} was altered; {FILE_NAME}, of which it is the copy, is intact. {_REPAIR}")
-    return wrong
+        return [f"{FILE_NAME} was altered or is missing; its copy {COPY_NAME} is intact. {_REPAIR}"]
+    is_altered = second is not None or storage.version(f"{name}/{COPY_NAME}") is not None
+    if first == second or not is_altered or (second is None and _readable(storage, name, COPY_NAME) is not None):
+        return []  # the same, or there is none, or one was written just now
+    return [f"{COPY_NAME} was altered; {FILE_NAME}, of which it is the copy, is intact. {_REPAIR}"]
 
 
 def mend(storage: Storage, name: str, *, proven: bool = False) -> dict[str, str]:
@@ -139,7 +144,7 @@ def mend(storage: Storage, name: str, *, proven: bool = False) -> dict[str, str]
     Where both can be read and differ, somebody has put another manifest there: neither is overwritten, unless the files
     have `proven` that the first is right. The caller holds the checkpoint's lock, so that nobody removes it meanwhile.
     """
-    first, second = (_readable(storage, name, file) for file in (FILE_NAME, COPY_NAME))
+    first, second = _both(storage, name)
     if first == second or (first is None and _is_removal(storage, name)):
         return {}
     if first is not None and second is not None and not proven:
@@ -166,6 +171,10 @@ def manifest_bytes(storage: Storage, name: str) -> bytes:
     """The bytes of the manifest, of whichever of the two files is whole."""
     found = find_manifest(storage, name)
     return read_document(storage, f"{name}/{COPY_NAME if found.flaw else FILE_NAME}")
+
+
+def _both(storage: Storage, name: str) -> tuple[bytes | None, bytes | None]:
+    return _readable(storage, name, FILE_NAME), _readable(storage, name, COPY_NAME)
 
 
 def _readable(storage: Storage, name: str, file: str) -> bytes | None:

@@ -213,7 +213,7 @@ def strike(root: Path, group: str, way: str, choice: random.Random) -> None:
     """Damage every file of a group, in every checkpoint of a root."""
     files = sorted(path for path in root.glob("[!.]*/**/*") if path.is_file() and path.stat().st_size)
     for path in files:
-        if GROUPS[group](path.name):
+        if GROUPS[group](path.name) and path.stat().st_size:  # one that is linked with another is cut with it
             WAYS[way](path, files, choice)
 
 

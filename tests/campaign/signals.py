@@ -96,7 +96,7 @@ def _saving(voice: Voice, root: str, naming: str, wait: bool, catches: bool, mos
             save_every_step(voice, training, manager, naming, wait, most)
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            if not catches or not list_checkpoints(root):
+            if not catches or not any(one.committed for one in list_checkpoints(root)):
                 raise
             # the step in hand may be half done: go back to what is saved, as one would in a notebook
             manager.load_state()

@@ -74,12 +74,19 @@ def mirror(trial: Trial) -> None:
     hurt = (("root",), ("mirror",), ("root", "mirror"))[trial.index % 3]
     group, way = trial.random.choice(list(damage.GROUPS)), trial.random.choice(list(damage.WAYS))
     trial.scenario = f"killed at {steps}, all {group} of the {' and the '.join(hurt)} {way}"
+    # each has the other, but for a save that was killed between the two
+    mended = {
+        name for name, step in steps.items() if group in ("manifests", "copies") and _has_copy(places[name], step)
+    }
     for name in hurt:
         damage.strike(places[name], group, way, trial.random)
-    harmless = group in ("manifests", "copies")  # each has the other
-    least = max((step for name, step in steps.items() if harmless or name not in hurt), default=0)
+    least = max((step for name, step in steps.items() if name in mended or name not in hurt), default=0)
     everything = (group, way) == ("files", "removed")
     _go_on(trial, least, mirror=str(target), may_refuse=not least, fresh_is_fine=everything and not least)
+
+
+def _has_copy(root: Path, step: int) -> bool:
+    return (root / f"step-{step:08d}" / damage.COPY).exists()
 
 
 def _memory_of(trial: Trial) -> str:
