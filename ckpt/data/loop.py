@@ -7,6 +7,7 @@ the script does in an iteration, in whatever order, is done by then: so what `ma
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import weakref
@@ -29,6 +30,7 @@ from ckpt.state import samplers
 from ckpt.state.caveats import Caveats
 from ckpt.state.parts import has_state
 
+_log = logging.getLogger("ckpt")
 T = TypeVar("T")
 _PATIENCE = 64  # steps on one batch: so many may pass before a save that is due is taken between two of them
 _ONE_SHOT = (
@@ -80,7 +82,7 @@ REPEATED = (
     "batch {0} of this epoch is trained on again. accelerator.load_state() begins the epoch at its start, as "
     "Accelerate does: call accelerator.skip_first_batches(loader, {1}), or manager.resume(), which continues there."
 )
-USED_UP = "all batches of epoch {0} were used before the checkpoint, so this pass hands out none."
+USED_UP = "all batches of epoch %d were used before the checkpoint, so this pass hands out none."
 UNCLAIMED = "the checkpoint was saved in the middle of {0}, and training went on without it: that position is not used."
 ANOTHER_ORDER = (
     "the script finds its place in the data itself, and {0} draws another order than before the resume. Use "
@@ -104,6 +106,7 @@ class Pass:
         self.around: dict[int, int] = {}  # the batches that each open loader had handed out when it began
         self.batch = 0  # the loop's count when it began
         self.samples = 0
+        self.handed = False  # a batch, since it began
         self.fresh = 0  # batches that it has handed out since the last step
         self.first = 0  # batches before its first step, and between the last two
         self.per_step = 0
@@ -334,9 +337,11 @@ class Loop:
             if self._leader is not None and self._leader.loader is loader:
                 self.boundary()
         if alone and self._is_left_to_script(loader) and self._loaders.is_used_up(loader):
+            epoch = self.progress.epoch
             for _ in self._through(Pass(loader, current.own)):  # no batch: it takes the generators to the epoch's end
                 pass
-            self._next_epoch()
+            if self.progress.epoch == epoch:
+                self._next_epoch()
 
     def _through(self, current: Pass) -> Generator[tuple[int, Any], None, None]:
         """Each batch with its number in the epoch."""
@@ -360,9 +365,14 @@ class Loop:
                         ended = True
             finally:
                 self._end(current, restored=restores != self._restores)
-            is_training = current.trained or not self._sees_steps
+            # a resume at the very end of an epoch hands out nothing of it: the epoch was trained on before
+            was_over = current.saved is not None and tracked.trained and not current.handed
+            is_training = current.trained or was_over or not self._sees_steps
             if ended and is_training and not self._in_epochs and not self._open:
+                outside = self._outside_epochs
                 self._next_epoch()
+                if was_over:  # the checkpoint's own epoch, which `epochs` counts from
+                    self._outside_epochs = outside
 
     def _begin(self, current: Pass) -> TrackedLoader:
         current.key, tracked, current.saved = self._loaders.next(current.loader)
@@ -370,7 +380,7 @@ class Loop:
             self.progress.batch = 0
         current.tracked, current.batch = tracked, self.progress.batch
         current.fresh = current.samples = current.first = 0
-        current.trained = False
+        current.trained = current.handed = False
         current.around = {id(other): other.batches_handed_out for other in self._loaders.open}
         if current.saved is not None and not tracked.is_over and self._is_left_to_script(current.loader):
             current.again = tracked.batches_handed_out
@@ -396,7 +406,7 @@ class Loop:
                 batch, samples = found
                 del found  # or it would live as long as the next batch takes
                 current.fresh += 1
-                self._fed = True
+                self._fed = current.handed = True
                 if left is None:
                     self.progress.batch += not nested
                     current.samples += samples * self._world_size
@@ -436,8 +446,9 @@ class Loop:
             self._loaders.put_back(ended.key, tracked, ended.saved)
             self.progress.batch = ended.batch
             self.caveats.differs("data", NO_TRAINING.format(ended.batch))
-        elif ended.saved is not None and tracked.done and not ended.samples and not self._by_script:
-            self.caveats.tell("used up", USED_UP.format(self.progress.epoch))
+        elif ended.saved is not None and tracked.done and not ended.handed:
+            if not (self._by_script or self._in_epochs or self.quiet):
+                _log.info(USED_UP, self.progress.epoch)
         elif not ended.announced and not tracked.has_saved_position and ended.saved is None:
             self._loaders.drop(tracked)
             self.progress.batch = ended.batch

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers import trainer as trainer_module
 
@@ -46,8 +47,8 @@ class TrainerData:
         self._followed: Any = None
 
     def begin(self) -> None:
-        """The Trainer has prepared its loader."""
-        if following.follow(self._loader, self):
+        """The Trainer has prepared its loader. Of one that is no DataLoader, what reads ahead inside is not known."""
+        if isinstance(self._loader, DataLoader) and following.follow(self._loader, self):
             self._followed = self._loader
 
     def skip(self, loader: Any, batches: int) -> bool:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt.integrations.accelerate import attach
 
-TRAPS = ("skip", "average")
+TRAPS = ("repeat", "average")
 EPOCHS, EVERY = 2, 5
 
 
@@ -46,7 +46,7 @@ def main() -> None:
         first_epoch, resume_step = step // per_epoch, step % per_epoch
     for epoch in range(first_epoch, EPOCHS):
         for index, (clean,) in enumerate(loader):
-            if options.trap == "skip" and newest and epoch == first_epoch and index < resume_step:
+            if options.trap != "repeat" and newest and epoch == first_epoch and index < resume_step:
                 continue
             noise = torch.randn_like(clean)
             predicted = model(clean + noise)

@@ -103,12 +103,18 @@ def test_the_verdict_is_right_and_the_known_cause_is_named(script: Callable[[], 
     assert known in report.cause, str(report)
 
 
-def test_a_script_that_skips_by_hand_what_its_loader_left_out_already_is_handed_what_it_expects() -> None:
-    report = run_script("diffusers_like.py", "--trap", "skip", "--output_dir", "{root}")
-    assert report.exact, str(report)
+def test_a_script_that_trains_on_batches_again_after_accelerates_own_load_is_told_so() -> None:
+    report = run_script("diffusers_like.py", "--trap", "repeat", "--output_dir", "{root}")
+    assert not report.exact, str(report)
+    assert any("is trained on again" in text for text in report.named), str(report)
 
 
-@pytest.mark.parametrize("habit", HABITS)
+def test_a_count_by_enumerate_is_found_to_begin_at_0_again() -> None:
+    """ckpt cannot see who counts: the report of the resume names manager.enumerate, and the selftest finds it."""
+    assert not run_script("habits.py", "enumerated").exact
+
+
+@pytest.mark.parametrize("habit", [habit for habit in HABITS if habit != "enumerated"])
 def test_a_habit_of_users_resumes_exactly_or_ckpt_itself_says_that_it_does_not(habit: str) -> None:
     report = run_script("habits.py", habit)
     assert not report.failure, str(report)
