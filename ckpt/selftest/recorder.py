@@ -35,6 +35,7 @@ from ckpt.selftest.plan import Plan
 from ckpt.selftest.trace import End, Resumed, Saved, Step, TraceWriter, read_trace, trace_file
 from ckpt.session import Session
 from ckpt.state import rng
+from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.optimizer import OptimizerPart
 from ckpt.state.registry import StateRegistry
 from ckpt.state.unwrap import parameter_names, unwrap
@@ -242,12 +243,12 @@ class Recorder:
 
     def _start_of_step(self) -> dict[str, str]:
         """What a step starts from: if code after `manager.step()` changes one of these, a resume may lose it."""
-        models = {f"{key} {index}": model for index, (key, model) in enumerate(self._models())}
+        models = {f"{key} {index}": model for index, (key, model) in enumerate(self._models()) if not _is_fsdp(model)}
         rates = [group.get("lr") for manager in self._managers for each in manager.session.registry.optimizers
                  for group in each.param_groups]  # fmt: skip
         return {
             "random numbers": _digest(_tensors_in(rng.capture())),
-            "models": _digest(tensor for model in models.values() for tensor in unwrap(model).state_dict().values()),
+            "models": _digest(tensor for model in models.values() for tensor in _tensors_of(model)),
             "learning rates": str([float(rate or 0.0) for rate in rates]),
         }
 
@@ -312,18 +313,17 @@ class FoundObjects:
         digests: dict[str, list[str]] = {}
         changed = set()
         for model, first in self._others.values():
-            now = _digest(model.state_dict().values())
+            now = _digest(_tensors_of(model))
             digests.setdefault(type(model).__name__, []).append(now)
             changed |= {type(model).__name__} if now != first else set()
         return {name: " ".join(sorted(found)) for name, found in digests.items()}, sorted(changed)
 
     def _look_for_models(self, alive: list[nn.Module], registries: Iterable[StateRegistry]) -> None:
         managed = [model for registry in registries for model in registry.models.values()]
-        known = {tensor.data_ptr() for model in managed for tensor in unwrap(model).state_dict().values()
-                 if isinstance(tensor, torch.Tensor)}  # fmt: skip
+        known = {tensor.data_ptr() for model in managed for tensor in _tensors_of(unwrap(model))}
         inner = {id(child) for model in alive for child in model.modules() if child is not model}
         for model in alive:
-            tensors = [value for value in model.state_dict().values() if isinstance(value, torch.Tensor)]
+            tensors = list(_tensors_of(model))
             is_new = id(model) not in inner and id(model) not in self._others
             if is_new and tensors and not any(tensor.data_ptr() in known for tensor in tensors):
                 self._others[id(model)] = model, _digest(tensors)
@@ -344,6 +344,17 @@ def _with_inner(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
         yield value
         yield from getattr(value, "__dict__", {}).values()
+
+
+def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters and buffers, not its state_dict: to ask FSDP for that in a forward takes the weights away from it."""
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _is_fsdp(model: nn.Module) -> bool:
+    """Whether its weights are whole in a forward, and shards otherwise, so that the two cannot be compared."""
+    return is_fsdp1(model) or any(hasattr(module, "unshard") for module in model.modules())
 
 
 def _innermost(optimizer: Any) -> Any:
