@@ -21,6 +21,8 @@ from ckpt.export.options import SHARD_SIZE, ExportOptions
 from ckpt.load.restored import Restored
 from ckpt.options import Mirror, RankOptions, SaveOptions, required_root, resolve_options
 from ckpt.ranks.group import MAIN
+from ckpt.ranks.preemption import Preemption
+from ckpt.ranks.save_schedule import SaveSchedule
 from ckpt.root.catalog import name_of_step
 from ckpt.root.retention import Keep
 from ckpt.root.save_reports import SaveReport
@@ -102,7 +104,8 @@ class StateManager:
         source = find_source(accelerator, **objects)
         where = required_root(source.root if root is None else root)
         self._session = session = Session(where, source, options)
-        weakref.finalize(self, lambda *each: [one.close() for one in each], session.preemption, session.schedule)
+        is_main = session.ranks.rank == MAIN
+        weakref.finalize(self, _drop, session.preemption, session.schedule, session.due if is_main else set(), self.url)
 
     @classmethod
     def from_config(cls, path: str | os.PathLike[str], **objects: Any) -> StateManager:
@@ -435,6 +438,18 @@ class StateManager:
         self._session.loop.refuse_released("epochs() or batches()")
         if not self._session.started:
             self.resume()
+
+
+def _drop(preemption: Preemption, schedule: SaveSchedule, due: set[str], url: str) -> None:
+    """A manager is gone, by whatever way: signals are left to others. Without `close()`, what was due is lost."""
+    preemption.close()
+    schedule.close()
+    if "save" in due:
+        _log.warning(
+            "the last save to %s was due at the end of an iteration, and this manager was dropped before it: that step "
+            "is not saved. Write `with ckpt.StateManager(...) as manager:`, or call manager.close() after the loop.",
+            url,
+        )
 
 
 def _is_failure(error: BaseException | None) -> bool:

@@ -82,7 +82,7 @@ class Session:
         self.loop.on_training = weakly(self.unmanaged.trained)
         self.metrics: dict[str, Any] = {}
         self.restored: Restored | None = None
-        self._due: set[str] = set()  # what the next boundary of the loop is to take: save, snapshot, stop
+        self.due: set[str] = set()  # what the next boundary of the loop is to take: save, snapshot, stop
         self.started = False
         self.saved_at: tuple[int, int] | None = None  # step and epoch
         self._reserve_staging()
@@ -153,12 +153,12 @@ class Session:
     def _find_due(self) -> None:
         """Every rank asks after every step, so that all of them find the same."""
         if self.told_to_stop():  # from the first step on: only then is there somebody to answer it
-            self._due.add("stop")
+            self.due.add("stop")
         if self.is_save_due():
-            self._due.add("save")
+            self.due.add("save")
         if self.is_snapshot_due:
-            self._due.add("snapshot")
-        self.loop.is_due = bool(self._due) or self.boundary is not None
+            self.due.add("snapshot")
+        self.loop.is_due = bool(self.due) or self.boundary is not None
 
     def told_to_stop(self) -> bool:
         """Whether all ranks are to stop after this step."""
@@ -172,7 +172,8 @@ class Session:
         Raises:
             Preempted: The process was told to terminate.
         """
-        due, self._due, self.loop.is_due = self._due, set(), False
+        due, self.loop.is_due = set(self.due), False
+        self.due.clear()
         stop, saved = "stop" in due, None
         if stop or "save" in due:
             busy = self.options.saving.when_busy
@@ -192,12 +193,12 @@ class Session:
 
     def end_loop(self, error: BaseException | None) -> None:
         """The loop is over: take what is due. After an exception the iteration is not complete, so nothing is."""
-        if not self._due or not self.saver.owner.is_here or self.loop.is_released:
+        if not self.due or not self.saver.owner.is_here or self.loop.is_released:
             return
         if error is None:
-            self._due.discard("stop")  # the run ends anyway
+            self.due.discard("stop")  # the run ends anyway
             self.take_due()
-        elif "save" in self._due and self.boundary is None:
+        elif "save" in self.due and self.boundary is None:
             what = f"step {self.loop.progress.step} was due to be saved at the end of its iteration"
             self.loop.caveats.tell("cut short", f"{what}, which {type(error).__name__} has cut short: it is not saved.")
 
@@ -277,7 +278,7 @@ class Session:
         self.saver.save(request, wait=wait, replace=when_busy == "replace", root=root)
         self.source.after_save()
         if self.source.name() is not None:
-            self._due.discard("save")  # numbered by its source: it would be another checkpoint
+            self.due.discard("save")  # numbered by its source: it would be another checkpoint
         self.set_started()
         self.saved_at = self.position if at is None else self.saved_at
         return name
@@ -319,7 +320,7 @@ class Session:
         if self.memory is not None:
             note_load(self.memory, restored)
         if restored is not None:
-            self._due -= {"save", "snapshot"}  # of the state that this one has replaced
+            self.due.difference_update({"save", "snapshot"})  # of the state that this one has replaced
             self.set_started()
             self.saved_at = None if restored.from_memory else self.position
             self.restored = restored
@@ -370,6 +371,7 @@ class Session:
         finally:
             if self.memory is not None:
                 self.memory.close(keep=for_restart)
+            self.due.clear()
             self.loop.release()
             self.source.release()
             self.registry.release()

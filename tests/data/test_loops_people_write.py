@@ -7,6 +7,7 @@ not. An interruption is what a kill is to a loop: everything is dropped in the m
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import random
 from collections import UserDict
@@ -595,3 +596,16 @@ class TestTheBoundary:
         _finish(_plain, run)
         assert [found.name for found in ckpt.list_checkpoints(tmp_path)] == ["step-00000001"]
         assert "step 2 was due to be saved at the end of its iteration" in caplog.text
+
+
+def test_a_manager_that_is_dropped_after_break_says_that_its_last_save_is_not_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = ckpt.StateManager(tmp_path, model=nn.Linear(2, 2), save_every=1)
+    for _ in manager.batches([1, 2, 3]):
+        manager.step()
+        break
+    del manager
+    gc.collect()
+    assert [text for text in caplog.messages if "is not saved. Write `with" in text]
+    assert ckpt.list_checkpoints(tmp_path) == []
