@@ -137,6 +137,8 @@ def _step_of(found: Contents, originals: dict[str, Contents], *, usable: bool = 
     """
     for name, original in originals.items():
         wanted = dict(original)
+        if COPY not in found and not usable:
+            del wanted[COPY]  # a checkpoint without a copy is as good
         if usable:
             copy, manifest = wanted.pop(COPY), found.get(MANIFEST, b"")
             if manifest != copy and found.get(COPY) == copy and not _is_manifest(manifest):

@@ -37,4 +37,4 @@ Operation = Callable[[Place], Any]
 
 
 def manager_of(place: Place, live: Live, **options: Any) -> ckpt.StateManager:
-    return ckpt.StateManager(place.at("root"), **live.parts(), background=False, **options)
+    return ckpt.StateManager(place.at("root"), **live.parts(), saving=ckpt.SaveOptions(background=False), **options)

@@ -27,7 +27,7 @@ NAMES = ("step-00000001", "step-00000002")
 def full(folder: Path) -> None:
     """A root with two checkpoints, metrics, and everything that one process has."""
     live = Live()
-    with ckpt.StateManager(str(folder / "root"), **live.parts(), background=False) as manager:
+    with ckpt.StateManager(str(folder / "root"), **live.parts(), saving=ckpt.SaveOptions(background=False)) as manager:
         manager.register(seen=live.seen)
         for name in NAMES:
             live.train()
@@ -37,7 +37,9 @@ def full(folder: Path) -> None:
 def signed(folder: Path) -> None:
     """The same, signed. What is loaded with the key must be one of its two states."""
     live = Live()
-    with ckpt.StateManager(str(folder / "root"), **live.parts(), background=False, sign=signing_key()) as manager:
+    with ckpt.StateManager(
+        str(folder / "root"), **live.parts(), saving=ckpt.SaveOptions(background=False), sign=signing_key()
+    ) as manager:
         manager.register(seen=live.seen)
         for name in NAMES:
             live.train()
@@ -57,7 +59,7 @@ def linked(folder: Path) -> None:
     """Two checkpoints of a model that did not change: its file is linked, and its `path` differs from its name."""
     live = Live()
     live.train()
-    with ckpt.StateManager(str(folder / "root"), **live.parts(), background=False) as manager:
+    with ckpt.StateManager(str(folder / "root"), **live.parts(), saving=ckpt.SaveOptions(background=False)) as manager:
         manager.register(seen=live.seen)
         for name in (*NAMES, NAMES[-1]):
             live.seen.state["again"] = name
@@ -87,7 +89,7 @@ def _save_own_state(rank: int, root: str) -> None:
 
 
 def _save_on_ranks(live: Live, root: str) -> None:
-    with ckpt.StateManager(root, **live.parts(), background=False) as manager:
+    with ckpt.StateManager(root, **live.parts(), saving=ckpt.SaveOptions(background=False)) as manager:
         manager.register(seen=live.seen)
         for name in NAMES:
             live.train()

@@ -57,7 +57,7 @@ def _resumed(rank: int, folder: str) -> None:
     model, optimizer, scheduler = _built(2)
     with _managed(folder, model, optimizer, scheduler) as manager:
         restored = manager.load_state("middle")
-        assert not restored.approximated, restored
+        assert restored.approximated.keys() <= {"data"}, restored  # these steps read no loader
         _train(model, optimizer, scheduler, range(3, 6))
     assert _mine(model, optimizer) == Path(folder, f"end-{rank}").read_text()
 

@@ -123,7 +123,9 @@ def test_an_object_of_other_bytes_than_announced_is_refused(
 def test_a_manifest_of_other_bytes_is_refused(
     tmp_path: Path, changes: dict[str, Any], checkpoint: dict[str, bytes]
 ) -> None:
-    bend = where(lambda asked: is_read(asked) and asked.key.endswith("manifest.json"), **changes)
+    bend = where(
+        lambda asked: is_read(asked) and asked.key.endswith(("manifest.json", "manifest.copy.json")), **changes
+    )
     refused(HostileBucket(checkpoint, bend), tmp_path)
 
 

@@ -570,7 +570,7 @@ manager.save_state("a")
             manager.save_state("a", wait=True)
         command = [sys.executable, "-m", "ckpt.cli"]
         for arguments, said in (
-            (["ls", s3], "yes"),
+            (["ls", s3], "complete"),
             (["verify", f"{s3}/a"], "intact"),
             (["merge", f"{s3}/a", f"{s3}-out/model.safetensors"], f"{s3}-out/model.safetensors"),
         ):
