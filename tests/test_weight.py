@@ -1,0 +1,66 @@
+"""The library does not gain weight: what `tests/weight.py` measures, where it is a property of the tree."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests import weight
+
+PRIVATE_NAMES = 101
+PRIVATE_FILES = 42
+ARGUMENTS = 21
+CROSSED = {"save": 107, "resume": 117, "steps": 25}
+
+
+def test_no_more_private_names_of_others_are_used() -> None:
+    uses = weight.foreign_private_names(weight.sources())
+    assert len({use.name for use in uses}) <= PRIVATE_NAMES, uses
+    assert len({use.path for use in uses if not use.path.startswith(weight.COMPAT)}) <= PRIVATE_FILES, uses
+
+
+def test_no_class_of_others_is_patched_but_in_the_processes_of_selftest() -> None:
+    patched = weight.patched_classes(weight.sources())
+    assert [one for one in patched if not one.startswith(weight.SELFTEST)] == []
+    assert patched  # those of selftest are found
+
+
+def test_the_manager_takes_no_more_arguments() -> None:
+    assert len(weight.arguments()) <= ARGUMENTS
+
+
+@pytest.mark.slow
+def test_a_save_a_resume_and_a_step_cross_no_more_modules() -> None:
+    found = weight.crossed()
+    assert found.keys() == CROSSED.keys()
+    grown = {name: sorted(modules) for name, modules in found.items() if len(modules) > CROSSED[name]}
+    assert grown == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "names"),
+    [
+        ("tensor._version", ["_version"]),
+        ("getattr(loader, '_iterator', None)", ["_iterator"]),
+        ("NAMES = ('_tr_loss', 'state')", ["_tr_loss"]),
+        ("import torch._dynamo", ["torch._dynamo"]),
+        ("from torch._subclasses import FakeTensor", ["torch._subclasses.FakeTensor"]),
+        ("def f():\n    from torch.distributed.tensor import _utils", ["torch.distributed.tensor._utils"]),
+        ("self._begin()", []),
+        ("super().__init__()", []),
+        ("from ckpt.x import _y", []),
+        ("os._exit(1)", []),
+        ("def _mine(): pass\nother._mine", []),
+    ],
+)
+def test_private_names_of_others_are_seen(code: str, names: list[str]) -> None:
+    uses = weight.foreign_private_names({"ckpt/x.py": ast.parse(code)})
+    assert [use.name for use in uses] == names
+
+
+def test_lines_are_counted_without_blanks_comments_and_docstrings() -> None:
+    text = (
+        '"""One.\n\nTwo."""\n\n# three\nx = """a\nb"""  # four\n\n\ndef f() -> None:\n    """Five."""\n    return x\n'
+    )
+    assert weight.code_lines(text) == 4
