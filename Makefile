@@ -13,7 +13,7 @@ MATRIX := guarantees/resume_matrix load/world_size state/save_and_load data/resu
 FAST := not slow and not gpu
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo check test test-all profile coverage test-s3 test-accelerate lint format site kills memory-kills faults campaign mutants fuzz bench release environments versions clean
+.PHONY: demo check test test-all alone shuffled profile coverage test-s3 test-accelerate lint format site kills memory-kills faults campaign mutants fuzz bench release environments versions clean
 
 demo: $(READY)
 	$(BIN)/ckpt demo
@@ -37,6 +37,13 @@ test: $(READY) $(SERVERS)
 # with the variations that take minutes
 test-all: $(READY) $(SERVERS)
 	$(PYTEST)
+
+# the tests of `make check`, each in a process of its own, and in random order: none may lean on another
+alone: $(READY)
+	$(BIN)/python tests/alone.py -n $(JOBS) -m '$(FAST)' $(TESTS)
+
+shuffled: $(READY)
+	$(PYTEST) -m '$(FAST)' --shuffle $(SEED) $(TESTS)
 
 # what each test costs: CPU of the test and of all its processes; TESTS=tests/memory measures a part
 TESTS ?=

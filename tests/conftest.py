@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -38,6 +39,10 @@ ON_S3 = os.environ.get("CKPT_ROOT") == "s3"
 _numbers = itertools.count()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in random order")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if os.environ.get("CI") == "true" and not ON_S3 and not hasattr(config, "workerinput"):
         config.pluginmanager.register(ExpectedSkips())
@@ -50,7 +55,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("root", ["folder", on_s3], indirect=True)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (seed := config.getoption("--shuffle")) is not None:
+        random.Random(seed).shuffle(items)
     if ON_S3:
         for item in items:
             item.add_marker("slow")
