@@ -157,6 +157,13 @@ def test_partitions_of_any_number_of_ranks_are_put_together(tmp_path: Path, stag
     assert exact(load_file(tmp_path / "model.safetensors")) == exact({**weights(), "seen": torch.ones(2)})
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_padding_behind_a_parameter_is_no_part_of_it_or_of_the_next(tmp_path: Path, stage: int) -> None:
+    folder = write_save(tmp_path / "save", stage, 3, paddings=[4, 3])
+    ckpt.merge(folder, tmp_path / "model.safetensors")
+    assert exact(load_file(tmp_path / "model.safetensors")) == exact({**weights(), "seen": torch.ones(2)})
+
+
 def test_without_zero_the_model_is_read_as_it_was_saved(tmp_path: Path) -> None:
     states = model_states(param_shapes=None)
     torch.save(states, tmp_path / "mp_rank_00_model_states.pt")
@@ -182,6 +189,8 @@ def _spoilt(folder: Path, how: str) -> None:
         torch.save(model_states(param_shapes=[{"bias": [-1, 5]}]), model)
     elif how == "a partition is short":
         torch.save(zero_states(2, torch.zeros(2), 2), optimizer)
+    elif how == "a partition is long":
+        torch.save(zero_states(2, torch.zeros(40), 2), optimizer)
     elif how == "a partition is no tensor":
         torch.save(zero_states(2, "none", 2), optimizer)  # type: ignore[arg-type]
     elif how == "it would run code":
@@ -198,6 +207,7 @@ SPOILT = {
     "shapes are too large": "and its parameters 1099511627776",
     "shapes are no sizes": "no sizes or offsets such as -1",
     "a partition is short": "and its parameters 17",
+    "a partition is long": "has 49 elements, and its parameters 17",
     "a partition is no tensor": "a str stands where a tensor should",
     "it would run code": r"names 'posix.mkdir'.*It was not executed",
     "it is no archive": "holds no plain data of torch.save",

@@ -228,6 +228,19 @@ def test_verify_names_what_is_wrong(run: Place) -> None:
     assert ckpt.verify(run / "step-00000001").keys() == {"step-00000001"}
 
 
+@pytest.mark.parametrize("more", [1, 5000])
+def test_a_file_that_is_too_long_is_damaged(run: Place, more: int) -> None:
+    file = run / "step-00000002" / "model.safetensors"
+    size = len(file.read_bytes())
+    file.write_bytes(file.read_bytes() + bytes(more))
+    (problem,) = ckpt.verify(run)["step-00000002"]
+    assert problem.startswith("model.safetensors is ")
+    assert problem.endswith(f" ({size + more} bytes)")
+    shown = CliRunner().invoke(main, ["ls", str(run)]).output
+    assert re.search(r"step-00000002 .*DAMAGED", shown), shown
+    assert _load(run)[0].name == "step-00000001"
+
+
 def _large(seed: int) -> nn.Linear:
     """Longer than a block, so that damage at its end is found when its beginning has been read."""
     torch.manual_seed(seed)

@@ -360,6 +360,14 @@ class TestFilesAreComparedBySha256:
         assert weight(model) == before
         assert not (tmp_path / "pulled" / "b" / FILE_NAME).exists()
 
+    def test_by_a_repair_which_takes_the_file_from_nowhere_then(self, collision: Path, tmp_path: Path) -> None:
+        shutil.copytree(collision, tmp_path / "mirror")
+        (collision / "b" / WEIGHTS).unlink()
+        done = CliRunner().invoke(main, ["verify", str(collision), "--repair", "--from", str(tmp_path / "mirror")])
+        assert done.exit_code == 1
+        assert f"whole in none of the places: {WEIGHTS}; nothing was written" in done.output
+        assert not (collision / "b" / WEIGHTS).exists()
+
     def test_what_was_copied_before_is_read_again_by_a_pull_with_a_key(
         self, collision: Path, key: str, tmp_path: Path
     ) -> None:
@@ -415,6 +423,22 @@ class TestOtherCommands:
         assert shown.exit_code == 1
         assert "UNTRUSTED" in shown.output
         assert "intact" in shown.output
+
+    @pytest.mark.parametrize("tamper", [tamper_with_weights, strip_signature])
+    def test_a_repair_takes_nothing_that_the_key_has_not_signed(
+        self, run: Path, key: str, tmp_path: Path, tamper: Callable[[Path, str], None]
+    ) -> None:
+        mirror = tmp_path / "mirror"
+        shutil.copytree(run, mirror)
+        tamper(mirror, "b")
+        for path in (run / "b").glob("manifest*"):
+            path.write_bytes(path.read_bytes()[:-9])
+        before = {path: path.read_bytes() for path in (run / "b").iterdir()}
+        command = ["verify", str(run / "b"), "--repair", "--from", str(mirror), "--key", f"{key}.pub"]
+        done = CliRunner().invoke(main, command)
+        assert done.exit_code == 1
+        assert "not repaired" in done.output
+        assert {path: path.read_bytes() for path in (run / "b").iterdir()} == before
 
     def test_the_environment_has_the_key_for_all_of_them(
         self, tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,17 @@ def zero_states(stage: int, partition: torch.Tensor, world_size: int, **more: An
     return {"optimizer_state_dict": {"zero_stage": stage, "partition_count": world_size, key: [partition], **more}}
 
 
-def write_save(folder: Path, stage: int, world_size: int = 2, inner: Any = None, **more: Any) -> Path:
-    """The folder. `inner` is what the optimizer keeps beside each weight, by key; `more` goes to the model's file."""
+def write_save(
+    folder: Path, stage: int, world_size: int = 2, inner: Any = None, paddings: Sequence[int] = (), **more: Any
+) -> Path:
+    """The folder. `inner` is what the optimizer keeps beside each weight, by key; `paddings`: how many elements ZeRO 1
+    and 2 leave free behind each; `more` goes to the model's file."""
     folder.mkdir()
     for rank in range(world_size):
-        held: dict[str, Any] = {}
+        held: dict[str, Any] = {"param_alignment_paddings": [list(paddings)]} if paddings else {}
         if inner is not None:
-            held = {_INNER[stage]: _inner(inner, stage, rank, world_size)}
-        states = zero_states(stage, partition(weights(), stage, rank, world_size), world_size, **held)
+            held[_INNER[stage]] = _inner(inner, stage, rank, world_size, paddings)
+        states = zero_states(stage, partition(weights(), stage, rank, world_size, paddings), world_size, **held)
         torch.save(states, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         if stage == 3:
             torch.save(model_states(**more), folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
@@ -47,20 +50,23 @@ def write_save(folder: Path, stage: int, world_size: int = 2, inner: Any = None,
     return folder
 
 
-def _inner(inner: Mapping[str, Any], stage: int, rank: int, world_size: int) -> dict[str, Any]:
+def _inner(inner: Mapping[str, Any], stage: int, rank: int, world_size: int, paddings: Sequence[int]) -> dict[str, Any]:
     state = {
-        key: partition(value, stage, rank, world_size) if isinstance(value, dict) else value
+        key: partition(value, stage, rank, world_size, paddings) if isinstance(value, dict) else value
         for key, value in inner.items()
         if key != "param_groups"
     }
     return {"state": {0: state}, "param_groups": inner.get("param_groups", [{**HYPER, "params": [0]}])}
 
 
-def partition(tensors: Mapping[str, torch.Tensor], stage: int, rank: int, world_size: int) -> torch.Tensor:
+def partition(
+    tensors: Mapping[str, torch.Tensor], stage: int, rank: int, world_size: int, paddings: Sequence[int] = ()
+) -> torch.Tensor:
     """What a rank has of these tensors."""
     if stage < 3:
-        flat = torch.cat([tensor.flatten() for tensor in tensors.values()])
-        return flat.chunk(world_size)[rank]
+        free = [torch.full((count,), -1.0) for count in paddings or [0] * len(tensors)]
+        each = zip((tensor.flatten() for tensor in tensors.values()), free, strict=True)
+        return torch.cat([part for parts in each for part in parts]).chunk(world_size)[rank]
     shares = []
     for tensor in tensors.values():
         share = -(-tensor.numel() // world_size)

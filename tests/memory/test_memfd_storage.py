@@ -9,7 +9,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -44,6 +46,33 @@ class Serving:
 
 
 Start = Callable[..., Serving]
+NOBODY = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+
+
+@contextmanager
+def as_nobody(folder: Path, do: Callable[[int], None]) -> Iterator[BinaryIO]:
+    """A process of another user in a folder that lets everybody in. Yields what it writes to the descriptor it gets."""
+    for path in (folder, *folder.iterdir()):
+        path.chmod(0o777)
+    heard, told = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.chdir(folder)
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            do(told)
+        finally:
+            os._exit(0)
+    os.close(told)
+    try:
+        with open(heard, "rb") as said:
+            yield said
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 @pytest.fixture
@@ -260,6 +289,38 @@ class TestOthers:
                 connection.send(nonsense)
                 assert connection.recv(100) == b""
         assert storage.read("key") == b"value"
+
+    @needs_root
+    def test_another_user_is_hung_up_on_though_the_socket_lets_everybody_in(
+        self, tmp_path: Path, server: Serving
+    ) -> None:
+        MemfdStorage(tmp_path).write("key", [b"secret"])
+
+        def ask(told: int) -> None:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+                connection.connect(memfd_wire.SOCKET)
+                os.write(told, b"connected, ")
+                with suppress(ConnectionError):
+                    memfd_wire.send(connection, {"do": "get", "key": "key"})
+                    os.write(told, connection.recv(100))
+
+        with as_nobody(tmp_path, ask) as told:
+            assert told.read() == b"connected, "
+
+    @needs_root
+    def test_the_keeper_of_another_user_is_sent_nothing(self, tmp_path: Path) -> None:
+        def listen(told: int) -> None:
+            directory = os.open(".", os.O_RDONLY)
+            with memfd_wire.listen(directory) as listener:
+                os.write(told, b"ready")
+                with listener.accept()[0] as connection, suppress(ConnectionError):
+                    os.write(told, connection.recv(100))
+
+        with as_nobody(tmp_path, listen) as told:
+            assert told.read(5) == b"ready"
+            with pytest.raises(StorageError, match="a process of another user listens there"):
+                MemfdStorage(tmp_path).write("key", [b"secret"])
+            assert told.read() == b""
 
     def test_a_connection_that_reads_nothing_does_not_stop_the_keeper(self, tmp_path: Path, server: Serving) -> None:
         directory = os.open(tmp_path, os.O_RDONLY)

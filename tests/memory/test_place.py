@@ -18,6 +18,7 @@ from ckpt.memory.facts import boot_id
 from ckpt.memory.place import ALIVE, RUN, SLOTS, MemoryPlace, PlaceError, remove_expired
 
 ROOT = "/runs/x"
+NOBODY = 65534
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +128,22 @@ class TestFind:
         assert MemoryPlace.list_places() == []
         assert len(list(memory.iterdir())) == 4
         assert (elsewhere / RUN).exists()
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+    def test_what_another_user_has_made_is_neither_read_nor_removed(
+        self, memory: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whoever made it can say in it whatever would be believed: the right root, boot and user."""
+        place = create()
+        place.release()
+        for path in (place.path, *place.path.iterdir()):
+            os.chown(path, NOBODY, NOBODY)
+        monkeypatch.setenv("CKPT_MEMORY_LINGER", "0.001")
+        time.sleep(0.01)
+        assert MemoryPlace.find(ROOT) is None
+        assert not place.remove_if_deserted()
+        place.remove()
+        assert (place.path / RUN).exists()
 
     def test_facts_behind_a_link_are_not_read(self, tmp_path: Path) -> None:
         place = create()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import ckpt
 from ckpt.memory.host_link import Pace, bandwidth
 from ckpt.memory.replica_plan import SLOT, Held, Transfer, plan_transfers
 from ckpt.memory.slot_storage import REPLICA
+from ckpt.storage import LocalStorage
 from tests.helpers.namespaces import Node, ends_of
 from tests.memory.host_jobs import Job
 
@@ -188,6 +193,17 @@ class TestPlan:
 
     def test_nothing_is_sent_where_a_part_is_nowhere(self) -> None:
         assert plan_transfers(ALL_OWN[:2], HOSTS, 3) == []
+
+    @pytest.mark.parametrize("size", [0, -1, 1])
+    def test_a_file_of_another_size_is_not_held_and_comes_from_the_copy(self, tmp_path: Path, size: int) -> None:
+        with ckpt.StateManager(tmp_path / "slots", model=nn.Linear(4, 4)) as manager:
+            manager.save_state("step-8")
+        shutil.copytree(tmp_path / "slots", tmp_path / "replica")
+        file = tmp_path / "slots" / "step-8" / "model.safetensors"
+        os.truncate(file, size and file.stat().st_size + size)
+        found = [*Held.list(0, SLOT, LocalStorage(tmp_path / "slots"))]
+        found += Held.list(1, REPLICA, LocalStorage(tmp_path / "replica"))
+        assert plan_transfers(found, {0: (0,)}, 1) == [Transfer(1, REPLICA, "step-8", 0)]
 
     def test_another_number_of_ranks_needs_every_file(self) -> None:
         assert plan_transfers(ALL_OWN, {0: (0,), 1: (1,)}, 2) == []

@@ -233,9 +233,12 @@ class TestDamage:
         assert last.to(25) == straight
         assert (last.restored.from_memory, last.restored.step, last.restored.passed_over) == (True, 18, {})
 
-    def test_what_a_damaged_manifest_keeps_in_memory_is_given_back(self, tmp_path: Path, memory: Path) -> None:
+    @pytest.mark.parametrize("file", ["manifest.json", "model.safetensors"])
+    def test_the_damaged_snapshot_makes_room_for_the_next_and_the_intact_one_stays(
+        self, tmp_path: Path, memory: Path, file: str
+    ) -> None:
         Training(tmp_path / "root").to(17)
-        damage(slot(memory, "step-00000015"), "manifest.json")
+        damage(slot(memory, "step-00000015"), file)
         Training(tmp_path / "root", memory_every=4).to(17)
         assert snapshots(memory) == ["step-00000012", "step-00000016"]
 

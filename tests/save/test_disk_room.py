@@ -55,3 +55,37 @@ def test_the_newest_intact_one_is_never_removed_and_nothing_is_written(tmp_path:
     assert refused.startswith(f"{tmp_path}/s2 takes 2.0 MB, and ")
     assert "are free there. Nothing was written or removed. Free some space" in refused
     assert left == "['s1'] {()}"
+
+
+DAMAGED = """
+import os
+import sys
+import ckpt
+from torch import nn
+
+root, model = sys.argv[1], nn.Linear(1000, 500)  # 2 MB
+with ckpt.StateManager(root, model=model) as manager:
+    manager.save_state("s1")
+    nn.init.ones_(model.weight)
+    manager.save_state("s2")
+os.truncate(f"{root}/s2/model.safetensors", 100)
+with open(f"{root}/other", "wb") as file:
+    file.write(bytes(4 << 20))
+with ckpt.StateManager(root, model=model, keep=ckpt.Keep(last=1)) as manager:
+    print(manager.resume().name)
+    nn.init.zeros_(model.weight)
+    try:
+        manager.save_state("s3", wait=True)
+    except ckpt.FullError as error:
+        print(error)
+print(ckpt.verify(f"{root}/s1"))
+"""
+
+
+def test_the_newest_intact_one_is_no_room_though_a_newer_one_is_damaged(tmp_path: Path) -> None:
+    done = with_tmpfs(tmp_path, 7 << 20, [sys.executable, "-c", DAMAGED, str(tmp_path)])
+    assert done.returncode == 0, done.stderr
+    resumed, refused, left = done.stdout.splitlines()
+    assert resumed == "s1"
+    assert "Nothing was written or removed" in refused
+    assert left == "{'s1': []}"

@@ -518,10 +518,17 @@ class TestBadInput:
             with pytest.raises(ckpt.DamagedError, match=name):
                 ckpt.convert(copy, copy.parent / "root")
             (copy / name).write_bytes(data)
-        (copy / "random_states_1.pkl").write_bytes(whole["random_states_0.pkl"])
-        (copy / "random_states_0.pkl").unlink()
-        with pytest.raises(ckpt.DamagedError, match=r"random_states files number 0 is missing"):
-            ckpt.convert(copy, copy.parent / "root")
+        for kind, first, second in (
+            ("model", "model.safetensors", "model_1.safetensors"),
+            ("optimizer", "optimizer.bin", "optimizer_1.bin"),
+            ("scheduler", "scheduler.bin", "scheduler_1.bin"),
+            ("custom", "custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl"),
+            ("random_states", "random_states_0.pkl", "random_states_1.pkl"),
+        ):
+            (copy / first).rename(copy / second)
+            with pytest.raises(ckpt.DamagedError, match=f"{kind} files number 0 is missing; there are {second}"):
+                ckpt.convert(copy, copy.parent / "root")
+            (copy / second).rename(copy / first)
         assert ckpt.list_checkpoints(copy.parent / "root") == []
 
     @pytest.mark.parametrize(

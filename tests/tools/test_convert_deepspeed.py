@@ -40,10 +40,14 @@ def _moments(net: Net, optimizer: torch.optim.AdamW) -> dict[str, Any]:
     return {name: dict(optimizer.state[parameter]) for name, parameter in net.named_parameters()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_state_of_any_number_of_ranks_is_cut_into_parameters(tmp_path: Path, stage: int, world_size: int) -> None:
-    folder = write_save(tmp_path / "save", stage, world_size, ADAM, global_steps=9, skipped_steps=2)
+@pytest.mark.parametrize(
+    ("stage", "world_size", "paddings"),
+    [(stage, ranks, ()) for stage in (1, 2, 3) for ranks in (1, 2, 3, 5)] + [(1, 2, (4, 3)), (2, 3, (1, 6))],
+)
+def test_state_of_any_number_of_ranks_is_cut_into_parameters(
+    tmp_path: Path, stage: int, world_size: int, paddings: tuple[int, ...]
+) -> None:
+    folder = write_save(tmp_path / "save", stage, world_size, ADAM, paddings, global_steps=9, skipped_steps=2)
     ckpt.convert(folder, tmp_path / "root")
     net, optimizer, restored = _loaded(tmp_path / "root", "save")
     wanted = {name: {key: value[name] if isinstance(value, dict) else value for key, value in ADAM.items()} for name in
@@ -70,7 +74,7 @@ def test_steps_are_each_parameters_own_also_where_a_group_counted_them(tmp_path:
 
 
 def test_what_is_not_taken_is_named(tmp_path: Path) -> None:
-    more = {"lr_scheduler": {"last_epoch": 3}, "best": 0.5, "data_sampler": None}
+    more: dict[str, Any] = {"lr_scheduler": {"last_epoch": 3}, "best": 0.5, "data_sampler": None}
     converted = ckpt.convert(write_save(tmp_path / "save", 1, 2, ADAM, **more), tmp_path / "root")
     assert converted.skipped.keys() == {"lr_scheduler", "best"}
     assert "give the manager a scheduler" in str(converted)
