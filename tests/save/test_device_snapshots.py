@@ -221,9 +221,13 @@ def test_an_allocator_that_has_less_than_it_says_makes_training_wait(
     assert {name: loaded(root, name) for name in states} == states
 
 
-def test_a_state_larger_than_host_memory_is_fetched_as_it_is_written(root: Place, device: SimulatedDevice) -> None:
+# the step counts take 8 bytes on the host: there is room to copy them twice, as copies of all tensors do, or once
+@pytest.mark.parametrize("host_memory", [2000, 12])
+def test_a_state_larger_than_host_memory_is_fetched_as_it_is_written(
+    root: Place, device: SimulatedDevice, host_memory: int
+) -> None:
     run, states = Run(1), {}
-    with run.manager(root, saving=ckpt.SaveOptions(host_memory=2000)) as manager:
+    with run.manager(root, saving=ckpt.SaveOptions(host_memory=host_memory)) as manager:
         for name in ("a", "b"):
             device.gate.clear()
             states[name] = run.state()
@@ -233,6 +237,22 @@ def test_a_state_larger_than_host_memory_is_fetched_as_it_is_written(root: Place
             manager.wait()
         assert manager.session.saver.snapshots._images.size <= 4096  # the step counts, which are on the host
     assert {name: loaded(root, name) for name in states} == states
+
+
+@pytest.mark.parametrize("host_memory", [2000, 12])
+def test_training_waits_where_the_host_has_no_room_and_the_device_less_than_it_says(
+    root: Place, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, host_memory: int
+) -> None:
+    with_room(monkeypatch, 1 << 40, allocatable=SIZE // 2)
+    run = Run(1)
+    with run.manager(root, saving=ckpt.SaveOptions(host_memory=host_memory)) as manager:
+        device.gate.clear()
+        opening = threading.Timer(0.3, device.gate.set)
+        opening.start()
+        manager.save_state("a")
+        assert (root / "a" / "manifest.json").exists()  # nothing of the live state is needed any more
+        opening.join()
+    assert loaded(root, "a") == run.state()
 
 
 def test_without_room_anywhere_training_waits_and_is_told_once(

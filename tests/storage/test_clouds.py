@@ -133,6 +133,20 @@ class TestLargeObjects:
         storage.write("object", [bytes(17 * MB)], over=storage.version("object"))
         assert sizes(storage) == {"object": 17 * MB}
 
+    def test_the_parts_of_two_writers_of_one_object_are_kept_apart(self, root: str) -> None:
+        def others() -> Iterator[bytes]:
+            yield b"o" * (40 * MB)
+            raise KeyboardInterrupt
+
+        def ours() -> Iterator[bytes]:
+            yield b"x" * (40 * MB)
+            with pytest.raises(KeyboardInterrupt):
+                open_storage(root).write("object", others())
+            yield b"y"
+
+        open_storage(root).write("object", ours())
+        assert open_storage(root).read("object") == b"x" * (40 * MB) + b"y"
+
     def test_an_upload_that_fails_leaves_the_old_object(self, root: str) -> None:
         storage = open_storage(root)
         storage.write("object", [b"old"])
