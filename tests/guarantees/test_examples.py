@@ -1,4 +1,4 @@
-"""The examples, killed and started again: under torchrun and `accelerate launch`, and alone."""
+"""The examples, killed and started again: alone and on several ranks, with torchrun and `accelerate launch` too."""
 
 from __future__ import annotations
 
@@ -9,30 +9,33 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import safetensors.torch
-import torch
 
+import ckpt
 from tests.helpers.processes import DEADLINE, Script
 
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
-ACCELERATE = ["-m", "accelerate.commands.launch", "--num_machines", "1", "--num_processes"]
-ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}  # sums in one order, whatever else runs here
-TRAINING = ("--epochs", "3", "--save-every", "7")
-ON_CPU = {"ACCELERATE_USE_CPU": "true"}
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node")
+ACCELERATE = ("-m", "accelerate.commands.launch", "--num_machines", "1", "--num_processes")
+ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",  # sums in one order, whatever else runs here
+    "ACCELERATE_USE_CPU": "true",
+}
+TRAINING = ("--epochs", "2", "--save-every", "7")
 Process = subprocess.Popen[bytes] | Script
 TENSORS = ("model.safetensors", "optimizer.safetensors")
 
 
 @dataclass(frozen=True)
 class Example:
-    """One example with its options, in a folder of its own."""
+    """One example with its options, in a folder of its own: forked, unless a launcher starts its ranks."""
 
     folder: Path
     name: str
@@ -52,24 +55,24 @@ class Example:
     def started(self) -> Iterator[Process]:
         """It runs inside this. Nothing of it does afterwards."""
         self.folder.mkdir(exist_ok=True)
-        process = self._launched() if self.launcher or self.world_size > 1 else self._forked()
+        command = (str(EXAMPLES / self.name), "--root", str(self.root), *self.options)
+        process: Process
+        if self.launcher:
+            process = self._launched(*command)
+        else:
+            process = Script(*command, log=self.log, ranks=self.world_size, environment=ENVIRONMENT)
         try:
             yield process
         finally:
             kill(process)
 
-    def _forked(self) -> Script:
-        options = ("--root", str(self.root), *self.options)
-        return Script(EXAMPLES / self.name, *options, log=self.log, environment=ENVIRONMENT | ON_CPU)
-
-    def _launched(self) -> subprocess.Popen[bytes]:
-        launcher = self.launcher or (*TORCHRUN, str(self.world_size))
-        command = [sys.executable, *launcher, str(EXAMPLES / self.name), "--root", str(self.root), *self.options]
+    def _launched(self, *command: str) -> subprocess.Popen[bytes]:
         # not a pipe: one that nobody reads would stop it, and a rank that outlives its launcher would keep it open
         with self.log.open("wb") as log:
             return subprocess.Popen(
-                command, stdout=log, stderr=log, env=os.environ | ENVIRONMENT | ON_CPU, start_new_session=True
-            )
+                [sys.executable, *self.launcher, *command],
+                stdout=log, stderr=log, env=os.environ | ENVIRONMENT, start_new_session=True,
+            )  # fmt: skip
 
     def run(self) -> str:
         """Let it run to its end, and return what it said."""
@@ -94,7 +97,9 @@ class Example:
 
 def kill(process: Process) -> None:
     """SIGKILL the process and its ranks. Each of these leads a group, where a signal to torchrun's does not reach."""
-    if process.poll() is None:
+    if isinstance(process, Script):
+        process.kill()
+    elif process.poll() is None:
         for leader in [process.pid, *children(process.pid)]:
             with suppress(ProcessLookupError):
                 os.killpg(leader, signal.SIGKILL)
@@ -107,12 +112,12 @@ def children(pid: int) -> list[int]:
 
 
 def terminate(process: Process) -> None:
-    """SIGTERM to what was started, as a scheduler sends it. It is torchrun that tells the ranks."""
+    """SIGTERM to what was started, as a scheduler sends it: torchrun tells the ranks."""
     process.terminate()
 
 
-def training(folder: Path, world_size: int) -> Example:
-    return Example(folder, "train.py", (*TRAINING, "--losses", str(folder / "losses")), world_size)
+def training(folder: Path, world_size: int, launcher: tuple[str, ...] = ()) -> Example:
+    return Example(folder, "train.py", (*TRAINING, "--losses", str(folder / "losses")), world_size, launcher)
 
 
 def lines(example: Example) -> list[str]:
@@ -131,7 +136,7 @@ def tensors(example: Example, checkpoint: str, names: tuple[str, ...] = TENSORS)
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(1, id="alone", marks=pytest.mark.long), pytest.param(2, id="torchrun")]
+    scope="module", params=[pytest.param(1, id="alone", marks=pytest.mark.long), pytest.param(2, id="two ranks")]
 )
 def straight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Example:
     """A training that nobody interrupts."""
@@ -158,14 +163,16 @@ def test_a_killed_training_that_is_started_again_equals_one_that_was_not_killed(
 
 
 def test_a_terminated_training_saves_its_last_step_and_goes_on_from_there(straight: Example, tmp_path: Path) -> None:
+    """Two ranks are those of torchrun, which tells them of the signal."""
     middle = len(lines(straight)) // 2
-    job = training(tmp_path, straight.world_size)
+    launcher = (*TORCHRUN, "2") if straight.world_size == 2 else ()
+    job = training(tmp_path, straight.world_size, launcher)
     status = job.interrupt(lambda: len(lines(job)) > middle, terminate)
-    assert status == (1 if straight.world_size > 1 else 128 + signal.SIGTERM), job.log.read_text()
+    assert status == (1 if launcher else 128 + signal.SIGTERM), job.log.read_text()
     reached = len(lines(job))
     assert middle < reached < len(lines(straight))
     assert f"told to terminate: saved step {reached}" in job.log.read_text()
-    assert f"resumed from {job.root}/step-{reached:08d}" in job.run()
+    assert f"resumed from {job.root}/step-{reached:08d}" in replace(job, launcher=()).run()
     assert len(lines(job)) == len(lines(straight))  # no step was made twice
     assert_same_training(straight, job)
 
@@ -193,39 +200,31 @@ def test_two_models_and_their_optimizers_come_back_from_one_step(tmp_path: Path)
     assert "off the ring" in results(said[0])[-1]
 
 
-def course(folder: Path, world_size: int) -> Example:
-    """The loop of the Hugging Face course: plain, or launched by Accelerate with so many processes."""
+def course(folder: Path, kind: str) -> Example:
+    """The loop of the Hugging Face course: plain, or with Accelerate on so many processes."""
     losses = ("--losses", str(folder / "losses"), "--epochs", "2")
-    if not world_size:
+    if kind == "plain":
         return Example(folder, "no_trainer.py", (*losses, "--save-every", "9"))
-    several = ("--multi_gpu",) if world_size > 1 else ("--cpu",)
-    launcher = (*ACCELERATE, str(world_size), *several)
     accumulating = ("--accumulate", "3", "--save-every", "5")
-    return Example(folder, "accelerate_loop.py", (*losses, *accumulating), world_size, launcher)
+    return Example(folder, "accelerate_loop.py", (*losses, *accumulating), 1 if kind == "alone" else 2)
 
 
 @pytest.mark.parametrize(
-    "world_size",
-    [
-        pytest.param(0, id="plain", marks=pytest.mark.long),
-        pytest.param(1, id="accelerate-1", marks=pytest.mark.long),
-        pytest.param(2, id="accelerate-2"),
-    ],
+    "kind", [*(pytest.param(kind, marks=pytest.mark.long) for kind in ("plain", "alone")), "two ranks"]
 )
-def test_the_loop_of_the_course_killed_and_started_again_equals_one_that_was_not(
-    tmp_path: Path, world_size: int
-) -> None:
-    straight, job = (course(tmp_path / name, world_size) for name in ("straight", "killed"))
+def test_the_loop_of_the_course_killed_and_started_again_equals_one_that_was_not(tmp_path: Path, kind: str) -> None:
+    """Two ranks are resumed by Accelerate's launcher."""
+    straight, job = (course(tmp_path / name, kind) for name in ("straight", "killed"))
     said = straight.run()
     middle = len(lines(straight)) * 2 // 3  # of the second epoch
     assert job.interrupt(lambda: len(lines(job)) > middle, kill) == -signal.SIGKILL
     assert middle < len(lines(job)) < len(lines(straight))
-    again = job.run()
+    again = (replace(job, launcher=(*ACCELERATE, "2", "--multi_gpu")) if kind == "two ranks" else job).run()
     assert f"resumed from {job.root}/" in again
     assert last_of_each_step(lines(job)) == lines(straight)
     assert results(again)[-1] == results(said)[-1]
     assert "accuracy" in results(said)[-1]
-    last = "epoch_1" if world_size else f"step-{len(lines(straight)):08d}"
+    last = f"step-{len(lines(straight)):08d}" if kind == "plain" else "epoch_1"
     assert tensors(job, last) == tensors(straight, last)
 
 
@@ -247,14 +246,20 @@ def test_the_sharded_example_goes_on_with_other_ranks_and_becomes_one_file(tmp_p
     second = Example(tmp_path, "train_fsdp.py", ("--epochs", "2", "--save-every", "25"), world_size=3)
     assert "done: 1920 samples in 100 steps" in second.run()
     merged = tmp_path / "model.safetensors"
-    command = [sys.executable, "-m", "ckpt.cli", "merge", str(second.root / "step-00000100-end"), str(merged)]
-    subprocess.run(command, check=True, capture_output=True)
+    ckpt.merge(second.root / "step-00000100-end", merged)
     assert safetensors.torch.load_file(merged)["0.0.weight"].shape == (64, 64)
 
 
-def test_adapters_come_back_the_frozen_base_is_written_once_and_both_are_merged(tmp_path: Path) -> None:
-    from transformers import GPT2LMHeadModel
+SAME_MODELS = """
+import sys, torch
+from transformers import GPT2LMHeadModel
 
+first, second = (GPT2LMHeadModel.from_pretrained(folder).state_dict() for folder in sys.argv[1:])
+assert first and all(torch.equal(first[name], second[name]) for name in first)
+"""
+
+
+def test_adapters_come_back_the_frozen_base_is_written_once_and_both_are_merged(tmp_path: Path) -> None:
     straight, job = (
         Example(tmp_path / name, "lora.py", ("--epochs", "2", "--merged", str(tmp_path / name / "merged")))
         for name in ("straight", "killed")
@@ -268,8 +273,7 @@ def test_adapters_come_back_the_frozen_base_is_written_once_and_both_are_merged(
     assert len(inodes) == 1
     ends = [[line for line in one.splitlines() if line.startswith("epoch 1")] for one in said]
     assert ends[0] == ends[1] != []
-    merged = [GPT2LMHeadModel.from_pretrained(one.folder / "merged").state_dict() for one in (straight, job)]
-    assert all(torch.equal(merged[0][name], merged[1][name]) for name in merged[0])
+    Script("-c", SAME_MODELS, straight.folder / "merged", job.folder / "merged", log=tmp_path / "log").run()
     assert (job.folder / "merged" / "config.json").exists()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-_DEADLINE = 240.0  # seconds
+from tests.helpers.processes import Script
+
+_STORE = ("10.77.0.1", "29511")  # on the first of them
+_HOST_STORE = """
+import sys, time, torch.distributed as dist
+store = dist.TCPStore(sys.argv[1], int(sys.argv[2]), is_master=True, wait_for_workers=False)
+time.sleep(600)
+"""
 
 
 @dataclass(frozen=True)
@@ -24,21 +30,18 @@ class Node:
     namespace: str
     interface: str
 
-    def launch(
-        self, script: Path, *arguments: str, cwd: Path, environment: Mapping[str, str] | None = None
-    ) -> subprocess.Popen[str]:
-        """Start a script with torchrun, one rank on each node, in a session of its own."""
-        command = ["ip", "netns", "exec", self.namespace, sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
-        command += ["--nproc-per-node=1", f"--node-rank={self.number}"]
-        command += ["--master-addr=10.77.0.1", "--master-port=29511", str(script), *arguments]
-        own = {"GLOO_SOCKET_IFNAME": self.interface, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(
-            command,
-            cwd=cwd,
-            env={**os.environ, **own, **(environment or {})},
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+    def start(self, script: Path, *arguments: str, folder: Path, environment: Mapping[str, str]) -> Script:
+        """A rank of this node, told what torchrun would tell it."""
+        world = {"RANK": str(self.number), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        store = {"MASTER_ADDR": _STORE[0], "MASTER_PORT": _STORE[1], "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        own = {"GLOO_SOCKET_IFNAME": self.interface, "TORCHELASTIC_RESTART_COUNT": "0"}
+        return Script(
+            script,
+            *arguments,
+            log=folder / f"log-{self.number}",
+            environment={**world, **store, **own, **environment},
+            folder=folder,
+            network=self.namespace,
         )
 
 
@@ -66,13 +69,20 @@ def cabled_nodes() -> Iterator[list[Node]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def ends_of(jobs: Sequence[subprocess.Popen[str]]) -> list[tuple[int, str]]:
-    """The exit status of each job, and what it wrote to its standard error."""
+def run_on_nodes(
+    nodes: Sequence[Node], script: Path, *arguments: str, folders: Sequence[Path], memories: Sequence[Path] = ()
+) -> list[tuple[int, str]]:
+    """Run a script with a rank on each node, in a folder of its own: the exit status of each, and what it wrote."""
+    launcher = Script("-c", _HOST_STORE, *_STORE, log=script.with_suffix(".store"), network=nodes[0].namespace)
+    environments = [{"CKPT_MEMORY_DIR": str(memory)} for memory in memories] or [{} for _ in nodes]
+    jobs = [
+        node.start(script, *arguments, folder=folder, environment=environment)
+        for node, folder, environment in zip(nodes, folders, environments, strict=True)
+    ]
     try:
-        ended = [(job.wait(_DEADLINE), job) for job in jobs]
-        return [(status, job.stderr.read() if job.stderr else "") for status, job in ended]
+        return [(job.wait(), job.log.read_text()) for job in jobs]
     finally:
-        for job in jobs:
+        for job in (*jobs, launcher):
             job.kill()
 
 

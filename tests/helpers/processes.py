@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import multiprocessing
 import os
 import random
@@ -12,11 +13,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -97,41 +101,107 @@ def fork(function: Callable[..., None], *args: Any) -> BaseProcess:
 
 
 class Script:
-    """A script that runs in a process forked from the server, in a session of its own: with Popen's methods."""
+    """`python ARGUMENTS`, forked from the server and not started: with Popen's methods, in a session of its own.
 
-    def __init__(self, path: Path, *arguments: str, log: Path, environment: Mapping[str, str]) -> None:
-        self._job = fork(_run_script, str(path), arguments, str(log), {**os.environ, **environment})
-        assert self._job.pid is not None
-        self.pid: int = self._job.pid
+    It takes a tenth of a second where a new interpreter takes seconds. Several ranks are told what torchrun tells them,
+    and end up in one log; in a network namespace the first of them hosts the store.
+    """
+
+    def __init__(
+        self, *arguments: str | Path, log: Path, ranks: int = 1, environment: Mapping[str, str] | None = None,
+        folder: Path | None = None, network: str = "",
+    ) -> None:  # fmt: skip
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
+        self.log = log
+        log.write_bytes(b"")
+        words = [str(argument) for argument in arguments]
+        self._jobs = [
+            fork(
+                _run_script, words, str(log), {**os.environ, **self._told(rank, ranks), **(environment or {})},
+                str(folder or os.getcwd()), network,
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+
+    def _told(self, rank: int, ranks: int) -> dict[str, str]:
+        if self._store is None:
+            return {}
+        store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "TORCHELASTIC_RESTART_COUNT": "0"}
+        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        return {**store, "TORCHELASTIC_USE_AGENT_STORE": "True", **{name: str(value) for name, value in world.items()}}
 
     def poll(self) -> int | None:
-        return self._job.exitcode
+        codes = [job.exitcode for job in self._jobs]
+        return None if None in codes else next(filter(None, codes), 0)
 
-    def wait(self, timeout: float) -> int:
-        self._job.join(timeout)
-        if self._job.exitcode is None:
-            raise subprocess.TimeoutExpired(str(self.pid), timeout)
-        return self._job.exitcode
+    def wait(self, timeout: float = DEADLINE) -> int:
+        deadline = time.monotonic() + timeout
+        for job in self._jobs:
+            job.join(max(0.0, deadline - time.monotonic()))
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(str(self._jobs), timeout)
+        return code
 
     def terminate(self) -> None:
-        self._job.terminate()
+        for job in self._jobs:
+            job.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL to all of it and what it has started; nothing of it is there afterwards."""
+        for job in self._jobs:
+            with suppress(ProcessLookupError):
+                os.killpg(job.pid or 0, signal.SIGKILL)
+            job.kill()  # if it was too early for a session of its own
+            job.join()
+
+    def run(self, timeout: float = DEADLINE) -> str:
+        """Let it run to its end, which must be a good one, and return what it said."""
+        try:
+            assert self.wait(timeout) == 0, self.log.read_text()
+        finally:
+            self.kill()
+        return self.log.read_text()
 
 
-def _run_script(path: str, arguments: Sequence[str], log: str, environment: Mapping[str, str]) -> None:
+def _run_script(arguments: Sequence[str], log: str, environment: Mapping[str, str], folder: str, network: str) -> None:
     os.setsid()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.clear()
     os.environ.update(environment)
+    os.chdir(folder)
+    if network:
+        _enter_network(network)
     torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported
     random.seed()
     torch.seed()
-    sys.argv, sys.path[0] = [path, *arguments], os.path.dirname(path)
     try:
-        runpy.run_path(path, run_name="__main__")
+        _run_python(*arguments)
     finally:
         atexit._run_exitfuncs()  # multiprocessing ends a process without them
+
+
+def _run_python(first: str, *rest: str) -> None:
+    if first == "-c":
+        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+        sys.modules["__main__"] = main = ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    elif first == "-m":
+        sys.argv, sys.path[0] = list(rest), os.getcwd()
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = [first, *rest], os.path.dirname(first)
+        runpy.run_path(first, run_name="__main__")
+
+
+def _enter_network(name: str) -> None:
+    """As `ip netns exec` does; os.setns comes with Python 3.12."""
+    namespace = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
+        raise OSError(ctypes.get_errno(), "setns", name)
+    os.close(namespace)
 
 
 def interrupt(call: Callable[[], object], and_then: Callable[[], object] = lambda: None) -> None:

@@ -12,10 +12,9 @@ from tests.memory.host_jobs import Job
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def straight(tmp_path: Path) -> list[str]:
-    (tmp_path / "straight").mkdir()
-    return Job(tmp_path / "straight", 0, 0, sharded=True).to(12, None)
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return Job(tmp_path_factory.mktemp("straight"), 0, 0, sharded=True).to(12, None)
 
 
 @pytest.mark.parametrize("hosts", [(0, 0), (0, 1)], ids=["one host", "two hosts"])

@@ -16,14 +16,13 @@ from ckpt.memory.host_link import Pace, bandwidth
 from ckpt.memory.replica_plan import SLOT, Held, Transfer, plan_transfers
 from ckpt.memory.slot_storage import REPLICA
 from ckpt.storage import LocalStorage
-from tests.helpers.namespaces import Node, ends_of
+from tests.helpers.namespaces import Node, run_on_nodes
 from tests.memory.host_jobs import Job
 
 
-@pytest.fixture
-def straight(tmp_path: Path) -> list[str]:
-    (tmp_path / "straight").mkdir()
-    return Job(tmp_path / "straight", 0, 0, 0, sharded=True).to(12, None)
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return Job(tmp_path_factory.mktemp("straight"), 0, 0, 0, sharded=True).to(12, None)
 
 
 @pytest.mark.slow
@@ -125,7 +124,6 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_machine_that_is_gone_is_replaced_by_another_which_has_the_snapshot_from_its_neighbour(
     nodes: list[Node], tmp_path: Path
 ) -> None:
@@ -133,17 +131,13 @@ def test_a_machine_that_is_gone_is_replaced_by_another_which_has_the_snapshot_fr
     script.write_text(SCRIPT)
     states.mkdir()
 
-    def run(name: str, last: int, expected: int) -> list[int]:
-        jobs = []
-        for node in nodes:
-            memory = tmp_path / f"memory-{name}-{node.number}"
+    def run(name: str, last: int, expected: int) -> None:
+        memories = [tmp_path / f"memory-{name}-{node.number}" for node in nodes]
+        for memory in memories:
             memory.mkdir(exist_ok=True)
-            arguments = (str(tmp_path / name), str(states / name), str(last), str(expected))
-            environment = {"CKPT_MEMORY_DIR": str(memory)}
-            jobs.append(node.launch(script, *arguments, cwd=tmp_path, environment=environment))
-        ended = ends_of(jobs)
-        assert all(status == 0 for status, _ in ended) or last < 12, "\n".join(text for _, text in ended)
-        return [status for status, _ in ended]
+        arguments = (str(tmp_path / name), str(states / name), str(last), str(expected))
+        ended = run_on_nodes(nodes, script, *arguments, folders=[tmp_path] * 2, memories=memories)
+        assert [status for status, _ in ended] == [0 if last == 12 else 9] * 2, "\n".join(text for _, text in ended)
 
     run("straight", 12, 0)
     run("replaced", 7, 0)

@@ -17,6 +17,7 @@ from ckpt.storage.leases import EXPIRY, Leases
 from tests.storage.lease_simulation import Actors, Process, Store, Task, World, install
 
 SEEDS = range(int(os.environ.get("CKPT_LEASE_SEEDS", "30")))
+QUICK = 10  # of them are run by `make check`
 DURATION = 400.0  # seconds of the simulation
 
 
@@ -28,7 +29,9 @@ def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     world.close()
 
 
-every_seed = pytest.mark.parametrize("world", SEEDS, indirect=True)
+every_seed = pytest.mark.parametrize(
+    "world", [pytest.param(seed, marks=[pytest.mark.slow] if seed >= QUICK else []) for seed in SEEDS], indirect=True
+)
 
 
 def start(world: World, machine: int | None = None) -> tuple[Process, Leases]:
