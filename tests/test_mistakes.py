@@ -238,7 +238,7 @@ REFUSED: dict[str, tuple[Attempted, str]] = {
         on(lambda manager: ckpt.load_model(nn.Linear(2, 2), manager.url)),  # type: ignore[arg-type]
         "the source must be a path or a URL",
     ),
-    "a model from nowhere": (lambda root: ckpt.load_model(root / "no", nn.Linear(2, 2)), "there is no checkpoint at"),
+    "a model from nowhere": (lambda root: ckpt.load_model(root / "no", nn.Linear(2, 2)), "there is nothing at"),
     "a merge of a whole root": (on(lambda manager: ckpt.merge(manager.url, "x.safetensors")), "Name one of them"),
     "a merge into a folder": (on(lambda manager: ckpt.merge(manager.url, manager.url)), "Name the file"),
     "a merge from nowhere": (lambda root: ckpt.merge(root / "no", "x.safetensors"), "there is nothing at"),

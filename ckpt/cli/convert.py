@@ -6,8 +6,7 @@ import click
 
 from ckpt.cli.completion import checkpoint_or_path
 from ckpt.cli.output import echo
-
-_FORMATS = ("ckpt", "hf", "dcp", "accelerate", "torch", "lightning", "megatron")  # TARGETS, whose module imports torch
+from ckpt.formats.registry import WRITTEN
 
 
 @click.command(
@@ -21,10 +20,13 @@ Examples:
 )
 @click.argument("source", shell_complete=checkpoint_or_path)
 @click.argument("destination", shell_complete=checkpoint_or_path)
-@click.option("--to", default="ckpt", show_default=True, type=click.Choice(_FORMATS), help="The format to write.")
+@click.option("--to", default="ckpt", show_default=True, type=click.Choice(WRITTEN), help="The format to write.")
+@click.option("--format", help="Of SOURCE, where a folder holds saves in several formats: deepspeed, hf, ...")
 @click.option("--name", help="Of the checkpoint in the root; that of the source, if none is given.")
 @click.option("--max-shard-size", help="With --to hf: write shards of at most this size, such as 5GB.")
-def convert(source: str, destination: str, to: str, name: str | None, max_shard_size: str | None) -> None:
+def convert(
+    source: str, destination: str, to: str, format: str | None, name: str | None, max_shard_size: str | None
+) -> None:
     """Convert a checkpoint between formats. That of SOURCE is found out.
 
     SOURCE is a checkpoint of ckpt, Accelerate, DeepSpeed, Lightning, Megatron-Core, the Trainer,
@@ -33,4 +35,4 @@ def convert(source: str, destination: str, to: str, name: str | None, max_shard_
     """
     from ckpt.tools.convert import convert
 
-    echo(str(convert(source, destination, to=to, name=name, max_shard_size=max_shard_size)))
+    echo(str(convert(source, destination, to=to, format=format, name=name, max_shard_size=max_shard_size)))

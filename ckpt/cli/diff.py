@@ -13,10 +13,13 @@ from ckpt.errors import CkptError
 @click.argument("first", shell_complete=checkpoint_or_path)
 @click.argument("second", shell_complete=checkpoint_or_path)
 @click.option("--part", help="Only this part: model, optimizer, ...")
+@click.option("--format", help="Where a folder holds saves in several formats, which to compare: deepspeed, hf, ...")
 @click.option("--depth", type=click.IntRange(0), default=2, show_default=True, help="Of the tree of modules.")
 @click.option("--tensors", is_flag=True, help="List every tensor that differs, by its full name.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
-def diff(first: str, second: str, part: str | None, depth: int, tensors: bool, as_json: bool) -> None:
+def diff(
+    first: str, second: str, part: str | None, format: str | None, depth: int, tensors: bool, as_json: bool
+) -> None:
     """Say which tensors and values differ between FIRST and SECOND.
 
     Each is a checkpoint of ckpt or whatever else 'ckpt merge' reads, at a path or URL. Modules are shown as a tree;
@@ -32,7 +35,7 @@ def diff(first: str, second: str, part: str | None, depth: int, tensors: bool, a
     from ckpt.tools.diff import diff
 
     try:
-        found = diff(first, second, part=part)
+        found = diff(first, second, part=part, format=format)
     except CkptError as error:
         echo_error(error)
         raise click.exceptions.Exit(2) from None

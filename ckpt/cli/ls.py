@@ -16,9 +16,9 @@ from ckpt.cli.output import echo, echo_json
 from ckpt.cli.roots import roots_below, show_roots
 from ckpt.errors import MissingError
 from ckpt.formats.native.manifest import FILE_NAME
+from ckpt.formats.registry import foreign_hint
 from ckpt.root import catalog
 from ckpt.root.condition import COMPLETE, Condition, condition
-from ckpt.root.foreign_kind import reads_instead
 from ckpt.root.history import History
 from ckpt.root.overview import Outline, Overview
 from ckpt.root.summary import Summary
@@ -60,7 +60,7 @@ def show_checkpoints(root: str, *, every: bool = False, verify: bool = False, as
         if roots := roots_below(found):
             show_roots(root, roots)
             return
-        echo(f"There are no checkpoints in {root}.{reads_instead(found.storage)}")
+        echo(f"There are no checkpoints in {root}.{foreign_hint([entry.key for entry in found.entries])}")
         return
     rows = [_row(found, checkpoint, verify=verify) for checkpoint in found.checkpoints]
     _show_table([*rows, *([*_fields(save.summary), "removed"] for save in reversed(removed))])

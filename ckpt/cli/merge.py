@@ -14,9 +14,16 @@ from ckpt.cli.output import echo
 @click.option("--dtype", help="Cast floating point tensors: bfloat16, float16, float32, ...")
 @click.option("--max-shard-size", help="Beyond this, write shards and an index: 5GB, 500MiB, ...")
 @click.option("--part", default="model", show_default=True, help="Which part of the checkpoint.")
+@click.option("--format", help="Of SOURCE, where a folder holds saves in several formats: deepspeed, hf, ...")
 @click.option("--key", metavar="PATH", help="Refuse what this key (PEM, public or private) has not signed.")
 def merge(
-    source: str, destination: str, dtype: str | None, max_shard_size: str | None, part: str, key: str | None
+    source: str,
+    destination: str,
+    dtype: str | None,
+    max_shard_size: str | None,
+    part: str,
+    format: str | None,
+    key: str | None,
 ) -> None:
     """Merge the sharded checkpoint at SOURCE into one safetensors file.
 
@@ -37,6 +44,7 @@ def merge(
         dtype=dtype,
         max_shard_size=max_shard_size,
         part=part,
+        format=format,
         verify_key=key,
         require_signed=key is not None,
     )

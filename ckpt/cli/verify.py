@@ -12,10 +12,10 @@ from ckpt.cli.output import Styled, echo, echo_json
 from ckpt.errors import CheckpointError, MissingError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.native.signature import short
+from ckpt.formats.registry import foreign_hint
 from ckpt.root import catalog
 from ckpt.root import repair as repairing
 from ckpt.root import verify as verifying
-from ckpt.root.foreign_kind import reads_instead
 from ckpt.root.trust import Trust
 from ckpt.root.verify import Verification, files_on_other_hosts
 from ckpt.shown import shown
@@ -51,7 +51,7 @@ def verify(url: str, key: str | None, *, repair: bool, sources: tuple[str, ...],
     storage, names, pointed_at = catalog.resolve(url)
     others = [open_storage(source) for source in sources]
     if not names:
-        raise MissingError(f"there are no checkpoints in {url}.{reads_instead(storage)}")
+        raise MissingError(f"there are no checkpoints in {url}.{foreign_hint([entry.key for entry in storage.list()])}")
     width = max(len(shown(name)) for name in names)
     verdicts = []
     if as_json:

@@ -15,11 +15,11 @@ from ckpt.errors import ConfigError, MismatchError, MissingError
 from ckpt.export.checkpoint_tensors import TensorSource
 from ckpt.export.model_fit import misfits, other_state, rounded, with_aliases
 from ckpt.export.save_model import ADAPTER_CONFIG, CONFIG
-from ckpt.export.source import open_source, single_file
+from ckpt.export.source import open_foreign
 from ckpt.export.transformers_names import ReadableTensor, as_loaded
 from ckpt.formats.layout import Box
-from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
+from ckpt.formats.registry import CKPT, ROOT, claims
 from ckpt.formats.sharded_tensors import is_sharded, layout_of, local_tensor
 from ckpt.load.choice import Choice
 from ckpt.load.restore import Restoration, RestoreRequest
@@ -30,6 +30,7 @@ from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts, find_hosts, may_have_separate_roots
 from ckpt.root.catalog import locate
+from ckpt.root.folder import Place, single_file
 from ckpt.root.keys import KeySource
 from ckpt.root.trust import BELIEVES_ALL, Trust, open_trust
 from ckpt.shown import Lines
@@ -53,6 +54,7 @@ def load_model(
     model: nn.Module,
     *,
     part: str = "model",
+    format: str | None = None,
     strict: bool = True,
     storage_options: Mapping[str, Any] | None = None,
     timeout: float = 300.0,
@@ -74,6 +76,7 @@ def load_model(
             or file of safetensors, or whatever else `merge` reads, at a path or URL: `hub://user/repo`.
         model: The model to load into.
         part: Which part, where it is not the model.
+        format: Which one to load, where a folder holds saves in several formats: `"deepspeed"`, `"hf"`.
         strict: Whether everything must fit, or nothing is changed. Floating point of another dtype is cast, except from
             a checkpoint of ours.
         storage_options: For a URL, as for `StateManager`: `{"token": ...}` for the Hub.
@@ -98,12 +101,13 @@ def load_model(
     with ranks.working():
         where = run_on_all_ranks(ranks, call, lambda: _reached(shown, storage_options))
         options = storage_options if where == shown else None
-        storage, names = run_on_all_ranks(ranks, call, lambda: _located(where, options))
-        if storage is not None and names:
+        place = run_on_all_ranks(ranks, call, lambda: Place.at(where, options, format))
+        if place.is_ours:
+            storage, names = run_on_all_ranks(ranks, call, lambda: locate(where, options))
             return _load_checkpoint(storage, names, ranks, ModelPart(part, model), trust, strict=strict)
         trust.refuse_unsigned(shown)
         skipped: dict[str, str] = run_on_all_ranks(
-            ranks, call, lambda: _load_folder(where, shown, options, ModelPart(part, model), ranks.rank, strict=strict)
+            ranks, call, lambda: _load_foreign(place, shown, ModelPart(part, model), ranks.rank, strict=strict)
         )
     if ranks.rank == MAIN:
         say(f"loaded {part} of {shown}")
@@ -138,22 +142,13 @@ def _reached(where: str, options: Mapping[str, Any] | None) -> str:
     if not isinstance(storage, HubStorage):
         return where
     offline = unreachable(storage.repo)
-    if offline is None and _has_checkpoints(storage):
+    if offline is None and {CKPT.name, ROOT.name} & claims([entry.key for entry in storage.list()]).keys():
         return where
     top = f"{storage.folder}/" if storage.folder else ""
     found = fetched(storage.repo, [f"{top}{pattern}" for pattern in _READ], offline) / top
     if not found.is_dir():
         raise MissingError(f"there is nothing at {where} that a model can be loaded from.")
     return str(found)
-
-
-def _located(where: str, options: Mapping[str, Any] | None) -> tuple[Storage | None, list[str]]:
-    """The checkpoints at a path or URL; none in a single file."""
-    return (None, []) if single_file(where, options) is not None else locate(where, options)
-
-
-def _has_checkpoints(storage: Storage) -> bool:
-    return any(entry.key.rpartition("/")[2] == FILE_NAME and entry.key.count("/") < 2 for entry in storage.list())
 
 
 def _load_checkpoint(
@@ -204,26 +199,24 @@ def _choose_and_restore(
     return choice
 
 
-def _load_folder(
-    where: str, shown: str, options: Mapping[str, Any] | None, target: ModelPart, rank: int, *, strict: bool
-) -> dict[str, str]:
-    """From a folder of safetensors, or of another tool. Returns what was skipped, with the reasons."""
-    with open_source(where, target.key, options) as source:
-        live = target.places()
-        wanted, saved = _matched(target, live, source, shown)
-        wrong = misfits(wanted, saved)
-        if strict and wrong:
-            lines = [f"{name}: {why}" for name, why in sorted(wrong.items())]
-            head = f"{shown} does not fit the model; nothing was changed:"
-            advice = "Build the model as it was when it was saved, or use strict=False to load what fits."
-            raise MismatchError(Lines.listing(head, lines, advice), tuple(lines))
-        fitting = {name for name in wanted if name in saved and name not in wrong}
-        target.materialise(with_aliases(fitting, live))
-        inexact = {name: why for name in saved if name in fitting and (why := rounded(wanted[name], saved[name]))}
-        for name in saved:
-            if name in fitting:
-                _fill(wanted[name], saved[name], rank)
-        target.load(live, left=live.keys() - fitting)
+def _load_foreign(place: Place, shown: str, target: ModelPart, rank: int, *, strict: bool) -> dict[str, str]:
+    """From safetensors, or what another tool wrote. Returns what was skipped, with the reasons."""
+    source = open_foreign(place, target.key)
+    live = target.places()
+    wanted, saved = _matched(target, live, source, shown)
+    wrong = misfits(wanted, saved)
+    if strict and wrong:
+        lines = [f"{name}: {why}" for name, why in sorted(wrong.items())]
+        head = f"{shown} does not fit the model; nothing was changed:"
+        advice = "Build the model as it was when it was saved, or use strict=False to load what fits."
+        raise MismatchError(Lines.listing(head, lines, advice), tuple(lines))
+    fitting = {name for name in wanted if name in saved and name not in wrong}
+    target.materialise(with_aliases(fitting, live))
+    inexact = {name: why for name in saved if name in fitting and (why := rounded(wanted[name], saved[name]))}
+    for name in saved:
+        if name in fitting:
+            _fill(wanted[name], saved[name], rank)
+    target.load(live, left=live.keys() - fitting)
     return wrong | inexact | dict.fromkeys(other_state(live), _NOT_READ)
 
 

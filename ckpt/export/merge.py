@@ -33,6 +33,7 @@ def merge(
     dtype: str | torch.dtype | None = None,
     max_shard_size: int | str | None = None,
     part: str = "model",
+    format: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     verify_key: KeySource | None = None,
     require_signed: bool = False,
@@ -48,6 +49,7 @@ def merge(
         dtype: What floating point tensors are cast to.
         max_shard_size: Bytes, or `"5GB"`, beyond which it is shards and `model.safetensors.index.json`.
         part: Which part, where it is not the model.
+        format: Which one to read, where a folder holds saves in several formats: `"deepspeed"`, `"hf"`.
         storage_options: Credentials and the like, for URLs on both sides.
         verify_key: As for the manager.
         require_signed: As for the manager.
@@ -63,7 +65,7 @@ def merge(
     output = _Destination.parse(destination, storage_options)
     options = ExportOptions.parse(dtype, max_shard_size)
     trust = open_trust(verify_key, required=require_signed)
-    with open_source(source, part, storage_options, trust) as opened:
+    with open_source(source, part, storage_options, trust, format) as opened:
         tensors = opened.tensors
         files = plan_files(
             output.name, tensors, tied(tensors), dtype=options.dtype, max_shard_size=options.max_shard_size

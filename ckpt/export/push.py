@@ -32,11 +32,13 @@ from ckpt.export.save_model import (
 from ckpt.export.source import open_source
 from ckpt.formats.foreign.tied_weights import tied
 from ckpt.formats.native.header import SUFFIX
-from ckpt.formats.native.manifest import FILE_NAME, Manifest
+from ckpt.formats.native.manifest import Manifest
+from ckpt.formats.registry import HF, PEFT
 from ckpt.ranks.consensus import Result, decide_together, run_on_all_ranks
 from ckpt.ranks.find import find_ranks
 from ckpt.ranks.group import MAIN, Ranks
 from ckpt.root.catalog import locate, scan
+from ckpt.root.folder import Place
 from ckpt.root.history import History
 from ckpt.state.model import ModelPart
 from ckpt.util.threads import SerialWorker
@@ -60,6 +62,7 @@ def push_to_hub(
     processor: Processor | None = None,
     beside: str | os.PathLike[str] | None = None,
     part: str = "model",
+    format: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     timeout: float = 300.0,
 ) -> str:
@@ -84,6 +87,7 @@ def push_to_hub(
         processor: So are those of this.
         beside: A folder whose files are in the commit: a tokenizer, a config; no weights.
         part: Which model, where there are several.
+        format: Which one to push, where a folder holds saves in several formats: `"deepspeed"`, `"hf"`.
         storage_options: For a `source` that is a URL, as for the manager.
         timeout: Seconds to wait for other ranks.
 
@@ -100,7 +104,7 @@ def push_to_hub(
     ranks = find_ranks(f"push to {target.repo.url}", timeout)
 
     def push(_: object) -> str:
-        with _prepare(os.fspath(source), part, request, storage_options) as publication:
+        with _prepare(os.fspath(source), part, format, request, storage_options) as publication:
             if not {CONFIG, ADAPTER_CONFIG} & {path.rpartition("/")[2] for path in publication.paths()}:
                 _log.warning("No %s is pushed, and from_pretrained needs one. Name its folder: beside=.", CONFIG)
             return target.publish(publication)
@@ -126,17 +130,18 @@ class _PushRequest:
 
 @contextmanager
 def _prepare(
-    source: str, part: str, request: _PushRequest, storage_options: Mapping[str, Any] | None
+    source: str, part: str, format: str | None, request: _PushRequest, storage_options: Mapping[str, Any] | None
 ) -> Iterator[Publication]:
     """The files to publish, in a scratch folder. A folder of safetensors is published as it is."""
+    place = Place.at(source, storage_options, format)
     with scratch_folder() as folder:
-        if _is_published_form(Path(source)):
+        if place.format in (HF, PEFT) and os.path.isdir(source) and any(Path(source).glob(f"*{SUFFIX}")):
             if request.options != ExportOptions.parse(None, SHARD_SIZE):
                 raise ConfigError(f"{source} is pushed as it is: dtype= and max_shard_size= are for checkpoints.")
             request.write_companions(folder)
             yield Publication((Path(source), folder))
             return
-        with open_source(source, part, storage_options) as opened:
+        with open_source(source, part, storage_options, format=format) as opened:
             for name, content in opened.beside.items():
                 (folder / name).write_bytes(content())
             request.write_companions(folder)
@@ -144,11 +149,6 @@ def _prepare(
             files = model_files(about, opened.tensors, tied(opened.tensors), request.options)
             ModelExport(files).write(folder)
             yield Publication((folder,), about, _training(source, opened.manifest, storage_options))
-
-
-def _is_published_form(folder: Path) -> bool:
-    """True for a folder of safetensors that is no checkpoint."""
-    return folder.is_dir() and not (folder / FILE_NAME).exists() and any(folder.glob(f"*{SUFFIX}"))
 
 
 def _copy_beside(beside: Path, folder: Path) -> None:

@@ -15,12 +15,13 @@ from ckpt.formats.foreign import accelerate
 from ckpt.formats.layout import Box
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.manifest import Manifest
+from ckpt.formats.registry import ACCELERATE, claims
 from ckpt.formats.tensor_bytes import copy_into
 from ckpt.load.accelerate_state import AccelerateState, ForeignPart, split_name
 from ckpt.load.part_tensors import PartTensors
 from ckpt.load.reader import CheckpointReader
 from ckpt.root.catalog import read_manifest
-from ckpt.root.folder import ROOT, Folder, is_foreign, written_by_accelerate
+from ckpt.root.folder import ROOT_ITSELF, Folder, is_foreign
 from ckpt.storage import Storage
 
 
@@ -42,14 +43,14 @@ def read_any(storage: Storage, name: str) -> Manifest:
     folder = Folder.of_checkpoint(storage, name)
     return ForeignManifest(
         name=folder.name,
-        id=f"{accelerate.NAME}:{folder.name}",
+        id=f"{ACCELERATE.name}:{folder.name}",
         run=digest(folder.where.encode()),
         sequence=0,
         created="",
         files=(),
         world_size=accelerate.AccelerateCheckpoint(folder).world_size,
         progress=Progress().to_json(),
-        origin=accelerate.NAME,
+        origin=ACCELERATE.name,
         folder=folder,
     )
 
@@ -64,11 +65,11 @@ def foreign_names(storage: Storage) -> list[str]:
     files: dict[str, list[str]] = defaultdict(list)
     for entry in storage.list():
         name, _, rest = entry.key.partition("/")
-        files[ROOT].append(entry.key)
+        files[ROOT_ITSELF].append(entry.key)
         files[name].append(rest)
-    if written_by_accelerate(files[ROOT]):
-        return [ROOT]
-    found = sorted(name for name, inside in files.items() if written_by_accelerate(inside))
+    if ACCELERATE.name in claims(files[ROOT_ITSELF]):
+        return [ROOT_ITSELF]
+    found = sorted(name for name, inside in files.items() if ACCELERATE.name in claims(inside))
     if len({split_name(name)[0] for name in found}) > 1:
         raise ConfigError(
             f"{storage.url} holds what Accelerate saved as {', '.join(found)}, and no name says which is the newest. "

@@ -10,7 +10,7 @@ from typing import TypedDict
 from ckpt.errors import StorageError, VersionError
 from ckpt.load.accelerate_reader import foreign_names, read_any
 from ckpt.root import catalog
-from ckpt.root.folder import ROOT
+from ckpt.root.folder import ROOT_ITSELF
 from ckpt.root.mirror_wait import MirrorPatience
 from ckpt.root.overview import Outline, Overview
 from ckpt.root.summary import Summary
@@ -68,7 +68,7 @@ def list_tiers(
     """
     listed: list[Listed] = []
     unreadable: dict[int, StorageError] = {}
-    for tier, storage in enumerate(tiers if name != ROOT else ()):
+    for tier, storage in enumerate(tiers if name != ROOT_ITSELF else ()):
         try:
             if tier and patience is not None and _committed(listed):
                 found = patience.reached(storage, partial(_found, storage, name))

@@ -8,20 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.errors import ConfigError
-from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME
+from ckpt.formats.registry import ACCELERATE, CKPT, claims
 from ckpt.load.select import MemoryTier
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
 from ckpt.root.catalog import check_name
-from ckpt.root.folder import ROOT, is_foreign, open_url
+from ckpt.root.folder import ROOT_ITSELF, Folder, open_url
 from ckpt.root.mirror_wait import MirrorPatience
 from ckpt.root.overview import Overview
-from ckpt.root.save_marker import MARKER
 from ckpt.storage import LocalStorage, Storage, place_of
 from ckpt.storage.local.one_folder import OneFolder
 
-_OURS, _THEIRS, _NOBODYS = "ckpt", "accelerate", ""
+_OURS, _THEIRS, _NOBODYS = CKPT.name, ACCELERATE.name, ""
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Locations:
                 f"{name!r} cannot name a checkpoint in {self.tiers[0].url}, and is no folder that Accelerate "
                 "saved. Give a plain name; for a checkpoint of ckpt in another root, give StateManager that root."
             )
-        return Locations((folder,)), ROOT
+        return Locations((folder,)), ROOT_ITSELF
 
     def _name_in_root(self, path: str) -> str | None:
         root, _, name = path.rstrip("/").rpartition("/")
@@ -74,6 +73,5 @@ class Locations:
 
 def _kind(folder: Storage) -> str:
     """Whose checkpoint a folder is."""
-    if any(folder.version(path) is not None for path in (FILE_NAME, COPY_NAME, MARKER)):
-        return _OURS
-    return _THEIRS if is_foreign(folder, ROOT) else _NOBODYS
+    found = claims(Folder.of_checkpoint(folder, ROOT_ITSELF).files)
+    return next((kind for kind in (_OURS, _THEIRS) if kind in found), _NOBODYS)

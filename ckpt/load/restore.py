@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ckpt.formats.foreign import accelerate
 from ckpt.formats.layout import Layout
 from ckpt.formats.native.manifest import Manifest
+from ckpt.formats.registry import ACCELERATE
 from ckpt.load.accelerate_reader import open_any
 from ckpt.load.accelerate_state import UNKNOWN_PROGRESS
 from ckpt.load.broadcast import planned_broadcasts
@@ -92,7 +92,7 @@ class Restoration:
         """Open the checkpoint, check that it fits, and ask for the tensors of what does. Reads no tensor."""
         manifest, ranks, registry = candidate.manifest, request.ranks, request.registry
         notes = Notes()
-        if manifest.origin == accelerate.NAME:
+        if manifest.origin == ACCELERATE.name:
             notes.approximated["progress"] = UNKNOWN_PROGRESS
         reader = open_any(candidate.storage, manifest, ranks.rank, registry.parts)
         reader.members = ranks.members

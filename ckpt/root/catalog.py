@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from ckpt.errors import AbsentError, CheckpointError, ConfigError, MissingError
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
-from ckpt.root.manifest_files import find_manifest, is_checkpoint, was_committed, without_manifest
-from ckpt.root.save_marker import MARKER
+from ckpt.formats.registry import CKPT, is_checkpoint
+from ckpt.root.manifest_files import find_manifest, was_committed, without_manifest
 from ckpt.storage import Entry, HubStorage, Storage, open_storage
 from ckpt.storage.base import ROOT_LOCK
 from ckpt.storage.read_only import ReadOnlyStorage
@@ -26,7 +26,6 @@ from ckpt.util.option_values import path_text, settings
 from ckpt.util.threads import in_parallel
 
 LOCK = ROOT_LOCK  # in a root: locked by the run that writes to it
-STATE = "state.json"
 _READERS = 32  # threads that read manifests from an object store
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+=@-]{0,199}")
 
@@ -216,10 +215,10 @@ def resolve(
     options = settings(storage_options)
     storage = open_storage(url, **options)
     text = path_text(url, "the root")
-    if any(True for _ in storage.list()):
-        names = [checkpoint.name for checkpoint in scan(storage)]
-        if not any(entry.key in (FILE_NAME, COPY_NAME, MARKER, STATE) for entry in storage.list()):
-            return storage, names, False
+    files = [entry.key for entry in storage.list()]
+    if files:
+        if CKPT.sign(files) is None:
+            return storage, [checkpoint.name for checkpoint in scan(storage)], False
         if isinstance(storage, ReadOnlyStorage):
             above, name = storage.parent
             return above, [name], True

@@ -1,23 +1,40 @@
-"""A folder of any storage, with or without a manifest: its files and their sizes. Says which ones Accelerate wrote."""
+"""What is at a path or URL: a folder of any storage, or one file in it, and the format that it has."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.errors import DamagedError
-from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME
-from ckpt.root.save_marker import MARKER
+from ckpt.errors import ConfigError, DamagedError, MissingError
+from ckpt.formats.native.header import SUFFIX
+from ckpt.formats.native.manifest import FILE_NAME
+from ckpt.formats.registry import (
+    ACCELERATE,
+    CKPT,
+    HF,
+    INDEX_SUFFIX,
+    KNOWN,
+    LIGHTNING,
+    ROOT,
+    TORCH,
+    TORCH_SUFFIXES,
+    Format,
+    claims,
+    identify,
+    named,
+)
 from ckpt.root.verified_file import StoredFile
 from ckpt.storage import Storage, open_storage
 from ckpt.storage.base import LARGEST_DOCUMENT, read_document
+from ckpt.storage.read_only import ReadOnlyStorage
 from ckpt.util.console import format_size
 from ckpt.util.option_values import path_text, settings
 
 _LARGEST_BESIDE = 1 << 30  # bytes
-ROOT = ""  # in place of a checkpoint's name: the root itself is a folder that Accelerate wrote
+ROOT_ITSELF = ""  # in place of a checkpoint's name: the root itself is a folder that Accelerate wrote
+_FILES = (SUFFIX, f"{SUFFIX}{INDEX_SUFFIX}", *TORCH_SUFFIXES)  # how the names of single files end
 
 
 def open_url(root: str | os.PathLike[str] | Storage, options: Mapping[str, Any] | None) -> Storage:
@@ -60,7 +77,7 @@ class Folder:
 
     @classmethod
     def of_checkpoint(cls, storage: Storage, name: str) -> Folder:
-        """The folder of a checkpoint in a root; the root itself if the name is `ROOT`."""
+        """The folder of a checkpoint in a root; the root itself if the name is `ROOT_ITSELF`."""
         return cls.listed(storage, f"{name}/" if name else "", f"{storage.url}/{name}".rstrip("/"))
 
     def below(self, name: str) -> Folder:
@@ -94,10 +111,91 @@ class Folder:
 
 def is_foreign(storage: Storage, name: str) -> bool:
     """Whether a folder of the root was written by Accelerate, and not by ckpt."""
-    return written_by_accelerate(Folder.of_checkpoint(storage, name).files)
+    return ACCELERATE.name in claims(Folder.of_checkpoint(storage, name).files)
 
 
-def written_by_accelerate(files: Iterable[str]) -> bool:
-    from ckpt.formats.foreign import accelerate  # imports torch, which the command `ckpt` starts without
+@dataclass(frozen=True)
+class Place:
+    """What a path or URL names. `format` is None for a folder that no format of ckpt's own claims.
 
-    return not {FILE_NAME, COPY_NAME, MARKER}.intersection(files) and accelerate.is_accelerate(files)
+    `file` is the one file that was named; of safetensors in shards, the name of the whole stands for its index.
+    """
+
+    folder: Folder
+    format: Format | None
+    file: str = ""
+
+    @property
+    def where(self) -> str:
+        return f"{self.folder.where}/{self.file}" if self.file else self.folder.where
+
+    @property
+    def is_ours(self) -> bool:
+        return self.format in (CKPT, ROOT)
+
+    @classmethod
+    def at(
+        cls,
+        source: str | os.PathLike[str],
+        options: Mapping[str, Any] | None = None,
+        format: str | None = None,
+        *,
+        must: bool = True,
+    ) -> Place:
+        """What is at a path or URL. `format` and `must` as for `identify`."""
+        if format is not None:
+            named(format)
+        alone = single_file(source, options)
+        if alone is not None:
+            return cls._of_file(*alone, format if must else None)
+        folder = Folder.at(source, options)
+        if not folder.files and isinstance(folder.storage, ReadOnlyStorage):
+            return cls(folder, CKPT)  # a server that shows no list: what there is, only a manifest says
+        if not folder.files and folder.prefix and folder.storage.version(folder.prefix.rstrip("/")):
+            raise ConfigError(f"{folder.where} is a file. What can be read is {KNOWN}.")
+        if not folder.files:
+            raise MissingError(f"there is nothing at {folder.where}. What can be read is {KNOWN}.")
+        return cls(folder, identify(folder.files, folder.where, format, must=must))
+
+    @classmethod
+    def _of_file(cls, folder: Folder, file: str, format: str | None) -> Place:
+        found = (HF,) if file.endswith(_FILES[:2]) else (TORCH, LIGHTNING)
+        if format is not None and named(format) not in found:
+            raise ConfigError(f"{folder.where}/{file} is no {format}: it is a file of {found[0].tool}.")
+        return cls(folder, found[0], file)
+
+
+def single_file(source: str | os.PathLike[str], options: Mapping[str, Any] | None) -> tuple[Folder, str] | None:
+    """The one file at a path or URL, and the folder around it; None if it is a folder, or nothing."""
+    where = path_text(source, "the source")
+    local = "://" not in where
+    if local and os.path.islink(where):
+        where = _followed(where)
+    top, slash, name = where.rpartition("/")
+    if not name or (local and not os.path.isfile(where) and not os.path.isfile(f"{where}{INDEX_SUFFIX}")):
+        return None
+    if not local and (not name.endswith(_FILES) or top.endswith(":/")):
+        return None
+    folder = Folder.at(top or slash or ".", options)
+    found = next((path for path in (name, f"{name}{INDEX_SUFFIX}") if path in folder.files), None)
+    if found is None:
+        return None
+    _refuse_part_of_checkpoint(folder, where, options)
+    return folder, found
+
+
+def _followed(link: str) -> str:
+    """What a link that the user names leads to. Of one to another kind of file, its name says what the file holds."""
+    target = os.path.realpath(link)
+    return target if os.path.splitext(target)[1] == os.path.splitext(link)[1] else link
+
+
+def _refuse_part_of_checkpoint(folder: Folder, where: str, options: Mapping[str, Any] | None) -> None:
+    """A file of a checkpoint may be one rank's piece, and only the manifest says what its bytes must be."""
+    around = os.path.dirname(folder.where if "://" in folder.where else os.path.abspath(folder.where))
+    is_ours = FILE_NAME in folder.files or bool(
+        not around.endswith((":/", ":")) and open_url(around, options).version(FILE_NAME)
+    )
+    if is_ours:
+        whole = folder.where if FILE_NAME in folder.files else around
+        raise ConfigError(f"{where} is a file of a checkpoint. Name the checkpoint: {whole}.")

@@ -9,22 +9,17 @@ Imports no torch: the command `ckpt` starts without it.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ckpt.errors import AbsentError, CheckpointError, DamagedError, MissingError, VersionError
-from ckpt.formats.native.header import SUFFIX
-from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
-from ckpt.root.save_marker import MARKER, read_marker
+from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, MARKER, Manifest
+from ckpt.root.save_marker import read_marker
 from ckpt.storage import Staging, Storage
 from ckpt.storage.base import read_document
-from ckpt.util.checked_json import is_key
 
 _log = logging.getLogger("ckpt")
-_DOCUMENT = re.compile(r"(?:state|rank-\d{5})(?:\.[0-9a-f]{8})?\.json")
-_STEP = re.compile(r"step-\d{8,}")
 _warned: set[tuple[str, str]] = set()
 _REPLACED = 5  # times in a row that a checkpoint may be replaced while its two manifests are compared
 _REPAIR = "The next run in this root repairs it, or: ckpt verify --repair."
@@ -38,16 +33,6 @@ class UncommittedError(DamagedError):
 def was_committed(problem: CheckpointError | None) -> bool:
     """Whether a checkpoint with that problem was committed, though its manifest may be damaged or lost."""
     return not isinstance(problem, MissingError | UncommittedError)
-
-
-def is_checkpoint(name: str, paths: Collection[str]) -> bool:
-    """Whether a folder with these files is, or was, a checkpoint, committed or not.
-
-    Weights alone are one where the folder is named like a step: a model that was exported into a root is none.
-    """
-    if any(path in paths for path in (FILE_NAME, COPY_NAME, MARKER)) or any(map(_DOCUMENT.fullmatch, paths)):
-        return is_key(name)
-    return _STEP.fullmatch(name) is not None and any(path.endswith(SUFFIX) for path in paths)
 
 
 def without_manifest(name: str, paths: Collection[str]) -> DamagedError:

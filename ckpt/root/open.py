@@ -20,8 +20,7 @@ from ckpt.errors import (
     UnsupportedError,
     VersionError,
 )
-from ckpt.formats.native.manifest import FILE_NAME, Manifest
-from ckpt.root.catalog import STATE
+from ckpt.formats.native.manifest import FILE_NAME, STATE, Manifest
 from ckpt.root.folder import open_url
 from ckpt.root.mirror_wait import MirrorPatience
 from ckpt.storage import LocalStorage, Staging, Storage, open_storage, place_of

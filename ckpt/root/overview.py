@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 from ckpt.errors import CheckpointError
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
+from ckpt.formats.registry import is_checkpoint
 from ckpt.root.catalog import by_folder, commit_order, find_listed
 from ckpt.root.index import INDEX, Index
-from ckpt.root.manifest_files import is_checkpoint, was_committed
+from ckpt.root.manifest_files import was_committed
 from ckpt.root.summary import Summary
 from ckpt.storage import Entry, Storage
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from ckpt.errors import AbsentError, ConflictError, DamagedError, LockedError
+from ckpt.formats.native.manifest import MARKER as MARKER
 from ckpt.storage import Entry, Storage
 from ckpt.storage.base import read_document
 from ckpt.util.checked_json import Rule, broken_rules, is_key, is_list, is_moment, is_text, joined, parse_json
@@ -25,7 +26,6 @@ from ckpt.util.clock import utc_now
 from ckpt.util.process_identity import is_identity, process_identity, start_time
 
 _log = logging.getLogger("ckpt")
-MARKER = ".saving"  # in a checkpoint's folder while it is being saved or removed
 _PATIENCE = 60.0  # seconds that a save waits for a removal of the checkpoint that it replaces
 _PAUSE = 0.05
 _ATTEMPTS = 20  # to write a marker while other processes write one

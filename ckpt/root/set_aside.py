@@ -10,11 +10,11 @@ from contextlib import ExitStack
 
 from ckpt.errors import LockedError
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME
+from ckpt.formats.registry import ACCELERATE, claims, is_checkpoint
 from ckpt.root import deletion
 from ckpt.root.catalog import by_folder, find, scan
-from ckpt.root.folder import written_by_accelerate
 from ckpt.root.lock import lock_root
-from ckpt.root.manifest_files import is_checkpoint, was_committed
+from ckpt.root.manifest_files import was_committed
 from ckpt.storage import LocalStorage, Storage
 
 _log = logging.getLogger("ckpt")
@@ -56,7 +56,7 @@ def was_cut_off(storage: Storage, name: str) -> bool:
     inside = by_folder(storage.list(name)).get(name, {})
     aside = isinstance(storage, LocalStorage) and os.path.isdir(os.path.join(storage.place, _aside(name)))
     there = bool(inside) or (isinstance(storage, LocalStorage) and os.path.isdir(os.path.join(storage.place, name)))
-    if {FILE_NAME, COPY_NAME} & inside.keys() or not (there or aside) or written_by_accelerate(inside):
+    if {FILE_NAME, COPY_NAME} & inside.keys() or not (there or aside) or ACCELERATE.name in claims(inside):
         return False
     kinds = {_kind(found.name) for found in scan(storage) if found.committed} - {None}
     return aside or is_checkpoint(name, inside) or _kind(name) in kinds
@@ -69,7 +69,7 @@ def _cut_off(storage: Storage, folders: Iterable[str], files: dict[str, set[str]
     alike = {name for name in files if name not in marked and _kind(name) in kinds}
     alike = {name for name in alike if _is_newest(storage, name, marked - left)}
     alike -= {name for name in alike if any(path.endswith(f"/{FILE_NAME}") for path in files[name])}  # others, deeper
-    return sorted(left | {name for name in alike if not written_by_accelerate(files[name])})
+    return sorted(left | {name for name in alike if ACCELERATE.name not in claims(files[name])})
 
 
 def _is_newest(storage: Storage, name: str, others: Iterable[str]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ckpt.errors import ConfigError, ConflictError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root.catalog import find
-from ckpt.root.folder import ROOT, is_foreign
+from ckpt.root.folder import ROOT_ITSELF, is_foreign
 from ckpt.root.open import parent_instead
 from ckpt.root.summary import Summary
 from ckpt.storage import Storage
@@ -36,7 +36,7 @@ def refuse_to_overtake(url: str, newest: Summary | None, lost: Mapping[str, obje
 
 def refuse_foreign(storage: Storage, name: str, *, has_checkpoints: bool) -> None:
     """Nothing is saved into a folder that Accelerate wrote, be it the root or the checkpoint's own."""
-    if not has_checkpoints and is_foreign(storage, ROOT):
+    if not has_checkpoints and is_foreign(storage, ROOT_ITSELF):
         raise ConfigError(
             f"{storage.url} was written by Accelerate, and is kept as it is: nothing is saved into it. "
             f"{parent_instead(storage.url)}"

@@ -17,12 +17,12 @@ import torch
 from ckpt.errors import ConfigError, StorageError
 from ckpt.export.folders import atomic_file, atomic_folder
 from ckpt.export.options import ExportOptions
-from ckpt.formats.foreign import accelerate, lightning, megatron, torch_files
 from ckpt.formats.foreign.tied_weights import same_place
 from ckpt.formats.native import documents, tensor_file_plan
 from ckpt.formats.native.json_values import refuse
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.pieces import PiecedTensor
+from ckpt.formats.registry import ACCELERATE, CKPT, DCP, HF, LIGHTNING, MEGATRON, TORCH, WRITTEN
 from ckpt.formats.state import FilePlan
 from ckpt.load.accelerate_state import ForeignPart
 from ckpt.memory.root_token import remove_token
@@ -35,19 +35,17 @@ from ckpt.root.trust import Seal
 from ckpt.save.root_writer import RootWriter
 from ckpt.shown import Lines
 from ckpt.storage import disk_path, open_storage
-from ckpt.tools import export_accelerate, export_megatron, import_folders
+from ckpt.tools import export_accelerate, export_megatron
 from ckpt.tools.export_folders import export_dcp, export_hugging_face
 from ckpt.tools.export_torch import export_lightning, export_torch
+from ckpt.tools.import_state import open_state
 from ckpt.tools.model_about import files_left
-from ckpt.tools.open_state import open_state
 from ckpt.tools.part_names import with_part_names
 from ckpt.tools.portable_state import Outcome, PortableState
 from ckpt.util.console import progress_bar
 from ckpt.util.option_values import path_text
 
-OURS, TORCH, HUGGING_FACE, DCP = "ckpt", torch_files.NAME, import_folders.HUGGING_FACE, import_folders.DCP
-TARGETS = (OURS, HUGGING_FACE, DCP, accelerate.NAME, TORCH, lightning.NAME, megatron.NAME)
-_FILES = (TORCH, lightning.NAME)  # of which a checkpoint is one file
+_FILES = (TORCH.name, LIGHTNING.name)  # of which a checkpoint is one file
 
 Export = Callable[[PortableState, Path, Callable[[int], None]], Outcome]
 
@@ -72,7 +70,8 @@ def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
     *,
-    to: str = OURS,
+    to: str = CKPT.name,
+    format: str | None = None,
     name: str | None = None,
     max_shard_size: int | str | None = None,
     sign: KeySource | bool | None = None,
@@ -85,13 +84,14 @@ def convert(
     Args:
         source: A checkpoint of ours, whole or sharded, or of torch.distributed.checkpoint, Accelerate, DeepSpeed (ZeRO
             0 to 3, universal), Lightning, Megatron-Core (`torch_dist`), the Trainer, a file of `torch.save`, or
-            safetensors, at a path or URL. Which of them it is, is found out.
+            safetensors, at a path or URL.
         destination: For `"ckpt"` a root; for the others a new file or folder on a disk.
         to: `"ckpt"`; `"hf"`, a folder with `model.safetensors` and the configuration that was beside the source;
             `"dcp"`, a folder for `torch.distributed.checkpoint.load`; `"accelerate"`, a folder for
             `accelerator.load_state` with as many processes as saved it; `"torch"`, a file for
             `torch.load(weights_only=True)`; `"lightning"`, a file for `Trainer.fit(ckpt_path=...)`; `"megatron"`, a
             folder for `megatron.core.dist_checkpointing.load`, of a model that has Megatron's names.
+        format: Which of them the source is. Only needed for a folder that holds saves in several formats.
         name: Of a checkpoint in a root; that of the source if none is given.
         max_shard_size: For `"hf"`: bytes, or `"5GB"`, beyond which it is shards and an index.
         sign: For `"ckpt"`, as for the manager; others know no signatures.
@@ -104,39 +104,39 @@ def convert(
         DamagedError: The source is not what was saved.
         ConfigError: The source is of no kind that is read, or there is something at the destination.
     """
-    if to not in TARGETS:
-        raise ConfigError(f"to={to!r} is none of {', '.join(TARGETS)}.")
-    if name is not None and to != OURS:
+    if to not in WRITTEN:
+        raise ConfigError(f"to={to!r} is none of {', '.join(WRITTEN)}.")
+    if name is not None and to != CKPT.name:
         raise ConfigError("name= is for a checkpoint in a root. Others are named by their path.")
-    if max_shard_size is not None and to != HUGGING_FACE:
-        raise ConfigError(f"max_shard_size= is for to={HUGGING_FACE!r}.")
+    if max_shard_size is not None and to != HF.name:
+        raise ConfigError(f"max_shard_size= is for to={HF.name!r}.")
     limit = ExportOptions.parse(None, max_shard_size).max_shard_size
-    if to != OURS:
-        return _export(source, destination, to, limit)
+    if to != CKPT.name:
+        return _export(source, format, destination, to, limit)
     seal = Seal(key=find_signing_key(sign))
-    with open_state(source) as state:
+    with open_state(source, format) as state:
         return _import(with_part_names(state), destination, name, seal)
 
 
 def _export(
-    source: str | os.PathLike[str], destination: str | os.PathLike[str], to: str, limit: int | None
+    source: str | os.PathLike[str], format: str | None, destination: str | os.PathLike[str], to: str, limit: int | None
 ) -> Converted:
     path = disk_path(destination, to)
     _refuse_inside_checkpoint(path)
     writers: dict[str, Export] = {
-        HUGGING_FACE: partial(export_hugging_face, max_shard_size=limit),
-        DCP: export_dcp,
-        TORCH: export_torch,
-        lightning.NAME: export_lightning,
-        accelerate.NAME: export_accelerate.export,
-        megatron.NAME: export_megatron.export,
+        HF.name: partial(export_hugging_face, max_shard_size=limit),
+        DCP.name: export_dcp,
+        TORCH.name: export_torch,
+        LIGHTNING.name: export_lightning,
+        ACCELERATE.name: export_accelerate.export,
+        MEGATRON.name: export_megatron.export,
     }
     whole = atomic_file if to in _FILES else atomic_folder
-    with open_state(source) as state:
+    with open_state(source, format) as state:
         total = sum(map(state.size, state.parts))
         with whole(path) as place, progress_bar(f"converting {state.name}", total, in_bytes=True) as advance:
             parts, skipped = writers[to](state, place, advance)
-        if to != HUGGING_FACE:
+        if to != HF.name:
             skipped |= files_left(state.beside, {})
         return Converted(
             url=path, parts=parts, approximated=_told(state, skipped), skipped={**state.skipped, **skipped}

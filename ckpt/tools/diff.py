@@ -9,18 +9,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt.errors import ConfigError
-from ckpt.export.source import open_source
+from ckpt.export.source import choose_a_checkpoint, open_foreign, open_source
 from ckpt.formats.damage import damage_reported
 from ckpt.formats.native import dtypes
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.documents import STATE, from_json, to_json
 from ckpt.formats.native.header import SUFFIX
-from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
+from ckpt.formats.native.manifest import FileRecord, Manifest
 from ckpt.formats.pieces import PiecedTensor
+from ckpt.formats.registry import CKPT, ROOT
 from ckpt.root import catalog
 from ckpt.root.file_names import part_of
-from ckpt.root.folder import Folder
+from ckpt.root.folder import Place
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.storage import Storage
 from ckpt.tools.tensor_change import Squares, compare_tensors
@@ -78,6 +78,7 @@ def diff(
     second: str | os.PathLike[str],
     *,
     part: str | None = None,
+    format: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Diff:
     """Compare two checkpoints, tensor by tensor and value by value.
@@ -89,6 +90,7 @@ def diff(
         first: A checkpoint of ours, or whatever else `merge` reads, at a path or URL.
         second: The same.
         part: Only this part. Otherwise all parts of two checkpoints of ours, and of others the model.
+        format: Which one to compare, where a folder holds saves in several formats: `"deepspeed"`, `"hf"`.
         storage_options: Credentials and the like, for URLs on both sides.
 
     Returns:
@@ -99,8 +101,8 @@ def diff(
         DamagedError: One of them is not what was saved.
     """
     with ExitStack() as held:
-        sides = (_Side.at(first, storage_options, held), _Side.at(second, storage_options, held))
-        found = list(_Comparison(*sides, part).differences())
+        one, other = (_Side.at(place, storage_options, format, held) for place in (first, second))
+        found = list(_Comparison(one, other, part).differences())
     return Diff(first=os.fspath(first), second=os.fspath(second), differences=tuple(found))
 
 
@@ -110,22 +112,23 @@ class _Side:
 
     where: str | os.PathLike[str]
     options: Mapping[str, Any] | None
+    place: Place
     storage: Storage | None = None
     manifest: Manifest | None = None
 
     @classmethod
-    def at(cls, where: str | os.PathLike[str], options: Mapping[str, Any] | None, held: ExitStack) -> _Side:
+    def at(
+        cls, where: str | os.PathLike[str], options: Mapping[str, Any] | None, format: str | None, held: ExitStack
+    ) -> _Side:
         """Open a checkpoint. Ours is locked: retention of a running job must not remove it."""
-        side = cls(where, options)
-        files = Folder.at(where, options).files
-        inside = sorted(path for path in files if path.count("/") == 1 and path.endswith(f"/{FILE_NAME}"))
-        if FILE_NAME in files:
+        place = Place.at(where, options, format, must=False)
+        side = cls(where, options, place)
+        if place.format is ROOT:
+            raise choose_a_checkpoint(place)
+        if place.format is CKPT:
             side.storage, (name,) = catalog.locate(where, options if "://" in os.fspath(where) else None)
             held.enter_context(side.storage.lock(name, shared=True))
             side.manifest = catalog.read_manifest(side.storage, name)
-        elif inside:
-            text, name = os.fspath(where).rstrip("/"), inside[-1].partition("/")[0]
-            raise ConfigError(f"{text} holds {len(inside)} checkpoints. Name the one to compare: {text}/{name}.")
         return side
 
     def files(self, part: str) -> list[FileRecord]:
@@ -155,6 +158,8 @@ class _Side:
     def tensors(self, part: str, held: ExitStack) -> dict[str, PiecedTensor]:
         if self.manifest is not None and not self.files(part):
             return {}
+        if self.manifest is None:
+            return open_foreign(self.place, part).tensors
         return held.enter_context(open_source(self.where, part, self.options)).tensors
 
 

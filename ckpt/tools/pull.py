@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from ckpt.errors import CheckpointError, ConfigError, DamagedError, LockedError, MissingError, TransientError
 from ckpt.export.folders import atomic_folder
-from ckpt.formats.native.manifest import FILE_NAME, Manifest
+from ckpt.formats.native.manifest import FILE_NAME, STATE, Manifest
 from ckpt.root import catalog
 from ckpt.root.keys import KeySource
 from ckpt.root.trust import Trust, open_trust
@@ -127,7 +127,7 @@ def _pull_from_hub(
 def _checkpoint_names(root: Path) -> list[str]:
     """The checkpoints in a folder, also those whose manifest is damaged; not folders with another tool's manifest."""
     found = sorted(path.parent for path in root.glob(f"*/{FILE_NAME}"))
-    return [path.name for path in found if _manifest(path / FILE_NAME) or (path / catalog.STATE).exists()]
+    return [path.name for path in found if _manifest(path / FILE_NAME) or (path / STATE).exists()]
 
 
 def _damaged(root: Path, names: list[str], trust: Trust) -> dict[str, str]:

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 from ckpt.errors import AbsentError, CkptError, DamagedError, MissingError
 from ckpt.formats.damage import damage_reported
 from ckpt.formats.native.header import SUFFIX, Outline, outlines
-from ckpt.formats.native.manifest import FileRecord, Manifest
+from ckpt.formats.native.manifest import STATE, FileRecord, Manifest
+from ckpt.formats.registry import foreign_hint
 from ckpt.root import catalog
 from ckpt.root.file_names import part_of
-from ckpt.root.foreign_kind import reads_instead
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import files_on_other_hosts, reader_threads, size_problems, without_other_hosts
 from ckpt.storage import Storage
@@ -98,7 +98,9 @@ def summarize(url: str | os.PathLike[str], options: Mapping[str, Any] | None = N
     """Summarize the checkpoint at a URL, or the newest checkpoint of a root whose files have their sizes."""
     storage, names = catalog.locate(url, options)
     if not names:
-        raise MissingError(f"there are no checkpoints in {storage.url}.{reads_instead(storage)}")
+        raise MissingError(
+            f"there are no checkpoints in {storage.url}.{foreign_hint([entry.key for entry in storage.list()])}"
+        )
     skipped: dict[str, str] = {}
     for name in names:
         try:
@@ -170,7 +172,7 @@ class _Contents:
     def _stated_parts(self) -> dict[str, Any]:
         """The parts as `state.json` lists them, with the shard tables of sharded ones."""
         for file in self.manifest.files:
-            if file.name == catalog.STATE:
+            if file.name == STATE:
                 where = f"{self.manifest.name}/{file.path}"
                 return self._try_read(lambda: _parts(self._open(file).read_all()), where, "list of parts") or {}  # noqa: B023
         return {}

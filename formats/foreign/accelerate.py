@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -24,7 +24,6 @@ from ckpt.formats.native.tensor_file import TensorFile
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.transfers import ByteReader
 
-NAME = "accelerate"
 RNG_DEVICES = ("cuda", "xpu")
 _RANDOM, _SAMPLER, _LOADER = "random_states", "sampler", "dataloader"
 KINDS = ("model", "optimizer", "scheduler", "scaler", _LOADER, "custom")
@@ -41,9 +40,6 @@ _FILES = {
     _RANDOM: r"random_states_(\d+)\.pkl",
 }
 _PATTERNS = {kind: re.compile(pattern) for kind, pattern in _FILES.items()}
-_DISTINCTIVE = {"optimizer", "scheduler"}  # written before the random states; many other tools save models
-# the Trainer saves with Accelerate's functions too, beside files of its own
-_TRAINER_FILES = re.compile(r"trainer_state\.json|training_args\.bin|scheduler\.pt|rng_state.*\.pth")
 _UNREADABLE = {
     re.compile(r".*_rank\d+\.bin"): "holds pieces of one rank as torch.save wrote them",
     re.compile(r"pytorch_model(_\d+)?/.*"): "was written by DeepSpeed (name its folder alone, and it is converted)",
@@ -68,13 +64,6 @@ class FolderReader(Protocol):
         """Raise one error that names every file that is missing or shorter than `needed` says."""
 
 
-def is_accelerate(files: Iterable[str]) -> bool:
-    """Whether `save_state` wrote these files, or began to."""
-    listed = list(files)
-    kinds = {kind for path in listed for kind, pattern in _PATTERNS.items() if pattern.fullmatch(path)}
-    return _RANDOM in kinds or (bool(kinds & _DISTINCTIVE) and not any(map(_TRAINER_FILES.fullmatch, listed)))
-
-
 @dataclass(frozen=True)
 class AccelerateCheckpoint:
     """The state in a folder of Accelerate: parts by kind, in the order in which they were prepared."""
@@ -83,6 +72,8 @@ class AccelerateCheckpoint:
 
     @property
     def world_size(self) -> int:
+        if not self._paths[_RANDOM]:
+            raise _cut_off(self.folder)
         return len(self._paths[_RANDOM])
 
     @property
@@ -143,7 +134,7 @@ class AccelerateCheckpoint:
     def _distributed(self, name: str, kind: str) -> Any:
         folder = self.folder.below(f"{name}/")
         if dcp.METADATA not in folder.files:
-            raise DamagedError(f"{folder.where}/{dcp.METADATA} is missing. It is written last: this save was cut off.")
+            raise DamagedError(f"{folder.where}/{dcp.METADATA} is missing, and is written last: this save was cut off.")
         data = folder.opened(dcp.METADATA).read(0, folder.files[dcp.METADATA])
         contents = dcp.read_metadata(data, f"{folder.where}/{dcp.METADATA}").of_part(kind)
         folder.check(contents.needed_files())
@@ -198,10 +189,15 @@ def _check(folder: FolderReader, found: Mapping[str, Mapping[int, list[str]]]) -
                 f"{folder.where}/{foreign[0]} {why}, which ckpt does not read. Load it with Accelerate, and save it "
                 "with ckpt, or as SHARDED_STATE_DICT."
             )
-    if not found[_RANDOM]:
-        raise DamagedError(f"{folder.where}/{_RANDOM}_0.pkl is missing. It is written last: this save was cut off.")
+    in_folders = any("/" in path for paths in found["model"].values() for path in paths)  # these say it themselves
+    if not found[_RANDOM] and not in_folders:
+        raise _cut_off(folder)
     for kind, numbered in found.items():
         _check_numbers(folder.where, kind, numbered)
+
+
+def _cut_off(folder: FolderReader) -> DamagedError:
+    return DamagedError(f"{folder.where}/{_RANDOM}_0.pkl is missing. It is written last: this save was cut off.")
 
 
 def _check_numbers(where: str, kind: str, numbered: Mapping[int, list[str]]) -> None:

@@ -28,9 +28,9 @@ from ckpt.formats.foreign.deepspeed_states import (
 from ckpt.formats.foreign.wrapper_prefixes import unwrapped
 from ckpt.formats.foreign.zero_partitions import Flat
 from ckpt.formats.pieces import PiecedTensor
+from ckpt.formats.registry import is_engine_save
 from ckpt.formats.strides import Sizes
 
-NAME = "deepspeed"
 _LATEST = ("latest", "latest_universal")  # name the folder of the newest save
 _LONGEST_TAG = 4096  # bytes
 _FEW = 10
@@ -41,31 +41,18 @@ _LAYERS = re.compile(r"layer_\d.*-?model_states\.pt|expp_rank_.*\.pt")
 _WHAT = "checkpoint of DeepSpeed"
 
 
-def save_in(folder: FolderReader) -> FolderReader | None:
-    """The folder of one save: this one, or the one below it that `latest` names. None if DeepSpeed wrote neither."""
-    if _is_save(folder.files):
+def save_in(folder: FolderReader) -> FolderReader:
+    """The folder of one save: this one, or the one below it that `latest` names."""
+    if is_engine_save(folder.files):
         return folder
-    if not any(_is_save([path.partition("/")[2]]) for path in folder.files):
-        return None
-    pointer = next((name for name in _LATEST if name in folder.files), None)
-    if pointer is None:
-        return None
+    pointer = next(name for name in _LATEST if name in folder.files)
     tag = folder.opened(pointer).read(0, min(folder.files[pointer], _LONGEST_TAG)).decode("utf-8", "replace").strip()
     found = folder.below(f"{tag}/")
-    if not tag or not _is_save(found.files):
+    if not tag or not is_engine_save(found.files):
         raise MissingError(
             f"{folder.where}/{pointer} names {tag!r}, and no such save of DeepSpeed is there. Name the folder of one."
         )
     return found
-
-
-def _is_save(files: Any) -> bool:
-    return any(_MODEL.fullmatch(path) or _LAYERS.fullmatch(path) for path in files)
-
-
-def read_model(folder: FolderReader) -> dict[str, PiecedTensor]:
-    """The tensors of the model that was saved to a folder."""
-    return SavedEngine(folder).model()
 
 
 @dataclass(frozen=True)

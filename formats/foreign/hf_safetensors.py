@@ -16,10 +16,9 @@ import torch
 from ckpt.errors import ConfigError
 from ckpt.formats.native import dtypes, header
 from ckpt.formats.native.header import SUFFIX, TensorHeader
+from ckpt.formats.registry import INDEX_SUFFIX as INDEX_SUFFIX
 from ckpt.formats.state import FilePlan
 from ckpt.formats.tensor_bytes import host_bytes, on_host
-
-INDEX_SUFFIX = ".index.json"
 
 
 class StreamedTensor(Protocol):

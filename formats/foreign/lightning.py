@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-NAME = "lightning"
 _VERSION = "pytorch-lightning_version"
 _WRITTEN_AS = "2.0.0"  # the version whose form is written; Lightning migrates what later ones changed
 _TAKEN = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", _VERSION)

@@ -22,7 +22,6 @@ from ckpt.formats.layout import Box
 from ckpt.formats.pieces import Piece, PiecedTensor, check_complete
 from ckpt.util.checked_json import parse_json
 
-NAME = "megatron"
 COMMON, CONFIG = "common.pt", "metadata.json"
 BACKEND = "torch_dist"
 CONFIGURATION = {
@@ -53,12 +52,10 @@ class _Names:
         return name in ALLOWED or name == "argparse.Namespace" or str(name).startswith("megatron.")
 
 
-def save_in(folder: FolderReader) -> FolderReader | None:
-    """The folder of one save: this one, or the one below it that the tracker names. None if Megatron wrote neither."""
-    if COMMON in folder.files and (dcp.METADATA in folder.files or CONFIG in folder.files):
+def save_in(folder: FolderReader) -> FolderReader:
+    """The folder of one save: this one, or the one below it that the tracker names."""
+    if COMMON in folder.files or _TRACKER not in folder.files:
         return folder
-    if _TRACKER not in folder.files:
-        return None
     length = min(folder.files[_TRACKER], _LONGEST_TRACKER)
     told = folder.opened(_TRACKER).read(0, length).decode("utf-8", "replace").strip()
     name = f"iter_{int(told):07d}" if told.isascii() and told.isdecimal() else told

@@ -18,10 +18,9 @@ from ckpt.formats.foreign.pickle_reader import EVERY_NAME
 from ckpt.formats.foreign.torch_values import read_values
 from ckpt.formats.foreign.wrapper_prefixes import removed_words, unwrapped
 from ckpt.formats.pieces import PiecedTensor
+from ckpt.formats.registry import LIGHTNING, TORCH
 from ckpt.formats.transfers import ByteReader
 
-NAME = "torch"
-SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar", ".pkl")
 RNG = "rng"
 _ENDINGS = ("_state_dict", "_state", "_states", "_dict")
 _NAMES = {
@@ -41,7 +40,7 @@ _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the pickle of a number,
 class SavedDict:
     """What a file holds: the state of parts by key, counters, generators; and what was left out, with the reasons."""
 
-    origin: str = NAME
+    origin: str = TORCH.name
     parts: Mapping[str, Any]
     counters: Mapping[str, int] = field(default_factory=dict)
     rng: Mapping[str, Any] | None = None
@@ -69,7 +68,7 @@ def read_file(reader: ByteReader, length: int, where: str) -> SavedDict:
     return sorted_out(found, where)
 
 
-def sorted_out(found: Mapping[Any, Any], where: str, origin: str = NAME) -> SavedDict:
+def sorted_out(found: Mapping[Any, Any], where: str, origin: str = TORCH.name) -> SavedDict:
     """What a dict holds, by the parts that a manager has."""
     saved = _of_lightning(found) if lightning.is_lightning(found) else _of_script(found, origin)
     if not saved.parts:
@@ -83,7 +82,7 @@ def _of_lightning(found: Mapping[str, Any]) -> SavedDict:
     parts["model"] = _bare(parts["model"])
     skipped = lightning.left_out(found) | told
     return SavedDict(
-        origin=lightning.NAME, parts=parts, counters=lightning.counters(found), skipped=skipped, prefixes=prefixes
+        origin=LIGHTNING.name, parts=parts, counters=lightning.counters(found), skipped=skipped, prefixes=prefixes
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ckpt.errors import DamagedError
@@ -13,7 +13,6 @@ from ckpt.formats.damage import damage_reported
 from ckpt.formats.foreign.accelerate import FolderReader, in_memory
 from ckpt.formats.foreign.torch_values import read_values
 
-NAME = "trainer"
 STATE = "trainer_state.json"
 _PARTS = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}
 _RNG = re.compile(r"rng_state(?:_(\d{1,9}))?\.pth")
@@ -22,10 +21,6 @@ _LEFT_OUT = {
     "training_args.bin": "the arguments of the Trainer, pickled as an object: give them again",
     STATE: "its log and the state of its callbacks, which only the Trainer reads",
 }
-
-
-def is_trainer(files: Iterable[str]) -> bool:
-    return STATE in files
 
 
 class TrainerFolder:

@@ -15,12 +15,12 @@ from ckpt.formats.layout import Members
 from ckpt.formats.native import dtypes
 from ckpt.formats.native.json_codecs import from_base64, of_type, to_base64
 from ckpt.formats.native.json_values import Decoder, Encoder
+from ckpt.formats.native.manifest import STATE as STATE
 from ckpt.formats.native.shard_table import ShardedState, build_table
 from ckpt.formats.state import PartState, Shard
 from ckpt.formats.strides import checked_shape, checked_sizes
 from ckpt.formats.tensor_bytes import host_bytes, on_host
 
-STATE = "state.json"
 INLINE = "state that ckpt writes"
 _PART_FIELDS: dict[str, type[Any]] = {"spread": dict, "differs": dict, "about": dict, "plain": list}
 

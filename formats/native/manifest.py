@@ -27,6 +27,8 @@ from ckpt.util.checked_json import is_count, joined, parse_json, shown
 
 FILE_NAME = "manifest.json"
 COPY_NAME = "manifest.copy.json"  # the same bytes, written right after the commit
+MARKER = ".saving"  # in a checkpoint's folder while it is being saved or removed
+STATE = "state.json"  # everything but tensors, of all ranks
 FORMAT = "ckpt"
 VERSION = 1
 

@@ -1,4 +1,7 @@
-"""Layers of formats: shared modules import neither `native` nor `foreign`, and `native` does not import `foreign`."""
+"""Layers of formats: shared modules import neither `native` nor `foreign`, and `native` does not import `foreign`.
+
+The registry, which knows all of them by the names of their files, imports those of the native format.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ def imports_of(module: str) -> list[str]:
     return list(imported(ast.parse(path.read_text()), package_of(module, path)))
 
 
-SHARED = sorted(name for name in modules() if below(name, "ckpt.formats") and not below(name, NATIVE, FOREIGN))
+REGISTRY = "ckpt.formats.registry"
+SHARED = sorted(
+    name for name in modules() if below(name, "ckpt.formats") and not below(name, NATIVE, FOREIGN, REGISTRY)
+)
 
 
 @pytest.mark.parametrize("module", SHARED)
@@ -27,6 +33,10 @@ def test_what_formats_share_imports_no_format(module: str) -> None:
 @pytest.mark.parametrize("module", sorted(name for name in modules() if below(name, NATIVE)))
 def test_the_native_format_imports_no_foreign_one(module: str) -> None:
     assert [name for name in imports_of(module) if below(name, FOREIGN)] == []
+
+
+def test_the_registry_imports_no_foreign_format() -> None:
+    assert [name for name in imports_of(REGISTRY) if below(name, FOREIGN)] == []
 
 
 def test_the_shared_modules_are_found() -> None:

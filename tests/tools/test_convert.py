@@ -559,7 +559,7 @@ class TestBadInput:
         taken = str(tmp_path / "root" / "checkpoint_3")
         for arguments, message in {
             (str(tmp_path / "nowhere"), "out"): "there is nothing at",
-            (str(tmp_path / "empty"), "out"): "is of no kind that can be converted",
+            (str(tmp_path / "empty"), "out"): "is of no kind that can be read",
             (str(copy), str(tmp_path / "root")): "has a checkpoint 'checkpoint_3' already",
             (str(copy), str(tmp_path)): "checkpoint_3 was written by Accelerate, and is kept as it is",
             (

@@ -200,7 +200,7 @@ def test_modules_that_differ_alike_are_one_line_of_a_table_of_80_columns(tmp_pat
 def test_what_cannot_be_compared_ends_with_2(first: str, tmp_path: Path) -> None:
     other(tmp_path, Net())
     assert diff(first, tmp_path / "nothing").exit_code == 2
-    assert "holds 1 checkpoints. Name the one to compare" in diff(first, tmp_path / "other").output
+    assert "holds 1 checkpoints. Name one of them" in diff(first, tmp_path / "other").output
     with torch.no_grad():
         model = Net()
         model.first.weight += 1
