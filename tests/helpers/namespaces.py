@@ -1,13 +1,15 @@
-"""Two network namespaces with a cable between them: as far from each other as two hosts."""
+"""Namespaces: two networks with a cable between them, as far apart as two hosts; a small tmpfs, as in a container."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,7 +43,7 @@ class Node:
             log=folder / f"log-{self.number}",
             environment={**world, **store, **own, **environment},
             folder=folder,
-            network=self.namespace,
+            before=partial(_enter_network, self.namespace),
         )
 
 
@@ -73,7 +75,8 @@ def run_on_nodes(
     nodes: Sequence[Node], script: Path, *arguments: str, folders: Sequence[Path], memories: Sequence[Path] = ()
 ) -> list[tuple[int, str]]:
     """Run a script with a rank on each node, in a folder of its own: the exit status of each, and what it wrote."""
-    launcher = Script("-c", _HOST_STORE, *_STORE, log=script.with_suffix(".store"), network=nodes[0].namespace)
+    enter = partial(_enter_network, nodes[0].namespace)
+    launcher = Script("-c", _HOST_STORE, *_STORE, log=script.with_suffix(".store"), before=enter)
     environments = [{"CKPT_MEMORY_DIR": str(memory)} for memory in memories] or [{} for _ in nodes]
     jobs = [
         node.start(script, *arguments, folder=folder, environment=environment)
@@ -88,3 +91,40 @@ def run_on_nodes(
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def _enter_network(name: str) -> None:
+    """As `ip netns exec` does; os.setns comes with Python 3.12."""
+    namespace = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    _call("setns", namespace, 0)
+    os.close(namespace)
+
+
+def with_tmpfs(folder: Path, size: int, *arguments: str, cwd: Path) -> Script:
+    """Start `python ARGUMENTS`, to which alone a folder is a tmpfs of so many bytes; what it says is below `cwd`."""
+    if shutil.which("unshare") is None:
+        pytest.skip("a mount of its own needs unshare")
+    tried = subprocess.run(
+        ["unshare", "--mount", *(["--map-root-user"] if os.geteuid() else []), "mount", "-t", "tmpfs", "ckpt", folder],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    if tried.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {tried.stderr.strip()}")
+    mount = partial(_mount_tmpfs, str(folder), size)
+    return Script(*arguments, log=cwd / "stdout", errors=cwd / "stderr", before=mount)
+
+
+def _mount_tmpfs(folder: str, size: int) -> None:
+    """As `unshare --mount` does, and then mount: nobody else sees it."""
+    user, group = os.geteuid(), os.getegid()
+    _call("unshare", 0x20000 | (0x10000000 if user else 0))  # CLONE_NEWNS, CLONE_NEWUSER
+    if user:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+            Path("/proc/self", name).write_text(text)
+    _call("mount", b"none", b"/", None, 0x44000, None)  # MS_REC, MS_PRIVATE
+    _call("mount", b"ckpt", os.fsencode(folder), b"tmpfs", 0, b"size=%d" % size)
+
+
+def _call(name: str, *arguments: object) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
+        raise OSError(ctypes.get_errno(), name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import multiprocessing
 import os
 import random
@@ -17,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -104,24 +104,33 @@ class Script:
     """`python ARGUMENTS`, forked from the server and not started: with Popen's methods, in a session of its own.
 
     It takes a tenth of a second where a new interpreter takes seconds. Several ranks are told what torchrun tells them,
-    and end up in one log; in a network namespace the first of them hosts the store.
+    and end up in one log. `before` is called in the new process, which may enter a namespace.
     """
 
     def __init__(
-        self, *arguments: str | Path, log: Path, ranks: int = 1, environment: Mapping[str, str] | None = None,
-        folder: Path | None = None, network: str = "",
+        self, *arguments: str | Path, log: Path, errors: Path | None = None, ranks: int = 1,
+        environment: Mapping[str, str] | None = None, folder: Path | None = None, before: Callable[[], object] = int,
     ) -> None:  # fmt: skip
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
-        self.log = log
+        self.log, self.errors = log, errors or log
+        self.errors.write_bytes(b"")
         log.write_bytes(b"")
-        words = [str(argument) for argument in arguments]
+        reader, self._input = _context.Pipe(duplex=False)
+        words, logs = [str(argument) for argument in arguments], (str(self.log), str(self.errors))
         self._jobs = [
             fork(
-                _run_script, words, str(log), {**os.environ, **self._told(rank, ranks), **(environment or {})},
-                str(folder or os.getcwd()), network,
+                _run_script, words, reader, logs, {**os.environ, **self._told(rank, ranks), **(environment or {})},
+                str(folder or os.getcwd()), before,
             )
             for rank in range(ranks)
         ]  # fmt: skip
+        reader.close()
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def _told(self, rank: int, ranks: int) -> dict[str, str]:
         if self._store is None:
@@ -164,16 +173,19 @@ class Script:
         return self.log.read_text()
 
 
-def _run_script(arguments: Sequence[str], log: str, environment: Mapping[str, str], folder: str, network: str) -> None:
+def _run_script(
+    arguments: Sequence[str], reader: Connection, logs: Sequence[str], environment: Mapping[str, str], folder: str,
+    before: Callable[[], object],
+) -> None:  # fmt: skip
     os.setsid()
-    output = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    os.dup2(reader.fileno(), 0)
+    sys.stdin = open(0)  # noqa: SIM115
+    for number, log in enumerate(logs, 1):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    if network:
-        _enter_network(network)
+    before()
     torch.set_num_threads(1)  # OMP_NUM_THREADS is read when torch is imported
     random.seed()
     torch.seed()
@@ -194,14 +206,6 @@ def _run_python(first: str, *rest: str) -> None:
     else:
         sys.argv, sys.path[0] = [first, *rest], os.path.dirname(first)
         runpy.run_path(first, run_name="__main__")
-
-
-def _enter_network(name: str) -> None:
-    """As `ip netns exec` does; os.setns comes with Python 3.12."""
-    namespace = os.open(f"/run/netns/{name}", os.O_RDONLY)
-    if ctypes.CDLL(None, use_errno=True).setns(namespace, 0):
-        raise OSError(ctypes.get_errno(), "setns", name)
-    os.close(namespace)
 
 
 def interrupt(call: Callable[[], object], and_then: Callable[[], object] = lambda: None) -> None:

@@ -21,6 +21,7 @@ from ckpt.memory import place as place_module
 from ckpt.memory.place import MemoryPlace
 from ckpt.memory.slots import SlotWriter
 from ckpt.root.commit import Attempt
+from tests.helpers.processes import Script
 from tests.memory.test_resume import DiedError, Training, memory, snapshots, straight
 
 __all__ = ["memory", "straight"]
@@ -143,7 +144,6 @@ class TestARunThatDied:
 
     @pytest.mark.slow
     def test_a_forked_child_that_outlives_it_is_in_nobodys_way(self, tmp_path: Path, straight: str) -> None:
-        reader, writer = os.pipe()
         program = f"""if True:
             import os, signal
             from pathlib import Path
@@ -158,17 +158,13 @@ class TestARunThatDied:
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGKILL)
         """
-        killed = subprocess.run([sys.executable, "-c", program], stdin=reader, stdout=subprocess.PIPE, timeout=120)
-        os.close(reader)
-        try:
-            assert killed.returncode == -signal.SIGKILL
+        with Script("-c", program, log=tmp_path / "log") as killed:
+            assert killed.wait() == -signal.SIGKILL, killed.log.read_text()
             again = Training(tmp_path / "root")
             assert again.to(25) == straight
             assert again.restored.step == 15
             assert again.manager.session.memory is not None
             assert again.manager.session.memory.statistics.taken == 3  # steps 18, 21 and 24
-        finally:
-            os.close(writer)
 
 
 class TestAnAbandonedFuture:

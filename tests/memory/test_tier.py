@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +22,7 @@ from ckpt.memory.tier import MemoryTier
 from ckpt.memory.verdict import View, verdict_of
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
 from ckpt.storage.local.volatile import VolatileStorage
+from tests.helpers.namespaces import with_tmpfs
 
 MB = 1 << 20
 
@@ -228,14 +227,11 @@ with ckpt.StateManager(sys.argv[1], model=model, save_every=5, memory_every=2) a
         manager.step()
 print("done", manager.progress.step)
 """
-    mounted = f'mount -t tmpfs -o size=8m none {memory} && exec "$@"'
-    command = ["unshare", "--mount", "sh", "-c", mounted, "sh", sys.executable, "-c", script, str(tmp_path / "root")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
-    if "unshare" in done.stderr or "mount:" in done.stderr:
-        pytest.skip("no mounts may be made here")
-    assert done.stdout == "done 10\n", done.stderr
-    assert done.stderr.count("the memory tier is off until step 22: ") == 1
-    assert "is too small, and there is no keeper process" in done.stderr
+    done = with_tmpfs(memory, 8 << 20, "-c", script, str(tmp_path / "root"), cwd=tmp_path)
+    assert done.run() == "done 10\n"
+    said = done.errors.read_text()
+    assert said.count("the memory tier is off until step 22: ") == 1
+    assert "is too small, and there is no keeper process" in said
     assert [found.step for found in ckpt.list_checkpoints(tmp_path / "root")] == [10, 5]
 
 

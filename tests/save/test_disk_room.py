@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.small_tmpfs import with_tmpfs
+from tests.helpers.namespaces import with_tmpfs
 
 pytestmark = pytest.mark.slow
 
@@ -34,25 +33,30 @@ print(sorted(found.name for found in ckpt.list_checkpoints(root)), set(map(tuple
 """
 
 
-def _saved(tmp_path: Path, room: float, last: int, *metrics: float) -> str:
-    command = [sys.executable, "-c", SAVE, str(tmp_path), str(last), *map(str, metrics)]
-    done = with_tmpfs(tmp_path, int(room * (1 << 20)), command)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    return folder
 
 
-def test_what_retention_would_remove_is_removed_first_where_that_makes_the_room(tmp_path: Path) -> None:
+def _saved(small: Path, room: float, last: int, *metrics: float) -> str:
+    words = ("-c", SAVE, str(small), str(last), *map(str, metrics))
+    return with_tmpfs(small, int(room * (1 << 20)), *words, cwd=small.parent).run()
+
+
+def test_what_retention_would_remove_is_removed_first_where_that_makes_the_room(small: Path) -> None:
     """Three checkpoints and the frozen weights, which all link to, take 8 MB: a fourth needs 2 MB more."""
-    assert _saved(tmp_path, 9, 3) == "['s3', 's4', 's5'] {()}\n"
+    assert _saved(small, 9, 3) == "['s3', 's4', 's5'] {()}\n"
 
 
-def test_the_best_one_is_no_room(tmp_path: Path) -> None:
-    assert _saved(tmp_path, 9, 2, 0.1, 0.5, 0.4, 0.3, 0.2) == "['s1', 's4', 's5'] {()}\n"
+def test_the_best_one_is_no_room(small: Path) -> None:
+    assert _saved(small, 9, 2, 0.1, 0.5, 0.4, 0.3, 0.2) == "['s1', 's4', 's5'] {()}\n"
 
 
-def test_the_newest_intact_one_is_never_removed_and_nothing_is_written(tmp_path: Path) -> None:
-    refused, left = _saved(tmp_path, 5, 1).splitlines()
-    assert refused.startswith(f"{tmp_path}/s2 takes 2.0 MB, and ")
+def test_the_newest_intact_one_is_never_removed_and_nothing_is_written(small: Path) -> None:
+    refused, left = _saved(small, 5, 1).splitlines()
+    assert refused.startswith(f"{small}/s2 takes 2.0 MB, and ")
     assert "are free there. Nothing was written or removed. Free some space" in refused
     assert left == "['s1'] {()}"
 
@@ -82,10 +86,9 @@ print(ckpt.verify(f"{root}/s1"))
 """
 
 
-def test_the_newest_intact_one_is_no_room_though_a_newer_one_is_damaged(tmp_path: Path) -> None:
-    done = with_tmpfs(tmp_path, 7 << 20, [sys.executable, "-c", DAMAGED, str(tmp_path)])
-    assert done.returncode == 0, done.stderr
-    resumed, refused, left = done.stdout.splitlines()
+def test_the_newest_intact_one_is_no_room_though_a_newer_one_is_damaged(small: Path) -> None:
+    said = with_tmpfs(small, 7 << 20, "-c", DAMAGED, str(small), cwd=small.parent).run()
+    resumed, refused, left = said.splitlines()
     assert resumed == "s1"
     assert "Nothing was written or removed" in refused
     assert left == "{'s1': []}"

@@ -66,6 +66,7 @@ def _torchao(kind: str) -> Callable[[Any], Any]:
     def build(parameters: Any) -> Any:
         from torchao import optim
 
+        torch.compiler.set_stance("force_eager")  # its steps are compiled for 30 s otherwise; the state is the same
         return getattr(optim, kind)(parameters, lr=0.1, block_size=16)
 
     return build

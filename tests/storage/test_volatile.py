@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from ckpt.errors import FullError
 from ckpt.storage import StablePieces, Storage
 from ckpt.storage.local import tmpfs_write
 from ckpt.storage.local.volatile import VolatileStorage
-from tests.helpers.small_tmpfs import with_tmpfs
+from tests.helpers.namespaces import with_tmpfs
 from tests.helpers.storage_contract import StorageContract, sizes
 
 LARGE = 2 << 20
@@ -154,10 +153,11 @@ assert storage.read("after/object") == small
 
 @pytest.mark.slow
 def test_a_tmpfs_that_is_full_is_an_error_that_says_so_and_not_the_end_of_the_process(tmp_path: Path) -> None:
-    done = with_tmpfs(tmp_path, 64 << 20, [sys.executable, "-c", FULL, str(tmp_path)])
-    assert done.returncode == 0, done.stderr
-    assert "could not write" in done.stdout
-    assert "No space left on device" in done.stdout
+    small = tmp_path / "small"
+    small.mkdir()
+    said = with_tmpfs(small, 64 << 20, "-c", FULL, str(small), cwd=tmp_path).run()
+    assert "could not write" in said
+    assert "No space left on device" in said
 
 
 def test_a_full_tmpfs_is_an_error_where_pages_cannot_be_asked_for(

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ckpt
 from ckpt.formats.foreign.dcp_write import Shard, ShardedEntry, write_folder
-from tests.helpers.small_tmpfs import with_tmpfs
+from tests.helpers.namespaces import with_tmpfs
 from tests.helpers.stateful import Stateful
 from tests.helpers.training import exact
 
@@ -244,11 +244,12 @@ def test_a_full_disk_is_one_line_whatever_is_written(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
     command = "import sys; from ckpt.cli.main import main; main(sys.argv[1:])"
-    convert = [sys.executable, "-c", command, "convert", str(tmp_path / "saved.pt"), str(small / "out"), "--to", "dcp"]
-    done = with_tmpfs(small, 1 << 20, convert)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith("No space left on device.")
-    assert "Traceback" not in done.stderr
+    convert = ("-c", command, "convert", str(tmp_path / "saved.pt"), str(small / "out"), "--to", "dcp")
+    with with_tmpfs(small, 1 << 20, *convert, cwd=tmp_path) as done:
+        assert done.wait() == 1
+    said = done.errors.read_text()
+    assert said.splitlines()[-1].endswith("No space left on device.")
+    assert "Traceback" not in said
 
 
 @pytest.mark.slow

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,10 @@ from torch import nn
 import ckpt
 from ckpt.cli.main import main
 from ckpt.selftest.check import Report, check
-from ckpt.selftest.child import main as carry_out
-from ckpt.selftest.runs import Program, kill_steps, last_lines
+from ckpt.selftest.runs import Program, in_a_process, kill_steps, last_lines
 from ckpt.selftest.trace import End, Saved, Step, Trace
 from ckpt.testing import InexactResumeError, assert_exact_resume
-from tests.helpers.processes import fork
+from tests.helpers.processes import Script
 from tests.selftest_scripts.causes import SCRIPTS as SCRIPTS_BY_CAUSE
 from tests.selftest_scripts.habits import HABITS
 
@@ -39,19 +40,15 @@ def _sums_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forked(program: Program, plan: Path, log: Path) -> tuple[int | None, str]:
-    """As a process of its own, but forked from one that has imported torch: the same in a tenth of the time."""
-    job = fork(_carry_out, str(plan), str(log))
-    job.join(program.timeout)
-    job.kill()
-    return job.exitcode, last_lines(log)
+    """As processes of their own, but forked from one that has imported torch: the same in a tenth of the time."""
+    with Script("-m", "ckpt.selftest.child", plan, log=log, ranks=program.processes) as running:
+        with suppress(subprocess.TimeoutExpired):
+            running.wait(program.timeout)
+        return running.poll(), last_lines(log)
 
 
-def _carry_out(plan: str, log: str) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    torch.set_num_threads(1)
-    carry_out(plan)
+def killed_under_torchrun(program: Program, plan: Path, log: Path) -> tuple[int | None, str]:
+    return (forked if json.loads(plan.read_text())["kill_at"] is None else in_a_process)(program, plan, log)
 
 
 def run_script(script: str, *arguments: str, kills: int = 1) -> Report:
@@ -122,7 +119,8 @@ def test_a_habit_of_users_resumes_exactly_or_ckpt_itself_says_that_it_does_not(h
 
 
 def test_ranks_are_compared_each_with_itself() -> None:
-    report = check(Program(target=str(EXAMPLES / "train_fsdp.py"), arguments=("--epochs", "1"), kills=1, processes=2))
+    example, start = str(EXAMPLES / "train_fsdp.py"), killed_under_torchrun
+    report = check(Program(target=example, arguments=("--epochs", "1"), kills=1, processes=2, start=start))
     assert report.exact, str(report)
 
 
@@ -173,7 +171,8 @@ def train_with_a_count_of_its_own(root: str) -> None:
 
 
 class TestFunctions:
-    def test_one_that_resumes_exactly_passes(self) -> None:
+    def test_one_that_resumes_exactly_passes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ckpt.testing.Program", partial(Program, start=forked))
         assert assert_exact_resume(train, kills=1).exact
 
     def test_one_that_does_not_raises_with_the_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +194,10 @@ class TestFunctions:
 
 
 class TestNothingToCompare:
+    @pytest.fixture(autouse=True)
+    def _forked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("ckpt.selftest.runs.Program", partial(Program, start=forked))
+
     def refused(self, tmp_path: Path, text: str) -> str:
         script = tmp_path / "script.py"
         script.write_text(text)
