@@ -28,6 +28,7 @@ from ckpt.cli.main import main
 from ckpt.storage import HubStorage
 from tests.helpers.hub_server import HubServer, connect, serving
 from tests.helpers.hub_store import MissingError
+from tests.helpers.places import intact
 from tests.helpers.processes import DEADLINE, run_alone, run_ranks, start_alone
 
 REPO = "me/model"
@@ -386,7 +387,7 @@ def test_a_configuration_that_cannot_be_taken_costs_no_checkpoint(
         assert "its checkpoint cannot be published" in caplog.text
         with pytest.raises(ckpt.CkptError, match="not JSON serializable"):
             manager.save_model(tmp_path / "out")
-    assert not any(ckpt.verify(tmp_path / "run").values())
+    assert intact(tmp_path / "run")
 
 
 def _file(path: str, content: bytes) -> dict[str, Any]:

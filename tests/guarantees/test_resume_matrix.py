@@ -60,7 +60,7 @@ def compare(root: str, tmp_path: Path, world_size: int, data: str, numerics: str
     for kill in kills:
         job = Job(f"{root}/{kill}", data, numerics, record=str(tmp_path / kill))
         doomed = _doomed(job, kill, _batches_per_epoch(data, world_size))
-        assert run_ranks(world_size, train, doomed) == [-9] * world_size
+        assert run_ranks(world_size, train, doomed, dies=True) == [-9] * world_size
         assert run_ranks(world_size, train, Job(**{**vars(doomed), "kill": None})) == [0] * world_size
         for was, now in zip(expected, records(str(tmp_path / kill), world_size), strict=True):
             assert doomed.kill is not None

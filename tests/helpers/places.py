@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import PosixPath
 from typing import Any
 
+import ckpt
 from ckpt.storage import ANY, Buffer, Entry, Unfinished, open_storage
 
 
@@ -109,6 +110,11 @@ def copy(source: Place, target: Place) -> None:
     """Copy all files, over those that are there."""
     for name in source.files():
         (target / name).write_bytes((source / name).read_bytes())
+
+
+def intact(root: object) -> bool:
+    """Whether there are checkpoints, and nothing is wrong with any."""
+    return set(map(tuple, ckpt.verify(str(root)).values())) == {()}
 
 
 def committed(root: Place) -> set[str]:

@@ -42,8 +42,11 @@ _PRELOADED = """
 _context.set_forkserver_preload(_PRELOADED.split())
 
 
-def run_ranks(world_size: int, function: Callable[..., None], *args: Any) -> list[int]:
-    """Run `function(rank, *args)` in as many processes, and return their exit codes (-9 for a killed one)."""
+def run_ranks(world_size: int, function: Callable[..., None], *args: Any, dies: bool = False) -> list[int]:
+    """Run `function(rank, *args)` in as many processes, and return their exit codes (-9 for a killed one).
+
+    A rank that ends with another code than 0 fails the test, whether it compares them or not, unless it is to die.
+    """
     # the store lives here, as it lives in torchrun's agent: it outlasts any rank
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -58,12 +61,14 @@ def run_ranks(world_size: int, function: Callable[..., None], *args: Any) -> lis
         failures = [path.read_text() for path in sorted(Path(folder).glob("failure-*"))]
     waiting = [f"ranks {late} did not end within {DEADLINE:g} s"] if late else []
     assert not failures + waiting, "\n".join(failures + waiting)
-    return [job.exitcode for job in jobs if job.exitcode is not None]
+    codes = [job.exitcode for job in jobs if job.exitcode is not None]
+    assert dies or not any(codes), f"the ranks ended with {codes}"
+    return codes
 
 
-def run_alone(function: Callable[..., None], *args: Any) -> int:
+def run_alone(function: Callable[..., None], *args: Any, dies: bool = False) -> int:
     """Run `function(rank, *args)` in one process, without a process group."""
-    return run_ranks(1, function, *args)[0]
+    return run_ranks(1, function, *args, dies=dies)[0]
 
 
 def run_here(function: Callable[..., None], *args: Any) -> int:

@@ -23,6 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import ckpt
 from ckpt.integrations.lightning import CkptGenerators, CkptIO
 from ckpt.integrations.lightning_memory import CkptMemory
+from tests.helpers.places import intact
 from tests.helpers.processes import run_here, run_ranks, seed_everything
 from tests.helpers.training import exact
 
@@ -126,7 +127,7 @@ def test_a_fit_that_was_killed_resumes_from_memory_as_if_it_were_not(tmp_path: P
     for folder in (straight, killed):
         folder.mkdir()
     both = (str(straight), str(killed), world_size)
-    assert run_ranks(world_size, fit_in_memory_and_be_killed, *both) == [-signal.SIGKILL] * world_size
+    assert run_ranks(world_size, fit_in_memory_and_be_killed, *both, dies=True) == [-signal.SIGKILL] * world_size
     assert run_ranks(world_size, fit_in_memory, str(killed), world_size, -1) == [0] * world_size
     for rank in range(world_size):
         assert (killed / f"began-{rank}").read_text().splitlines()[1].endswith("/slots/step-00000028")
@@ -187,7 +188,7 @@ def test_a_fit_that_was_killed_and_resumes_equals_one_that_was_not(tmp_path: Pat
     for folder in (straight, killed):
         folder.mkdir()
     both = (str(straight), str(killed), kind, world_size)
-    assert run_ranks(world_size, fit_and_be_killed, *both) == [-signal.SIGKILL] * world_size
+    assert run_ranks(world_size, fit_and_be_killed, *both, dies=True) == [-signal.SIGKILL] * world_size
     assert CkptIO.newest(killed / "checkpoints") is not None
     again = (fit, str(killed), kind, world_size, -1)
     assert (run_ranks(world_size, *again) if world_size > 1 else [run_here(*again)]) == [0] * world_size
@@ -195,7 +196,7 @@ def test_a_fit_that_was_killed_and_resumes_equals_one_that_was_not(tmp_path: Pat
         assert last_of_each_step(killed, rank) == last_of_each_step(straight, rank)
         assert len(last_of_each_step(straight, rank)) == STEPS
         assert (killed / f"weights-{rank}").read_text() == (straight / f"weights-{rank}").read_text()
-    assert all(problems == [] for problems in ckpt.verify(killed / "checkpoints").values())
+    assert intact(killed / "checkpoints")
 
 
 def test_what_is_let_go_goes_when_its_successor_is_committed(tmp_path: Path) -> None:

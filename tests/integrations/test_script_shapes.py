@@ -221,7 +221,7 @@ def test_a_script_of_that_shape_killed_twice_ends_as_one_that_was_not(tmp_path: 
     for name in kills:
         (tmp_path / name).mkdir()
         for number, killed_at in enumerate((*kills[name], 0)):
-            code = run_alone(_run, str(tmp_path / name), shape, number, killed_at)
+            code = run_alone(_run, str(tmp_path / name), shape, number, killed_at, dies=True)
             assert code == (-signal.SIGKILL if killed_at else 0)
     straight, run = ((tmp_path / name / "steps.txt").read_text().splitlines() for name in kills)
     assert len(run) < 2 * len(straight)  # none began anew

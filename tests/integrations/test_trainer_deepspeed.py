@@ -75,7 +75,7 @@ def test_a_trainer_with_deepspeed_that_was_killed_and_resumes_equals_one_that_wa
     for folder in (straight, killed):
         folder.mkdir()
     both = (str(straight), str(killed), 2, stage)
-    assert run_ranks(2, train_and_be_killed, *both) == [-signal.SIGKILL] * 2
+    assert run_ranks(2, train_and_be_killed, *both, dies=True) == [-signal.SIGKILL] * 2
     assert ckpt.list_checkpoints(killed / "root")[0].name == "step-00000010"
     assert run_ranks(2, train, str(killed), 2, stage, -1) == [0, 0]
     for name in [f"{kind}-{rank}" for kind in ("log", "weights") for rank in range(2)]:

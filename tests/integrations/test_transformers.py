@@ -151,7 +151,7 @@ def test_a_trainer_that_was_killed_and_resumes_equals_one_that_was_not(tmp_path:
     for folder in (straight, killed):
         folder.mkdir()
     both = (str(straight), str(killed), world_size)
-    assert run_ranks(world_size, train_and_be_killed, *both) == [-signal.SIGKILL] * world_size
+    assert run_ranks(world_size, train_and_be_killed, *both, dies=True) == [-signal.SIGKILL] * world_size
     assert names(killed / "root")[0] in ("step-00000006", "step-00000009")
     again = (train, str(killed), world_size, -1)
     assert (run_ranks(world_size, *again) if world_size > 1 else [run_here(*again)]) == [0] * world_size
@@ -180,7 +180,7 @@ def test_one_that_was_killed_resumes_from_memory_as_if_it_were_not(tmp_path: Pat
     for folder in (straight, killed):
         folder.mkdir()
     both = (str(straight), str(killed), world_size)
-    assert run_ranks(world_size, train_in_memory_and_be_killed, *both) == [-signal.SIGKILL] * world_size
+    assert run_ranks(world_size, train_in_memory_and_be_killed, *both, dies=True) == [-signal.SIGKILL] * world_size
     assert names(killed / "root")[0] in ("step-00000006", "step-00000009")
     assert run_ranks(world_size, train_in_memory, str(killed), world_size, -1) == [0] * world_size
     assert (killed / "began").read_text() == "10"
@@ -191,7 +191,7 @@ def test_one_that_was_killed_resumes_from_memory_as_if_it_were_not(tmp_path: Pat
 
 def test_a_fresh_start_beside_what_is_in_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path))
-    assert run_ranks(1, train_in_memory_alone, str(tmp_path)) == [-signal.SIGKILL]
+    assert run_ranks(1, train_in_memory_alone, str(tmp_path), dies=True) == [-signal.SIGKILL]
     with pytest.raises(ckpt.ConfigError, match="has left step-00000002 in memory, and this run begins afresh"):
         trainer(tmp_path, kept(tmp_path / "root", memory_every=2)).train()
 

@@ -116,10 +116,8 @@ def test_a_trainer_of_trl_that_was_killed_and_resumes_equals_one_that_was_not(tm
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     for folder in (straight, killed):
         folder.mkdir()
-    assert run_ranks(1, train_and_be_killed, kind, str(straight), str(killed)) == [-signal.SIGKILL]
+    assert run_ranks(1, train_and_be_killed, kind, str(straight), str(killed), dies=True) == [-signal.SIGKILL]
     assert ckpt.list_checkpoints(killed / "root")[0].name == f"step-{KILLED_AT - 1:08d}"
     assert run_ranks(1, train, kind, str(killed), -1) == [0]
-    for name in ("log", "weights", "reference"):
-        assert (straight / name).exists() or name == "reference"
-        if (straight / name).exists():
-            assert (killed / name).read_text() == (straight / name).read_text(), name
+    for name in ("log", "weights", *([] if kind == "SFT" else ["reference"])):
+        assert (killed / name).read_text() == (straight / name).read_text(), name

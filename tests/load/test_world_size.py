@@ -33,7 +33,7 @@ def test_saved_by_two_ranks_every_sample_is_seen_once_per_epoch_by_another_numbe
         record["steps"] = {step: entry for step, entry in record["steps"].items() if int(step) <= save_at}
 
     job = Job(f"{root}/run", "distributed", save_every=save_at, kill=(save_at, "after"), record=str(tmp_path / "run"))
-    assert run_ranks(2, train, job) == [-9, -9]
+    assert run_ranks(2, train, job, dies=True) == [-9, -9]
     run_ranks(world_size, train, Job(**{**vars(job), "kill": None}))
     after = records(job.record or "", world_size)
 
@@ -52,7 +52,7 @@ def test_saved_by_two_ranks_every_sample_is_seen_once_per_epoch_by_another_numbe
 def test_gradients_of_another_number_of_ranks_are_named(root: Place, tmp_path: Path, world_size: int) -> None:
     path = str(tmp_path / "record")
     job = Job(f"{root}/run", "distributed", "accumulation", save_every=2, kill=(2, "after"), record=path)
-    assert run_ranks(2, train, job) == [-9, -9]
+    assert run_ranks(2, train, job, dies=True) == [-9, -9]
     run_ranks(world_size, train, Job(**{**vars(job), "kill": None}))
     for record in records(path, world_size):
         assert "window begins anew" in record["approximated"]["gradients"]
@@ -60,7 +60,7 @@ def test_gradients_of_another_number_of_ranks_are_named(root: Place, tmp_path: P
 
 def test_more_ranks_each_get_a_stream_of_their_own(root: Place, tmp_path: Path) -> None:
     job = Job(f"{root}/run", "shuffle", save_every=2, kill=(2, "after"), record=str(tmp_path / "run"))
-    run_ranks(2, train, job)
+    assert run_ranks(2, train, job, dies=True) == [-9, -9]
     run_ranks(3, train, Job(**{**vars(job), "kill": None}))
     draws = [record["final"]["rng"] for record in records(job.record or "", 3)]
     assert len(set(draws)) == 3

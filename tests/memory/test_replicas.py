@@ -145,7 +145,8 @@ def test_a_machine_that_is_gone_is_replaced_by_another_which_has_the_snapshot_fr
     run("replaced", 12, 6)
     for rank in range(2):
         ours, straight = (torch.load(states / f"{name}-{rank}") for name in ("replaced", "straight"))
-        assert all(map(torch.equal, ours, straight))
+        assert len(ours) == 2
+        assert all(torch.equal(mine, other) for mine, other in zip(ours, straight, strict=True))
     assert not list(tmp_path.glob("memory-*/*")), "something is left in memory"
 
 

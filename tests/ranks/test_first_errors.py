@@ -133,7 +133,7 @@ def _lose_a_rank_beside_a_full_disk(rank: int, root: str) -> None:
 
 
 def test_a_full_disk_is_told_even_if_a_rank_dies_while_the_rest_is_gathered(root: Place) -> None:
-    assert run_ranks(2, _lose_a_rank_beside_a_full_disk, str(root)) == [0, -9]
+    assert run_ranks(2, _lose_a_rank_beside_a_full_disk, str(root), dies=True) == [0, -9]
 
 
 def _export_beside_a_dead_rank(rank: int, folder: str) -> None:
@@ -151,5 +151,5 @@ def _export_beside_a_dead_rank(rank: int, folder: str) -> None:
 
 
 def test_the_same_for_a_model_that_is_exported(tmp_path: Path) -> None:
-    assert run_ranks(2, _export_beside_a_dead_rank, str(tmp_path)) == [0, -9]
+    assert run_ranks(2, _export_beside_a_dead_rank, str(tmp_path), dies=True) == [0, -9]
     assert not (tmp_path / "model").exists()

@@ -152,7 +152,7 @@ def _lose_a_rank(rank: int, root: str) -> None:
 @pytest.mark.slow
 @pytest.mark.also_on_s3
 def test_a_dead_rank_is_named_and_the_checkpoint_before_stands(root: Place) -> None:
-    assert run_ranks(2, _lose_a_rank, str(root)) == [0, -9]
+    assert run_ranks(2, _lose_a_rank, str(root), dies=True) == [0, -9]
     assert ckpt.verify(root) == {"before": []}
 
 
@@ -178,7 +178,7 @@ def test_told_to_terminate_all_ranks_save_the_same_step_and_stop(
     straight = Job(f"{root}/straight", "distributed", epochs=4, record=str(tmp_path / "straight"))
     run_ranks(world_size, train, straight)
     job = Job(f"{root}/run", "distributed", epochs=4, save_every=1000, record=str(tmp_path / "run"))
-    assert run_ranks(world_size, _train_until_told, job, told) == [143] * world_size
+    assert run_ranks(world_size, _train_until_told, job, told, dies=True) == [143] * world_size
     (saved,) = ckpt.list_checkpoints(root / "run")
     assert saved.step is not None
     assert 4 <= saved.step < 20  # how soon depends on when the others ask
@@ -210,7 +210,7 @@ def _run_apart(rank: int, root: str) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_are_many_steps_apart_stop_at_the_same_one(root: Place) -> None:
-    assert run_ranks(2, _run_apart, str(root)) == [143, 143]
+    assert run_ranks(2, _run_apart, str(root), dies=True) == [143, 143]
     (saved,) = ckpt.list_checkpoints(root)
     assert saved.manifest is not None
     assert ckpt.verify(root) == {saved.name: []}

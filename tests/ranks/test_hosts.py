@@ -97,7 +97,7 @@ def _refused(rank: int, folder: str, hosts: str, mirror: str, kind: str = "fsdp2
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    assert run_ranks(4, _save, str(folder), SAME, str(folder / "mirror")) == [-9] * 4
+    assert run_ranks(4, _save, str(folder), SAME, str(folder / "mirror"), dies=True) == [-9] * 4
     return folder
 
 

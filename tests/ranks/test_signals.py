@@ -51,7 +51,7 @@ def _interrupted(rank: int, root: str) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_saves_the_step_and_stops_on_request(tmp_path: Path) -> None:
-    assert run_ranks(1, _interrupted, str(tmp_path)) == [130]
+    assert run_ranks(1, _interrupted, str(tmp_path), dies=True) == [130]
     assert _steps(tmp_path) == [5]
 
 
@@ -100,7 +100,7 @@ def _with_workers(rank: int, root: str) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_at_one_rank_and_its_workers_stops_all_ranks_at_the_same_step(tmp_path: Path) -> None:
-    assert sorted(run_ranks(2, _with_workers, str(tmp_path))) == [130, 143]
+    assert sorted(run_ranks(2, _with_workers, str(tmp_path), dies=True)) == [130, 143]
     (step,) = _steps(tmp_path)
     assert 5 < step < 400
 
@@ -146,7 +146,7 @@ def _train_on(manager: ckpt.StateManager) -> None:
 @pytest.mark.slow
 def test_a_last_save_that_takes_longer_than_the_grace_period_is_given_up(tmp_path: Path) -> None:
     began = time.monotonic()
-    assert run_ranks(1, _terminated, str(tmp_path / "run"), 1.0) == [143]
+    assert run_ranks(1, _terminated, str(tmp_path / "run"), 1.0, dies=True) == [143]
     assert time.monotonic() - began < 60
     assert [found.name for found in ckpt.list_checkpoints(tmp_path / "run") if found.committed] == ["step-00000001"]
     assert "not saved within the grace period of 1 s" in (tmp_path / "run.err").read_text()
@@ -164,7 +164,7 @@ def _slow_farewell(rank: int, root: str) -> None:
 
 @pytest.mark.slow
 def test_what_comes_after_the_last_save_is_not_cut_off(tmp_path: Path) -> None:
-    assert run_ranks(1, _slow_farewell, str(tmp_path)) == [143]
+    assert run_ranks(1, _slow_farewell, str(tmp_path), dies=True) == [143]
     assert _steps(tmp_path) == [5]
 
 

@@ -21,7 +21,7 @@ from ckpt.cli.main import main
 from ckpt.root import save_marker
 from ckpt.root.save_marker import MARKER
 from ckpt.storage import ANY, Buffer, Storage
-from tests.helpers.places import PassedOn, Place, at, committed
+from tests.helpers.places import PassedOn, Place, at, committed, intact
 from tests.helpers.processes import DEADLINE, start_alone
 
 SAVES = 30
@@ -88,10 +88,6 @@ def beside(gate: Gate, do: Callable[[], object]) -> Iterator[list[Exception]]:
     finally:
         gate.open.set()
         thread.join(DEADLINE)
-
-
-def intact(root: Place) -> bool:
-    return all(not wrong for wrong in ckpt.verify(root).values())
 
 
 @pytest.mark.also_on_s3
@@ -267,7 +263,7 @@ def test_pull_beside_a_run_that_saves_and_lets_go_is_not_aborted(root: Place, tm
             copy = tmp_path / f"copy-{pulls}"
             ckpt.pull(str(root), copy)
             assert committed(at(str(copy)))
-            assert all(not wrong for wrong in ckpt.verify(copy).values())
+            assert intact(copy)
             shutil.rmtree(copy)
             pulls += 1
             run.enough()

@@ -23,6 +23,7 @@ from torch import nn
 
 import ckpt
 from ckpt.storage import ANY, Buffer, LocalStorage, Storage, open_storage
+from tests.helpers.places import intact
 from tests.helpers.processes import DEADLINE, run_ranks, start_alone
 from tests.helpers.seaweed import BUCKET, environment, serving
 from tests.helpers.second_process import slow_where
@@ -55,10 +56,6 @@ class Counting(LocalStorage):
 
 def steps(root: str | Path | Storage) -> list[int | None]:
     return [checkpoint.step for checkpoint in ckpt.list_checkpoints(root) if checkpoint.committed]
-
-
-def intact(root: str | Path) -> bool:
-    return all(not wrong for wrong in ckpt.verify(root).values())
 
 
 def weights(step: float) -> nn.Linear:
@@ -119,6 +116,7 @@ class TestCopies:
         run(root, mirror, 1)
         here, there = LocalStorage(root), open_storage(mirror)
         keys = sorted(entry.key for entry in here.list("step-00000001"))
+        assert "step-00000001/model.safetensors" in keys
         assert keys == sorted(entry.key for entry in there.list("step-00000001"))
         assert all(here.read(key) == there.read(key) for key in keys)
 

@@ -12,7 +12,8 @@ import ckpt
 from ckpt.root.copy import Copies
 from ckpt.root.save_marker import MARKER
 from ckpt.storage import ANY, Buffer, Entry, LocalStorage
-from tests.root.test_mirror import intact, managed, resumed, run, steps, weights
+from tests.helpers.places import intact
+from tests.root.test_mirror import managed, resumed, run, steps, weights
 
 pytestmark = pytest.mark.not_on_s3("about a root and a mirror that a test takes away")
 

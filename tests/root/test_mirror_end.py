@@ -19,9 +19,10 @@ from ckpt.storage import Entry, LocalStorage, open_storage
 from ckpt.storage.base import Interruptible
 from ckpt.util.threads import ThreadCall
 from tests.helpers.faulty_proxy import FaultyProxy
+from tests.helpers.places import intact
 from tests.helpers.processes import DEADLINE, start_alone
 from tests.helpers.seaweed import BUCKET, Server, environment, serving
-from tests.root.test_mirror import Counting, intact, steps, weights
+from tests.root.test_mirror import Counting, steps, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.not_on_s3("about a mirror that a test takes away")]
 LONG = 45.0  # seconds: less than a single try of a request takes that is not answered, and much more than is waited

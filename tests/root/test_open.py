@@ -192,7 +192,7 @@ def _killed_while_it_looks_for_hosts(rank: int, root: str) -> None:
 @pytest.mark.slow
 @pytest.mark.not_on_s3("hosts are looked for on a filesystem")
 def test_what_a_job_left_that_was_killed_while_it_looked_for_hosts_is_swept_by_the_next(root: Place) -> None:
-    assert run_ranks(2, _killed_while_it_looks_for_hosts, str(root)) == [-signal.SIGKILL] * 2
+    assert run_ranks(2, _killed_while_it_looks_for_hosts, str(root), dies=True) == [-signal.SIGKILL] * 2
     assert sum(name.startswith(".host-") for name in root.files()) == 2
     with ckpt.StateManager(root, model=nn.Linear(2, 2)) as manager:
         manager.resume()
@@ -208,7 +208,7 @@ def _killed_while_it_tries_the_root(rank: int, root: str) -> None:
 def test_what_a_job_left_that_was_killed_while_it_tried_its_root_is_swept_by_the_next(s3: str) -> None:
     root = Prefix(s3)
     (root / ".try-notes").write_bytes(b"of a user")
-    assert run_alone(_killed_while_it_tries_the_root, s3) == -signal.SIGKILL
+    assert run_alone(_killed_while_it_tries_the_root, s3, dies=True) == -signal.SIGKILL
     assert sum(name.startswith(".try-") for name in root.files()) == 2
     with ckpt.StateManager(s3, model=nn.Linear(2, 2)) as manager:
         manager.resume()

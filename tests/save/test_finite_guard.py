@@ -85,7 +85,7 @@ def _terminated(rank: int, root: str) -> None:
 
 @pytest.mark.slow
 def test_told_to_terminate_with_dead_weights_a_run_stops_without_a_save(tmp_path: Path) -> None:
-    assert run_ranks(1, _terminated, str(tmp_path)) == [143]
+    assert run_ranks(1, _terminated, str(tmp_path), dies=True) == [143]
     assert ckpt.list_checkpoints(tmp_path) == []
 
 

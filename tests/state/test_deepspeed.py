@@ -93,7 +93,7 @@ def _model_of(folder: Path, case: str) -> None:
 def test_a_killed_engine_goes_on_exactly_and_its_model_is_there_for_everybody(tmp_path: Path) -> None:
     from tests.helpers.engines import CASES
 
-    assert run_ranks(2, _trained_and_killed, str(tmp_path)) == [-9, -9]
+    assert run_ranks(2, _trained_and_killed, str(tmp_path), dies=True) == [-9, -9]
     for case in CASES:
         _model_of(tmp_path, case)
     assert run_alone(_resumed_by_one, str(tmp_path)) == 0

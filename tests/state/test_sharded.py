@@ -195,7 +195,9 @@ def _read_with_torch_alone(rank: int, root: str, name: str) -> None:
 def test_torch_alone_reads_a_sharded_checkpoint(saved: Saved, tmp_path: Path, name: str) -> None:
     copy(saved.root / name, Folder(tmp_path) / name)
     assert run_ranks(2, _read_with_torch_alone, str(tmp_path), name) == [0, 0]
-    for file in (tmp_path / name).rglob("*.safetensors"):
+    files = list((tmp_path / name).rglob("*.safetensors"))
+    assert files
+    for file in files:
         with safetensors.safe_open(file, "pt") as opened:
             assert opened.keys()
 

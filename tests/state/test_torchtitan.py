@@ -57,7 +57,7 @@ def test_torchtitan_is_killed_resumed_bit_for_bit_and_spread_in_other_ways(
 ) -> None:
     monkeypatch.setattr(processes, "DEADLINE", 600.0)  # every process imports torchtitan
     folder = str(tmp_path)
-    assert run_ranks(4, _train_and_die, folder) == [-9] * 4
+    assert run_ranks(4, _train_and_die, folder, dies=True) == [-9] * 4
     run_ranks(4, _resume, folder)
     run_ranks(4, _load, folder, {"pp2-fsdp": "pp2-tp", "tp2-fsdp": "pp2-fsdp"})
     run_ranks(2, _load, folder, dict.fromkeys(titan.TRAINED, "fsdp"))
