@@ -5,12 +5,32 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ckpt.formats.layout import Box, Layout, Members, among, interned, over_all_ranks
-from ckpt.formats.shard_outline import ShardOutline
+
+
+class ShardOutline(NamedTuple):
+    """A DTensor without its values."""
+
+    mesh: Any
+    placements: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Any) -> ShardOutline:
+        return cls(tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride())
+
+    def around(self, piece: torch.Tensor) -> Any:
+        """Such a DTensor, with this shard on this rank."""
+        from torch.distributed.tensor import DTensor
+
+        mesh, placements, shape, stride = self
+        return DTensor.from_local(piece, mesh, placements, run_check=False, shape=shape, stride=stride)
+
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

@@ -187,8 +187,6 @@ def test_nothing_is_imported_as_formats_or_storage() -> None:
 def test_nothing_is_pickled_but_for_other_tools_whose_formats_ask_for_it() -> None:
     found = offences(pickled, sources(PACKAGE, FORMATS, STORAGE), "ckpt")
     assert {name: set(calls) for name, calls in found.items()} == {
-        "accelerate_write.py": {"torch.save"},
-        "dcp_write.py": {"torch.save"},
         "torch_write.py": {"torch.save", "torch.serialization.skip_data"},
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +13,22 @@ from ckpt.errors import ConfigError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.root.summary import Summary
 from ckpt.shown import markdown, shown
-from ckpt.util.line_chart import Points
+from ckpt.util.line_chart import HEIGHT, WIDTH, Points, line_panel
+from ckpt.util.svg_plot import PLAIN, document
+
+
+def draw(curves: Mapping[str, Points]) -> str | None:
+    """One panel for each metric that has two finite points or more; none if there is no such metric."""
+    metrics = [(name, points) for name, points in curves.items() if _finite(points) > 1]
+    if not metrics:
+        return None
+    panels = [line for index, metric in enumerate(metrics) for line in line_panel(*metric, PLAIN, top=index * HEIGHT)]
+    return document(panels, WIDTH, HEIGHT * len(metrics), title="metrics by step")
+
+
+def _finite(points: Points) -> int:
+    return sum(math.isfinite(value) for _, value in points)
+
 
 CARD, CURVE = "README.md", "training-curve.svg"
 BEGIN = "<!-- ckpt writes this section anew with every push: what you change in it is lost -->"

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from ckpt.errors import DamagedError, MissingError
-from ckpt.export.rank_variants import is_own_file, merged, warn_of_variants
 from ckpt.formats.native.documents import STATE, from_json, parts_in
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FileRecord, Manifest
-from ckpt.formats.native.pieced import pieced
 from ckpt.formats.native.shard_table import ShardTable
-from ckpt.formats.native.tensor_file import TensorFile
+from ckpt.formats.native.tensor_file import TensorFile, pieced
 from ckpt.formats.pieces import PiecedTensor, check_complete
 from ckpt.ranks.group import MAIN
 from ckpt.root.catalog import locate, read_manifest
@@ -25,6 +25,60 @@ from ckpt.root.trust import Trust
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import problems
 from ckpt.storage import Storage
+
+_log = logging.getLogger("ckpt")
+_FEW_NAMES = 5
+
+
+def is_own_file(name: str, part: str) -> bool:
+    """True for files with tensors that one rank had different from the main rank: `model-own-00001.safetensors`."""
+    return re.fullmatch(rf"{re.escape(part)}-own-\d{{5}}", part_of(name)) is not None
+
+
+def merged(
+    where: str,
+    main: Mapping[str, PiecedTensor],
+    own: Mapping[str, PiecedTensor],
+    differs: Mapping[str, Collection[int]],
+) -> dict[str, PiecedTensor]:
+    """The main rank's tensors, and those that only other ranks have, such as the layers of other pipeline stages.
+
+    Where several ranks have different values of a tensor, those of the first rank are used, with a warning.
+    """
+    found = {name: _without(tensor, differs.get(name, ())) for name, tensor in main.items()}
+    several = [
+        name for name, ranks in differs.items() if name in found or (len(ranks) > 1 and not _is_divided(own, name))
+    ]
+    warn_of_variants(where, several)
+    return found | {name: _first_of_each_box(tensor) for name, tensor in own.items() if name not in found}
+
+
+def warn_of_variants(where: str, names: Collection[str]) -> None:
+    """Say which tensors several ranks have different values of."""
+    if names:
+        more = f" and {len(names) - _FEW_NAMES} more" if len(names) > _FEW_NAMES else ""
+        _log.warning(
+            "%s: ranks have different %s%s; those of rank 0 are used, or of the first rank that has them.",
+            where, ", ".join(list(names)[:_FEW_NAMES]), more,
+        )  # fmt: skip
+
+
+def _is_divided(own: Mapping[str, PiecedTensor], name: str) -> bool:
+    """True if the ranks hold disjoint pieces of the tensor instead of different values of all of it."""
+    return name in own and len({piece.box for piece in own[name].pieces}) == len(own[name].pieces)
+
+
+def _without(tensor: PiecedTensor, ranks: Collection[int]) -> PiecedTensor:
+    """A tensor without the pieces of these ranks, unless no other rank has any."""
+    kept = tuple(piece for piece in tensor.pieces if rank_of(piece.region.where) not in ranks)
+    return replace(tensor, pieces=kept) if kept else tensor
+
+
+def _first_of_each_box(tensor: PiecedTensor) -> PiecedTensor:
+    """A tensor with one piece per box: that of the first rank."""
+    pieces = {piece.box: piece for piece in reversed(tensor.pieces)}
+    return replace(tensor, pieces=tuple(pieces.values()))
+
 
 _FEW = 10
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import CkptError, ConfigError, TransientError
 from ckpt.export import card as model_card
-from ckpt.export.card import CARD, CURVE, Training
+from ckpt.export.card import CARD, CURVE, Training, draw
 from ckpt.export.folders import outdated_weights
-from ckpt.export.metric_plot import draw
 from ckpt.storage.hub.pull_requests import open_pull_request, page_of
 from ckpt.storage.hub.repo import MAIN_BRANCH, HubFile, HubRepo
 from ckpt.util.console import say

@@ -13,11 +13,12 @@ from torch import nn
 
 from ckpt.errors import ConfigError, MismatchError, MissingError
 from ckpt.export.checkpoint_tensors import TensorSource
-from ckpt.export.model_fit import misfits, other_state, rounded, with_aliases
 from ckpt.export.save_model import ADAPTER_CONFIG, CONFIG
 from ckpt.export.source import open_foreign
 from ckpt.export.transformers_names import ReadableTensor, as_loaded
+from ckpt.formats.foreign.hf_safetensors import equal_bytes
 from ckpt.formats.layout import Box
+from ckpt.formats.native.dtypes import name_of
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.registry import CKPT, ROOT, claims
 from ckpt.formats.sharded_tensors import is_sharded, layout_of, local_tensor
@@ -34,8 +35,9 @@ from ckpt.root.folder import Place, single_file
 from ckpt.root.keys import KeySource
 from ckpt.root.trust import BELIEVES_ALL, Trust, open_trust
 from ckpt.shown import Lines
-from ckpt.state.model import ModelPart
+from ckpt.state.model import ModelPart, tensors_in
 from ckpt.state.objects import ManagedObjects
+from ckpt.state.parts import TIED_HERE
 from ckpt.state.registry import StateRegistry
 from ckpt.state.unwrap import unwrap
 from ckpt.storage import HubStorage, Storage, open_storage, place_of
@@ -43,6 +45,66 @@ from ckpt.storage.hub.download import fetched, unreachable
 from ckpt.util.console import one_line, say
 from ckpt.util.gc_pause import gc_paused
 from ckpt.util.option_values import is_path, said, settings
+
+
+def misfits(live: Mapping[str, Any], saved: Mapping[str, ReadableTensor]) -> dict[str, str]:
+    """What does not fit, by name. A tied tensor may be there under another of its names; floating point is cast."""
+    found = {id(value) for name, value in live.items() if name in saved}
+    tensors = tensors_in(live)
+    wrong = {name: "missing there" for name, value in tensors.items() if name not in saved and id(value) not in found}
+    wrong |= {name: "unexpected: the model has no such tensor" for name in saved if name not in tensors}
+    for name in tensors.keys() & saved.keys():
+        if tuple(tensors[name].size()) != saved[name].shape:
+            wrong[name] = f"shape {list(saved[name].shape)} there, {list(tensors[name].size())} here"
+        elif not _is_castable(saved[name].dtype, tensors[name].dtype):
+            wrong[name] = f"dtype {name_of(saved[name].dtype)} there, {name_of(tensors[name].dtype)} here"
+    return wrong | _contradictions({name: tensors[name] for name in tensors if name not in wrong}, saved)
+
+
+def _is_castable(saved: torch.dtype, live: torch.dtype) -> bool:
+    """Whether values remain what they are, except for rounding: not 300 as a byte, or 0.5 as a whole number."""
+    return saved == live or (saved.is_floating_point and live.is_floating_point) or _holds(live, saved)
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    try:
+        return torch.promote_types(wide, narrow) == wide
+    except RuntimeError:  # dtypes of 8 bits and less are promoted to nothing
+        return False
+
+
+def rounded(live: Any, saved: ReadableTensor) -> str | None:
+    if saved.dtype == live.dtype or _holds(live.dtype, saved.dtype):
+        return None
+    return f"rounded from {name_of(saved.dtype)} to {name_of(live.dtype)}"
+
+
+def _contradictions(live: Mapping[str, Any], saved: Mapping[str, ReadableTensor]) -> dict[str, str]:
+    """Names of tied tensors whose values differ there: the last one read would win."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for name, value in live.items():
+        if name in saved and (kept := first.setdefault(id(value), name)) != name and _differ(saved[kept], saved[name]):
+            found[name] = f"other values there than {kept}, {TIED_HERE}"
+    return found
+
+
+def _differ(first: ReadableTensor, second: ReadableTensor) -> bool:
+    if not isinstance(first, PiecedTensor) or not isinstance(second, PiecedTensor):
+        return False  # what Transformers makes of several tensors
+    return set(first.pieces) != set(second.pieces) and not equal_bytes(first, second)
+
+
+def other_state(live: Mapping[str, Any]) -> list[str]:
+    """What modules keep that is no tensor, in `_extra_state`."""
+    return [name for name, value in live.items() if not isinstance(value, torch.Tensor) and value is not None]
+
+
+def with_aliases(names: set[str], live: Mapping[str, Any]) -> set[str]:
+    """The names, and the other names of the same tensors."""
+    filled = {id(live[name]) for name in names}
+    return {name for name, value in live.items() if id(value) in filled}
+
 
 _log = logging.getLogger("ckpt")
 _NOT_READ = "no tensor: it is not read from there, and left as it is"

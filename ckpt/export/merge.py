@@ -13,8 +13,7 @@ import torch
 from ckpt.errors import ConfigError, StorageError
 from ckpt.export.options import ExportOptions
 from ckpt.export.source import open_source
-from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX, plan_files
-from ckpt.formats.foreign.tied_weights import tied
+from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX, plan_files, tied
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.state import FilePlan

@@ -30,7 +30,7 @@ from ckpt.export.save_model import (
     write_processors,
 )
 from ckpt.export.source import open_source
-from ckpt.formats.foreign.tied_weights import tied
+from ckpt.formats.foreign.hf_safetensors import tied
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.manifest import Manifest
 from ckpt.formats.registry import HF, PEFT

@@ -16,8 +16,7 @@ import torch
 from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.export.folders import as_storage_error, atomic_folder, refuse_checkpoints
 from ckpt.export.options import ExportOptions
-from ckpt.formats.foreign.hf_safetensors import LiveTensor, StreamedTensor, plan_files
-from ckpt.formats.foreign.tied_weights import duplicates
+from ckpt.formats.foreign.hf_safetensors import LiveTensor, StreamedTensor, duplicates, plan_files
 from ckpt.formats.native.dtypes import name_of
 from ckpt.formats.native.shard_table import ShardedState, build_table
 from ckpt.formats.native.tensor_file_plan import finish_collectives

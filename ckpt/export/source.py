@@ -14,8 +14,8 @@ from ckpt.errors import ConfigError, DamagedError, MissingError
 from ckpt.export.checkpoint_tensors import TensorSource, open_checkpoint
 from ckpt.export.folders import belongs_beside
 from ckpt.formats.foreign import accelerate, dcp, deepspeed, megatron, torch_files
+from ckpt.formats.foreign.hf_safetensors import read_weight_map, tensors_of
 from ckpt.formats.foreign.torch_save import ARCHIVE
-from ckpt.formats.foreign.weight_index import read_weight_map, tensors_of
 from ckpt.formats.foreign.wrapper_prefixes import unwrapped
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.tensor_file import TensorFile

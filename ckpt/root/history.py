@@ -15,8 +15,7 @@ from typing import Any
 
 from ckpt.errors import DamagedError, StorageError
 from ckpt.formats.native.block_hash import digest
-from ckpt.formats.native.manifest import Manifest
-from ckpt.formats.native.manifest_schema import is_resumed
+from ckpt.formats.native.manifest import Manifest, is_resumed
 from ckpt.root.summary import Summary
 from ckpt.storage import Staging, Storage
 from ckpt.storage.base import read_document

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ckpt.formats.native.manifest_schema import LARGEST_SEQUENCE
+from ckpt.formats.native.manifest import LARGEST_SEQUENCE
 
 
 class Numbering:

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ckpt.formats.shard_outline import ShardOutline
-from ckpt.formats.sharded_tensors import is_sharded, local_tensor
+from ckpt.formats.sharded_tensors import ShardOutline, is_sharded, local_tensor
 from ckpt.formats.state import Unsharded
 
 _SCALARS = frozenset({bool, int, float, str, type(None)})

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ckpt.formats.shard_outline import ShardOutline
+from ckpt.formats.sharded_tensors import ShardOutline
 from ckpt.save import snapshot_layout
 from ckpt.save.staging_copy import TensorCopy, copy_on_host
 

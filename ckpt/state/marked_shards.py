@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpt.errors import ConfigError, UnsupportedError
-from ckpt.formats.shard_outline import ShardOutline
-from ckpt.formats.sharded_tensors import is_sharded
+from ckpt.formats.sharded_tensors import ShardOutline, is_sharded
 from ckpt.state.unwrap import modules_in, unwrap
 
 _MARKS = "_ckpt_shards"  # by the name of a parameter in its module: it outlives parameters that are replaced

@@ -17,7 +17,7 @@ import torch
 from ckpt.errors import ConfigError, StorageError
 from ckpt.export.folders import atomic_file, atomic_folder
 from ckpt.export.options import ExportOptions
-from ckpt.formats.foreign.tied_weights import same_place
+from ckpt.formats.foreign.hf_safetensors import same_place
 from ckpt.formats.native import documents, tensor_file_plan
 from ckpt.formats.native.json_values import refuse
 from ckpt.formats.native.manifest import FILE_NAME
@@ -35,13 +35,16 @@ from ckpt.root.trust import Seal
 from ckpt.save.root_writer import RootWriter
 from ckpt.shown import Lines
 from ckpt.storage import disk_path, open_storage
-from ckpt.tools import export_accelerate, export_megatron
-from ckpt.tools.export_folders import export_dcp, export_hugging_face
-from ckpt.tools.export_torch import export_lightning, export_torch
+from ckpt.tools.export_state import (
+    export_accelerate,
+    export_dcp,
+    export_hugging_face,
+    export_lightning,
+    export_megatron,
+    export_torch,
+)
 from ckpt.tools.import_state import open_state
-from ckpt.tools.model_about import files_left
-from ckpt.tools.part_names import with_part_names
-from ckpt.tools.portable_state import Outcome, PortableState
+from ckpt.tools.portable_state import Outcome, PortableState, files_left, with_part_names
 from ckpt.util.console import progress_bar
 from ckpt.util.option_values import path_text
 
@@ -128,8 +131,8 @@ def _export(
         DCP.name: export_dcp,
         TORCH.name: export_torch,
         LIGHTNING.name: export_lightning,
-        ACCELERATE.name: export_accelerate.export,
-        MEGATRON.name: export_megatron.export,
+        ACCELERATE.name: export_accelerate,
+        MEGATRON.name: export_megatron,
     }
     whole = atomic_file if to in _FILES else atomic_folder
     with open_state(source, format) as state:

@@ -39,8 +39,7 @@ from ckpt.root.folder import Folder, Place
 from ckpt.root.verify import size_problems
 from ckpt.state.deepspeed.engine import KEY
 from ckpt.storage import Storage
-from ckpt.tools.model_about import ADAPTER_ALONE, about_model, is_adapter
-from ckpt.tools.portable_state import PortableState, encoded
+from ckpt.tools.portable_state import ADAPTER_ALONE, PortableState, about_model, encoded, is_adapter
 
 _FEW = 10
 _BESIDE = (".json", ".txt", ".model", ".jinja")

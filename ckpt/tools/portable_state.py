@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt.data.progress import Progress
 from ckpt.errors import ConfigError
+from ckpt.export.save_model import ADAPTER_CONFIG, CONFIG
 from ckpt.formats.damage import damage_reported
 from ckpt.formats.native.json_values import Decoder, refuse
 from ckpt.formats.pieces import PiecedTensor
-from ckpt.load.accelerate_state import ForeignPart, encoded_part, kind_of
+from ckpt.load.accelerate_state import CUSTOM, ForeignPart, encoded_part, kind_of
 from ckpt.load.rank_state import check_rank_state
+from ckpt.state.objects import KINDS, is_part_name
 from ckpt.state.optimizer import by_name, by_number, nameless
+from ckpt.state.registry import RESERVED
+from ckpt.util.checked_json import parse_json
 
 _OPTIMIZER = "state of an optimizer"
 Outcome = tuple[tuple[str, ...], dict[str, str]]  # the parts that were written; what was not, with the reasons
@@ -154,3 +159,73 @@ def _named(tree: Any, where: str) -> Any:
 def _is_of_torch(tree: Any) -> bool:
     """Whether it is the state of an optimizer of torch; others are kept as they are."""
     return isinstance(tree, dict) and {"state", "param_groups"} <= tree.keys()
+
+
+_UNUSABLE = re.compile(r"[^A-Za-z0-9_-]")
+_LONGEST = 100  # a file is named after it
+
+
+def with_part_names(found: PortableState) -> PortableState:
+    """The same state under names that a manager can register and a file can have. Those that changed are told."""
+    names: dict[str, str] = {key: key for key in found.parts if _is_usable(key)}
+    for key in found.parts:
+        if key not in names:
+            names[key] = _usable(key, names.values())
+    told = {
+        new: f"{key!r} in the source, which cannot name a part: register it as {new!r}"
+        for key, new in names.items()
+        if new != key
+    }
+    parts = {names[key]: part for key, part in found.parts.items()}
+    return replace(found, parts=parts, approximated={**found.approximated, **told})
+
+
+def _is_usable(key: str) -> bool:
+    head = key.partition(".")[0]
+    free = head in (*KINDS, CUSTOM) if "." in key else key in KINDS
+    return all(map(is_part_name, key.split("."))) and len(key) <= _LONGEST and (free or head not in RESERVED)
+
+
+def _usable(key: str, taken: Collection[str]) -> str:
+    stem = ".".join(_UNUSABLE.sub("_", word) or "_" for word in key[: _LONGEST // 2].split("."))
+    flat = stem.replace(".", "_")
+    tries = (stem, flat, *(f"{flat}_{number}" for number in range(1, len(taken) + 2)))
+    return next(name for name in tries if name not in taken and _is_usable(name))
+
+
+_GENERATION = "generation_config.json"
+ADAPTER_ALONE = (
+    "an adapter of PEFT, by the names of its file: the model that it adapts is not in the source, and a manager of the "
+    "adapted model cannot resume from it. ckpt.load_model loads the source itself"
+)
+NO_CONFIG = "the source has none, and from_pretrained needs it: save the model's config beside it"
+
+
+def about_model(beside: Mapping[str, Callable[[], bytes]], names: Iterable[str]) -> dict[str, Any]:
+    """The description of a model, as a checkpoint of ours holds it, from the files beside its tensors."""
+    if is_adapter(beside):
+        adapter = {"config": _fields(ADAPTER_CONFIG, beside), "tensors": {name: name for name in names}}
+        return {"adapters": {"default": adapter}}
+    found = {"config": CONFIG, "generation_config": _GENERATION} if CONFIG in beside else {}
+    return {key: _fields(path, beside) for key, path in found.items() if path in beside}
+
+
+def is_adapter(beside: Iterable[str]) -> bool:
+    return ADAPTER_CONFIG in beside and CONFIG not in beside
+
+
+def files_left(beside: Iterable[str], kept: Mapping[str, Any]) -> dict[str, str]:
+    """The files beside a model that only `hf` keeps; `kept` is what a checkpoint of ours has of them."""
+    inside = {CONFIG, _GENERATION, ADAPTER_CONFIG} if kept else set()
+    left = sorted(path for path in beside if path not in inside)
+    return {", ".join(left): "beside the model: only hf keeps such files"} if left else {}
+
+
+def _fields(path: str, beside: Mapping[str, Callable[[], bytes]]) -> dict[str, Any]:
+    try:
+        found = parse_json(beside[path]())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a {type(found).__name__}, and no configuration.")
+    return found

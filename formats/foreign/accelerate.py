@@ -15,9 +15,8 @@ from typing import Any, Protocol
 
 from ckpt.errors import ConfigError, DamagedError
 from ckpt.formats.foreign import dcp
-from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX
-from ckpt.formats.foreign.torch_values import read_values
-from ckpt.formats.foreign.weight_index import read_weight_map, tensors_of
+from ckpt.formats.foreign.hf_safetensors import INDEX_SUFFIX, read_weight_map, tensors_of
+from ckpt.formats.foreign.torch_save import read_values
 from ckpt.formats.foreign.wrapper_prefixes import unwrapped
 from ckpt.formats.native.header import SUFFIX
 from ckpt.formats.native.tensor_file import TensorFile

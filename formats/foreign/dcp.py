@@ -15,10 +15,8 @@ import torch
 
 from ckpt.errors import DamagedError
 from ckpt.formats.damage import damage_reported
-from ckpt.formats.foreign.pickle_bounds import DEEPEST, Described
-from ckpt.formats.foreign.pickle_reader import read_pickle
-from ckpt.formats.foreign.torch_save import DTYPES, find_tensor, stored_dtype
-from ckpt.formats.foreign.torch_values import read_values
+from ckpt.formats.foreign.pickle_reader import DEEPEST, Described, read_pickle
+from ckpt.formats.foreign.torch_save import DTYPES, find_tensor, read_values, stored_dtype
 from ckpt.formats.layout import Box
 from ckpt.formats.native import dtypes
 from ckpt.formats.pieces import Piece, PiecedTensor, check_complete

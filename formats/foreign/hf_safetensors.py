@@ -1,24 +1,30 @@
-"""Planning a model's files as Hugging Face's tools read them: `model.safetensors`, or shards of it with an index.
+"""A model's files as Hugging Face's tools read them: `model.safetensors`, or shards of it with an index; tied weights.
 
-Headers are built first. Tensor data is streamed slab by slab when a file is written, and cast on the way.
+To write them, headers are built first; tensor data is streamed slab by slab as a file is written, and cast on the way.
+Tied weights are found by the place where they were saved, or by equal content.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 import torch
 
-from ckpt.errors import ConfigError
+from ckpt.errors import ConfigError, DamagedError
+from ckpt.formats.damage import damage_reported
 from ckpt.formats.native import dtypes, header
-from ckpt.formats.native.header import SUFFIX, TensorHeader
+from ckpt.formats.native.header import SUFFIX, TensorHeader, parsed
+from ckpt.formats.native.tensor_file import TensorFile, pieced
+from ckpt.formats.pieces import PiecedTensor, check_complete
 from ckpt.formats.registry import INDEX_SUFFIX as INDEX_SUFFIX
 from ckpt.formats.state import FilePlan
-from ckpt.formats.tensor_bytes import host_bytes, on_host
+from ckpt.formats.tensor_bytes import host_bytes, on_host, same_bytes
 
 
 class StreamedTensor(Protocol):
@@ -155,3 +161,106 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def floating_names() -> str:
     return ", ".join(dtypes.name_of(dtype) for dtype in dtypes.SPELLED if dtype.is_floating_point)
+
+
+_FEW = 10
+
+
+def read_weight_map(data: bytes, where: str) -> dict[str, str]:
+    """The file of each tensor, as `model.safetensors.index.json` has it."""
+    with damage_reported(where, "index of safetensors files"):
+        found = parsed(data)["weight_map"]
+        if not all(isinstance(path, str) for path in found.values()):
+            raise ValueError("a file in it has no name")
+        return dict(found)
+
+
+def tensors_of(files: Mapping[str, TensorFile], weight_map: Mapping[str, str], where: str) -> dict[str, PiecedTensor]:
+    """Every tensor in the files: each from the file that the index names; what it does not name must be there once."""
+    absent = [name for name, path in weight_map.items() if path not in files or name not in files[path]]
+    if absent:
+        listed = ", ".join(f"{name} in {weight_map[name]}" for name in absent[:_FEW])
+        raise DamagedError(f"{where} is damaged: its index names tensors that are not there: {listed}.")
+    named = {name: files[path] for name, path in weight_map.items()}
+    tensors = pieced(files.values(), lambda file, name: named.get(name, file) is file)
+    check_complete(tensors, where)
+    doubled = [
+        name for name, tensor in tensors.items() if len({piece.box for piece in tensor.pieces}) < len(tensor.pieces)
+    ]
+    if doubled:
+        raise DamagedError(
+            f"{where} has these tensors in several files, and no index says which of them counts: "
+            f"{', '.join(sorted(doubled)[:_FEW])}. Remove the files that are not of this model."
+        )
+    return tensors
+
+
+# What models tie: an output head to an embedding, embeddings to a shared one. Only among these do equal bytes mean
+# that weights are tied: fresh biases are all zero, and a model would not load without one of them.
+_HEADS = ("lm_head", "embed_out", "output", "output_layer", "output_projection", "proj_out", "decoder")
+_EMBEDDINGS = ("embed", "wte", "shared")
+_SHARED = "shared"
+_MOST_PAIRS = 1000  # models have a few; the names of a hostile one could be compared forever
+
+
+def tied(tensors: Mapping[str, PiecedTensor]) -> dict[str, str]:
+    """Names of duplicates that need not be written, each with the name that is."""
+    found = same_place(tensors)
+    left = {name: tensor for name, tensor in tensors.items() if name not in found}
+    for kept, other in islice(_candidates(left), _MOST_PAIRS):
+        if kept not in found and other not in found and equal_bytes(left[kept], left[other]):
+            found[other] = kept
+    return found
+
+
+def same_place(tensors: Mapping[str, PiecedTensor]) -> dict[str, str]:
+    """Duplicates that were saved as the same bytes of the same files."""
+    by_place = defaultdict(list)
+    for name, tensor in tensors.items():
+        if tensor.size:
+            by_place[tensor.dtype, tensor.shape, frozenset(tensor.pieces)].append(name)
+    return duplicates(by_place.values())
+
+
+def duplicates(groups: Iterable[list[str]]) -> dict[str, str]:
+    """For groups of names of the same tensor: the names not to write, each with the name to write instead.
+
+    An output head is never the name that is written, if the group has another.
+    """
+    ordered = (sorted(names, key=_is_head) for names in groups)
+    return {other: kept for kept, *others in ordered for other in others}
+
+
+def _candidates(tensors: Mapping[str, PiecedTensor]) -> Iterator[tuple[str, str]]:
+    """Pairs of names that models tie, the name to keep first."""
+    tables = [name for name, tensor in tensors.items() if len(tensor.shape) == 2 and name.endswith(".weight")]
+
+    def pairs(keep: Callable[[str], bool], drop: Callable[[str], bool]) -> Iterator[tuple[str, str]]:
+        return ((kept, other) for kept in tables if keep(kept) for other in tables if drop(other) and other != kept)
+
+    yield from pairs(_is_shared, _is_embedding)
+    yield from pairs(_is_embedding, _is_head)
+
+
+def _module(name: str) -> str:
+    """`lm_head` of `model.lm_head.weight`."""
+    return name.rpartition(".")[0].rpartition(".")[2]
+
+
+def _is_head(name: str) -> bool:
+    return _module(name) in _HEADS
+
+
+def _is_embedding(name: str) -> bool:
+    return not _is_head(name) and any(word in _module(name) for word in _EMBEDDINGS)
+
+
+def _is_shared(name: str) -> bool:
+    return _module(name) == _SHARED
+
+
+def equal_bytes(first: PiecedTensor, second: PiecedTensor) -> bool:
+    """Whether every byte is the same. The first slab usually shows a difference."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape) or not first.size:
+        return False
+    return all(same_bytes(*slabs) for slabs in zip(first.slabs(), second.slabs(), strict=True))

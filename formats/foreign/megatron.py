@@ -17,7 +17,7 @@ from typing import Any
 from ckpt.errors import CkptError, DamagedError, MissingError, UnsupportedError
 from ckpt.formats.foreign import dcp
 from ckpt.formats.foreign.accelerate import FolderReader
-from ckpt.formats.foreign.torch_values import ALLOWED, read_values
+from ckpt.formats.foreign.torch_save import ALLOWED, read_values
 from ckpt.formats.layout import Box
 from ckpt.formats.pieces import Piece, PiecedTensor, check_complete
 from ckpt.util.checked_json import parse_json

@@ -13,9 +13,8 @@ from typing import Any
 
 from ckpt.errors import ConfigError, DamagedError
 from ckpt.formats.foreign import lightning
-from ckpt.formats.foreign.pickle_bounds import Described
-from ckpt.formats.foreign.pickle_reader import EVERY_NAME
-from ckpt.formats.foreign.torch_values import read_values
+from ckpt.formats.foreign.pickle_reader import EVERY_NAME, Described
+from ckpt.formats.foreign.torch_save import read_values
 from ckpt.formats.foreign.wrapper_prefixes import removed_words, unwrapped
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.registry import LIGHTNING, TORCH

@@ -11,7 +11,7 @@ from typing import Any
 from ckpt.errors import DamagedError
 from ckpt.formats.damage import damage_reported
 from ckpt.formats.foreign.accelerate import FolderReader, in_memory
-from ckpt.formats.foreign.torch_values import read_values
+from ckpt.formats.foreign.torch_save import read_values
 
 STATE = "trainer_state.json"
 _PARTS = {"optimizer": "optimizer.pt", "scheduler": "scheduler.pt", "scaler": "scaler.pt"}

@@ -13,8 +13,7 @@ from ckpt.errors import DamagedError
 from ckpt.formats.damage import damage_reported, reason
 from ckpt.formats.layout import Members
 from ckpt.formats.native import dtypes
-from ckpt.formats.native.json_codecs import from_base64, of_type, to_base64
-from ckpt.formats.native.json_values import Decoder, Encoder
+from ckpt.formats.native.json_values import Decoder, Encoder, from_base64, of_type, to_base64
 from ckpt.formats.native.manifest import STATE as STATE
 from ckpt.formats.native.shard_table import ShardedState, build_table
 from ckpt.formats.state import PartState, Shard

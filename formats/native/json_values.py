@@ -3,47 +3,250 @@
 None, booleans, numbers, strings, lists and dicts with string keys are themselves. Anything else is an object with a
 single key that starts with `$` and names the type: `{"$tuple": [1, 2]}`. Tensors and arrays are references to tensors
 stored elsewhere: `{"$tensor": "state.weight.exp_avg"}`, with their strides if these are not row-major. A type without
-an entry in `json_codecs` is refused, never pickled.
+an entry in `CODECS` is refused, never pickled.
 """
 
 from __future__ import annotations
 
+import base64
+import math
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from importlib import import_module
+from typing import Any, TypeVar
 
 import torch
 
 from ckpt.errors import DamagedError, UnsupportedError
 from ckpt.formats.damage import damage_reported
-from ckpt.formats.native import dtypes, tensor_subclasses
+from ckpt.formats.native import dtypes
 from ckpt.formats.native.header import METADATA
-from ckpt.formats.native.json_codecs import (
-    BY_TAG,
-    CODECS,
-    FACTORIES,
-    SURROGATE,
-    Headed,
-    Items,
-    from_base64,
-    is_json_already,
-    is_numpy,
-    numpy_array,
-    numpy_size,
-    of_type,
-    shown,
-    to_base64,
-)
 from ckpt.formats.pieces import PiecedTensor
 from ckpt.formats.sharded_tensors import is_sharded
 from ckpt.formats.state import Unsharded
-from ckpt.formats.strides import checked_sizes, is_permuted
+from ckpt.formats.strides import checked_shape, checked_sizes, is_permuted
 from ckpt.formats.tensor_bytes import device_obstacle, host_bytes
 from ckpt.shown import Lines
+
+SAFE_INT = 1 << 63  # JSON readers hold integers of 64 bits at most
+_MOST_EMPTY = 1 << 20  # elements of an array whose dtype has no bytes, such as V0
+_Kind = TypeVar("_Kind")
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def is_json_already(values: list[Any]) -> bool:
+    """Whether a list holds values of one type that JSON stores as they are: a fast path for long lists."""
+    kinds = set(map(type, values))
+    if kinds == {int}:
+        return bool(min(values) >= -SAFE_INT and max(values) < SAFE_INT)
+    if kinds == {str}:
+        return not any(map(SURROGATE.search, values))
+    return kinds == {float} and all(map(math.isfinite, values))
+
+
+class Items(list[tuple[Any, Any]]):
+    """The items of a dict that is to be encoded."""
+
+
+@dataclass
+class Headed:
+    """A container that is to be encoded, with an attribute beside its items."""
+
+    head: Any
+    body: Any
+
+
+def to_base64(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode()
+
+
+def from_base64(text: str) -> bytes:
+    return base64.b64decode(text)
+
+
+def _str(value: str) -> Any:
+    # JSON joins two adjacent surrogates into one character, and other readers refuse a lone one
+    return {"$str": to_base64(value.encode("utf-8", "surrogatepass"))} if SURROGATE.search(value) else value
+
+
+def _float(value: float) -> Any:
+    return value if math.isfinite(value) else {"$float": str(value)}
+
+
+def _int(value: int) -> Any:
+    # Python refuses to parse very long decimal numbers, and other readers lose digits beyond 64 bits
+    return value if -SAFE_INT <= value < SAFE_INT else {"$int": hex(value)}
+
+
+def shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python refuses to spell out very long numbers
+        return f"<{type(value).__name__}>"
+
+
+def _sorted(values: Iterable[Any]) -> list[Any]:
+    return sorted(values, key=lambda value: (type(value).__name__, shown(value)))
+
+
+FACTORIES: dict[Any, str] = {None: "", int: "int", float: "float", list: "list", dict: "dict", set: "set", str: "str"}
+_FACTORY_BY_NAME = {name: factory for factory, name in FACTORIES.items()}
+
+
+def _torch_constant(kind: str) -> Callable[[str], Any]:
+    """Looks up a dtype, a layout or a memory format of torch by name; nothing else is ever looked up."""
+
+    def find(name: str) -> Any:
+        found = getattr(torch, name, None)
+        if type(found).__name__ != kind:
+            raise DamagedError(f"this torch ({torch.__version__}) has no {kind} {name!r}.")
+        return found
+
+    return find
+
+
+def _last_name(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _deque(pair: list[Any]) -> deque[Any]:
+    length, items = pair
+    return deque(of_type(list, items), maxlen=length)
+
+
+def _defaultdict(pair: list[Any]) -> defaultdict[Any, Any]:
+    factory, items = pair
+    return defaultdict(_FACTORY_BY_NAME[factory], of_type(dict, items))
+
+
+def of_type(kind: type[_Kind], value: Any) -> _Kind:
+    """The value, if it is of that very type: a range in place of a list would become a billion items."""
+    if type(value) is not kind:
+        raise ValueError(f"a {type(value).__name__} stands where a {kind.__name__} should")
+    return value
+
+
+# type: (tag, encode to lists and dicts, what is decoded from: its type, and how). Without a tag the JSON value is the
+# value itself.
+CODECS: dict[type, tuple[str, Callable[[Any], Any], type, Callable[[Any], Any]]] = {
+    int: ("", _int, int, int),
+    float: ("", _float, float, float),
+    str: ("", _str, str, str),
+    list: ("", list, list, list),
+    dict: ("", lambda value: Items(value.items()), dict, dict),
+    tuple: ("$tuple", list, list, tuple),
+    set: ("$set", _sorted, list, set),
+    frozenset: ("$frozenset", _sorted, list, frozenset),
+    deque: ("$deque", lambda value: Headed(value.maxlen, list(value)), list, _deque),
+    OrderedDict: ("$ordered", lambda value: Items(value.items()), dict, OrderedDict),
+    Counter: ("$counter", lambda value: Items(value.items()), dict, Counter),
+    defaultdict: (
+        "$defaultdict",
+        lambda value: Headed(FACTORIES[value.default_factory], Items(value.items())),
+        list,
+        _defaultdict,
+    ),
+    bytes: ("$bytes", to_base64, str, from_base64),
+    bytearray: ("$bytearray", to_base64, str, lambda text: bytearray(from_base64(text))),
+    complex: ("$complex", lambda value: [value.real, value.imag], list, lambda pair: complex(*pair)),
+    range: ("$range", lambda value: [value.start, value.stop, value.step], list, lambda three: range(*three)),
+    slice: ("$slice", lambda value: [value.start, value.stop, value.step], list, lambda three: slice(*three)),
+    torch.Size: ("$size", list, list, torch.Size),
+    torch.dtype: ("$dtype", dtypes.name_of, str, _torch_constant("dtype")),
+    torch.layout: ("$layout", _last_name, str, _torch_constant("layout")),
+    torch.memory_format: ("$memory_format", _last_name, str, _torch_constant("memory_format")),
+    torch.device: ("$device", str, str, torch.device),
+}
+
+BY_TAG: dict[str, tuple[type, Callable[[Any], Any]]] = {
+    tag: (kind, back) for tag, _, kind, back in CODECS.values() if tag
+} | {
+    "$float": (str, float),
+    "$int": (str, lambda text: int(text, 16)),
+    "$str": (str, lambda text: from_base64(text).decode("utf-8", "surrogatepass")),
+}
+
+
+def is_numpy(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and (type(value) is numpy.ndarray or isinstance(value, numpy.generic))
+
+
+def _numpy_dtype(description: Any) -> Any:
+    import numpy as np
+
+    dtype = np.lib.format.descr_to_dtype(description)
+    if dtype.hasobject:
+        raise ValueError(f"an array of {dtype} holds Python objects")
+    return dtype if dtype.itemsize else np.empty((), dtype).dtype  # S0 and U0 become S1 and U1 in an array
+
+
+def numpy_size(shape: Any, description: Any) -> int:
+    """The bytes of an array of that shape and dtype."""
+    dtype, count = _numpy_dtype(description), math.prod(checked_shape(shape))
+    if not dtype.itemsize and count > _MOST_EMPTY:
+        raise ValueError(f"an array of {count} elements without a byte")
+    return count * int(dtype.itemsize)
+
+
+def numpy_array(shape: Any, description: Any, data: bytes | memoryview) -> Any:
+    """A new array of these bytes."""
+    import numpy as np
+
+    if len(data) != numpy_size(shape, description):
+        raise ValueError(f"{len(data)} bytes are no array of {shape} {description}")
+    array = np.zeros(shape, dtype=_numpy_dtype(description))
+    if len(data):
+        array.reshape(-1).view(np.uint8)[:] = np.frombuffer(data, dtype=np.uint8)
+    return array
+
+
+# the only classes that a checkpoint may name: its content cannot choose code to run
+_KNOWN = {
+    "torchao.optim.subclass_8bit": "OptimState8bit",
+    "torchao.optim.subclass_4bit": "OptimState4bit",
+    "torchao.optim.subclass_fp8": "OptimStateFp8",
+}
+
+
+def is_packed(value: Any) -> bool:
+    """Whether this is a tensor of a known subclass."""
+    kind = type(value)
+    return kind.__name__ == _KNOWN.get(kind.__module__)
+
+
+def pieces(tensor: Any) -> dict[str, torch.Tensor]:
+    """The live inner tensors by name."""
+    names, _ = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}
+
+
+def about(tensor: Any) -> tuple[str, Any]:
+    """The kind of a packed tensor, and the context that rebuilding it needs beside its inner tensors."""
+    _, context = tensor.__tensor_flatten__()
+    return type(tensor).__module__, context
+
+
+def check_known(kind: str) -> None:
+    if kind not in _KNOWN:
+        raise DamagedError(f"the state holds a tensor of an unknown kind, {kind!r}. Was it written by a newer ckpt?")
+
+
+def pack(kind: str, tensors: Mapping[str, torch.Tensor], context: Any) -> Any:
+    """A packed tensor made of these inner tensors."""
+    check_known(kind)
+    try:
+        subclass = getattr(import_module(kind), _KNOWN[kind])
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the state holds a {_KNOWN[kind]}, and {kind} is not here: pip install torchao ({error})"
+        ) from error
+    return subclass.__tensor_unflatten__(tensors, context, None, None)
+
 
 _NAME = re.compile("[^\\[\\]'\"\\s\ud800-\udfff]+")
 _RESERVED = METADATA  # no tensor of a safetensors file may have this name
@@ -122,7 +325,7 @@ class Encoder:
         if self.allow_sharded and is_sharded(tensor):
             return {"$tensor": self._add(path, tensor)}
         if type(tensor) not in _PLAIN_TENSORS:
-            if tensor_subclasses.is_packed(tensor):
+            if is_packed(tensor):
                 return {"$packed": self._packed(tensor, path)}
             return self._refuse(path, f"a {type(tensor).__module__}.{type(tensor).__qualname__}")
         if tensor.layout is not torch.strided or tensor.dtype not in dtypes.STORABLE or tensor.is_nested:
@@ -137,10 +340,8 @@ class Encoder:
         return {"$strided": [name, list(tensor.stride())]}
 
     def _packed(self, tensor: torch.Tensor, path: str) -> dict[str, Any]:
-        kind, context = tensor_subclasses.about(tensor)
-        tensors = {
-            name: self._tensor(piece, step(path, name)) for name, piece in tensor_subclasses.pieces(tensor).items()
-        }
+        kind, context = about(tensor)
+        tensors = {name: self._tensor(piece, step(path, name)) for name, piece in pieces(tensor).items()}
         return {"kind": kind, "tensors": tensors, "context": self._encode(context, path, 0)}
 
     def _numpy(self, value: Any, path: str) -> Any:
@@ -272,11 +473,11 @@ class Decoder:
         return self._strided[key][1]
 
     def _packed(self, inner: Mapping[str, Any], depth: int) -> Any:
-        tensor_subclasses.check_known(inner["kind"])
+        check_known(inner["kind"])
         tensors = of_type(dict, self._decode(inner["tensors"], depth))
         if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):  # placeholders, before reading
             return tensors
-        return tensor_subclasses.pack(inner["kind"], tensors, self._decode(inner["context"], depth))
+        return pack(inner["kind"], tensors, self._decode(inner["context"], depth))
 
     def _numpy(self, tag: str, inner: Mapping[str, Any], depth: int) -> Any:
         dtype = self._decode(inner["dtype"], depth)

@@ -1,9 +1,13 @@
-"""Reading safetensors files: any tensor, or any box of one, into any memory. `tensor_file_plan.py` writes them."""
+"""Reading safetensors files: any tensor, or any box of one, into any memory. `tensor_file_plan.py` writes them.
+
+The tensors of several files of a part are put together as `PiecedTensor`s.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +17,10 @@ from ckpt.errors import DamagedError
 from ckpt.formats.damage import damage_reported
 from ckpt.formats.layout import Box
 from ckpt.formats.native import dtypes
-from ckpt.formats.native.header import KIND, Extent, Header, parsed
+from ckpt.formats.native.header import KIND, Extent, Header, is_bare, parsed
 from ckpt.formats.native.shared_storage import View
-from ckpt.formats.strides import Expansion, checked_shape, checked_sizes, is_dense, reach, widest
+from ckpt.formats.pieces import Piece, PiecedTensor, Region
+from ckpt.formats.strides import Expansion, Sizes, checked_shape, checked_sizes, dense_strides, is_dense, reach, widest
 from ckpt.formats.tensor_bytes import copy_into, narrowed
 from ckpt.formats.tensor_bytes import is_dense as is_dense_tensor
 from ckpt.formats.transfers import ByteReader, Transfer, Want, at_once
@@ -211,3 +216,54 @@ def _view_from_json(fields: Mapping[str, Any], stored: Mapping[str, TensorEntry]
     if start % dtype.itemsize or start + reach(shape, stride) * dtype.itemsize > base.stop - base.start:
         raise ValueError(f"a view leads out of {fields['of']!r}")
     return View(fields["of"], dtype, shape, stride, start)
+
+
+_FoundPiece = tuple[torch.dtype, Sizes, Piece]  # dtype and shape of the full tensor, and one of its pieces
+
+
+def pieced(
+    files: Iterable[TensorFile], counts: Callable[[TensorFile, str], bool] = lambda file, name: True
+) -> dict[str, PiecedTensor]:
+    """Every tensor in the files, its pieces collected from all of them in which it `counts`."""
+    found: dict[str, list[_FoundPiece]] = defaultdict(list)
+    for file in files:
+        for name, piece in _in_file(file):
+            if counts(file, name):
+                found[name].append(piece)
+    return {name: _joined(name, pieces) for name, pieces in found.items()}
+
+
+def _in_file(file: TensorFile) -> Iterator[tuple[str, _FoundPiece]]:
+    for name, region in _regions(file):
+        shape = file.shapes.get(name, region.sizes)
+        box = Box(_offsets(file, name, len(shape)), region.sizes)
+        yield name, (region.dtype, shape, Piece(box, region))
+
+
+def _offsets(file: TensorFile, name: str, dims: int) -> Sizes:
+    """The offsets of a piece in its tensor. A view of a piece has the offsets of that piece."""
+    base = file.views[name].of if name in file.views and name in file.shapes else name
+    return file.offsets.get(name) or file.offsets.get(base) or (0,) * dims
+
+
+def _regions(file: TensorFile) -> Iterator[tuple[str, Region]]:
+    """The region of every tensor. Bare buffers, which only serve as bases of views, are left out."""
+    bases = {view.of for view in file.views.values() if is_bare(view.of)}
+    for name, entry in file.stored.items():
+        if name not in bases:
+            strides = dense_strides(entry.shape)
+            yield name, Region(file.reader, file.where, entry.dtype, entry.start, entry.shape, strides)
+    for name, view in file.views.items():
+        start = file.stored[view.of].start + view.start
+        yield name, Region(file.reader, file.where, view.dtype, start, view.shape, view.stride)
+
+
+def _joined(name: str, found: list[_FoundPiece]) -> PiecedTensor:
+    dtype, shape, first = found[0]
+    for other_dtype, other_shape, piece in found:
+        if (other_dtype, other_shape) != (dtype, shape) or len(piece.box.offsets) != len(shape):
+            raise DamagedError(
+                f"the files disagree about {name}: {first.region.where} says {dtype} of shape {list(shape)}, "
+                f"{piece.region.where} says {other_dtype} of shape {list(other_shape)}."
+            )
+    return PiecedTensor(dtype, shape, tuple(piece for *_, piece in found if not piece.box.is_empty))

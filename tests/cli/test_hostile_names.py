@@ -17,8 +17,7 @@ from torch import nn
 import ckpt
 from ckpt.cli import ls
 from ckpt.cli.main import main
-from ckpt.export.card import Training, known_fields, render
-from ckpt.export.metric_plot import draw
+from ckpt.export.card import Training, draw, known_fields, render
 from ckpt.formats.native.manifest import FILE_NAME, Host, Manifest
 from tests.helpers.forgery import write_manifest
 

@@ -12,8 +12,7 @@ import yaml
 from torch import nn
 
 import ckpt
-from ckpt.export.card import BEGIN, END, Training, known_fields, render
-from ckpt.export.metric_plot import draw
+from ckpt.export.card import BEGIN, END, Training, draw, known_fields, render
 from ckpt.formats.native.manifest import Manifest
 from tests.helpers.hub_server import HubServer
 

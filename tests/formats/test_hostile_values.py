@@ -20,8 +20,7 @@ import ckpt
 from ckpt.errors import DamagedError
 from ckpt.formats.foreign import dcp
 from ckpt.formats.foreign.pickle_reader import read_pickle
-from ckpt.formats.foreign.torch_save import find_tensor
-from ckpt.formats.foreign.torch_values import ALLOWED, read_values
+from ckpt.formats.foreign.torch_save import ALLOWED, find_tensor, read_values
 from ckpt.formats.native.documents import decode_inline, from_json, parts_in
 from ckpt.formats.native.json_values import Decoder
 from tests.helpers.file_in_memory import FileInMemory

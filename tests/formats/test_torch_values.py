@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.formats.foreign.torch_values import read_values
+from ckpt.formats.foreign.torch_save import read_values
 from ckpt.root.verified_file import StoredFile
 from ckpt.storage import LocalStorage
 

@@ -43,7 +43,7 @@ def _header(data: bytes) -> None:
 
 def _pickle(data: bytes) -> None:
     from ckpt.formats.foreign.pickle_reader import read_pickle
-    from ckpt.formats.foreign.torch_values import ALLOWED
+    from ckpt.formats.foreign.torch_save import ALLOWED
 
     read_pickle(data, ALLOWED, "it")
 
@@ -55,7 +55,7 @@ def _metadata(data: bytes) -> None:
 
 
 def _archive(data: bytes) -> None:
-    from ckpt.formats.foreign.torch_values import read_values
+    from ckpt.formats.foreign.torch_save import read_values
 
     reader: Any = _Bytes(data)
     read_values(reader, 0, len(data), "it")

@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 import ckpt
 from ckpt.cli.main import main
 from ckpt.errors import CkptError
-from ckpt.formats.foreign.torch_values import read_values
+from ckpt.formats.foreign.torch_save import read_values
 from ckpt.root.catalog import list_checkpoints
 from ckpt.root.verified_file import StoredFile
 from ckpt.storage import LocalStorage

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.utils.data import DataLoader, TensorDataset
 
 import ckpt
-from ckpt.formats.foreign.dcp_write import Shard, ShardedEntry, write_folder
+from ckpt.formats.foreign.torch_write import Shard, ShardedEntry, write_folder
 from tests.helpers.namespaces import with_tmpfs
 from tests.helpers.stateful import Stateful
 from tests.helpers.training import exact
