@@ -24,7 +24,7 @@ from benchmarks.shared.measure import in_a_new_process
 from benchmarks.shared.report import Run, Target, in_seconds, parser, table, table_of_targets
 from benchmarks.shared.results import Samples
 from ckpt.cli import ls
-from ckpt.root.index import INDEX
+from ckpt.root.catalog import INDEX
 from ckpt.storage import open_storage
 from tests.helpers.seaweed import BUCKET, environment, serving
 

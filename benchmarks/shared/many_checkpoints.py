@@ -10,8 +10,7 @@ from torch import nn
 
 import ckpt
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
-from ckpt.root.index import INDEX
-from ckpt.root.overview import Overview
+from ckpt.root.catalog import INDEX, Overview
 from ckpt.storage import open_storage
 
 FIRST = "step-00000000"

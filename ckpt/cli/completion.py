@@ -25,7 +25,7 @@ def checkpoint_or_path(ctx: click.Context, param: click.Parameter, incomplete: s
 
 def _names(root: str) -> list[str]:
     """The committed checkpoints of a root; none where it cannot be read: a shell shows no errors."""
-    from ckpt.root.overview import Overview
+    from ckpt.root.catalog import Overview
     from ckpt.storage import open_storage
 
     try:

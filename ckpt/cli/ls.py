@@ -18,10 +18,9 @@ from ckpt.errors import MissingError
 from ckpt.formats.native.manifest import FILE_NAME
 from ckpt.formats.registry import foreign_hint
 from ckpt.root import catalog
+from ckpt.root.catalog import Checkpoint, Overview, Summary
 from ckpt.root.condition import COMPLETE, Condition, condition
 from ckpt.root.history import History
-from ckpt.root.overview import Outline, Overview
-from ckpt.root.summary import Summary
 from ckpt.root.verify import INTACT, REMOVED
 from ckpt.shown import shown
 from ckpt.storage import open_storage
@@ -81,7 +80,7 @@ def _overview(root: str) -> Overview:
     return found
 
 
-def _row(found: Overview, checkpoint: Outline, *, verify: bool) -> list[str]:
+def _row(found: Overview, checkpoint: Checkpoint, *, verify: bool) -> list[str]:
     summary, is_now = checkpoint.summary, condition(found, checkpoint, verify=verify)
     if summary is None:
         (why,) = is_now.problems
@@ -101,7 +100,7 @@ def _fields(summary: Summary) -> list[str]:
     ]
 
 
-def _record(found: Overview, checkpoint: Outline, *, verify: bool) -> dict[str, Any]:
+def _record(found: Overview, checkpoint: Checkpoint, *, verify: bool) -> dict[str, Any]:
     """A checkpoint for other programs."""
     is_now = condition(found, checkpoint, verify=verify)
     facts = _facts(checkpoint.summary) if checkpoint.summary else {"name": checkpoint.name}

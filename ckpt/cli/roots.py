@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ckpt.cli.output import echo
 from ckpt.errors import StorageError
 from ckpt.formats.native.manifest import FILE_NAME
-from ckpt.root.overview import Overview
+from ckpt.root.catalog import Overview
 from ckpt.storage import open_storage
 from ckpt.util.console import format_age, format_size, format_table, one_line
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt.errors import ConfigError
 from ckpt.formats.native.manifest import Manifest
-from ckpt.root.summary import Summary
+from ckpt.root.catalog import Summary
 from ckpt.shown import markdown, shown
 from ckpt.util.line_chart import HEIGHT, WIDTH, Points, line_panel
 from ckpt.util.svg_plot import PLAIN, document

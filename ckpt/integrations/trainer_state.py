@@ -16,8 +16,8 @@ from transformers.trainer_callback import ExportableState, TrainerState
 from ckpt.errors import ConfigError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.restored import Restored
+from ckpt.root.catalog import Summary
 from ckpt.root.retention import Keep
-from ckpt.root.summary import Summary
 
 _log = logging.getLogger("ckpt")
 PART = "trainer_state"

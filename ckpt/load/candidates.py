@@ -10,10 +10,9 @@ from typing import TypedDict
 from ckpt.errors import StorageError, VersionError
 from ckpt.load.accelerate_reader import foreign_names, read_any
 from ckpt.root import catalog
+from ckpt.root.catalog import Overview
 from ckpt.root.folder import ROOT_ITSELF
 from ckpt.root.mirror_wait import MirrorPatience
-from ckpt.root.overview import Outline, Overview
-from ckpt.root.summary import Summary
 from ckpt.storage import Storage
 
 _log = logging.getLogger("ckpt")
@@ -87,9 +86,11 @@ def list_tiers(
     return listed, bool(unreadable) and patience is not None
 
 
-def _found(storage: Storage, name: str | None, on_listed: Callable[[Overview], None] | None = None) -> list[Outline]:
+def _found(
+    storage: Storage, name: str | None, on_listed: Callable[[Overview], None] | None = None
+) -> list[catalog.Checkpoint]:
     if name is not None:
-        return [_named(storage, name)]
+        return [catalog.find(storage, catalog.check_name(name))]
     listed = Overview.of(storage)
     if on_listed is not None:
         on_listed(listed)
@@ -186,12 +187,7 @@ def _root_unreadable(tiers: Sequence[Storage], listed: list[Listed], unreadable:
     )
 
 
-def _named(storage: Storage, name: str) -> Outline:
-    found = catalog.find(storage, catalog.check_name(name))
-    return Outline(name, Summary.of(found.manifest) if found.manifest else None, found.problem)
-
-
-def _listed(tier: int, checkpoint: Outline, name: str | None) -> Listed:
+def _listed(tier: int, checkpoint: catalog.Checkpoint, name: str | None) -> Listed:
     if isinstance(checkpoint.problem, VersionError) and name is None:
         raise checkpoint.problem
     manifest = checkpoint.summary

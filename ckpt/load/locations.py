@@ -13,10 +13,9 @@ from ckpt.load.select import MemoryTier
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.hosts import ONE_SHARED_ROOT, Hosts
-from ckpt.root.catalog import check_name
+from ckpt.root.catalog import Overview, check_name
 from ckpt.root.folder import ROOT_ITSELF, Folder, open_url
 from ckpt.root.mirror_wait import MirrorPatience
-from ckpt.root.overview import Overview
 from ckpt.storage import LocalStorage, Storage, place_of
 from ckpt.storage.local.one_folder import OneFolder
 

@@ -23,11 +23,9 @@ from ckpt.memory.place import MemoryPlace
 from ckpt.memory.root_token import identity_of, read_token
 from ckpt.memory.slot_storage import slot_storage
 from ckpt.root import deletion
-from ckpt.root.catalog import find, scan
+from ckpt.root.catalog import Overview, Summary, find, scan
 from ckpt.root.commit import Attempt
 from ckpt.root.lock import lock_root
-from ckpt.root.overview import Overview
-from ckpt.root.summary import Summary
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import reading, size_problems, without_other_hosts
 from ckpt.storage import Grouping, LocalStorage, MemoryStorage, Staging, Storage, open_storage

@@ -1,29 +1,182 @@
-"""The checkpoints of a root: their names, their manifests, and listing them.
+"""The checkpoints of a root: their names, what its listing says of them, and the index that spares it their manifests.
 
-Imports no torch: the command `ckpt` starts without it.
+A listing says the version of every manifest. What the index of an object store says counts only for that version; any
+other manifest is read. So an index that is old, damaged or gone costs time, and nothing else. Roots with few
+checkpoints have none. Imports no torch: the command `ckpt` starts without it.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
 
-from ckpt.errors import AbsentError, CheckpointError, ConfigError, MissingError
+from ckpt.errors import AbsentError, CheckpointError, ConfigError, DamagedError, MissingError, StorageError
+from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
 from ckpt.formats.registry import CKPT, is_checkpoint
 from ckpt.root.manifest_files import find_manifest, was_committed, without_manifest
+from ckpt.root.save_marker import MARKER
 from ckpt.storage import Entry, HubStorage, Storage, open_storage
-from ckpt.storage.base import ROOT_LOCK
+from ckpt.storage.base import ROOT_LOCK, read_document
 from ckpt.storage.read_only import ReadOnlyStorage
+from ckpt.util.checked_json import Rule, broken_rules, is_count, is_finite, is_mapping, is_moment, is_text, parse_json
 from ckpt.util.console import format_age, format_number, format_size
 from ckpt.util.html import html_table
 from ckpt.util.option_values import path_text, settings
 from ckpt.util.threads import in_parallel
+
+_NOT_JSON = ("nan", "inf", "-inf")  # numbers that JSON has not
+_COUNT = Rule(is_count, "a count")
+_TEXT = Rule(is_text, "text")
+_RULES = {
+    "id": _TEXT,
+    "sequence": _COUNT,
+    "created": Rule(is_moment, "a time with its zone, in ISO 8601"),
+    "run": _TEXT,
+    "parent": Rule(lambda value: value is None or is_text(value), "text or null"),
+    "step": _COUNT,
+    "metrics": Rule(is_mapping(lambda value: value in _NOT_JSON or is_finite(value)), "numbers by name"),
+    "world_size": _COUNT,
+    "size": _COUNT,
+    "contents": _TEXT,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A committed checkpoint without the list of its files. `contents` is a digest of their paths and sizes."""
+
+    name: str
+    id: str
+    sequence: int
+    created: str
+    run: str
+    parent: str | None = None
+    step: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    world_size: int = 1
+    size: int = 0
+    contents: str = ""
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Summary:
+        return cls(
+            name=manifest.name,
+            id=manifest.id,
+            sequence=manifest.sequence,
+            created=manifest.created,
+            run=manifest.run,
+            parent=manifest.parent,
+            step=manifest.step,
+            metrics=manifest.metrics,
+            world_size=manifest.world_size,
+            size=manifest.size,
+            contents="" if manifest.hosts else contents_digest({file.path: file.size for file in manifest.files}),
+        )
+
+    def has_all_of(self, sizes: Mapping[str, int]) -> bool:
+        """Whether a folder has just the files of the checkpoint, by path and size. If not, its manifest says more."""
+        return self.contents == contents_digest(sizes)
+
+    def to_json(self) -> dict[str, Any]:
+        fields = asdict(self)
+        del fields["name"]
+        metrics = {key: value if value - value == 0 else str(value) for key, value in self.metrics.items()}
+        return {**fields, "metrics": metrics}
+
+    @classmethod
+    def from_json(cls, name: str, fields: Any) -> Summary | None:
+        """None if any field is not what it must be."""
+        if broken_rules(fields, _RULES):
+            return None
+        known = {key: fields[key] for key in _RULES}
+        return cls(name=name, **{**known, "metrics": {key: float(value) for key, value in known["metrics"].items()}})
+
+
+def contents_digest(sizes: Mapping[str, int]) -> str:
+    """A digest of the paths and sizes of a checkpoint's files; the manifest, its copy and a save marker are none."""
+    files = sorted((path, size) for path, size in sizes.items() if path not in (FILE_NAME, COPY_NAME, MARKER))
+    return digest(json.dumps(files).encode())
+
+
+INDEX = ".index.json"
+UNINDEXED = 16  # manifests that a listing may have to read: the index is written again when there are more
+_VERSION = 1
+_log = logging.getLogger("ckpt")
+
+
+@dataclass
+class Index:
+    """Summaries by name, each with the version of the manifest that it was made of."""
+
+    entries: dict[str, tuple[str, Summary]] = field(default_factory=dict)
+    unwritten: set[str] = field(default_factory=set)  # names of entries that the stored index has not
+
+    @classmethod
+    def read(cls, storage: Storage) -> Index:
+        """The stored index. One that cannot be read is as good as none."""
+        try:
+            return cls(_parsed(read_document(storage, INDEX)))
+        except (StorageError, DamagedError, ValueError) as error:
+            _log.debug("%s/%s is not used, and manifests are read instead: %s", storage.url, INDEX, error)
+            return cls()
+
+    def find(self, name: str, version: str | None) -> Summary | None:
+        """What the manifest of a checkpoint says, if it has this version."""
+        known, summary = self.entries.get(name, (None, None))
+        return summary if version is not None and version == known else None
+
+    def add(self, version: str | None, summary: Summary) -> None:
+        """Record what a manifest of that version says; nothing if the version is not known."""
+        self.entries.pop(summary.name, None)
+        if version is not None:
+            self.entries[summary.name] = (version, summary)
+            self.unwritten.add(summary.name)
+
+    def update(self, storage: Storage, names: set[str]) -> None:
+        """Store it for the checkpoints of these names, if a listing would have to read many manifests without it.
+
+        Only the holder of the root's lock calls this."""
+        self.entries = {name: entry for name, entry in self.entries.items() if name in names}
+        self.unwritten &= names
+        if len(self.unwritten) <= UNINDEXED:
+            return
+        try:
+            storage.write(INDEX, [_encoded(self.entries)])
+            self.unwritten.clear()
+        except StorageError as error:
+            _log.debug("%s/%s was not written: %s", storage.url, INDEX, error)
+
+
+def _encoded(entries: Mapping[str, tuple[str, Summary]]) -> bytes:
+    found = {name: {"version": version, **summary.to_json()} for name, (version, summary) in entries.items()}
+    text = json.dumps({"format": "ckpt index", "version": _VERSION, "checkpoints": found}).encode()
+    return digest(text).encode() + b"\n" + text
+
+
+def _parsed(data: bytes) -> dict[str, tuple[str, Summary]]:
+    claimed, _, text = data.partition(b"\n")
+    if digest(text).encode() != claimed:
+        raise ValueError("its bytes do not match its digest")
+    fields = parse_json(text)
+    if not isinstance(fields, dict) or fields.get("version") != _VERSION:
+        raise ValueError("it is of another version of ckpt")
+    listed = fields.get("checkpoints")
+    found = {}
+    for name, entry in listed.items() if isinstance(listed, dict) else ():
+        summary = Summary.from_json(name, entry)
+        if summary is not None and is_text(entry.get("version")):
+            found[name] = (entry["version"], summary)
+    return found
+
 
 LOCK = ROOT_LOCK  # in a root: locked by the run that writes to it
 _READERS = 32  # threads that read manifests from an object store
@@ -47,10 +200,16 @@ class Checkpoint:
     manifest: Manifest | None = None
     problem: CheckpointError | None = None
     flaw: str = ""
+    indexed: Summary | None = field(default=None, repr=False)  # where an index has spared reading the manifest
+
+    @cached_property
+    def summary(self) -> Summary | None:
+        """What the manifest says, but for its files."""
+        return Summary.of(self.manifest) if self.manifest else self.indexed
 
     @property
     def committed(self) -> bool:
-        return self.manifest is not None
+        return self.summary is not None
 
     @property
     def was_committed(self) -> bool:
@@ -59,7 +218,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int | None:
-        return self.manifest.step if self.manifest else None
+        return self.summary.step if self.summary else None
 
     def _repr_html_(self) -> str:
         """For notebooks."""
@@ -107,9 +266,7 @@ def scan(storage: Storage) -> list[Checkpoint]:
 
     A folder is a checkpoint if it has a manifest or a copy of one, a save marker, or other files of a checkpoint.
     """
-    listed = {name: inside for name, inside in by_folder(storage.list()).items() if is_checkpoint(name, inside)}
-    found = find_listed(storage, listed)
-    return sorted(found, key=lambda checkpoint: commit_order(checkpoint.name, checkpoint.manifest), reverse=True)
+    return Overview.of(storage, known=Index()).checkpoints
 
 
 def by_folder(entries: Iterable[Entry]) -> dict[str, dict[str, Entry]]:
@@ -121,7 +278,7 @@ def by_folder(entries: Iterable[Entry]) -> dict[str, dict[str, Entry]]:
     return files
 
 
-def find_listed(storage: Storage, folders: Mapping[str, Mapping[str, Entry]]) -> list[Checkpoint]:
+def _find_listed(storage: Storage, folders: Mapping[str, Mapping[str, Entry]]) -> list[Checkpoint]:
     """The checkpoints of folders that were just listed. Manifests are read several at a time, unless they are local."""
     committed = [name for name, inside in folders.items() if FILE_NAME in inside or COPY_NAME in inside]
     others = [
@@ -129,11 +286,8 @@ def find_listed(storage: Storage, folders: Mapping[str, Mapping[str, Entry]]) ->
         for name in folders.keys() - set(committed)
     ]
     threads = 1 if storage.is_local else _READERS
-    return [*in_parallel(lambda name: _find_listed(storage, name), committed, threads, "ckpt-list"), *others]
-
-
-def _find_listed(storage: Storage, name: str) -> Checkpoint:
-    return _found(storage, name, known=lambda: "")  # to name the others for each would list the root once more
+    read = in_parallel(lambda name: _found(storage, name, known=lambda: ""), committed, threads, "ckpt-list")
+    return [*read, *others]
 
 
 def manifests_of_run(storage: Storage, run: str) -> list[Manifest]:
@@ -167,16 +321,10 @@ def _known(storage: Storage) -> str:
     return f" There are: {names or 'none'}."
 
 
-class _Committed(Protocol):
-    @property
-    def sequence(self) -> int: ...
-    @property
-    def created(self) -> str: ...
-
-
-def commit_order(name: str, found: _Committed | None) -> tuple[int, str, str]:
+def _commit_order(checkpoint: Checkpoint) -> tuple[int, str, str]:
     """Sorts checkpoints by their commits; those without a readable manifest come first, by name."""
-    return (found.sequence, found.created, "") if found else (-1, "", name)
+    found = checkpoint.summary
+    return (found.sequence, found.created, "") if found else (-1, "", checkpoint.name)
 
 
 def list_checkpoints(
@@ -253,3 +401,70 @@ def check_exists(storage: Storage) -> None:
     """Raise if an empty storage is a repository that does not exist, or that this account may not see."""
     if isinstance(storage, HubStorage):
         storage.repo.head()
+
+
+@dataclass(frozen=True)
+class Overview:
+    """The checkpoints of a root, newest first; those without a readable manifest come last.
+
+    Those that the index knows have a summary, and no manifest: it was not read."""
+
+    storage: Storage
+    checkpoints: list[Checkpoint]
+    index: Index
+    files: Mapping[str, Mapping[str, Entry]]  # by folder and path
+
+    @classmethod
+    def of(cls, storage: Storage, entries: Iterable[Entry] | None = None, known: Index | None = None) -> Overview:
+        """`entries`: what `storage.list()` has just returned, if it was called already. `known`: an index of this
+        root that was made a moment ago."""
+        files = by_folder(storage.list() if entries is None else entries)
+        names = [name for name, inside in files.items() if is_checkpoint(name, inside)]
+        index = known or (Index.read(storage) if INDEX in files else Index())
+        summaries = {name: index.find(name, _manifest_version(files[name])) for name in names}
+        read = _find_listed(storage, {name: files[name] for name in names if summaries[name] is None})
+        for checkpoint in read:
+            if checkpoint.summary is not None and not checkpoint.flaw:
+                index.add(_manifest_version(files[checkpoint.name]), checkpoint.summary)  # listed before it was read
+        known_ones = [
+            Checkpoint(name, f"{storage.url}/{name}", indexed=summary) for name, summary in summaries.items() if summary
+        ]
+        return cls(storage, sorted([*known_ones, *read], key=_commit_order, reverse=True), index, files)
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [entry for inside in self.files.values() for entry in inside.values()]
+
+    @property
+    def manifests(self) -> dict[str, Manifest]:
+        """By name, those that were read, because the index does not have what they say."""
+        return {found.name: found.manifest for found in self.checkpoints if found.manifest is not None}
+
+    @property
+    def committed(self) -> list[Summary]:
+        return [found.summary for found in self.checkpoints if found.summary is not None]
+
+    @property
+    def lost(self) -> dict[str, CheckpointError]:
+        """What was committed and cannot be used, since neither the manifest nor its copy is whole; with the reason."""
+        lost = (found for found in self.checkpoints if found.summary is None and found.was_committed)
+        return {found.name: found.problem for found in lost if found.problem is not None}
+
+    @property
+    def to_mend(self) -> list[str]:
+        """Names of checkpoints whose manifest is damaged, or whose copy of it is missing or was cut short."""
+        readable = (found for found in self.checkpoints if found.summary is not None)
+        return [found.name for found in readable if found.flaw or self._lacks_copy(found.name)]
+
+    def _lacks_copy(self, name: str) -> bool:
+        first, second = (self.files.get(name, {}).get(file) for file in (FILE_NAME, COPY_NAME))
+        return second is None or first is None or first.size != second.size
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """The sizes of the files in a checkpoint's folder, by path."""
+        return {path: entry.size for path, entry in self.files.get(name, {}).items()}
+
+
+def _manifest_version(inside: Mapping[str, Entry]) -> str | None:
+    entry = inside.get(FILE_NAME)
+    return entry.version if entry is not None else None

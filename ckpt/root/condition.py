@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from ckpt.errors import CheckpointError, StorageError, shows_damage
 from ckpt.formats.native.manifest import Manifest
 from ckpt.root import catalog
+from ckpt.root.catalog import Checkpoint, Overview
 from ckpt.root.manifest_files import COPY_IS_USED, copy_problems
-from ckpt.root.overview import Outline, Overview
 from ckpt.root.verify import (
     DAMAGED,
     INTACT,
@@ -41,7 +41,7 @@ class Condition:
         return self.state in (COMPLETE, INTACT)
 
 
-def condition(found: Overview, checkpoint: Outline, *, verify: bool = False) -> Condition:
+def condition(found: Overview, checkpoint: Checkpoint, *, verify: bool = False) -> Condition:
     """What the listing says, if it has just the files of the checkpoint; else what the manifest says.
 
     With `verify` every byte is read.

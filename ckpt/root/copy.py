@@ -12,17 +12,14 @@ from dataclasses import dataclass, field, replace
 from ckpt.errors import ConflictError, StorageError, TransientError
 from ckpt.formats.native.manifest import FILE_NAME, FileRecord, Manifest
 from ckpt.root import deletion
-from ckpt.root.catalog import find
+from ckpt.root.catalog import Index, Overview, Summary, find
 from ckpt.root.commit import Attempt
 from ckpt.root.file_names import rank_of
 from ckpt.root.history import History
-from ckpt.root.index import Index
 from ckpt.root.lock import lock_root
 from ckpt.root.mirror_wait import progress_of
-from ckpt.root.overview import Overview
 from ckpt.root.retention import Keep
 from ckpt.root.save_marker import DAY
-from ckpt.root.summary import Summary
 from ckpt.root.verified_file import VerifiedFile
 from ckpt.root.verify import size_problems
 from ckpt.storage import Storage

@@ -13,13 +13,11 @@ from typing import TypeVar
 
 from ckpt.errors import ConflictError, FullError, LockedError, StorageError, VersionError
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME, Manifest
-from ckpt.root.catalog import Checkpoint, find
+from ckpt.root.catalog import Checkpoint, Overview, Summary, find
 from ckpt.root.history import History
 from ckpt.root.manifest_files import are_alike, mend, was_committed
-from ckpt.root.overview import Overview
 from ckpt.root.retention import Keep
 from ckpt.root.save_marker import MARKER, mark_removal, marked_names, marker_and_version, read_marker
-from ckpt.root.summary import Summary
 from ckpt.storage import Entry, Staging, Storage
 from ckpt.storage.retry import within
 from ckpt.util.threads import in_parallel

@@ -16,7 +16,7 @@ from typing import Any
 from ckpt.errors import DamagedError, StorageError
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.manifest import Manifest, is_resumed
-from ckpt.root.summary import Summary
+from ckpt.root.catalog import Summary
 from ckpt.storage import Staging, Storage
 from ckpt.storage.base import read_document
 from ckpt.util.checked_json import Rule, broken_rules, is_count, is_finite, is_mapping, is_text, parse_json

@@ -12,10 +12,9 @@ from weakref import WeakSet
 
 from ckpt.errors import CheckpointError, LockedError, StorageError, TransientError
 from ckpt.formats.native.manifest import Manifest
-from ckpt.root.catalog import find
+from ckpt.root.catalog import Summary, find
 from ckpt.root.copy import Copies
 from ckpt.root.mirror_wait import MirrorPatience, QuietWait, end_now
-from ckpt.root.summary import Summary
 from ckpt.util.console import say
 from ckpt.util.fork_safety import OwnerProcess
 from ckpt.util.threads import SerialWorker, ThreadCall

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt.errors import ConfigError, MetricError
 from ckpt.formats.native.manifest import Manifest
-from ckpt.root.summary import Summary
+from ckpt.root.catalog import Summary
 from ckpt.util.option_values import KnownFields, is_count, is_kind, is_one_of, optional, said
 
 _MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt.errors import FullError
 from ckpt.root import deletion
-from ckpt.root.summary import Summary
+from ckpt.root.catalog import Summary
 from ckpt.save.held_root import HeldRoot
 from ckpt.save.root_writer import RootWriter
 from ckpt.storage.local.storage import LocalStorage

@@ -9,14 +9,11 @@ from dataclasses import dataclass, field
 from ckpt.errors import CheckpointError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
 from ckpt.root import deletion
-from ckpt.root.catalog import find
+from ckpt.root.catalog import Index, Overview, Summary, find
 from ckpt.root.history import History
-from ckpt.root.index import Index
 from ckpt.root.lock import lock_root
 from ckpt.root.mirror import MirrorWorker
-from ckpt.root.overview import Overview
 from ckpt.root.retention import Keep
-from ckpt.root.summary import Summary
 from ckpt.storage import Staging, Storage
 
 

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 
 from ckpt.errors import ConfigError, ConflictError
 from ckpt.formats.native.manifest import FILE_NAME, Manifest
-from ckpt.root.catalog import find
+from ckpt.root.catalog import Summary, find
 from ckpt.root.folder import ROOT_ITSELF, is_foreign
 from ckpt.root.open import parent_instead
-from ckpt.root.summary import Summary
 from ckpt.storage import Storage
 
 

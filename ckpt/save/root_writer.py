@@ -16,11 +16,10 @@ from ckpt.ranks.consensus import run_on_all_ranks
 from ckpt.ranks.group import Ranks
 from ckpt.ranks.hosts import Hosts
 from ckpt.root import deletion
-from ckpt.root.catalog import find
+from ckpt.root.catalog import Summary, find
 from ckpt.root.commit import Attempt, EarlierFile, WrittenFile
 from ckpt.root.mirror import MirrorWorker
 from ckpt.root.retention import Keep
-from ckpt.root.summary import Summary
 from ckpt.root.trust import Seal
 from ckpt.save.commit_messages import not_durable, saved_line
 from ckpt.save.environment import device_name, versions

@@ -12,7 +12,7 @@ import torch
 from ckpt.errors import NotDurableError
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import MAIN
-from ckpt.root.overview import Overview
+from ckpt.root.catalog import Overview
 from ckpt.root.save_reports import SaveReport, SaveReports
 from ckpt.save.committed_files import CommittedFiles
 from ckpt.save.comparison_history import ComparisonHistory

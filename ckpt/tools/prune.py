@@ -14,12 +14,11 @@ from typing import Any
 from ckpt.errors import CheckpointError, ConfigError, LockedError, MetricError, MissingError
 from ckpt.root import catalog, deletion
 from ckpt.root import verify as verifying
+from ckpt.root.catalog import Overview, Summary
 from ckpt.root.history import History
 from ckpt.root.lock import lock_root
-from ckpt.root.overview import Overview
 from ckpt.root.retention import Keep
 from ckpt.root.save_marker import SaveMarker, marked_names, read_marker
-from ckpt.root.summary import Summary
 from ckpt.root.verify import size_problems, without_other_hosts
 from ckpt.storage import Entry, Staging, Storage, Unfinished, open_storage
 from ckpt.util.console import format_duration

@@ -128,7 +128,7 @@ def test_an_error_that_ckpt_does_not_expect_says_how_to_report_it(saved: Path, m
     def fail(*arguments: object) -> None:
         raise ZeroDivisionError("by \x1b[2Jzero")
 
-    monkeypatch.setattr("ckpt.root.overview.Overview.of", fail)
+    monkeypatch.setattr("ckpt.root.catalog.Overview.of", fail)
     result = run("ls", saved.parent)
     assert result.exit_code == FAULT
     assert r"ckpt: ZeroDivisionError: by \x1b[2Jzero (" in result.output

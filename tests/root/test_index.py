@@ -10,10 +10,8 @@ import torch
 import ckpt
 from benchmarks.shared.counted_objects import CountedObjects
 from ckpt.formats.native.manifest import COPY_NAME, FILE_NAME
-from ckpt.root.index import INDEX, UNINDEXED
-from ckpt.root.overview import Overview
+from ckpt.root.catalog import INDEX, UNINDEXED, Overview, Summary
 from ckpt.root.save_marker import MARKER
-from ckpt.root.summary import Summary
 from ckpt.storage.object_storage import ObjectStorage
 from ckpt.storage.s3.connection import Connection
 

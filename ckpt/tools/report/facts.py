@@ -14,11 +14,9 @@ from ckpt.errors import MissingError
 from ckpt.export.card import curves
 from ckpt.formats.native.manifest import Manifest
 from ckpt.memory.statistics import Statistics, saving_of
+from ckpt.root.catalog import Index, Overview, Summary
 from ckpt.root.condition import COMPLETE, Condition, condition
 from ckpt.root.history import History, PastSave
-from ckpt.root.index import Index
-from ckpt.root.overview import Overview
-from ckpt.root.summary import Summary
 from ckpt.root.verify import DAMAGED, INTACT, REMOVED
 from ckpt.storage import open_storage
 from ckpt.util.option_values import settings
