@@ -13,13 +13,16 @@ MATRIX := guarantees/resume_matrix load/world_size state/save_and_load data/resu
 FAST := not slow and not gpu
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo check test test-all alone shuffled profile coverage test-s3 test-accelerate lint format site kills memory-kills faults campaign mutants fuzz bench release environments versions clean
+.PHONY: demo check fast test test-all alone shuffled profile coverage test-s3 test-accelerate lint format site kills memory-kills faults campaign mutants fuzz bench release environments versions clean
 
 demo: $(READY)
 	$(BIN)/ckpt demo
 
-# before every commit: lint, and the tests that need no second process
-check: lint
+# before every commit: lint, and the tests that need no second process, side by side
+check: $(READY)
+	$(MAKE) --no-print-directory -j 2 lint fast
+
+fast: $(READY)
 	$(PYTEST) -m '$(FAST)'
 
 # servers that the tests start and npm has: Azurite, and an S3 that lacks something. Where there is no npm, or it reaches no
