@@ -16,7 +16,7 @@ from py_compile import PycInvalidationMode
 from types import TracebackType
 from typing import Any
 
-from tests.mutants.catalogue import ROOT, Mutant
+from tests.mutants.operators import ROOT, Mutant
 
 _UNWANTED = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", ".*_cache")
 
@@ -53,7 +53,8 @@ def copy_tree(target: Path, root: Path = ROOT) -> None:
 def environment(folder: Path) -> dict[str, str]:
     """For processes that must find the library in a copy, whatever is installed: a path comes before any finder."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("CKPT_", "PYTEST_"))}
-    return {**kept, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder.parent)}
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(folder.parent)}
 
 
 class Worker:
@@ -101,12 +102,12 @@ class Worker:
     def mutated(self, mutant: Mutant) -> Iterator[None]:
         """While this lasts, the copy has a bug."""
         path = self.folder / mutant.file
-        pristine = path.read_text()
-        path.write_text(mutant.applied(pristine))
+        pristine = path.read_bytes()
+        path.write_bytes(mutant.applied(pristine))
         try:
             yield
         finally:
-            path.write_text(pristine)
+            path.write_bytes(pristine)
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

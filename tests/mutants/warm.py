@@ -25,7 +25,8 @@ _PRELOADED = (
     "torch.distributed.tensor.parallel", "torch.distributed._shard.sharded_tensor", "torch.utils.data", "numpy",
     "pytest", "pytest_timeout", "safetensors.torch", "huggingface_hub", "fsspec", "s3fs",
     "aiobotocore.session", "boto3", "yaml", "xxhash", "rich.progress", "rich.table", "click",
-    "torchdata.stateful_dataloader", "http.server", "multiprocessing.forkserver",
+    "torchdata.stateful_dataloader", "http.server", "multiprocessing.forkserver", "torch.distributed.pipelining",
+    "accelerate", "peft", "transformers.trainer",
 )  # fmt: skip
 _LINES = 60  # of a session's output that are handed on
 
