@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ckpt.errors import RanksError
+from ckpt.errors import RanksError, UnsupportedError
 
 _PLACEMENT = re.compile(r"R|S(\d+)(?:/(\d+))?")
 
@@ -132,8 +132,33 @@ class Layout:
 
 @lru_cache(maxsize=100_000)
 def _box(layout: Layout, shape: tuple[int, ...], coordinate: tuple[int, ...]) -> Box:
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as compute
+    if any("/" in text for text in layout.placements):
+        return _strided_box(layout, shape, coordinate)
+    sizes, offsets = list(shape), [0] * len(shape)
+    for size, here, text in zip(layout.mesh, coordinate, layout.placements, strict=True):
+        if text != "R":
+            dim = int(text[1:])
+            first, sizes[dim] = chunk(sizes[dim], size, here)
+            offsets[dim] += first
+    # an empty shard begins where the tensor ends, as PyTorch says it
+    starts = (whole if size == 0 else start for whole, size, start in zip(shape, sizes, offsets, strict=True))
+    return Box(tuple(starts), tuple(sizes))
 
+
+def chunk(size: int, pieces: int, number: int) -> tuple[int, int]:
+    """The start and the length of a piece, as `torch.chunk` divides."""
+    most = -(-size // pieces)
+    start = min(number * most, size)
+    return start, min(most, size - start)
+
+
+def _strided_box(layout: Layout, shape: tuple[int, ...], coordinate: tuple[int, ...]) -> Box:
+    """By PyTorch's own rule, which has changed for tensors that are not divided evenly."""
+    from ckpt.compat.torch import SHARD_BOX
+
+    compute = SHARD_BOX.imported()
+    if compute is None:
+        raise UnsupportedError(SHARD_BOX.without)
     sizes, offsets = compute(shape, layout.mesh, list(coordinate), [_placement(text) for text in layout.placements])
     return Box(tuple(offsets), tuple(sizes))
 
@@ -173,14 +198,20 @@ def _copy(layout: Layout, copy: int) -> Layout:
 @lru_cache
 def _placement(text: str) -> Any:
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
+
+    from ckpt.compat.torch import STRIDED
 
     match = _PLACEMENT.fullmatch(text)
     assert match is not None
     if match.group(1) is None:
         return Replicate()
     dim = int(match.group(1))
-    return Shard(dim) if match.group(2) is None else _StridedShard(dim, split_factor=int(match.group(2)))
+    if match.group(2) is None:
+        return Shard(dim)
+    strided = STRIDED.imported()
+    if strided is None:
+        raise UnsupportedError(STRIDED.without)
+    return strided(dim, split_factor=int(match.group(2)))
 
 
 Members = tuple[int, ...] | None  # some ranks of a job, by their numbers there; None: all of them

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckpt.compat.torch import SHARDED_TENSOR, process_group_of, root_ranks
+from ckpt.errors import UnsupportedError
 from ckpt.formats.layout import Box, Layout, Members, among, interned, over_all_ranks
 
 
@@ -63,7 +65,7 @@ def own_layout(tensor: Any) -> Layout:
     """The layout of a sharded tensor over the ranks of its own mesh or process group, which may be some of them."""
     if hasattr(tensor, "device_mesh"):
         return _mesh_layout(tensor.device_mesh, tensor.placements)
-    layout = group_layout(tensor._process_group)
+    layout = group_layout(process_group_of(tensor))
     expected = layout.holders(tuple(tensor.size()), 0).values()
     for piece in tensor.metadata().shards_metadata:
         box = Box(tuple(piece.shard_offsets), tuple(piece.shard_sizes))
@@ -97,7 +99,7 @@ def divided(tensors: Iterable[Any], members: Members = None) -> frozenset[Layout
 
 @lru_cache(maxsize=1000)
 def _root_layout(mesh: Any, placed: tuple[Any, ...]) -> Layout:
-    return over_all_ranks(_mesh_layout(mesh, placed), tuple(mesh._get_root_mesh().mesh.flatten().tolist()))
+    return over_all_ranks(_mesh_layout(mesh, placed), root_ranks(mesh))
 
 
 def _placement_text(placement: Any) -> str:
@@ -128,7 +130,7 @@ def gathered(tensor: Any) -> torch.Tensor:
     if hasattr(tensor, "full_tensor"):
         full: torch.Tensor = tensor.full_tensor()
         return full
-    if torch.distributed.get_world_size(tensor._process_group) < torch.distributed.get_world_size():
+    if torch.distributed.get_world_size(process_group_of(tensor)) < torch.distributed.get_world_size():
         return _gathered_in_group(tensor)
     whole = torch.empty(tensor.size(), dtype=tensor.dtype)
     tensor.gather(0, whole if torch.distributed.get_rank() == 0 else None)
@@ -137,7 +139,7 @@ def gathered(tensor: Any) -> torch.Tensor:
 
 def _gathered_in_group(tensor: Any) -> torch.Tensor:
     """The same for a ShardedTensor over some of the ranks, which PyTorch's call takes for ranks of all."""
-    group, mine = tensor._process_group, local_tensor(tensor)
+    group, mine = process_group_of(tensor), local_tensor(tensor)
     count = torch.distributed.get_world_size(group)
     padded = mine.new_zeros((-(-tensor.size()[0] // count), *tensor.size()[1:]))
     padded[: len(mine)] = mine
@@ -152,12 +154,11 @@ def empty_like(tensor: Any, dtype: torch.dtype) -> Any:
         return torch.empty(tensor.size(), dtype=dtype, device=tensor.device)
     if hasattr(tensor, "device_mesh"):
         return ShardOutline.of(tensor).around(torch.empty_like(local_tensor(tensor), dtype=dtype))
-    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-    from torch.distributed._shard.sharded_tensor.shard import Shard as Piece
-
     metadata = copy.deepcopy(tensor.metadata())
     metadata.tensor_properties.dtype = dtype
-    pieces = [Piece(torch.empty_like(shard.tensor, dtype=dtype), shard.metadata) for shard in tensor.local_shards()]
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        pieces, sharded_tensor_metadata=metadata, process_group=tensor._process_group
-    )
+    shards = tensor.local_shards()
+    pieces = [type(shard)(torch.empty_like(shard.tensor, dtype=dtype), shard.metadata) for shard in shards]
+    build = SHARDED_TENSOR.of(type(tensor))
+    if build is None:
+        raise UnsupportedError(SHARDED_TENSOR.without)
+    return build(pieces, sharded_tensor_metadata=metadata, process_group=process_group_of(tensor))

@@ -31,8 +31,7 @@ class FilesystemObjects:
     def __init__(self, scheme: str, prefix: str, options: Mapping[str, Any]) -> None:
         self._scheme = scheme
         self._shown = prefix
-        self._fs = _open(scheme, options)
-        self._prefix = self._fs._strip_protocol(prefix)
+        self._fs, self._prefix = _open(scheme, prefix, options)
 
     @property
     def url(self) -> str:
@@ -231,14 +230,16 @@ def _of_clients(of_aiohttp: str, of_httpx: str) -> list[type[Exception]]:
     return [getattr(sys.modules[module], name) for module, name in named if module in sys.modules]
 
 
-def _open(scheme: str, options: Mapping[str, Any]) -> Any:
-    from fsspec import filesystem, get_filesystem_class
+def _open(scheme: str, prefix: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """The filesystem, and the prefix as it has it."""
+    from fsspec import get_filesystem_class, url_to_fs
 
     try:
         unknown = unknown_options(options, get_filesystem_class(scheme)) if scheme == "local" else []
         if unknown:
             raise ConfigError(f"{scheme}:// does not take the storage_options {', '.join(unknown)}.")
-        return filesystem(scheme, **{"use_listings_cache": False, **options})
+        found: tuple[Any, str] = url_to_fs(f"{scheme}://{prefix}", **{"use_listings_cache": False, **options})
+        return found
     except ImportError as error:
         raise ConfigError(f"{scheme}:// needs a package that is not installed: {error}.") from None
     except ConfigError:

@@ -6,7 +6,6 @@ nobody is kept from changing what is read: hashes notice it.
 
 from __future__ import annotations
 
-import inspect
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,6 +20,12 @@ from ckpt.storage.retry import Requests, RetryPolicy
 from ckpt.util.checked_json import is_relative
 
 _T = TypeVar("_T")
+_OF_REQUESTS = {  # what aiohttp's requests take, as its documentation lists it
+    "params", "data", "json", "cookies", "headers", "skip_auto_headers", "auth", "allow_redirects", "max_redirects",
+    "compress", "chunked", "expect100", "raise_for_status", "read_until_eof", "proxy", "proxy_auth", "timeout", "ssl",
+    "verify_ssl", "fingerprint", "ssl_context", "server_hostname", "proxy_headers", "trace_request_ctx", "read_bufsize",
+    "auto_decompress", "max_line_size", "max_field_size", "middlewares",
+}  # fmt: skip
 _MOST_COPIED = 64 << 20  # bytes of a piece while a file is copied that cannot be read in ranges
 
 
@@ -237,8 +242,6 @@ def _with_timeout(options: Mapping[str, Any], policy: RetryPolicy) -> dict[str, 
 
 def _unknown_of_http(options: Mapping[str, Any]) -> list[str]:
     """Options that neither the filesystem nor a request takes, to which the rest goes: the first would fail."""
-    from aiohttp import ClientSession
     from fsspec.implementations.http import HTTPFileSystem
 
-    taken_by_requests = inspect.signature(ClientSession._request).parameters
-    return unknown_options(options.keys() - taken_by_requests.keys(), HTTPFileSystem)
+    return unknown_options(options.keys() - _OF_REQUESTS, HTTPFileSystem)

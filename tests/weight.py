@@ -17,7 +17,10 @@ import tempfile
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+
+from ckpt.compat.private import ALL, Private
 
 HOME = Path(__file__).resolve().parent.parent
 PACKAGES = ("ckpt", "formats", "storage")
@@ -26,6 +29,7 @@ SELFTEST = "ckpt/selftest/"  # records programs in processes of its own, and the
 DOCUMENTED = {"_exit", "_replace", "_fields", "_asdict"}  # of the standard library: underscored, and public
 IN_FILES = {  # keys in files that others wrote, never attributes of objects
     "_num_yielded", "_snapshot", "_snapshot_step", "_steps_since_snapshot", "_iterator_finished", "_worker_snapshots",
+    "_schedulers", "_growth_tracker",
 }  # fmt: skip
 
 
@@ -80,6 +84,8 @@ def own_names(trees: dict[str, ast.Module]) -> set[str]:
             found.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_own(node.value):
             found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "object.__setattr__" and _is_own(node.args[0]):
+            found.add(ast.literal_eval(node.args[1]))  # of a frozen dataclass
     return found
 
 
@@ -90,18 +96,25 @@ def _is_own(value: ast.expr) -> bool:
 def foreign_private_names(trees: dict[str, ast.Module]) -> list[Use]:
     """Where a private name of another library is imported, read, or written down as a string, as `getattr` takes it.
 
-    A name that the library defines too, in whatever module, counts as its own, except where the list of `BOTH` says
-    otherwise.
+    `ckpt/compat/` is left out, in which they belong: `declared_names` lists those. A name that the library defines too,
+    in whatever module, counts as its own, except those in `BOTH`.
     """
     own = own_names(trees) - BOTH
     found = []
     for path, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in ast.walk(tree) if not path.startswith(COMPAT) else ():
             if isinstance(node, ast.Constant) and path.startswith("formats/foreign/"):
                 continue  # keys in files of others
             names = [name for name in _private_names(node) if name not in own]
             found += [Use(path, getattr(node, "lineno", 0), name) for name in names]
     return found
+
+
+def declared_names() -> dict[str, Private]:
+    """The private names that `ckpt/compat/` declares, by their paths."""
+    for path in sorted((HOME / COMPAT).glob("*.py")):
+        import_module(f"ckpt.compat.{path.stem}" if path.stem != "__init__" else "ckpt.compat")
+    return ALL
 
 
 # Others have these, and ckpt has a name of its own that is spelt alike
@@ -280,8 +293,8 @@ def main() -> None:
     more, plain = map(float, run(_STEP).split())
     print(f"a training step of {plain * 1e3:.2f} ms costs {more * 1e3:.3f} ms more")
     uses = foreign_private_names(trees)
-    files = {use.path for use in uses if not use.path.startswith(COMPAT)}
-    print(f"{len({use.name for use in uses})} private names of others, {len(files)} files outside {COMPAT}")
+    print(f"{len(declared_names())} private names of others in {COMPAT}")
+    print(f"{len({use.name for use in uses})} private names of others in {len({use.path for use in uses})} other files")
     if "-v" in sys.argv:
         print(*(f"    {use.path}:{use.line}: {use.name}" for use in uses), sep="\n")
     patches = patched_classes({path: tree for path, tree in trees.items() if not path.startswith(SELFTEST)})

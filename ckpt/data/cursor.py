@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from ckpt.compat.torch import began_too_early, has_ended, has_workers
 from ckpt.data.epoch_layout import batcher_of, layout_of
 from ckpt.data.loader_info import (
     Loader,
@@ -74,9 +75,8 @@ class Cursor:
     def prepare(self) -> None:
         """Called before an iterator is made."""
         if not self.has_saved_position:
-            workers = getattr(self.reader, "_iterator", None)  # kept by a loader with persistent workers
-            self.position.worn = bool(getattr(self.reader, "persistent_workers", False)) and workers is not None
-        if getattr(self.reader, "_initial_iter_for_state_dict", False):
+            self.position.worn = has_workers(self.reader)
+        if began_too_early(self.reader):
             self.reader.load_state_dict({})  # Accelerate asked for its state too early, which has made an iterator
         self._before = rng.capture()
 
@@ -133,7 +133,7 @@ class Cursor:
         if iterator is not None and self.reads_ahead:
             position.exhausted = position.batches > 0 and bool(getattr(self.loader, "end_of_dataloader", False))
         elif iterator is not None and not self._reader_is_keeper:  # whose own state says it
-            position.exhausted = getattr(getattr(iterator, "_dataset_fetcher", None), "ended", False)
+            position.exhausted = has_ended(iterator)
 
     def update_generators(self) -> None:
         self.position.generators_now = self._generator_states()
@@ -161,8 +161,11 @@ class Cursor:
 
 def _refuse_state_of_others(keeper: Stateful, state: Any) -> None:
     """Refuse another data-parallel rank's state for a loader of torchtitan: it would only warn, and begin anew."""
-    mine = getattr(keeper, "_rank_id", None)
-    if isinstance(mine, str) and isinstance(state, Mapping) and state and mine not in state:
+    if not isinstance(state, Mapping) or "world_size" not in state:
+        return
+    own = keeper.state_dict()
+    mine = next((key for key in own if key != "world_size"), None) if isinstance(own, Mapping) else None
+    if isinstance(mine, str) and "world_size" in own and mine not in state:
         saved = ", ".join(str(key) for key in state if key != "world_size")
         raise StateError(
             f"{type(keeper).__name__} has the data of {mine}, and this rank saved that of {saved}: the ranks are "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
+from ckpt.compat.datasets import loses_samples
 from ckpt.state import samplers
 from ckpt.state.parts import has_state
 
@@ -43,20 +44,6 @@ def keeper_of(loader: Any) -> Stateful | None:
     return keeper
 
 
-def loses_samples(dataset: Any) -> bool:
-    """Whether the `state_dict` of a Hugging Face stream drops samples: those in a shuffle buffer, or a batch of a
-    batched `map` with table output (its documentation names both). Such a stream is replayed instead."""
-    stream = getattr(dataset, "_ex_iterable", None)
-    if stream is None or not type(dataset).__module__.startswith("datasets."):
-        return False
-    steps = list(_steps(stream))
-    tables = bool(getattr(getattr(dataset, "_formatting", None), "is_table", False))
-    return any(
-        type(step).__name__ == "BufferShuffledExamplesIterable" or (tables and getattr(step, "batched", False))
-        for step in steps
-    )
-
-
 def only_counts(state: Any) -> bool:
     """Whether the state of torchdata's loader of a stream is no more than a count, because neither the stream nor its
     iterator has a state. torchdata reads as much again, and counts that twice: a state saved after that is wrong."""
@@ -70,14 +57,6 @@ def only_counts(state: Any) -> bool:
     if not isinstance(fetcher, Mapping):
         return False  # no stream
     return state.get("dataset_state") is None and fetcher.get("dataset_iter_state") is None
-
-
-def _steps(stream: Any) -> Iterator[Any]:
-    """A stream and, recursively, its sources."""
-    yield stream
-    for source in (getattr(stream, "ex_iterable", None), *(getattr(stream, "ex_iterables", None) or ())):
-        if source is not None:
-            yield from _steps(source)
 
 
 def stateful_samplers(loader: Any) -> list[Stateful]:

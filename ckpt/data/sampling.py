@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
@@ -174,6 +175,9 @@ class ResumableSampler(SamplerWrapper):
             rest.owner.sampler = rest.sampler
 
 
+_installed: WeakKeyDictionary[DataLoader[Any], ResumableSampler] = WeakKeyDictionary()
+
+
 def install(loader: DataLoader[Any]) -> ResumableSampler:
     """Replace the loader's sampler by a `ResumableSampler`, once, and return that."""
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
@@ -181,8 +185,9 @@ def install(loader: DataLoader[Any]) -> ResumableSampler:
     if isinstance(current, ResumableSampler):
         return current
     # persistent workers keep the sampler they began with, also under a later manager
-    former = getattr(getattr(loader, "_iterator", None), "_index_sampler", None)
-    sampler = former if isinstance(former, ResumableSampler) else ResumableSampler(current)
+    former = _installed.get(loader)
+    sampler = former if former is not None and former.inner is current else ResumableSampler(current)
+    _installed[loader] = sampler
     object.__setattr__(loader, name, sampler)  # DataLoader forbids it: it means users who swap data in mid-epoch
     return sampler
 

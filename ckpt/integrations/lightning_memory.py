@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
+from ckpt.compat.lightning import checkpoint_of
 from ckpt.errors import ConfigError
 from ckpt.formats.native.manifest import Manifest
 from ckpt.integrations.lightning import CkptIO, request_of, verify
@@ -78,8 +79,8 @@ class CkptMemory(Callback):  # type: ignore[misc]
         if self.tier is not None:
             self.tier.stepped(step)
         if step and step % self._options["every"] == 0:
-            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)  # on every rank
-            if self.tier is not None and self.tier.is_due(step):
+            checkpoint = checkpoint_of(trainer)  # on every rank
+            if checkpoint is not None and self.tier is not None and self.tier.is_due(step):
                 self.tier.save(request_of(f"step-{step:08d}", checkpoint), step)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

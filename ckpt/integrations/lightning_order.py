@@ -7,9 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+from ckpt.compat.lightning import begin_data
 
 _log = logging.getLogger("ckpt")
 
@@ -41,14 +43,16 @@ class LoaderPosition:
         Lightning has done so already, but before it tells samplers the epoch: in the order of the first one. And of a
         checkpoint after the last batch of an epoch it takes a loader that has nothing left for the next epoch.
         """
-        loop = trainer.fit_loop
-        for loader in loop._combined_loader.flattened:
-            _set_sampler_epoch(loader, self.epoch)
-        loop._combined_loader._load_state_dicts(self.states)
-        iter(loop._data_fetcher)
+        loaders = _loaders(trainer)
+        for sampler in (sampler for loader in loaders for sampler in _samplers(loader)):
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(self.epoch)
+        for loader, state in zip(filter(_has_state, loaders), self.states, strict=True):
+            loader.load_state_dict(state)
+        begin_data(trainer)
         if self.is_new:  # that was the end of the epoch before, from which a sampler's own generator goes on
             restore_generators()
-            iter(loop._data_fetcher)
+            begin_data(trainer)
 
 
 def _at_the_last_batch(state: dict[str, Any]) -> dict[str, Any]:
@@ -58,14 +62,25 @@ def _at_the_last_batch(state: dict[str, Any]) -> dict[str, Any]:
 
 def warn_of_unknown_order(trainer: Trainer) -> None:
     """Name a loader that has a position, in an order that is saved nowhere."""
-    loaders = [one for one in trainer.fit_loop._combined_loader.flattened if hasattr(one, "state_dict")]
-    places = [place for one in loaders for place in (one, getattr(one, "batch_sampler", None))]
-    samplers = [getattr(place, "sampler", None) for place in places]
-    wrapped = [sampler for sampler in samplers if isinstance(sampler, DistributedSamplerWrapper)]
+    samplers = [sampler for loader in _loaders(trainer) if _has_state(loader) for sampler in _samplers(loader)]
+    wrapped = any(isinstance(sampler, DistributedSamplerWrapper) for sampler in samplers)
     if wrapped and trainer.is_global_zero:
         _log.warning(
             "resumed in the middle of an epoch, this fit would see another order of the data: Lightning has divided "
-            "the samples of a %s among the ranks, and saves the position in it, not the order. Give the loader a "
-            "sampler that draws its order from seed and epoch: sampler=torch.utils.data.DistributedSampler(dataset).",
-            type(wrapped[0].dataset._sampler).__name__,
+            "the samples of a sampler among the ranks, and saves the position in it, not the order. Give the loader "
+            "one that draws its order from seed and epoch: sampler=torch.utils.data.DistributedSampler(dataset).",
         )
+
+
+def _loaders(trainer: Trainer) -> list[Any]:
+    return list(CombinedLoader(trainer.train_dataloader).flattened)
+
+
+def _has_state(loader: Any) -> bool:
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """A loader's own sampler, and that of its batches; the same one once."""
+    found = [getattr(place, "sampler", None) for place in (loader, getattr(loader, "batch_sampler", None))]
+    return list({id(sampler): sampler for sampler in found if sampler is not None}.values())

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-import transformers
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState, TrainerState
 
-from ckpt.errors import ConfigError
+from ckpt.compat.transformers import batch_size, continue_log, last_logged
 from ckpt.formats.native.manifest import Manifest
 from ckpt.load.restored import Restored
 from ckpt.root.catalog import Summary
@@ -41,6 +39,7 @@ class TrainerPart:
         self._trainer = trainer
         self._batch: int | None = None  # samples in a step of all ranks when the checkpoint was saved
         self._grouped: int | None = None  # samples for which the sampler grouped lengths then
+        self._continues = False  # the run that was saved
         self._unlogged: list[float] = []
         self._since = 0
 
@@ -48,7 +47,7 @@ class TrainerPart:
         """Gather every rank's loss since the last log. A collective call, so not part of `state_dict`."""
         assert self.loss is not None
         self._unlogged = self._trainer.accelerator.gather(self.loss).reshape(-1).tolist()
-        self._since = self._trainer._globalstep_last_logged
+        self._since = last_logged(self._trainer)
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
@@ -66,6 +65,7 @@ class TrainerPart:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._unlogged, self._since = saved["unlogged"], saved["since"]
+        self._continues = True
         self._batch, self._grouped = saved.get("batch"), saved.get("grouped")
 
     @property
@@ -93,15 +93,21 @@ class TrainerPart:
         if "data" in restored.approximated and self._trainer.args.process_index == 0:
             _log.warning("the resumed run is not exact: data: %s", restored.approximated["data"])
 
-    def continue_logging(self) -> None:
-        """Log the next loss over the same steps as an uninterrupted run. It is left out of this run's mean loss."""
+    def stepped(self, loss: torch.Tensor) -> None:
+        """A step is done. `loss`: the Trainer's sum since the last log.
+
+        After the first one of a resumed run it gets what was not logged yet, so that the next loss is logged over the
+        same steps as in an uninterrupted run. That is left out of this run's mean loss.
+        """
+        self.loss = loss
+        if not self._continues:
+            return
+        self._continues = False
         trainer, rank = self._trainer, self._trainer.args.process_index
         mean = sum(self._unlogged) / len(self._unlogged)
         same_ranks = len(self._unlogged) == trainer.args.world_size
-        running_loss = _running_loss(trainer)
-        running_loss += self._unlogged[rank] if same_ranks else mean
-        trainer._total_loss_scalar -= mean
-        trainer._globalstep_last_logged = self._since
+        if continue_log(trainer, self._since, mean):
+            loss += self._unlogged[rank] if same_ranks else mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,33 +142,16 @@ def total_limit(args: TrainingArguments) -> Keep | None:
     return TotalLimit(last=limit, best=1, metric=f"eval_{metric.removeprefix('eval_')}", mode=mode)
 
 
-def _running_loss(trainer: Trainer) -> torch.Tensor:
-    """The loss since the last log: before transformers 5.4, a variable of the Trainer's loop, which calls this."""
-    kept = getattr(trainer, "_tr_loss", None)
-    if isinstance(kept, torch.Tensor):
-        return kept
-    frame = inspect.currentframe()
-    while frame is not None:
-        found = frame.f_locals.get("tr_loss") if frame.f_locals.get("self") is trainer else None
-        if isinstance(found, torch.Tensor):
-            return found
-        frame = frame.f_back
-    raise ConfigError(
-        f"transformers {transformers.__version__} keeps the loss since the last log where CkptCallback does not find "
-        "it, so the resumed run would log other losses. It is known up to 5.22."
-    )
-
-
 def _samples_in_a_step(trainer: Trainer) -> int:
     args = trainer.args
-    return int(trainer._train_batch_size * args.gradient_accumulation_steps * args.world_size)
+    return int(batch_size(trainer) * args.gradient_accumulation_steps * args.world_size)
 
 
 def _samples_in_a_group(trainer: Trainer) -> int | None:
     """The number of samples for which `group_by_length` finds similar lengths: its order depends on it."""
     args = trainer.args
     grouped = getattr(args, "group_by_length", False) or "length" in str(getattr(args, "train_sampling_strategy", ""))
-    return int(trainer._train_batch_size * args.gradient_accumulation_steps) if grouped else None
+    return int(batch_size(trainer) * args.gradient_accumulation_steps) if grouped else None
 
 
 def logged_metrics(state: TrainerState) -> dict[str, float]:

@@ -14,6 +14,7 @@ import torch
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ckpt.compat.transformers import OF_THESE_RANKS, SAVE, names_of_subclass
 from ckpt.errors import ConfigError
 from ckpt.ranks.consensus import Result, decide_together
 from ckpt.ranks.group import Ranks
@@ -23,16 +24,7 @@ _log = logging.getLogger("ckpt")
 STATE_FILE = "trainer_state.json"
 _MOST_BYTES = 16_000_000  # of an override's files: they are part of a checkpoint's JSON
 PART = "trainer_subclass"
-_NAMES = (  # attributes of TRL's trainers
-    "_step",  # by which GRPO and RLOO know when to generate
-    "_buffered_inputs",  # completions that are trained on for several steps
-    "_metrics",  # those since the last log
-    "_total_train_tokens",
-    "_logs",  # completions since the last log
-    "_entropy_window_stats",
-)
 _NOT_SAVED = ("images",)  # pictures of a log, which are no state
-_OF_THESE_RANKS = ("_buffered_inputs",)  # made again where the number of ranks is another
 
 
 def insert_methods(trainer: Trainer, methods: Mapping[str, Callable[..., Any]]) -> None:
@@ -85,14 +77,14 @@ class OverriddenSave:
         self._reached_trainer = True
 
     def call(self, ranks: Ranks) -> None:
-        if not _is_overridden(self._own, "_save_checkpoint"):
+        if not _is_overridden(self._own, SAVE.name):
             return
         trainer, name = self._trainer, f"{self._own.__name__}._save_checkpoint"
-        folder = Path(trainer._get_output_dir(trial=None), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
+        folder = Path(trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
         decide_together(ranks, f"{name} (folder)", Result(), lambda _: _empty(folder))
         folder.mkdir(parents=True, exist_ok=True)
         self._reached_trainer = False
-        self._own._save_checkpoint(trainer, trainer.model_wrapped, None)
+        SAVE.of(self._own)(trainer, trainer.model_wrapped, None)
         if not self._reached_trainer:
             raise ConfigError(
                 f"{name} does not call super()._save_checkpoint(model, trial), so ckpt cannot know what it saves "
@@ -138,7 +130,7 @@ class SubclassState:
 
     @property
     def names(self) -> list[str]:
-        return [name for name in _NAMES if name in vars(self._trainer)]
+        return names_of_subclass(self._trainer)
 
     def state_dict(self) -> dict[str, Any]:
         values = {name: _plain(getattr(self._trainer, name)) for name in self.names}
@@ -147,7 +139,7 @@ class SubclassState:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         same_ranks = saved["world_size"] == self._trainer.args.world_size
         for name in self.names:
-            if name in saved["values"] and (same_ranks or name not in _OF_THESE_RANKS):
+            if name in saved["values"] and (same_ranks or name not in OF_THESE_RANKS):
                 own = getattr(self._trainer, name)
                 setattr(self._trainer, name, _restored(own, saved["values"][name], self._trainer.args.device))
 

@@ -14,6 +14,16 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import TrainerControl, TrainerState
 from transformers.trainer_utils import TrainOutput
 
+from ckpt.compat.private import Private
+from ckpt.compat.transformers import (
+    LOAD_BEST,
+    LOAD_MODEL,
+    LOAD_OPTIMIZER,
+    LOAD_RNG,
+    LOAD_SCALER,
+    LOG_SAVE_EVALUATE,
+    SAVE,
+)
 from ckpt.errors import ConfigError, MissingError, Preempted
 from ckpt.export.load_model import load_checkpoint_model
 from ckpt.integrations.trainer_checks import calling_trainer, refuse_foreign_options, refuse_unsupported
@@ -70,17 +80,17 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         """Save and resume this trainer through ckpt."""
         around = {
             "train": self._train,
-            "_save_checkpoint": self._save,
-            "_maybe_log_save_evaluate": self._log_save_evaluate,
+            SAVE.name: self._save,
+            LOG_SAVE_EVALUATE.name: self._log_save_evaluate,
         }
         self._override = OverriddenSave(trainer)
         beneath = {  # overrides of these are called, and reach them by super()
-            "_save_checkpoint": self._override.reach,
-            "_load_from_checkpoint": self._unless_ours("_load_from_checkpoint", lambda: None),  # part of _load
-            "_load_scaler": self._unless_ours("_load_scaler", lambda: None),
-            "_load_optimizer_and_scheduler": self._unless_ours("_load_optimizer_and_scheduler", self._load),
-            "_load_rng_state": self._unless_ours("_load_rng_state", self._load_rng_state),
-            "_load_best_model": self._load_best_model,
+            SAVE.name: self._override.reach,
+            LOAD_MODEL.name: self._unless_ours(LOAD_MODEL, lambda: None),  # part of _load
+            LOAD_SCALER.name: self._unless_ours(LOAD_SCALER, lambda: None),
+            LOAD_OPTIMIZER.name: self._unless_ours(LOAD_OPTIMIZER, self._load),
+            LOAD_RNG.name: self._unless_ours(LOAD_RNG, self._restore_rng),
+            LOAD_BEST.name: self._restore_best,
         }
         refuse_unsupported(trainer, around.keys() | beneath.keys())
         self._push = TrainerPush(trainer)
@@ -110,8 +120,6 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
                 f"{type(self._trainer).__name__}._load_optimizer_and_scheduler does not call super(), so nothing of "
                 f"{self._source.name} was loaded. Call super()._load_optimizer_and_scheduler(checkpoint) there."
             )
-        elif self._part is not None:
-            self._part.continue_logging()
         assert self._data is not None
         self._data.begin()
         self._saved = {found.name for found in catalog.scan(self._storage) if found.committed}
@@ -216,8 +224,8 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
     def _log_save_evaluate(self, tr_loss: torch.Tensor, *given: Any, **named: Any) -> Any:
         """After the step is logged, evaluated and maybe saved, take it into memory where that is due."""
         if self._part is not None:
-            self._part.loss = tr_loss
-        result = self._own["_maybe_log_save_evaluate"](tr_loss, *given, **named)
+            self._part.stepped(tr_loss)
+        result = self._own[LOG_SAVE_EVALUATE.name](tr_loss, *given, **named)
         session = self._manager.session if self._manager is not None else None
         if session is not None and session.memory is not None:
             session.memory.stepped(session.loop.progress.step)
@@ -231,12 +239,12 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         if best in self._saved:
             state.best_model_checkpoint = f"{self._storage.url}/{best}"
 
-    def _unless_ours(self, name: str, load: Callable[[], None]) -> Callable[..., None]:
+    def _unless_ours(self, name: Private, load: Callable[[], None]) -> Callable[..., None]:
         """A method that calls `load` for a checkpoint in the root, and the trainer's own method for other folders."""
 
         def load_or_delegate(*given: Any, **named: Any) -> None:
             if self._source.name is None:
-                getattr(Trainer, name)(self._trainer, *given, **named)
+                name.of(Trainer)(self._trainer, *given, **named)
             else:
                 load()
 
@@ -245,7 +253,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
     def _load(self) -> None:
         """Load everything at once, now that model, optimizer and scheduler are as training will use them.
 
-        The random generators are restored when the data is at its position (`TrainerData`), or by `_load_rng_state`.
+        The random generators are restored when the data is at its position (`TrainerData`), or by `_restore_rng`.
         """
         assert self._source.name is not None
         before = rng.capture()
@@ -260,13 +268,13 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
         self._part.report_data(restored, has_position=self._data.has_position)
         self._source.release()
 
-    def _load_rng_state(self) -> None:
+    def _restore_rng(self) -> None:
         """Put the generators back, unless the data did when it came to its position, and draws from them since."""
         assert self._manager is not None
         if self._data is None or not self._data.is_exact:
             self._manager.rewind_rng()
 
-    def _load_best_model(self) -> None:
+    def _restore_best(self) -> None:
         assert self._manager is not None
         assert self._push is not None
         self._push.settle(self._manager)
@@ -276,7 +284,7 @@ class CkptCallback(TrainerCallback):  # type: ignore[misc]
             trust = self._manager.session.trust
             load_checkpoint_model(self._storage, best, trained_model(self._trainer), trust=trust)
         else:
-            Trainer._load_best_model(self._trainer)
+            LOAD_BEST.of(Trainer)(self._trainer)
 
 
 def _name(step: int) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckpt.compat.accelerate import save_hooks
+
 
 def has_save_hooks(source: object) -> bool:
     """Whether hooks of the user's own save a part of the state into files that a snapshot in memory would lack."""
     accelerator = getattr(source, "accelerator", None)
-    return bool(getattr(accelerator, "_save_model_state_pre_hook", None))
+    return accelerator is not None and bool(save_hooks(accelerator))
 
 
 def without_this_save(state: dict[str, Any]) -> dict[str, Any]:

@@ -74,4 +74,5 @@ _by_process_group: WeakKeyDictionary[dist.ProcessGroup, BuiltManagers] = WeakKey
 
 def built_here() -> BuiltManagers:
     """The managers that this process has built since it joined the default process group."""
-    return _by_process_group.setdefault(dist.distributed_c10d._get_default_group(), BuiltManagers())
+    assert dist.group.WORLD is not None
+    return _by_process_group.setdefault(dist.group.WORLD, BuiltManagers())

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ckpt.compat.torch import default_store
 from ckpt.errors import ConfigError
 from ckpt.formats.layout import Members
 from ckpt.formats.native.block_hash import digest
@@ -44,7 +45,7 @@ def find_ranks(
     numbers = members or range(dist.get_world_size())
     if len(numbers) == 1:
         return SingleProcess(members)
-    job = TimedStore(dist.distributed_c10d._get_default_store(), timeout).below(_attempt())
+    job = TimedStore(default_store(), timeout).below(_attempt())
     built = built_here()
     key = built.add(meeting_name(OWN_ROOTS if own_root else root, members), root)
     built.publish(job, dist.get_rank())

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ckpt.compat.torch import VERSION, version_of
 from ckpt.errors import CkptError
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
 from ckpt.ranks.group import MAIN, Ranks
@@ -49,7 +50,7 @@ class LastBoundary:
         self._step = 0
         self._request: SaveRequest | None = None  # None if there is nothing to save
         self._tensors: list[torch.Tensor] = []
-        self._versions: list[int] = []
+        self._versions: list[int | None] = []
         self._has_begun = False  # an optimizer its next step
         self._off = ""  # why nothing is kept
         self._hook = register_optimizer_step_pre_hook(weakly(self._on_step))
@@ -62,7 +63,9 @@ class LastBoundary:
         try:
             live = self._with_copied_buffers(request.capture())
             self._tensors = list(_tensors_of(live, several=self._ranks.world_size > 1))
-            self._versions = [tensor._version for tensor in self._tensors]
+            self._versions = [version_of(tensor) for tensor in self._tensors]
+            if None in self._versions:
+                raise _UnknownError(VERSION.without)
             self._require_optimizers()
         except (CkptError, _UnknownError, RuntimeError) as error:  # inference tensors have no version
             self._turn_off(str(error))
@@ -128,7 +131,9 @@ class LastBoundary:
             return "the exception is one of ckpt itself"
         if self._has_begun:
             return "an optimizer has begun the next step, so that the state is between two"
-        changed = sum(tensor._version != version for tensor, version in zip(self._tensors, self._versions, strict=True))
+        changed = sum(
+            version_of(tensor) != version for tensor, version in zip(self._tensors, self._versions, strict=True)
+        )
         if changed:
             return f"{changed} of {len(self._tensors)} tensors have changed since"
         return self._refusal()

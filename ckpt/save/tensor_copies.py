@@ -210,9 +210,5 @@ class TensorCopies:
 @torch.no_grad()
 def _copied(tensors: list[torch.Tensor]) -> torch.Tensor:
     """A new tensor with the elements of these, one after the other, in every bit."""
-    if tensors[0].dtype not in _COPYABLE:
-        tensors = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
-    block: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)
-    if len(tensors) == 1 and block.data_ptr() == tensors[0].data_ptr():
-        return block.clone()
-    return block
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    return torch.cat(flat if flat[0].dtype in _COPYABLE else [tensor.view(torch.uint8) for tensor in flat])

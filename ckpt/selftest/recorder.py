@@ -301,7 +301,8 @@ class FoundObjects:
         schedulers = [found for found in alive if isinstance(found, LRScheduler)]
         scalers = [found for found in alive if isinstance(found, GradScaler) and found.is_enabled()]
         managed = list(_with_inner(value for registry in registries for value in registry.registered()))
-        inner = {id(part) for found in schedulers for part in getattr(found, "_schedulers", ())}
+        lists = [value for found in schedulers for value in vars(found).values() if isinstance(value, list | tuple)]
+        inner = {id(part) for parts in lists for part in parts}  # of a SequentialLR
         known = {id(value) for value in managed} | inner
         optimizers = {id(optimizer) for registry in registries for optimizer in registry.optimizers}
         ours = [found for found in schedulers if id(_innermost(getattr(found, "optimizer", None))) in optimizers]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ckpt.compat.accelerate import CUSTOM, LOADERS, MODELS, OPTIMIZERS, SCHEDULERS, load_hooks, save_hooks
 from ckpt.errors import StateError, UnsupportedError
 from ckpt.root.retention import Keep
 from ckpt.state import rng, samplers
@@ -77,21 +78,25 @@ class AcceleratorObjects:
     def gradients(self) -> bool:
         """Whether gradients are accumulated and can be saved: DeepSpeed and FSDP 1 do not expose theirs."""
         accumulates = self.accelerator.gradient_accumulation_steps > 1
-        exposed = not (self._is_deepspeed or any(is_fsdp1(model) for model in self.accelerator._models))
+        exposed = not (self._is_deepspeed or any(is_fsdp1(model) for model in self._models))
         return accumulates and exposed
 
     def find(self) -> ManagedObjects:
-        models = _numbered("model", self.accelerator._models)
-        optimizers = _numbered("optimizer", [_bare(wrapped, "optimizer") for wrapped in self.accelerator._optimizers])
-        schedulers = _numbered("scheduler", [_bare(wrapped, "scheduler") for wrapped in self.accelerator._schedulers])
+        models = _numbered("model", self._models)
+        optimizers = _numbered(
+            "optimizer", [_bare(wrapped, "optimizer") for wrapped in OPTIMIZERS.of(self.accelerator, [])]
+        )
+        schedulers = _numbered(
+            "scheduler", [_bare(wrapped, "scheduler") for wrapped in SCHEDULERS.of(self.accelerator, [])]
+        )
         scaler = {} if self.accelerator.scaler is None else {"scaler": self.accelerator.scaler}
-        custom = {f"custom.{index}": value for index, value in enumerate(self.accelerator._custom_objects)}
+        custom = {f"custom.{index}": value for index, value in enumerate(CUSTOM.of(self.accelerator, []))}
         self._refuse_gone({**models, **optimizers, **schedulers, **custom})
         left_out = frozenset(key for key, model in models.items() if id(model) in self._left_out)
         return ManagedObjects(models, optimizers, {**schedulers, **scaler}, custom, left_out)
 
     def loaders(self) -> dict[str, Any]:
-        return {f"dataloader.{index}": loader for index, loader in enumerate(self.accelerator._dataloaders)}
+        return {f"dataloader.{index}": loader for index, loader in enumerate(LOADERS.of(self.accelerator, []))}
 
     def on_loader(self, told: Callable[[], None]) -> None:
         vars(self.accelerator)[_PREPARE] = self._prepares = _Prepares(self.accelerator, told)
@@ -107,16 +112,16 @@ class AcceleratorObjects:
     def before_save(self, folder: str) -> None:
         self._require_something("save")
         self._left_out.clear()
-        hooks = self.accelerator._save_model_state_pre_hook.values()
+        hooks = save_hooks(self.accelerator)
         if not hooks:
             return
-        models = [] if self._is_sharded else list(self.accelerator._models)
+        models = [] if self._is_sharded else list(self._models)
         weights = [self.accelerator.get_state_dict(model, unwrap=False) for model in models]
         before = list(zip(models, weights, strict=True))
         if "://" not in folder:
             os.makedirs(folder, exist_ok=True)  # hooks write their own files into it
         for hook in hooks:
-            hook(self.accelerator._models, weights, folder)
+            hook(self._models, weights, folder)
         self._leave_out(model for model, state in before if not any(state is kept for kept in weights))
 
     def after_save(self) -> None:
@@ -125,9 +130,9 @@ class AcceleratorObjects:
 
     def before_load(self, folder: str) -> None:
         self._require_something("load into")
-        models = [] if self._is_sharded else list(self.accelerator._models)
+        models = [] if self._is_sharded else list(self._models)
         before = list(models)
-        for hook in self.accelerator._load_model_state_pre_hook.values():
+        for hook in load_hooks(self.accelerator):
             hook(models, folder)
         self._leave_out(model for model in before if not any(model is kept for kept in models))
 
@@ -145,11 +150,16 @@ class AcceleratorObjects:
         if not state:  # saved without an accelerator
             return
         self.accelerator.step = state["step"]
-        self.accelerator.gradient_state._set_sync_gradients(state["sync_gradients"])
+        self.accelerator.sync_gradients = state["sync_gradients"]
         self._project.iteration = state["saves"]
         for key, loader in self.loaders().items():
             if key in state["loaders"]:
                 _set_loader_state(loader, state["loaders"][key])
+
+    @property
+    def _models(self) -> list[Any]:
+        found: list[Any] = MODELS.of(self.accelerator, [])
+        return found
 
     @property
     def _project(self) -> Any:

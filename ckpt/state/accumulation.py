@@ -6,6 +6,7 @@ that a backward pass has added since are lost by a resume, unless they are saved
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -13,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt.compat.torch import has_unsharded_gradients, version_of
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
 from ckpt.state.deepspeed.engine import is_engine
 from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.unwrap import kinds_in, modules_in
 
 _MARK = "_ckpt_used_as"  # attribute of a gradient: its version when a step used it
-_FSDP2_STATE = "_get_fsdp_state"  # the method of modules that FSDP 2 has sharded
 _SAMPLE = 64  # evenly spaced parameters examined after each step: a fraction of a millisecond
 
 
@@ -76,10 +77,9 @@ class Windows:
         return known[1]
 
 
-def _version(gradient: Any) -> int:
-    local = getattr(gradient, "_local_tensor", gradient)  # of a DTensor: FSDP 2 accumulates into it
-    version: int = local._version
-    return version
+def _version(gradient: Any) -> int | None:
+    local = local_tensor(gradient) if is_sharded(gradient) else gradient  # FSDP 2 accumulates into the shard
+    return version_of(local)
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -92,7 +92,7 @@ def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _is_non_zero(optimizer: torch.optim.Optimizer) -> bool:
-    return any(bool((grad._values() if grad.is_sparse else grad).any()) for grad in _gradients(optimizer))
+    return any(bool((grad.coalesce().values() if grad.is_sparse else grad).any()) for grad in _gradients(optimizer))
 
 
 def obstacle(models: Mapping[str, nn.Module], waiting: Iterable[torch.optim.Optimizer] = ()) -> str | None:
@@ -108,21 +108,12 @@ def obstacle(models: Mapping[str, nn.Module], waiting: Iterable[torch.optim.Opti
 
 def holds_unsharded(models: Mapping[str, nn.Module]) -> bool:
     """Whether FSDP 2 holds gradients that it has not sharded yet: `set_requires_gradient_sync(False)`."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a sharded module has imported it
+    if fsdp is None:
+        return False
     return any(
-        _gradient(parameter) is not None
+        isinstance(module, fsdp.FSDPModule) and has_unsharded_gradients(module)
         for model in models.values()
-        if any(hasattr(type(module), _FSDP2_STATE) for module in kinds_in(model))
+        if any(isinstance(module, fsdp.FSDPModule) for module in kinds_in(model))
         for module in modules_in(model)
-        for parameter in _fsdp2_parameters(module)
     )
-
-
-def _fsdp2_parameters(module: nn.Module) -> Iterable[Any]:
-    find = getattr(type(module), _FSDP2_STATE, None)
-    group = getattr(find(module), "_fsdp_param_group", None) if find is not None else None
-    return getattr(group, "fsdp_params", ())
-
-
-def _gradient(parameter: Any) -> Any:
-    kept = getattr(parameter, "unsharded_accumulated_grad", None)
-    return kept if kept is not None else getattr(getattr(parameter, "_unsharded_param", None), "grad", None)

@@ -10,14 +10,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from ckpt.compat.torch_ddp import Wrapper, hooks_of
 from ckpt.state import power_sgd
 from ckpt.state.ddp_buckets import (
-    Wrapper,
     about_to_change,
     buckets_of,
     ddp_wrappers,
     decide_sums,
-    hooks_of,
     obstacle,
     restore_buckets,
     saved_buckets,

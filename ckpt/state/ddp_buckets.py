@@ -7,7 +7,6 @@ compress others: a resumed run has the buckets of the saved one from its first s
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +17,11 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ckpt.compat import torch_ddp
+from ckpt.compat.torch_ddp import Wrapper, has_rebuilt, hooks_of
 from ckpt.formats.damage import reason
 from ckpt.state.unwrap import clean_names, kinds_in, modules_in
-
-Wrapper = Any  # a DistributedDataParallel: its reducer is not part of its typed, public side
 
 _ANY_ORDER = 2  # ranks: the sum of so many numbers does not depend on their order
 
@@ -58,14 +56,9 @@ def decide_sums(wrapper: Wrapper) -> bool:
     return dist.get_world_size(wrapper.process_group) > _ANY_ORDER or bool(hooks_of(wrapper))
 
 
-def hooks_of(wrapper: Wrapper) -> list[tuple[Any, Any]]:
-    """The communication hooks of a wrapper, each with its state."""
-    return list(getattr(wrapper, "_comm_hooks", ()))
-
-
 def buckets_of(wrapper: Wrapper) -> Buckets:
     """The buckets that the next backward pass uses, if no forward pass lays them out anew before."""
-    moment = (id(wrapper.reducer), wrapper._has_rebuilt_buckets)
+    moment = (id(wrapper.reducer), has_rebuilt(wrapper))
     known = _known.get(wrapper)
     if known is None or known[:2] != moment:
         _known[wrapper] = known = (*moment, _read(wrapper))
@@ -75,7 +68,7 @@ def buckets_of(wrapper: Wrapper) -> Buckets:
 def about_to_change(wrapper: Wrapper) -> bool:
     """Whether the next forward pass lays the buckets out anew, in a way that is not known yet."""
     rebuilds = wrapper.static_graph or not wrapper.find_unused_parameters
-    if not rebuilds or wrapper._has_rebuilt_buckets or _restored.get(wrapper) == buckets_of(wrapper):
+    if not rebuilds or has_rebuilt(wrapper) or _restored.get(wrapper) == buckets_of(wrapper):
         return False
     return any(wrapper.reducer.get_backward_stats())
 
@@ -93,78 +86,25 @@ def saved_buckets(wrapper: Wrapper, saved: Any) -> Buckets | None:
 def obstacle(wrapper: Wrapper) -> str | None:
     """Why a wrapper cannot be given the buckets of another process. The same on every rank."""
     try:
-        buckets_of(wrapper)
-        return _unusual(wrapper)
+        found = torch_ddp.obstacle(wrapper)
+        if found is None:
+            buckets_of(wrapper)
+        return found
     except Exception as error:  # DDP's private side may change, and a save must not fail for it
         return f"DDP does not tell its buckets ({reason(error)})"
-
-
-def _unusual(wrapper: Wrapper) -> str | None:
-    if wrapper._use_python_reducer:
-        return "DDP is compiled into the backward pass"
-    if wrapper.mixed_precision is not None:
-        return "DDP has mixed_precision"
-    if wrapper._delay_all_reduce_params:
-        return "DDP has delay_all_reduce_named_params"
-    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in wrapper._module_parameters):
-        return "DDP steps optimizers in the backward pass"
-    if not hooks_of(wrapper) and wrapper._get_ddp_logging_data().get("comm_hook"):
-        return "DDP has a built-in communication hook"
-    return None
 
 
 def restore_buckets(wrapper: Wrapper, buckets: Buckets) -> bool:
     """Give a wrapper these buckets, with its hooks. Waits for no other rank. Returns whether it has them."""
     if buckets_of(wrapper) != buckets:
-        _lay_out(wrapper, [list(bucket) for bucket in buckets.layout])
+        torch_ddp.lay_out(wrapper, buckets.layout)
+        _known.pop(wrapper, None)
     _restored[wrapper] = buckets
     return buckets_of(wrapper) == buckets
 
 
-def _lay_out(wrapper: Wrapper, layout: list[list[int]]) -> None:
-    """Build the reducer anew, as DDP itself does when it is unpickled, with other buckets."""
-    torch_distributed: Any = dist
-    parameters, sparse = wrapper._build_params_for_reducer()
-    before, by_size = wrapper.reducer, torch_distributed._compute_bucket_assignment_by_size
-
-    def assigned(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if tensors is not parameters:
-            return by_size(tensors, *args, **kwargs)
-        return layout[::-1], [sys.maxsize] * len(layout)  # DDP reverses both
-
-    torch_distributed._compute_bucket_assignment_by_size = assigned
-    try:
-        names = wrapper._build_debug_param_to_name_mapping(parameters)
-        wrapper._ddp_init_helper(parameters, sparse, names, wrapper.static_graph)
-    finally:
-        torch_distributed._compute_bucket_assignment_by_size = by_size
-    before._remove_autograd_hooks()
-    _known.pop(wrapper, None)
-    wrapper._has_rebuilt_buckets = False
-    if wrapper.static_graph:
-        wrapper.reducer._set_static_graph()
-        wrapper.logger._set_static_graph()
-    for hook, state in hooks_of(wrapper):
-        wrapper.logger._set_comm_hook_name(hook.__qualname__)
-        torch_distributed._register_comm_hook(wrapper.reducer, state, hook)
-
-
 def _read(wrapper: Wrapper) -> Buckets:
-    parameters, _ = wrapper._build_params_for_reducer()
-    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-    with _WithoutZeros():  # type: ignore[no-untyped-call]
-        found = wrapper.reducer._get_zeros_like_grad_buckets()
-    layout = tuple(tuple(numbers[id(parameter)] for parameter in bucket.parameters()) for bucket in found)
-    return Buckets(layout, _digest(wrapper.module, parameters))
-
-
-class _WithoutZeros(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Buckets are described together with zeros as large as all gradients, which nobody looks at."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.zeros_like.default:
-            return torch.empty(0)
-        return func(*args, **(kwargs or {}))
+    return Buckets(torch_ddp.layout_of(wrapper), _digest(wrapper.module, torch_ddp.summed_parameters(wrapper)))
 
 
 def _digest(module: nn.Module, parameters: Iterable[torch.Tensor]) -> str:

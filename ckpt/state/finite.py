@@ -29,8 +29,8 @@ def non_finite(models: Mapping[str, nn.Module]) -> list[str]:
     bad: dict[torch.device, list[torch.Tensor]] = {}
     with torch.no_grad():
         for (device, _), values in groups.items():
-            norms = torch.stack(list(torch._foreach_norm(values, math.inf)))
-            bad.setdefault(device, []).append(~norms.isfinite().all())
+            largest = nn.utils.get_total_norm(values, math.inf)
+            bad.setdefault(device, []).append(~largest.isfinite())
         if not any(bool(torch.stack(flags).any()) for flags in bad.values()):
             return []
         return [name for name, value in found if not bool(value.isfinite().all())]

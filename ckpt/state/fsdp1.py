@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt.compat.torch import tied_in
 from ckpt.errors import UnsupportedError
 from ckpt.formats.layout import Layout, Members
 from ckpt.formats.sharded_tensors import group_layout, over_ranks
@@ -25,7 +26,7 @@ def is_fsdp1(model: nn.Module) -> bool:
 
 def is_flat(model: nn.Module) -> bool:
     """Whether the optimizer has flat parameters instead of those of the bare model."""
-    return not all(wrapper._use_orig_params for wrapper in _wrappers(model))
+    return any(type(parameter).__name__ == "FlatParameter" for parameter in model.parameters())
 
 
 def layout(model: nn.Module, members: Members) -> Layout:
@@ -35,7 +36,9 @@ def layout(model: nn.Module, members: Members) -> Layout:
 
 
 def _wrappers(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if hasattr(module, "_fsdp_wrapped_module")]
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return FullyShardedDataParallel.fsdp_modules(model)
 
 
 def _group(model: nn.Module) -> Any:
@@ -58,8 +61,7 @@ def _ties(model: nn.Module) -> dict[str, str]:
     def full_name(module: nn.Module, parameter: str) -> str:
         return f"{names[id(module)]}.{parameter}".lstrip(".")
 
-    handles = [wrapper._handle for wrapper in _wrappers(model) if wrapper._handle is not None]
-    shared = [info for handle in handles for info in handle.flat_param._shared_param_infos]
+    shared = [info for wrapper in _wrappers(model) for info in tied_in(wrapper)]
     return {
         full_name(info.module, info.param_name): full_name(info.prim_module, info.prim_param_name) for info in shared
     }

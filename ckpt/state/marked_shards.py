@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ckpt.compat.torch import own_parameters
 from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.formats.sharded_tensors import ShardOutline, is_sharded
 from ckpt.state.unwrap import modules_in, unwrap
@@ -124,7 +125,7 @@ class MarkedShards:
         for model in models:
             for node in modules_in(unwrap(model)):
                 for name, mark in vars(node).get(_MARKS, {}).items():
-                    parameter = node._parameters.get(name)
+                    parameter = own_parameters(node).get(name)
                     if parameter is not None and mark is not None:
                         self._marks[id(parameter)] = mark
 

@@ -41,21 +41,13 @@ def materialise(key: str, module: nn.Module, filled: Collection[str]) -> None:
             f"{key} is on the meta device, and the checkpoint has no values for {', '.join(left[:_LISTED])}{more}. "
             "Call to_empty(device=...) on the model, give these their values, then load."
         )
-    if empty:
-        _allocate(module)
-
-
-def _allocate(module: Any) -> None:
-    swaps = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # or parameters would become other objects
-    try:
-        module._apply(_with_memory)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(swaps)
+    for tensor in {id(tensor): tensor for tensor in empty.values()}.values():
+        torch.utils.swap_tensors(tensor, _with_memory(tensor))  # type: ignore[no-untyped-call]
 
 
 def _with_memory(tensor: Any) -> Any:
-    if not is_on_meta(tensor):
-        return tensor
     device = tensor.device_mesh.device_type if is_sharded(tensor) else torch.get_default_device()
-    return torch.empty_like(tensor, device=device)
+    found = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(found, requires_grad=tensor.requires_grad)
+    return found.requires_grad_(tensor.requires_grad)

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from ckpt.compat.torch_ddp import Wrapper, has_rebuilt
 from ckpt.formats.damage import damage_reported
 from ckpt.state import rng
-from ckpt.state.ddp_buckets import Buckets, Wrapper, buckets_of
+from ckpt.state.ddp_buckets import Buckets, buckets_of
 from ckpt.state.parts import SavedTensor
 
 _log = logging.getLogger("ckpt")
@@ -70,7 +71,7 @@ def restore(state: Any, saved: Mapping[str, Any], wrapper: Wrapper) -> None:
     rng.restore_one(state.rng, saved["rng"])
     for name, value in counters.items():
         setattr(state, name, value)
-    device = wrapper._module_parameters[0].device
+    device = next(wrapper.module.parameters()).device
     for name in _TENSORS:
         tensors = {int(bucket): tensor.to(device) for bucket, tensor in saved[name].items()}
         getattr(state, name).clear()
@@ -83,7 +84,7 @@ def _watch(state: Any, wrapper: Wrapper, buckets: Buckets) -> None:
     """After its first step, DDP lays buckets out by the order in which gradients came: mostly the same as before."""
 
     def check(*_: Any) -> None:
-        if not wrapper._has_rebuilt_buckets or not torch.is_grad_enabled():
+        if not has_rebuilt(wrapper) or not torch.is_grad_enabled():
             return
         handle.remove()
         if buckets_of(wrapper) != buckets:

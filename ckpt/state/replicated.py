@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ckpt.compat.torch import own_parameters
 from ckpt.formats.layout import Members
 from ckpt.state.deepspeed.engine import is_engine
 from ckpt.state.unwrap import modules_in
@@ -55,7 +56,7 @@ def equal_parameters(models: Iterable[nn.Module], members: Members = None) -> fr
                 found.update(id(parameter) for name, parameter in named if name not in ignored)
             else:
                 for module in modules_in(wrapper.module):
-                    found.update(map(id, module._parameters.values()))
+                    found.update(map(id, own_parameters(module).values()))
     return frozenset(found)
 
 
@@ -77,7 +78,9 @@ def _synchronised(model: nn.Module, members: Members) -> Iterator[DistributedDat
 
 def _is_synchronous(wrapper: DistributedDataParallel, members: Members) -> bool:
     """Whether the wrapper spans all ranks (not those of a pipeline stage) and keeps their gradients equal."""
-    hooks = getattr(wrapper, "_comm_hooks", ())
+    from ckpt.compat.torch_ddp import hooks_of  # only where there is a wrapper
+
+    hooks = hooks_of(wrapper)
     if members is None:
         everywhere = dist.get_world_size(wrapper.process_group) == dist.get_world_size()
     else:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ckpt.compat.torch import version_of
 from ckpt.state.caveats import Caveats
 from ckpt.state.fsdp1 import is_fsdp1
 from ckpt.state.registry import StateRegistry
 from ckpt.state.unwrap import parameters_in
 
 _CHECKS = 4  # of the managed objects, because each takes time proportional to the number of parameters
-_SCHEDULED = "_wrapped_by_lr_sched"  # on `optimizer.step`: a scheduler was built for this optimizer
 _LONG = 1000  # optimizer steps without a call of the manager after which it warns
 
 
@@ -38,7 +38,7 @@ class UnmanagedWatch:
         self._checks = 0
         self._first_epoch: int | None = None
         self._ours: dict[int, bool] = {}  # optimizers by identity: whether they train managed models
-        self._versions: dict[int, int] = {}  # of parameters that no managed optimizer has, by identity
+        self._versions: dict[int, int | None] = {}  # of parameters that no managed optimizer has, by identity
         self._hook = register_optimizer_step_post_hook(weakly(self._on_step))
 
     def stepped(self) -> None:
@@ -92,7 +92,7 @@ class UnmanagedWatch:
                     f"{key}: none of its parameters is one of the model's, so it does not train what is saved. Build "
                     "the optimizer from the parameters of the model that is managed, after it was wrapped or moved.",
                 )
-            elif hasattr(optimizer.step, _SCHEDULED) and not self._has_scheduler_of(optimizer):
+            elif _is_scheduled(optimizer) and not self._has_scheduler_of(optimizer):
                 self._tell(
                     f"{key}/scheduler",
                     f"{key}: an LR scheduler was built for it and is not managed, so its schedule starts over after a "
@@ -125,8 +125,8 @@ class UnmanagedWatch:
             for name, parameter in model.named_parameters():
                 if id(parameter) in owned or not parameter.requires_grad:
                     continue
-                before = self._versions.setdefault(id(parameter), parameter._version)
-                if before != parameter._version and parameter.grad is not None:
+                before = self._versions.setdefault(id(parameter), version_of(parameter))
+                if before != version_of(parameter) and parameter.grad is not None:
                     changed.append(f"{key}: {name}")
         if changed:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
@@ -193,6 +193,12 @@ class UnmanagedWatch:
 def _parameters_of(optimizer: torch.optim.Optimizer) -> set[int]:
     """The identities of an optimizer's parameters."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a scheduler was built for it: that notes the first learning rate, and counts its steps. A checkpoint may
+    have brought the rate alone."""
+    return "step" in vars(optimizer) and any("initial_lr" in group for group in optimizer.param_groups)
 
 
 def _only_optimizers(objects: Iterable[object]) -> list[torch.optim.Optimizer]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,10 +10,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from ckpt.compat.torch import children, own_parameters
+from ckpt.formats.foreign.wrapper_prefixes import INSIDE
 from ckpt.state.deepspeed.engine import is_engine
 from ckpt.state.joined_model import JoinedModel
 
-_CHECKPOINTED = "_checkpoint_wrapped_module"
+_CHECKPOINTED = INSIDE[-1]
 _walked = threading.local()  # `walks`: the modules of every model that was walked, where that is remembered
 
 
@@ -45,11 +46,11 @@ def clean_name(module: nn.Module, name: str) -> str:
             node = getattr(node, word)
             continue
         if isinstance(node, JoinedModel) and word in node.prefixes:
-            word_in_model, node = node.prefixes[word], node._modules[word]
+            word_in_model, node = node.prefixes[word], children(node)[word]
             kept += [word_in_model] if word_in_model else []
             continue
         kept.append(word)
-        node = node._modules.get(word) if node is not None else None
+        node = children(node).get(word) if node is not None else None
     return ".".join(kept)
 
 
@@ -59,11 +60,11 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
     inner_names = {type(node): _inner_name(node) for node in kinds_in(module)}
 
     def walk(node: nn.Module, prefix: str) -> None:  # three times as fast as `named_parameters`: training waits
-        for name, parameter in node._parameters.items():
+        for name, parameter in own_parameters(node).items():
             if parameter is not None:
                 names.setdefault(id(parameter), prefix + name)
         inner = inner_names[type(node)]
-        for name, child in node._modules.items():
+        for name, child in children(node).items():
             if child is not None:
                 in_model = node.prefixes[name] if isinstance(node, JoinedModel) else name
                 walk(child, prefix if name == inner or not in_model else f"{prefix}{in_model}.")
@@ -91,7 +92,7 @@ def kinds_in(module: nn.Module) -> Iterable[nn.Module]:
 def parameters_in(module: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters of a module and all its submodules; a tied one several times."""
     for node in modules_in(module):
-        for parameter in node._parameters.values():
+        for parameter in own_parameters(node).values():
             if parameter is not None:
                 yield parameter
 
@@ -111,29 +112,22 @@ def _walk(module: nn.Module) -> Iterator[nn.Module]:
     while remaining:
         node = remaining.pop()
         yield node
-        children = [child for child in node._modules.values() if child is not None and id(child) not in seen]
-        seen.update(map(id, children))
-        remaining += children
+        inside = [child for child in children(node).values() if child is not None and id(child) not in seen]
+        seen.update(map(id, inside))
+        remaining += inside
 
 
 def _inner_name(module: nn.Module) -> str | None:
     """The attribute that holds the model of a wrapper; None if the module is no wrapper."""
     if isinstance(module, DistributedDataParallel | DataParallel) or is_engine(module):
         return "module"
-    fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
-        return "_fsdp_wrapped_module"
-    # importing dynamo takes a second; a compiled model has already imported it
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
-        return "_orig_mod"
-    return _CHECKPOINTED if _is_checkpointed(module) else None
+    inside = children(module)
+    return next((name for name in INSIDE if name in inside), None)
 
 
 def _is_checkpointed(module: nn.Module) -> bool:
     """Whether a module is a wrapper that checkpoints or offloads activations."""
-    wrapper = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
-    return wrapper is not None and isinstance(module, wrapper.ActivationWrapper)
+    return _CHECKPOINTED in children(module)
 
 
 def without_checkpointing(name: str) -> str:

@@ -34,7 +34,7 @@ class ZeroRedundancyPart(OptimizerPart):
 
     @classmethod
     def of(cls, key: str, optimizer: Any, models: dict[str, nn.Module]) -> ZeroRedundancyPart:
-        if optimizer._overlap_with_ddp:
+        if not hasattr(optimizer, "optim"):
             raise UnsupportedError(
                 f"{key}: ZeroRedundancyOptimizer(overlap_with_ddp=True) has no optimizer before its buckets are known, "
                 "so its state cannot be loaded before training. Build it without overlap_with_ddp."
@@ -52,10 +52,15 @@ class ZeroRedundancyPart(OptimizerPart):
         return {WHOLE_PART: "part of it"} if names else {}
 
     def capture(self) -> dict[str, Any]:
-        # as the outer optimizer does before a step
-        self.outer._sync_param_groups(self.outer.param_groups, self.optimizer.param_groups)
+        _sync_groups(self.outer, self.optimizer)  # as the outer optimizer does before a step
         return super().capture()
 
     def _load(self, values: Any, unfit: Mapping[str, str], copied: Collection[str] = ()) -> None:
         super()._load(values, unfit, copied)
-        self.outer._sync_param_groups(self.optimizer.param_groups, self.outer.param_groups)
+        _sync_groups(self.optimizer, self.outer)
+
+
+def _sync_groups(source: Any, target: Any) -> None:
+    """Give the groups of one optimizer the options of another's."""
+    for group, other in zip(source.param_groups, target.param_groups, strict=True):
+        other.update({name: value for name, value in group.items() if name != "params"})

@@ -19,15 +19,14 @@ from dataclasses import dataclass, replace
 from typing import IO, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.serialization import skip_data
 
+from ckpt.compat.torch import FAKE_TENSORS
 from ckpt.errors import CkptError, ConfigError
 from ckpt.formats.foreign.accelerate import RNG_DEVICES, in_memory, rng_key
 from ckpt.formats.foreign.hf_safetensors import LiveTensor, StreamedTensor
@@ -75,12 +74,13 @@ def write_file(path: str, tree: Any, advance: Callable[[int], None]) -> None:
 
     What lies in the same place, or is the same object, as tied weights are, is saved once.
     """
-    skeleton = _Skeleton()
+    fake = FAKE_TENSORS.imported()
     with open(path, "x+b") as file, first_error_raised():
-        if _has_subclasses(tree):  # which are saved as torch saves them, from memory
+        if fake is None or _has_subclasses(tree):  # which are saved as torch saves them, from memory
             torch.save(in_memory(tree), file)
             os.fsync(file.fileno())
             return
+        skeleton = _Skeleton(fake())
         with skip_data(materialize_fake_tensors=True):
             torch.save(skeleton.of(tree), file)
         sums = {name: _fill(file, place, skeleton.tensors[name], advance) for name, place in _places(file)}
@@ -101,9 +101,9 @@ def _has_subclasses(value: Any) -> bool:
 class _Skeleton:
     """A value in which tensors have no data. `tensors` has them by the number under which `torch.save` stores each."""
 
-    def __init__(self) -> None:
+    def __init__(self, fake: Any) -> None:
         self.tensors: dict[str, StreamedTensor] = {}
-        self._fake = FakeTensorMode()
+        self._fake = fake  # the mode in which tensors have no memory
         self._done: dict[Any, torch.Tensor] = {}
         self._kept: list[Any] = []  # or a new object could get the identity of one that was freed
 
@@ -207,7 +207,9 @@ def flattened(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         return in_memory(value)  # also tuples, which DCP does not go into: their tensors are saved with them
 
     try:
-        names, paths = flatten_state_dict(stand_in(tree))
+        flattening = DefaultSavePlanner()
+        flattening.set_up_planner(stand_in(tree))
+        names, paths = flattening.state_dict, flattening.mappings
     except ValueError as error:  # `a.b` beside a dict `a` with a key `b`
         raise ConfigError(f"torch.distributed.checkpoint cannot hold this state: {error}.") from error
     found = {name: leaves[id(leaf)][1] if id(leaf) in leaves else leaf for name, leaf in names.items()}

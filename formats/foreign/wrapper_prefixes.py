@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from ckpt.errors import ConfigError
 
-# added by torch.compile, FullyShardedDataParallel and checkpoint_wrapper
-_INSIDE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+# the model inside torch.compile, FullyShardedDataParallel and checkpoint_wrapper: a word in the names of its tensors
+INSIDE = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _REPEATED = re.compile(r"(?:module\.)*")  # added by DistributedDataParallel
 
 
@@ -31,7 +31,7 @@ def removed_words(names: Iterable[str]) -> tuple[str, list[str]]:
     listed = list(names)
     bare = [_without_inner(name) for name in listed]
     length = min(map(_length_outside, bare), default=0)
-    inside = [word for word in _INSIDE if any(word in name.split(".") for name in listed)]
+    inside = [word for word in INSIDE if any(word in name.split(".") for name in listed)]
     return (bare[0][:length] if bare else ""), inside
 
 
@@ -41,7 +41,7 @@ def _length_outside(name: str) -> int:
 
 
 def _without_inner(name: str) -> str:
-    return ".".join(word for word in name.split(".") if word not in _INSIDE)
+    return ".".join(word for word in name.split(".") if word not in INSIDE)
 
 
 def _check_distinct(bare: dict[str, str]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckpt.compat.huggingface_hub import mark_uploaded
 from ckpt.errors import CkptError
 from ckpt.storage.hub.repo import HubRepo
 
@@ -51,10 +52,9 @@ class Receipt:
 
         if not self.oid:
             return CommitOperationAdd(path, base64.b64decode(self.content))
-        # as `preupload_lfs_files(free_memory=True)` leaves it, perhaps in another process
         addition = CommitOperationAdd(path, b"")
         addition.upload_info = UploadInfo(self.size, b"", bytes.fromhex(self.oid))
-        addition._upload_mode, addition._should_ignore, addition._is_uploaded = "lfs", False, True
+        mark_uploaded(addition)
         return addition
 
 

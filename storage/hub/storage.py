@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
+from ckpt.compat.huggingface_hub import is_ignored, is_separate
 from ckpt.errors import AbsentError, ConfigError, StorageError, TruncatedError
 from ckpt.storage.base import ANY, LARGEST_DOCUMENT, Buffer, Entry, Unfinished, below, changed, check_key
 from ckpt.storage.hub.errors import translated_errors
@@ -234,9 +235,9 @@ class HubStorage:
             except AbsentError:
                 self._repo.create(private=True)
                 self._repo.upload([addition])
-            if addition._should_ignore:
+            if is_ignored(addition):
                 raise StorageError(f"{self._repo.url}: .gitignore excludes {path}. Remove it from there.")
-            if addition._upload_mode == "lfs":
+            if is_separate(addition):
                 return Receipt(size, oid=addition.upload_info.sha256.hex())
             whole = content if isinstance(content, bytes) else content.read_bytes()
             return Receipt(size, content=base64.b64encode(whole).decode())

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ckpt.compat import s3fs
 from ckpt.errors import ConfigError, StorageError, TransientError
 from ckpt.storage.option_names import unknown_options
 from ckpt.storage.retry import Retries, RetryPolicy, UnreachedError, time_left
@@ -106,7 +107,7 @@ class Connection:
 
     async def call(self, method: str, **arguments: Any) -> Any:
         """A single request."""
-        answer = await self.fs._call_s3(method, Bucket=self.bucket, **arguments)
+        answer = await s3fs.call(self.fs, method, Bucket=self.bucket, **arguments)
         self._reached = True
         self._note_progress()
         return answer

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt.errors import StorageError
+from ckpt.compat import s3fs
+from ckpt.errors import StorageError, UnsupportedError
 
 LONGEST_ANSWER = 64 << 20  # bytes: a page of a thousand keys has less than 3 MB
 _CHUNK = 1 << 16
@@ -20,7 +21,6 @@ class EndlessError(StorageError):
 
 def session_class() -> type[Any]:
     """The class of sessions for `AioConfig(http_session_cls=...)`."""
-    from aiobotocore.httpsession import AIOHTTPSession
     from aiohttp import ClientResponse
 
     class BoundedResponse(ClientResponse):
@@ -29,13 +29,10 @@ def session_class() -> type[Any]:
                 self._body = await _bounded(self)
             return self._body
 
-    class Session(AIOHTTPSession):  # type: ignore[misc]
-        async def _get_session(self, proxy_url: Any) -> _Plain:
-            session = await super()._get_session(proxy_url)
-            session._response_class = BoundedResponse
-            return _Plain(session)
-
-    return Session
+    found = s3fs.session_class(BoundedResponse, _Plain)
+    if found is None:
+        raise UnsupportedError(s3fs.SESSION.without)
+    return found
 
 
 class _Plain:

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import ckpt
+from ckpt.compat.datasets import loses_samples
 from ckpt.data.batch_digest import extract
-from ckpt.data.loader_info import loses_samples
 
 SIZE = 80
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ckpt.compat.deepspeed import is_fragmented
 from ckpt.errors import ConfigError, UnsupportedError
 from ckpt.state.objects import ManagedObjects, Stateful
 
@@ -55,7 +56,7 @@ def engines_in(models: Mapping[str, nn.Module]) -> dict[str, Any]:
 
 def refuse_bare(key: str, model: nn.Module) -> None:
     """Refuse a model without the engine that trains it: loading would not change the engine's master weights."""
-    trained = (hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping") for parameter in model.parameters())
+    trained = (hasattr(parameter, "ds_id") or is_fragmented(parameter) for parameter in model.parameters())
     if not is_engine(model) and any(trained):
         raise ConfigError(
             f"{key} is trained by a DeepSpeed engine, which keeps its weights once more. Give the engine itself: what "
@@ -87,7 +88,7 @@ def _refuse_unfit(key: str, engine: Any) -> None:
 
 
 def _obstacles(engine: Any) -> Iterator[str]:
-    kind, config = _kind(engine), engine._config.zero_config
+    kind, offloaded = _kind(engine), (engine.zero_offload_optimizer(), engine.zero_offload_param())
     if not isinstance(engine.optimizer, Optimizer) and kind not in (*_PARTITIONED, *_WHOLE, *_NONE):
         yield f"its {kind}"
     if engine.pipeline_parallelism:
@@ -98,13 +99,13 @@ def _obstacles(engine: Any) -> Iterator[str]:
         yield "tensor parallelism"
     if engine.sequence_parallel_size > 1:
         yield "sequence parallelism"
-    if any(part is not None and part.device == "nvme" for part in (config.offload_optimizer, config.offload_param)):
+    if any(part is not None and part.device == "nvme" for part in offloaded):
         yield "offload to NVMe"
-    if config.zero_hpz_partition_size > 1:
+    if engine.zero_hpz_partition_size() > 1:
         yield "a secondary partition (zero_hpz_partition_size)"
-    if config.zero_quantized_weights or config.zero_quantized_nontrainable_weights:
+    if engine.zero_quantized_weights() or engine.zero_quantized_nontrainable_weights():
         yield "quantized weights"
-    if config.elastic_checkpoint:
+    if engine.zero_elastic_checkpoint():
         yield "elastic_checkpoint"
     if engine.data_efficiency_enabled():
         yield "data efficiency and curricula"

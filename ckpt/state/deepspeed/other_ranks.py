@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckpt.compat.deepspeed import parameter_shapes
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.documents import to_json
 from ckpt.state.deepspeed import regroup
@@ -52,7 +53,7 @@ class Regrouping:
         state = saved["state"]
         if _LAYOUT in state and state[_LAYOUT] != self.live.get(_LAYOUT):
             return "another parameter_alignment than here"
-        shapes = self.engine._get_zero_param_shapes()
+        shapes = parameter_shapes(self.engine)
         groups = [{name: tuple(shape) for name, shape in group.items()} for group in shapes]
         if self.stage3:
             groups = regroup.cut(groups, _lengths(state[self.flat]), self.saved_by)
@@ -67,7 +68,7 @@ class Regrouping:
         if self._moves is None:
             saved = [_lengths(self.trees[rank]["state"][self.flat]) for rank in range(self.saved_by)]
             if self.stage3:
-                shapes = self.engine._get_zero_param_shapes()
+                shapes = parameter_shapes(self.engine)
                 counts = [torch.Size(shape).numel() for group in shapes for shape in group.values()]
                 found = regroup.moves_by_parameter(counts, saved, self.lengths, self.rank, self.world_size)
             else:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckpt.compat.deepspeed import in_window, parameter_shapes
 from ckpt.errors import MismatchError, StateError
 from ckpt.formats.native.block_hash import digest
 from ckpt.formats.native.documents import to_json
@@ -54,10 +55,10 @@ class EnginePart(UnshardedPart):
     def capture(self) -> dict[str, Any]:
         counters = {name: getattr(self.engine, name) for name in _COUNTERS}
         parts = {name: None if value is None else value.state_dict() for name, value in self._parts().items()}
-        return {**counters, **parts, "in_window": _in_window(self.engine)}
+        return {**counters, **parts, "in_window": in_window(self.engine)}
 
     def check(self, saved: Mapping[str, Any]) -> dict[str, str]:
-        if _in_window(self.engine):
+        if in_window(self.engine):
             raise StateError(
                 f"{self.key}: the engine holds gradients of an accumulation window, which would mix with what is "
                 "loaded. Load when a window is done, or into a new engine."
@@ -94,7 +95,7 @@ class EnginePart(UnshardedPart):
     @property
     def in_window(self) -> bool:
         """Whether the engine is within an accumulation window."""
-        return _in_window(self.engine)
+        return in_window(self.engine)
 
     @property
     def stepped(self) -> torch.optim.Optimizer | None:
@@ -183,16 +184,10 @@ class PartitionsPart(UnshardedPart):
 
     def _parameters(self) -> str:
         """A digest of the names and shapes of all parameters in order: flat partitions fit only the same ones."""
-        shapes = self.engine._get_zero_param_shapes()
+        shapes = parameter_shapes(self.engine)
         groups = [[(name, list(shape)) for name, shape in group.items()] for group in shapes]
         return digest(to_json(groups))
 
 
 def _scaler_state(scaler: Any) -> dict[str, Any]:
     return {} if scaler is None else {"class": type(scaler).__name__, "values": dict(vars(scaler))}
-
-
-def _in_window(engine: Any) -> bool:
-    """Whether the engine holds gradients of an unfinished accumulation window."""
-    boundary = engine._is_gradient_accumulation_boundary  # set by Accelerate before each backward, else None
-    return not boundary if boundary is not None else engine.micro_steps % engine.gradient_accumulation_steps() != 0
