@@ -26,7 +26,9 @@ def is_fsdp1(model: nn.Module) -> bool:
 
 def is_flat(model: nn.Module) -> bool:
     """Whether the optimizer has flat parameters instead of those of the bare model."""
-    return any(type(parameter).__name__ == "FlatParameter" for parameter in model.parameters())
+    from torch.distributed.fsdp import FlatParameter
+
+    return any(isinstance(parameter, FlatParameter) for parameter in model.parameters())
 
 
 def layout(model: nn.Module, members: Members) -> Layout:

@@ -22,7 +22,7 @@ class JoinedModel(nn.Module):
 
     @property
     def parts(self) -> list[nn.Module]:
-        return [part for part in self._modules.values() if part is not None]
+        return [self.get_submodule(number) for number in self.prefixes]
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
