@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
 from ckpt.formats.sharded_tensors import is_sharded, local_tensor
-from ckpt.save.checksums import SHARES, weighted_sums
+from ckpt.save.checksums import SHARES, differ, fingerprints, weighted_sums
 from tests.helpers.places import Place
 from tests.helpers.processes import run_alone, run_ranks
 from tests.helpers.training import exact
@@ -475,6 +475,39 @@ def test_checksums_of_devices_tell_constants_and_orders_apart() -> None:
     rows += [rows[-1].flip(0), rows[-1].roll(1), -rows[-1]]
     assert len({str(weighted_sums(row).tolist()) for row in rows}) == len(rows)
     assert torch.equal(weighted_sums(torch.ones(4)), weighted_sums(torch.ones(4)))
+    assert torch.equal(weighted_sums(torch.ones(9000)[1:]), weighted_sums(torch.ones(8999)))
+
+
+@pytest.mark.parametrize("bit", [1, torch.iinfo(torch.int64).min])  # the lowest and the highest
+def test_a_bit_that_differs_in_any_word_changes_both_checksums_of_a_device(bit: int) -> None:
+    words = torch.arange(1041)  # two rows of 512, and a rest
+    sums = weighted_sums(words)
+    for place in range(len(words)):
+        words[place] ^= bit
+        assert (weighted_sums(words) != sums).all(), place
+        words[place] ^= bit
+
+
+def test_a_byte_that_differs_anywhere_in_host_memory_is_found_within_so_many_saves() -> None:
+    data = torch.zeros(40_003, dtype=torch.uint8)  # shares of 4,444 and 4,445 bytes
+    equal = [fingerprints({"x": data}, turn)()["x"] for turn in range(SHARES)]
+    for place in [
+        0,
+        len(data) - 1,
+        *(edge for share in range(1, 9) for edge in (share * 40_003 // 9 - 1, share * 40_003 // 9)),
+    ]:
+        other = data.clone()
+        other[place] = 1
+        found = [fingerprints({"x": other}, turn)()["x"] for turn in range(SHARES)]
+        assert any(map(differ, equal, found)), place
+
+
+def test_checksums_of_different_shares_or_of_none_tell_nothing_apart() -> None:
+    data = {"x": torch.arange(40_000)}
+    first, second = (fingerprints(data, turn)()["x"] for turn in (0, 1))
+    assert not differ(first, second)
+    assert not differ(first, fingerprints(data)()["x"])
+    assert not differ(first, None)
 
 
 class _Counter:
